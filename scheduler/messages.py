@@ -1,0 +1,166 @@
+"""What travels between the queue and the machines, and nothing else.
+
+Workers pull. A trainer sends `PullPass` and gets one `Pass`; while it runs it sends one `Done` per finished
+operation, and the next `PullPass` says that the pass is over. A generator sends `PullSamples` with its free slots
+and gets `SampleWork` as soon as there is any; `Cancel` may come to it at any time.
+
+Bodies and weights travel by reference: a `ref` names a blob in `store.blobs`. Everything here is plain data encoded
+with msgpack; the embedded link frames it on a socket pair, the production link carries the same bytes through Redis.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class OpKind(StrEnum):
+    """Every operation that a trainer can execute for a run."""
+
+    CREATE = "create"  # make the adapter, fresh from its seed or from `source_ref`
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    SAVE_STATE = "save_state"  # adapter + optimizer into `target_ref`
+    SAVE_SAMPLER = "save_sampler"  # adapter only into `target_ref`
+    LOAD_STATE = "load_state"  # in place, from `source_ref`
+
+
+#: Operations that change a run. They are replayed, in order, to rebuild a run on a fresh trainer.
+MUTATING = frozenset({OpKind.CREATE, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.LOAD_STATE})
+
+
+class RunSpec(msgspec.Struct, frozen=True):
+    """What a trainer must know to hold a run. `alpha / rank` scales the adapter's output."""
+
+    run_id: str
+    base_model: str
+    rank: int
+    alpha: float
+    seed: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+
+
+class TrainOp(msgspec.Struct, frozen=True):
+    """One operation, or one slice of a large forward / forward_backward.
+
+    `start:stop` is the range of data in the body that this slice covers; split points depend on the operation's own
+    data alone. The slice with `final` completes the operation: the worker then answers with one `Done`.
+    With `replay` the operation was already answered: only its effect on the run is wanted, and no `Done`.
+    """
+
+    op_id: str
+    run_id: str
+    seq: int
+    kind: OpKind
+    body_ref: str = ""
+    start: int = 0
+    stop: int = 0
+    final: bool = True
+    replay: bool = False
+    source_ref: str = ""
+    target_ref: str = ""
+    with_optimizer: bool = False
+    spec: RunSpec | None = None  # with CREATE only
+
+
+class PullPass(msgspec.Struct, frozen=True, tag=True):
+    """A trainer is free for a pass of any of these base models."""
+
+    models: list[str]
+
+
+class Pass(msgspec.Struct, frozen=True, tag=True):
+    """Work for one pass, all of one base model. Operations of one run stand in the order they must be executed in;
+    different runs are independent and should share compute. `release` names runs to forget first."""
+
+    pass_id: int
+    base_model: str
+    ops: list[TrainOp]
+    release: list[str] = []
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why an operation failed. `category` is "user" or "server", as in Tinker's RequestFailedResponse."""
+
+    message: str
+    category: str = "server"
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """One operation is finished: `payload` is the encoded result (protobuf for forward, forward_backward and sample;
+    JSON for optim_step; empty for create, save and load), `facts` are counts for metering and storage:
+    `tokens` trained, `size_bytes` written, or, of a sample, `prefill`, `cached_prefill` and `sample` tokens."""
+
+    op_id: str
+    payload: bytes = b""
+    facts: dict[str, int] = {}
+    failure: Failure | None = None
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag=True):
+    """A trainer has written the whole state of a run, as it was right after operation `seq`, to `ref`."""
+
+    run_id: str
+    seq: int
+    ref: str
+
+
+class PassOver(msgspec.Struct, frozen=True, tag=True):
+    """A trainer has finished pass `pass_id`: how it went, for the statistics."""
+
+    pass_id: int
+    tokens: int
+    runs: int
+    seconds: float
+
+
+class PullSamples(msgspec.Struct, frozen=True, tag=True):
+    """A generator has `free_slots` sequences free."""
+
+    models: list[str]
+    free_slots: int
+
+
+class SampleOp(msgspec.Struct, frozen=True):
+    """One sample request of `num_samples` sequences. The body is the JSON of `weft.wire` SampleRequest.
+    `adapter_ref` is a folder of sampler weights ("" samples the base model); equal refs are equal weights."""
+
+    op_id: str
+    base_model: str
+    body_ref: str
+    num_samples: int
+    adapter_ref: str = ""
+
+
+class SampleWork(msgspec.Struct, frozen=True, tag=True):
+    ops: list[SampleOp]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Finish this sample now, with the tokens it has."""
+
+    op_id: str
+
+
+class Occupancy(msgspec.Struct, frozen=True, tag=True):
+    """A generator's decode steps since its last report: `busy / offered` is the share of slots that worked while
+    at least one did."""
+
+    steps: int
+    slots_busy: int
+    slots_offered: int
+    seconds: float
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Finish what you have, snapshot, and exit."""
+
+
+ToTrainer = Pass | Drain
+FromTrainer = PullPass | Done | Snapshot | PassOver
+ToGenerator = SampleWork | Cancel | Drain
+FromGenerator = PullSamples | Done | Occupancy

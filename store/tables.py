@@ -1,0 +1,184 @@
+"""Every table of Weft: ids, states, hashes and money. Bodies, results and weights are blobs (`store.blobs`).
+
+Every row that belongs to a tenant carries `org_id`, and every lookup is scoped by it. Money is integer nano-dollars.
+Timestamps are UTC and come back timezone-aware.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, DateTime, ForeignKey, Index, Integer, MetaData, String, TypeDecorator, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+#: SQLite only auto-increments an INTEGER primary key.
+BigInt = BigInteger().with_variant(Integer(), "sqlite")
+
+
+class Utc(TypeDecorator[datetime]):
+    """A UTC instant. SQLite forgets time zones, so the zone is taken off going in and put back coming out."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Any) -> datetime | None:
+        return value.astimezone(UTC) if value is not None else None
+
+    def process_result_value(self, value: datetime | None, dialect: Any) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(column_0_label)s",
+            "uq": "uq_%(table_name)s_%(column_0_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {datetime: Utc(), dict[str, Any]: JSON(), list[str]: JSON()}
+
+
+class Organisation(Base):
+    __tablename__ = "organisations"
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(128), unique=True)
+    created_at: Mapped[datetime]
+
+
+class ApiKey(Base):
+    """An API key; only its SHA-256 is kept. `prefix` is what a person may see to tell keys apart."""
+
+    __tablename__ = "api_keys"
+    id: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=True)
+    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
+    prefix: Mapped[str] = mapped_column(String(16))
+    secret_sha256: Mapped[str] = mapped_column(String(64), unique=True)
+    created_at: Mapped[datetime]
+    revoked_at: Mapped[datetime | None]
+
+
+class Session(Base):
+    """One client process: the owner of runs and samplers. `state` is active | finished | expired."""
+
+    __tablename__ = "sessions"
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
+    state: Mapped[str] = mapped_column(String(16))
+    sdk_version: Mapped[str] = mapped_column(String(64))
+    display_name: Mapped[str | None] = mapped_column(String(256))
+    project_id: Mapped[str | None] = mapped_column(String(64))
+    tags: Mapped[list[str]]
+    user_metadata: Mapped[dict[str, Any]]
+    finish_reason: Mapped[str | None] = mapped_column(String(32))
+    created_at: Mapped[datetime]
+    last_seen_at: Mapped[datetime]
+
+
+class Run(Base):
+    """One training run: an adapter on a base model. `snapshot_ref` holds its whole state right after operation
+    `snapshot_seq`; later operations are replayed from the journal to rebuild it. `state` is live | closed."""
+
+    __tablename__ = "runs"
+    id: Mapped[str] = mapped_column(String(128), primary_key=True)
+    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
+    session_id: Mapped[str] = mapped_column(ForeignKey("sessions.id"), index=True)
+    model_seq_id: Mapped[int]
+    base_model: Mapped[str] = mapped_column(String(256))
+    rank: Mapped[int]
+    alpha: Mapped[float]
+    seed: Mapped[int] = mapped_column(BigInteger)
+    train_attn: Mapped[bool]
+    train_mlp: Mapped[bool]
+    train_unembed: Mapped[bool]
+    state: Mapped[str] = mapped_column(String(16))
+    snapshot_seq: Mapped[int | None]
+    snapshot_ref: Mapped[str | None] = mapped_column(String(256))
+    user_metadata: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime]
+    last_request_at: Mapped[datetime]
+
+
+class Sampler(Base):
+    """What a sampling client samples from: a base model, with the adapter in `adapter_ref` where there is one.
+    `kind` is snapshot (never changes) | inflight (follows `run_id`) | base."""
+
+    __tablename__ = "samplers"
+    id: Mapped[str] = mapped_column(String(128), primary_key=True)
+    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
+    session_id: Mapped[str] = mapped_column(ForeignKey("sessions.id"), index=True)
+    sampling_session_seq_id: Mapped[int]
+    base_model: Mapped[str] = mapped_column(String(256))
+    model_path: Mapped[str | None] = mapped_column(String(512))
+    adapter_ref: Mapped[str] = mapped_column(String(256))
+    run_id: Mapped[str | None] = mapped_column(String(128))
+    kind: Mapped[str] = mapped_column(String(16))
+    created_at: Mapped[datetime]
+
+
+class Checkpoint(Base):
+    """Saved weights. `kind` is weights | sampler_weights; the path is tinker://<run_id>/<kind>/<name>."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (UniqueConstraint("run_id", "kind", "name"),)
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id"), index=True)
+    kind: Mapped[str] = mapped_column(String(32))
+    name: Mapped[str] = mapped_column(String(256))
+    ref: Mapped[str] = mapped_column(String(256))
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    public: Mapped[bool]
+    user_metadata: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime]
+    expires_at: Mapped[datetime | None]
+
+
+class Operation(Base):
+    """The journal. (lane, seq) names an operation for its client: a lane is a run id (strictly ordered) or a sampler
+    id (unordered). `state` is queued | done | failed."""
+
+    __tablename__ = "operations"
+    __table_args__ = (UniqueConstraint("lane", "seq"), Index("ix_operations_state_lane", "state", "lane"))
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
+    session_id: Mapped[str] = mapped_column(String(64), index=True)
+    lane: Mapped[str] = mapped_column(String(128))
+    seq: Mapped[int] = mapped_column(BigInteger)
+    kind: Mapped[str] = mapped_column(String(32))
+    base_model: Mapped[str] = mapped_column(String(256))
+    state: Mapped[str] = mapped_column(String(16))
+    tokens: Mapped[int] = mapped_column(BigInteger)  # what the queue counts it as
+    body_ref: Mapped[str] = mapped_column(String(256))
+    body_sha256: Mapped[str] = mapped_column(String(64))
+    plan: Mapped[dict[str, Any]]  # what is needed to queue it again: slices, refs, names
+    result_ref: Mapped[str | None] = mapped_column(String(256))
+    result_type: Mapped[str | None] = mapped_column(String(64))
+    error: Mapped[str | None] = mapped_column(String(4096))
+    error_category: Mapped[str | None] = mapped_column(String(16))
+    accepted_at: Mapped[datetime]
+    finished_at: Mapped[datetime | None]
+
+
+class UsageEvent(Base):
+    """One metered quantity of one operation, written in the commit of its result and never changed.
+    `kind` is train | prefill | cached_prefill | sample."""
+
+    __tablename__ = "usage_events"
+    __table_args__ = (UniqueConstraint("operation_id", "kind"), Index("ix_usage_events_org_at", "org_id", "recorded_at"))
+    id: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=True)
+    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"))
+    session_id: Mapped[str] = mapped_column(String(64), index=True)
+    run_id: Mapped[str | None] = mapped_column(String(128), index=True)
+    operation_id: Mapped[str] = mapped_column(String(64))
+    kind: Mapped[str] = mapped_column(String(16))
+    base_model: Mapped[str] = mapped_column(String(256))
+    tokens: Mapped[int] = mapped_column(BigInteger)
+    price_version: Mapped[str] = mapped_column(String(64))
+    rate_uusd_per_mtok: Mapped[int] = mapped_column(BigInteger)
+    amount_nusd: Mapped[int] = mapped_column(BigInteger)
+    recorded_at: Mapped[datetime]
