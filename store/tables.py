@@ -7,9 +7,20 @@ Timestamps are UTC and come back timezone-aware.
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, DateTime, ForeignKey, Index, Integer, MetaData, String, TypeDecorator, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    DateTime,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    TypeDecorator,
+    UniqueConstraint,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 #: SQLite only auto-increments an INTEGER primary key.
@@ -40,7 +51,7 @@ class Base(DeclarativeBase):
             "pk": "pk_%(table_name)s",
         }
     )
-    type_annotation_map = {datetime: Utc(), dict[str, Any]: JSON(), list[str]: JSON()}
+    type_annotation_map: ClassVar[dict[Any, Any]] = {datetime: Utc(), dict[str, Any]: JSON(), list[str]: JSON()}
 
 
 class Organisation(Base):
@@ -169,7 +180,10 @@ class UsageEvent(Base):
     `kind` is train | prefill | cached_prefill | sample."""
 
     __tablename__ = "usage_events"
-    __table_args__ = (UniqueConstraint("operation_id", "kind"), Index("ix_usage_events_org_at", "org_id", "recorded_at"))
+    __table_args__ = (
+        UniqueConstraint("operation_id", "kind"),
+        Index("ix_usage_events_org_at", "org_id", "recorded_at"),
+    )
     id: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=True)
     org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"))
     session_id: Mapped[str] = mapped_column(String(64), index=True)

@@ -1,0 +1,31 @@
+"""Alembic's entry. The server upgrades through `store.migrate`, which passes its connection; a developer who writes a
+new revision names the database: `WEFT_DATABASE_URL=sqlite:///x.db .venv/bin/alembic revision --autogenerate -m ...`."""
+
+from __future__ import annotations
+
+import os
+
+from alembic import context
+from sqlalchemy import Connection, create_engine
+
+from store.tables import Base
+
+
+def run(connection: Connection) -> None:
+    context.configure(
+        connection=connection,
+        target_metadata=Base.metadata,
+        render_as_batch=True,  # SQLite cannot alter most of a table in place
+        transactional_ddl=True,
+        compare_type=True,
+    )
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+given = context.config.attributes.get("connection")
+if given is not None:
+    run(given)
+else:
+    with create_engine(os.environ["WEFT_DATABASE_URL"]).connect() as opened:
+        run(opened)

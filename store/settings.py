@@ -1,0 +1,130 @@
+"""What an operator can set, from a TOML file and the command line; the command line wins.
+
+Unknown keys are refused: a misspelt limit that silently keeps its default is worse than a server that does not start.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class SettingsError(ValueError):
+    """The settings cannot be used; the message is one line for the operator."""
+
+
+def _half_the_cores() -> int:
+    """Trainer and generator work at the same time, so each takes half of the cores this process may use."""
+    return max(1, len(os.sched_getaffinity(0)) // 2 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 2) // 2)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TrainerSettings(_Section):
+    threads: Positive = Field(default_factory=_half_the_cores)
+    #: Tokens that one pass takes at most, over all runs in it.
+    pass_tokens: Positive = 4096
+    #: A larger operation is cut between its data into slices of about this many tokens.
+    slice_tokens: Positive = 1024
+    #: A run's whole state is written after this many tokens of training, which bounds what a lost trainer replays.
+    snapshot_every_tokens: Positive = 65_536
+
+
+class GeneratorSettings(_Section):
+    threads: Positive = Field(default_factory=_half_the_cores)
+    #: Sequences that are decoded at the same time.
+    slots: Positive = 32
+
+
+class Limits(_Section):
+    """What one request, and one organisation at a time, may ask for. Beyond: 4xx that names limit and value."""
+
+    max_body_bytes: Positive = 64 * 1024 * 1024
+    max_data: Positive = 4096  # per forward / forward_backward
+    max_tokens_per_op: Positive = 4_000_000
+    #: Tokens of one sequence; the model's context length holds as well.
+    max_seq_len: Positive = 131_072
+    max_num_samples: Positive = 1024
+    max_rank: Positive = 128
+    max_stop_sequences: Positive = 64
+    max_queued_ops_per_org: Positive = 4096
+
+
+class Settings(_Section):
+    data_dir: Path
+    host: str = "127.0.0.1"
+    #: 0 takes a free port.
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    #: Name as clients know it -> local Hugging Face folder. Empty: the built-in tiny model.
+    models: dict[str, Path] = {}
+    #: Empty: SQLite in the data folder. `postgresql+psycopg://...` in production.
+    database_url: str = ""
+    #: Flush every commit and every blob to the disk: safe against power loss, not only against kill -9.
+    durable: bool = False
+    trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
+    limits: Limits = Field(default_factory=Limits)
+    #: Price versions in the form of billing/default_prices.toml; they replace the built-in list (`billing.prices`).
+    prices: list[dict[str, Any]] = []
+    #: A request for a result waits this long before it answers "try again".
+    long_poll_s: Annotated[float, Field(gt=0)] = 30.0
+    #: After SIGTERM, running operations may take this long before the workers are stopped.
+    drain_s: Annotated[float, Field(ge=0)] = 30.0
+
+    @property
+    def blobs_dir(self) -> Path:
+        return self.data_dir / "blobs"
+
+    @property
+    def logs_dir(self) -> Path:
+        return self.data_dir / "logs"
+
+    @property
+    def effective_database_url(self) -> str:
+        return self.database_url or f"sqlite:///{self.data_dir / 'weft.db'}"
+
+
+def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
+    """Settings from the file, with `overrides` (None: not given) on top. Folders come back absolute; in the file they
+    are relative to the file's own folder. Raises SettingsError with one line that names the key."""
+    values = _read(config_file) if config_file is not None else {}
+    values.update({name: value for name, value in overrides.items() if value is not None})
+    try:
+        settings = Settings.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        source = f"{config_file}: " if config_file is not None else ""
+        raise SettingsError(f"{source}{where}: {first['msg']}") from None
+    return settings.model_copy(
+        update={
+            "data_dir": settings.data_dir.expanduser().absolute(),
+            "models": {name: path.expanduser().absolute() for name, path in settings.models.items()},
+        }
+    )
+
+
+def _read(config_file: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(config_file.read_text())
+    except OSError as error:
+        raise SettingsError(f"cannot read the config file {config_file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{config_file} is not TOML: {error}") from None
+    folder = config_file.absolute().parent
+    if isinstance(values.get("data_dir"), str):
+        values["data_dir"] = folder / Path(values["data_dir"]).expanduser()
+    models = values.get("models")
+    if isinstance(models, dict):
+        values["models"] = {
+            name: folder / Path(path).expanduser() if isinstance(path, str) else path for name, path in models.items()
+        }
+    return values
