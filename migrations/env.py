@@ -4,11 +4,17 @@ new revision names the database: `WEFT_DATABASE_URL=sqlite:///x.db .venv/bin/ale
 from __future__ import annotations
 
 import os
+from typing import Any, Literal
 
 from alembic import context
 from sqlalchemy import Connection, create_engine
 
-from store.tables import Base
+from store.tables import Base, Utc
+
+
+def render(kind: str, thing: Any, _context: Any) -> str | Literal[False]:
+    """A revision must not change when a type of ours does, so it is written down as what it is in SQL."""
+    return "sa.DateTime(timezone=True)" if kind == "type" and isinstance(thing, Utc) else False
 
 
 def run(connection: Connection) -> None:
@@ -17,6 +23,7 @@ def run(connection: Connection) -> None:
         target_metadata=Base.metadata,
         render_as_batch=True,  # SQLite cannot alter most of a table in place
         transactional_ddl=True,
+        render_item=render,
         compare_type=True,
     )
     with context.begin_transaction():

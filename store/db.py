@@ -172,7 +172,7 @@ class Database:
             with self._write_engine.connect() as connection, connection.begin() as transaction:
                 for work in group:
                     _run(work, connection, alone=len(group) == 1)
-                if all(work.error is not None for work in group):
+                if transaction.is_active and all(work.error is not None for work in group):
                     transaction.rollback()
         except BaseException as error:  # nobody may be left waiting for an answer
             return error

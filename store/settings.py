@@ -100,7 +100,8 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
+        # A key that is unknown is often why another one is missing.
+        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
         where = ".".join(str(part) for part in first["loc"])
         source = f"{config_file}: " if config_file is not None else ""
         raise SettingsError(f"{source}{where}: {first['msg']}") from None

@@ -34,6 +34,8 @@ class Utc(TypeDecorator[datetime]):
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Any) -> datetime | None:
+        if value is not None and value.tzinfo is None:
+            raise ValueError(f"a timestamp without a time zone cannot be stored: {value!r}")
         return value.astimezone(UTC) if value is not None else None
 
     def process_result_value(self, value: datetime | None, dialect: Any) -> datetime | None:
@@ -107,7 +109,7 @@ class Run(Base):
     train_mlp: Mapped[bool]
     train_unembed: Mapped[bool]
     state: Mapped[str] = mapped_column(String(16))
-    snapshot_seq: Mapped[int | None]
+    snapshot_seq: Mapped[int | None] = mapped_column(BigInteger)
     snapshot_ref: Mapped[str | None] = mapped_column(String(256))
     user_metadata: Mapped[dict[str, Any]]
     created_at: Mapped[datetime]

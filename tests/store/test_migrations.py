@@ -1,0 +1,90 @@
+"""The revisions make exactly the tables of `store.tables`, with the triggers that SQLAlchemy does not know of."""
+
+from __future__ import annotations
+
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from alembic import command
+from sqlalchemy import create_engine, delete, inspect, update
+from sqlalchemy.exc import IntegrityError
+
+from store.db import Database
+from store.migrate import alembic_config
+from store.tables import Base, Organisation, UsageEvent
+
+
+def _event() -> UsageEvent:
+    return UsageEvent(
+        org_id="o",
+        session_id="s",
+        run_id="r",
+        operation_id="op",
+        kind="train",
+        base_model="m",
+        tokens=1,
+        price_version="p",
+        rate_uusd_per_mtok=1,
+        amount_nusd=1,
+        recorded_at=datetime.now(UTC),
+    )
+
+
+def test_tables_and_revisions_agree(database: Database) -> None:
+    with create_engine(database.url).connect() as connection:
+        command.check(alembic_config(connection))
+        assert set(Base.metadata.tables) <= set(inspect(connection).get_table_names())
+
+
+def test_downgrade_leaves_nothing(database: Database) -> None:
+    with create_engine(database.url).connect() as connection, connection.begin():
+        command.downgrade(alembic_config(connection), "base")
+        assert inspect(connection).get_table_names() == ["alembic_version"]
+
+
+def test_migrating_again_keeps_the_rows(database: Database) -> None:
+    database.write_now(lambda s: s.add(Organisation(id="o", name="o", created_at=datetime.now(UTC))))
+    database.migrate()
+    with database.read() as session:
+        assert session.get(Organisation, "o") is not None
+
+
+def test_two_processes_may_migrate_at_once(tmp_path: Path) -> None:
+    databases = [Database(f"sqlite:///{tmp_path}/weft.db") for _ in range(4)]
+    failures: list[BaseException] = []
+
+    def migrate(database: Database) -> None:
+        try:
+            database.migrate()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=migrate, args=(database,)) for database in databases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    for database in databases:
+        database.close()
+
+
+def test_migrates_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    database = Database(f"sqlite:///{tmp_path}/weft.db")
+    database.migrate()
+    database.close()
+
+
+@pytest.mark.parametrize(
+    "change", [update(UsageEvent).values(amount_nusd=0), delete(UsageEvent)], ids=["update", "delete"]
+)
+def test_usage_events_are_append_only(database: Database, change: object) -> None:
+    database.write_now(lambda s: s.add(Organisation(id="o", name="o", created_at=datetime.now(UTC))))
+    database.write_now(lambda s: s.add(_event()))
+    with pytest.raises(IntegrityError, match="usage_events is append-only"):
+        database.write_now(lambda s: s.execute(change))  # type: ignore[call-overload]
+    with database.read() as session:
+        assert [row.amount_nusd for row in session.query(UsageEvent)] == [1]

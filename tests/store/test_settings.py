@@ -1,0 +1,56 @@
+"""Settings: file, then command line; anything unknown or impossible is one clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from store.settings import SettingsError, load_settings
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "weft.toml"
+    file.write_text(text)
+    return file
+
+
+def test_defaults(tmp_path: Path) -> None:
+    settings = load_settings(None, data_dir=tmp_path / "data", port=None)
+    assert settings.port == 8000
+    assert settings.trainer.pass_tokens == 4096
+    assert settings.trainer.slice_tokens == 1024
+    assert settings.generator.slots == 32
+    assert settings.limits.max_rank == 128
+    assert settings.effective_database_url == f"sqlite:///{tmp_path}/data/weft.db"
+
+
+def test_the_command_line_wins_and_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, 'data_dir = "d"\nport = 1\nhost = "h"\n[models]\n"Qwen/Q" = "m/q"\n[trainer]\nthreads = 3\n')
+    settings = load_settings(file, port=2)
+    assert (settings.port, settings.host, settings.trainer.threads) == (2, "h", 3)
+    assert settings.data_dir == tmp_path / "d"
+    assert settings.models == {"Qwen/Q": tmp_path / "m/q"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data_dri = 'x'", "data_dri"),
+        ("data_dir = 'x'\n[limits]\nmax_bodies = 3", r"limits\.max_bodies"),
+        ("data_dir = 'x'\nport = 70000", "port"),
+        ("data_dir = 'x'\n[trainer]\npass_tokens = 0", r"trainer\.pass_tokens"),
+        ("data_dir = 'x'\nmodels = 3", "models"),
+        ("port = 1", "data_dir"),
+        ("port =", "not TOML"),
+    ],
+)
+def test_mistakes_are_one_line_that_names_the_key(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as caught:
+        load_settings(write(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"no\.toml"):
+        load_settings(tmp_path / "no.toml")
