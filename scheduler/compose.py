@@ -1,0 +1,53 @@
+"""What goes into the next pass: the heads of many runs' queues, in fair order, up to a token budget.
+
+Nothing waits for a full batch and nothing idles while something is ready. Operations whose cost does not grow with data
+(optimizer steps, saves, creates) ride along with whatever pass is about to leave. An operation that was running when a
+trainer was lost travels alone, so that if it is what kills trainers, it takes nobody with it.
+"""
+
+from __future__ import annotations
+
+from scheduler.fair import FairTree
+from scheduler.lanes import Unit
+
+#: Light operations that may join one pass beyond its token budget; bounds how long a pass of saves can take.
+MAX_RIDERS = 64
+
+
+def compose(queue: FairTree[Unit], models: list[str], budget_tokens: int) -> list[Unit]:
+    """Take the next pass out of `queue` (paths are base model, organisation, run). Empty when nothing is ready.
+
+    Units of one run keep their order. The first unit is taken whatever its size, so a datum longer than the budget
+    still runs."""
+    model = next((m for m in queue.children() if m in models), None)
+    if model is None:
+        return []
+    first = queue.pop((model,))
+    assert first is not None
+    if _suspect(first):
+        return [first]
+    units, tokens = [first], first.tokens
+    while (head := queue.peek((model,))) is not None:
+        unit, _ = head
+        if _suspect(unit) or tokens + unit.tokens > budget_tokens:
+            break
+        queue.pop((model,))
+        units.append(unit)
+        tokens += unit.tokens
+    return units + _riders(queue, model)
+
+
+def _riders(queue: FairTree[Unit], model: str) -> list[Unit]:
+    """The light heads of every run, and the light units right behind them."""
+    riders: list[Unit] = []
+    for org in queue.children((model,)):
+        for run in queue.children((model, org)):
+            path = (model, org, run)
+            while len(riders) < MAX_RIDERS and (unit := queue.head(path)) and unit.light and not _suspect(unit):
+                queue.pop(path)
+                riders.append(unit)
+    return riders
+
+
+def _suspect(unit: Unit) -> bool:
+    return unit.op is not None and unit.op.attempts > 0 and not unit.send.replay

@@ -1,0 +1,219 @@
+"""Where workers come for work: one desk per kind of machine, between the journal's queues and the links.
+
+A desk hands out work when a worker has asked for it and there is some, whichever comes last: pull, not push. What is
+in a worker's hands when its link closes goes back to the queue; an operation that was there LIVES times when a worker
+died is failed instead, so that it cannot take the service down with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from scheduler.compose import compose
+from scheduler.journal import Journal
+from scheduler.lanes import Unit
+from scheduler.link import ServerLink
+from scheduler.messages import (
+    Cancel,
+    Done,
+    Drain,
+    Failure,
+    Occupancy,
+    Pass,
+    PassOver,
+    PullPass,
+    PullSamples,
+    SampleOp,
+    SampleWork,
+    Snapshot,
+)
+from scheduler.operations import SAMPLE, Operation
+
+log = logging.getLogger(__name__)
+
+#: How often an operation may be in a worker's hands when that worker dies before it is given up.
+LIVES = 3
+
+
+class TrainerDesk:
+    """Hands out passes. One link at a time: the embedded service has one trainer."""
+
+    def __init__(self, journal: Journal, pass_tokens: int) -> None:
+        self._journal = journal
+        self._pass_tokens = pass_tokens
+        self._link: ServerLink | None = None
+        self._models: list[str] | None = None  # what the waiting pull can serve; None when none waits
+        self._units: list[Unit] = []  # the pass in the trainer's hands
+        self._passes = 0
+        self.stats = {"passes": 0, "shared_passes": 0, "tokens": 0, "busy_s": 0.0, "lost": 0}
+        journal.desks.append(self)
+
+    async def serve(self, link: ServerLink) -> None:
+        """Talk to one trainer until its link closes."""
+        self._link = link
+        try:
+            async for message in link.messages():
+                await self._on(message)
+        finally:
+            self._link = self._models = None
+            await self._lost()
+
+    def wake(self) -> None:
+        """Give the waiting trainer its next pass, if there is anything to do."""
+        if self._link is None or self._models is None:
+            return
+        units = compose(self._journal.train_queue, self._models, self._pass_tokens)
+        release, self._journal.released = self._journal.released, []
+        if not units and not release:
+            return
+        self._models = None
+        self._units = units
+        self._passes += 1
+        for unit in units:
+            if unit.op is not None:
+                unit.op.running = True
+        model = units[0].send.spec.base_model if units and units[0].send.spec else ""
+        model = next((u.op.base_model for u in units if u.op is not None), model)
+        self._link.send(Pass(self._passes, model, [u.send for u in units], release))
+
+    def cancel(self, op: Operation) -> None:
+        """Training is never cancelled half way."""
+
+    def drain(self) -> None:
+        if self._link is not None:
+            self._link.send(Drain())
+
+    @property
+    def attached(self) -> bool:
+        return self._link is not None
+
+    async def _on(self, message: Any) -> None:
+        if isinstance(message, Done):
+            self._journal.finish(message)
+        elif isinstance(message, PassOver):
+            self._count(message)
+        elif isinstance(message, Snapshot):
+            await self._journal.snapshot(message)
+        elif isinstance(message, PullPass):
+            self._models = message.models
+            self._units = []
+            self.wake()
+
+    def _count(self, over: PassOver) -> None:
+        organisations = {u.op.org_id for u in self._units if u.op is not None and not u.light and not u.send.replay}
+        if not organisations:
+            return
+        self.stats["passes"] += 1
+        self.stats["shared_passes"] += len(organisations) > 1
+        self.stats["tokens"] += over.tokens
+        self.stats["busy_s"] += over.seconds
+
+    async def _lost(self) -> None:
+        """The trainer is gone, and with it every run's state: queue again what rebuilds them."""
+        self.stats["lost"] += 1
+        held, self._units = self._units, []
+        suspects = {u.op.id: u.op for u in held if u.op is not None and u.op.outcome is None and not u.send.replay}
+        for op in suspects.values():
+            op.running = False
+            op.attempts += 1
+            if op.attempts >= LIVES:
+                self._journal.finish(Done(op.id, failure=Failure(_gave_up("trainer", op))))
+        await self._journal.flush()
+        for lane in list(self._journal.runs.values()):
+            self._journal.rebuild(lane)
+        self.wake()
+
+
+class GeneratorDesk:
+    """Hands out sample requests as slots come free."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._link: ServerLink | None = None
+        self._models: list[str] = []
+        self._free = 0
+        self._held: dict[str, Operation] = {}
+        self.stats = {"steps": 0, "slots_busy": 0, "slots_offered": 0, "busy_s": 0.0, "lost": 0}
+        journal.desks.append(self)
+
+    async def serve(self, link: ServerLink) -> None:
+        """Talk to one generator until its link closes."""
+        self._link = link
+        try:
+            async for message in link.messages():
+                self._on(message)
+        finally:
+            self._link, self._free = None, 0
+            self._lost()
+
+    def wake(self) -> None:
+        """Fill the free slots that the generator has offered."""
+        if self._link is None or self._free <= 0:
+            return
+        work: list[SampleOp] = []
+        queue = self._journal.sample_queue
+        while self._free > 0:
+            model = next((m for m in queue.children() if m in self._models), None)
+            op = queue.pop((model,)) if model is not None else None
+            if op is None:
+                break
+            work.append(self._take(op))
+        if work:
+            self._link.send(SampleWork(work))
+
+    def cancel(self, op: Operation) -> None:
+        if op.id in self._held and self._link is not None:
+            self._link.send(Cancel(op.id))
+        elif op.kind == SAMPLE and not op.running:
+            queue = self._journal.sample_queue
+            for other in queue.remove(op.path):
+                if other is not op:
+                    queue.push(other.path, other, other.tokens)
+            self._journal.finish(Done(op.id, failure=Failure("cancelled before it started", "user")))
+
+    def drain(self) -> None:
+        if self._link is not None:
+            self._free = 0
+            self._link.send(Drain())
+
+    @property
+    def attached(self) -> bool:
+        return self._link is not None
+
+    def _take(self, op: Operation) -> SampleOp:
+        samples = int(op.plan.get("num_samples", 1))
+        self._free -= samples
+        self._held[op.id] = op
+        op.running = True
+        adapter_ref = self._journal.sampler(op.lane).adapter_ref
+        return SampleOp(op.id, op.base_model, op.body_ref, samples, adapter_ref)
+
+    def _on(self, message: Any) -> None:
+        if isinstance(message, Done):
+            self._held.pop(message.op_id, None)
+            self._journal.finish(message)
+        elif isinstance(message, PullSamples):
+            self._models, self._free = message.models, message.free_slots
+            self.wake()
+        elif isinstance(message, Occupancy):
+            self.stats["steps"] += message.steps
+            self.stats["slots_busy"] += message.slots_busy
+            self.stats["slots_offered"] += message.slots_offered
+            self.stats["busy_s"] += message.seconds
+
+    def _lost(self) -> None:
+        self.stats["lost"] += 1
+        held, self._held = self._held, {}
+        for op in held.values():
+            op.running = False
+            op.attempts += 1
+            if op.attempts >= LIVES:
+                self._journal.finish(Done(op.id, failure=Failure(_gave_up("generator", op))))
+            else:
+                self._journal.sample_queue.push(op.path, op, op.tokens)
+        self.wake()
+
+
+def _gave_up(worker: str, op: Operation) -> str:
+    return f"the {worker} stopped {op.attempts} times while it ran this operation; it was given up and is not billed"

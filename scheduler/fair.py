@@ -1,0 +1,133 @@
+"""Who is next: start-time fair queueing over a tree of flows (Goyal, Vin, Cheng, SIGCOMM 1996).
+
+Every node serves its children in the order of their start tags. A child served with cost c (tokens) gets the next start
+tag S + c; a child that becomes ready after being idle starts at the node's virtual time, so idling earns no credit and
+flooding earns no debt beyond what was served. Between two children that both stay ready, the tokens served differ by at
+most the cost of the largest item of each; this bound holds at every level.
+
+The tree is what makes the order fair by base model, then by organisation, then by lane (run or sampler). Pure state, no
+clock, no I/O: the journal pushes, the desks pop.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+Path = tuple[str, ...]
+
+
+@dataclass
+class _Node(Generic[T]):
+    children: dict[str, _Node[T]] = field(default_factory=dict)
+    items: deque[tuple[T, int]] = field(default_factory=deque)  # leaves only: (item, cost)
+    ready: list[tuple[float, int, str]] = field(default_factory=list)  # heap of (start tag, arrival, child)
+    virtual: float = 0.0  # start tag of the child in service
+    finish: float = 0.0  # where this node's next start tag would be, kept by its parent's clock
+
+    def __bool__(self) -> bool:
+        return bool(self.items) or bool(self.ready)
+
+
+class FairTree(Generic[T]):
+    """Items queued at paths such as (base model, organisation, lane); first in, first out within one path."""
+
+    def __init__(self) -> None:
+        self._root: _Node[T] = _Node()
+        self._arrivals = 0
+
+    def push(self, path: Path, item: T, cost: int) -> None:
+        """Queue `item`, which will use `cost` tokens (at least 1), at the end of `path`."""
+        node = self._root
+        for key in path:
+            child = node.children.setdefault(key, _Node())
+            if not child:
+                self._enter(node, key, max(node.virtual, child.finish))
+            node = child
+        node.items.append((item, max(1, cost)))
+
+    def peek(self, prefix: Path = ()) -> tuple[T, int] | None:
+        """The item that `pop(prefix)` would return, and its cost."""
+        node = self._find(prefix)
+        if not node:
+            return None
+        while node.ready:
+            node = node.children[node.ready[0][2]]
+        return node.items[0]
+
+    def pop(self, prefix: Path = ()) -> T | None:
+        """Take the fairest item at or below `prefix`, charging every flow on its path."""
+        if not self._find(prefix):
+            return None
+        return self._serve(self._root, prefix)[0]
+
+    def head(self, path: Path) -> T | None:
+        """The first item of one path, or None."""
+        node = self._find(path)
+        return node.items[0][0] if node and node.items else None
+
+    def children(self, prefix: Path = ()) -> list[str]:
+        """The flows directly below `prefix` that have something to do, fairest first."""
+        node = self._find(prefix)
+        return [key for _, _, key in sorted(node.ready)] if node else []
+
+    def remove(self, path: Path) -> list[T]:
+        """Take everything out of one path, in order. What was charged stays charged."""
+        node = self._find(path)
+        if not node:
+            return []
+        taken = [item for item, _ in node.items]
+        node.items.clear()
+        for depth in range(len(path) - 1, -1, -1):
+            parent, child = self._find(path[:depth]), self._find(path[: depth + 1])
+            if parent is None or child:
+                break
+            parent.ready = [entry for entry in parent.ready if entry[2] != path[depth]]
+            heapq.heapify(parent.ready)
+        return taken
+
+    def __iter__(self) -> Iterator[T]:
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            yield from (item for item, _ in node.items)
+            stack.extend(node.children.values())
+
+    def _find(self, path: Path) -> _Node[T] | None:
+        node = self._root
+        for key in path:
+            if key not in node.children:
+                return None
+            node = node.children[key]
+        return node
+
+    def _enter(self, node: _Node[T], key: str, start: float) -> None:
+        self._arrivals += 1
+        heapq.heappush(node.ready, (start, self._arrivals, key))
+
+    def _serve(self, node: _Node[T], prefix: Path) -> tuple[T, int]:
+        if not node.ready:
+            return node.items.popleft()
+        if prefix:
+            start, _, key = entry = next(e for e in node.ready if e[2] == prefix[0])
+            node.ready.remove(entry)
+            heapq.heapify(node.ready)
+        else:
+            start, _, key = heapq.heappop(node.ready)
+        child = node.children[key]
+        item, cost = self._serve(child, prefix[1:])
+        node.virtual = max(node.virtual, start)
+        child.finish = start + cost
+        if child:
+            self._enter(node, key, child.finish)
+        self._forget_idle(node)
+        return item, cost
+
+    def _forget_idle(self, node: _Node[T]) -> None:
+        """Drop children that are empty and owe nothing: they would start at the virtual time anyway."""
+        if len(node.children) > 2 * len(node.ready) + 64:
+            node.children = {k: c for k, c in node.children.items() if c or c.finish > node.virtual}

@@ -1,0 +1,408 @@
+"""The operation journal: what was accepted, in which order it may run, and how it ended.
+
+Invariants: an accepted operation is durable before its request id is given out; (lane, seq) names one operation for
+ever; an operation's result, its metering and its state become durable in one commit, and only then does anyone waiting
+for it wake. The journal lives in one event loop. `api` calls accept and outcome, the desks (`scheduler.desks`) take
+work out of `train_queue` and `sample_queue` and bring results back through `finish`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from billing.prices import PriceList
+from sqlalchemy import Update, select, update
+from sqlalchemy.orm import Session
+
+from scheduler.fair import FairTree
+from scheduler.lanes import RunLane, Unit
+from scheduler.messages import MUTATING, Done, Failure, OpKind, RunSpec, Snapshot
+from scheduler.operations import (
+    SAMPLE,
+    Draining,
+    NewOperation,
+    Operation,
+    Outcome,
+    QueueFull,
+    RunClosed,
+    SequenceReused,
+    Waiting,
+)
+from scheduler.settle import settle
+from store import tables
+from store.blobs import Blobs
+from store.db import Database
+
+log = logging.getLogger(__name__)
+
+#: Results kept in memory for the client that is about to ask; older ones are read from the store.
+RECENT_OUTCOMES = 4096
+#: A larger body is written by a thread, so that the event loop goes on.
+SMALL_BODY_BYTES = 1 << 18
+
+
+@dataclass
+class _Entry:
+    """What is known of one (lane, seq) from the moment it is being accepted."""
+
+    id: str
+    kind: str
+    body_sha256: str
+    durable: asyncio.Future[None]
+
+
+@dataclass(frozen=True)
+class SamplerFacts:
+    org_id: str
+    base_model: str
+    adapter_ref: str
+    run_id: str | None
+
+
+class Desk(Protocol):
+    """Where workers come for work (`scheduler.desks`)."""
+
+    def wake(self) -> None: ...
+
+    def cancel(self, op: Operation) -> None: ...
+
+
+class Journal:
+    def __init__(self, database: Database, blobs: Blobs, prices: PriceList, max_queued_per_org: int = 20_000) -> None:
+        self.train_queue: FairTree[Unit] = FairTree()
+        self.sample_queue: FairTree[Operation] = FairTree()
+        self.runs: dict[str, RunLane] = {}
+        self.released: list[str] = []  # runs that trainers may forget
+        self.desks: list[Desk] = []
+        self.draining = False
+        self._database = database
+        self._blobs = blobs
+        self._prices = prices
+        self._max_queued = max_queued_per_org
+        self._entries: dict[tuple[str, int], _Entry] = {}
+        self._open: dict[str, Operation] = {}
+        self._recent: OrderedDict[str, Operation] = OrderedDict()
+        self._queued: Counter[str] = Counter()
+        self._samplers: dict[str, SamplerFacts] = {}
+        self._settling: set[asyncio.Task[Any]] = set()
+
+    # ---- accepting
+
+    async def accept(self, new: NewOperation, *rows: tables.Base) -> str:
+        """Make `new` (and `rows`) durable, queue it, and return its request id. A repeat returns the first id.
+
+        Raises SequenceReused, QueueFull, Draining, RunClosed."""
+        digest = hashlib.sha256(new.body).hexdigest()
+        entry = self._entries.get((new.lane, new.seq)) or self._stored_entry(new.lane, new.seq)
+        if entry is not None:
+            _check_repeat(entry, new, digest)
+            await asyncio.shield(entry.durable)
+            return entry.id
+        self._admit(new)
+        entry = _Entry(uuid.uuid4().hex, new.kind, digest, asyncio.get_running_loop().create_future())
+        self._entries[new.lane, new.seq] = entry
+        op = _operation(new, entry.id)
+        try:
+            await self._write(op, new.body, digest, rows)
+        except BaseException as error:
+            del self._entries[new.lane, new.seq]
+            entry.durable.set_exception(error)
+            entry.durable.exception()
+            raise
+        entry.durable.set_result(None)
+        self.enqueue(op)
+        return op.id
+
+    def _admit(self, new: NewOperation) -> None:
+        if self.draining:
+            raise Draining("the server is restarting; it takes work again in a moment")
+        if self._queued[new.org_id] >= self._max_queued:
+            raise QueueFull(f"{self._queued[new.org_id]} operations are queued; the limit is {self._max_queued}")
+        if new.kind == SAMPLE or new.kind == OpKind.CREATE:
+            return
+        lane = self.runs.get(new.lane)
+        if lane is None or lane.closing:
+            raise RunClosed(f"run {new.lane} is closed: its session has ended")
+
+    def _stored_entry(self, lane: str, seq: int) -> _Entry | None:
+        """An operation accepted before this process started, or long ago."""
+        if lane in self.runs and seq >= self.runs[lane].next_seq:
+            return None
+        with self._database.read() as session:
+            row = session.scalars(select(tables.Operation).filter_by(lane=lane, seq=seq)).one_or_none()
+        if row is None:
+            return None
+        durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        durable.set_result(None)
+        return _Entry(row.id, row.kind, row.body_sha256, durable)
+
+    async def _write(self, op: Operation, body: bytes, digest: str, rows: tuple[tables.Base, ...]) -> None:
+        if len(body) > SMALL_BODY_BYTES:
+            await asyncio.to_thread(self._blobs.put, op.body_ref, body)
+        elif body:
+            self._blobs.put(op.body_ref, body)
+
+        def insert(session: Session) -> None:
+            session.add_all(rows)
+            session.flush()
+            session.add(_row(op, digest))
+            session.flush()
+
+        await self._database.write(insert)
+
+    def enqueue(self, op: Operation) -> None:
+        self._open[op.id] = op
+        self._queued[op.org_id] += 1
+        if op.kind == SAMPLE:
+            self.sample_queue.push(op.path, op, op.tokens)
+        else:
+            lane = self.runs.get(op.lane)
+            if lane is None:
+                lane = self.runs[op.lane] = RunLane(op.org_id, RunSpec(**op.plan["spec"]))
+            if lane.broken:
+                self._fail(op, lane.broken, "user")
+                return
+            self._queue_units(lane, lane.arrive(op))
+        self.wake()
+
+    def _queue_units(self, lane: RunLane, units: list[Unit]) -> None:
+        for unit in units:
+            self.train_queue.push(lane.path, unit, unit.tokens)
+
+    def wake(self) -> None:
+        for desk in self.desks:
+            desk.wake()
+
+    # ---- waiting
+
+    async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | None:
+        """How an operation ended, waiting at most `timeout_s` for it; None when this organisation has no such one."""
+        op = self._open.get(request_id) or self._recent.get(request_id)
+        if op is None:
+            return self._stored_outcome(org_id, request_id)
+        if op.org_id != org_id:
+            return None
+        try:
+            await asyncio.wait_for(op.finished.wait(), timeout_s)
+        except TimeoutError:
+            return Waiting("active", self._reason(op))
+        return op.outcome
+
+    def _stored_outcome(self, org_id: str, request_id: str) -> Outcome | None:
+        with self._database.read() as session:
+            row = session.get(tables.Operation, request_id)
+        if row is None or row.org_id != org_id or row.state == "queued":
+            return None
+        if row.error is not None:
+            return Outcome(error=row.error, category=row.error_category or "server")
+        try:
+            return Outcome(self._blobs.get(row.result_ref or ""), row.result_type or "application/json")
+        except FileNotFoundError:
+            return Outcome(error="the result of this operation is no longer kept", category="user")
+
+    def _reason(self, op: Operation) -> str:
+        if op.running:
+            return "running"
+        lane = self.runs.get(op.lane)
+        missing = lane.missing(op) if lane else None
+        if missing is not None:
+            return f"waiting for operation {missing} of this run, which has not arrived"
+        return f"queued; {self._queued[op.org_id]} operations of this organisation are open"
+
+    # ---- finishing
+
+    def finish(self, done: Done) -> None:
+        """A worker's answer: settle it, then wake who waits."""
+        op = self._open.get(done.op_id)
+        if op is None:
+            return
+        self._background(self._settle(op, done))
+
+    def _background(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    def _fail(self, op: Operation, message: str, category: str) -> None:
+        self.finish(Done(op_id=op.id, failure=Failure(message, category)))
+
+    async def _settle(self, op: Operation, done: Done) -> None:
+        result_ref = f"results/{op.id[:2]}/{op.id}"
+        run_id = self.sampler(op.lane).run_id if op.kind == SAMPLE else op.lane
+        try:
+            if done.failure is None and done.payload:
+                self._blobs.put(result_ref, done.payload)
+            now = datetime.now(UTC)
+            settled = await self._database.write(
+                lambda session: settle(session, op, done, run_id, self._prices, result_ref, now)
+            )
+            if settled is None:
+                return
+            op.outcome, freed = settled
+            if op.outcome.error is None and not done.payload:
+                self._blobs.put(result_ref, op.outcome.payload)
+        except Exception:
+            log.exception("operation %s could not be settled", op.id)
+            op.outcome, freed = Outcome(error="the server could not store the result; it is not billed"), []
+        self._close(op, freed)
+
+    def _close(self, op: Operation, freed: list[str]) -> None:
+        assert op.outcome is not None
+        ok = op.outcome.error is None
+        self._open.pop(op.id, None)
+        self._queued[op.org_id] -= 1
+        self._recent[op.id] = op
+        if len(self._recent) > RECENT_OUTCOMES:
+            self._recent.popitem(last=False)
+        lane = self.runs.get(op.lane)
+        if lane is not None:
+            lane.answered(op, ok)
+            if op.kind == OpKind.CREATE and not ok:
+                self._break(lane, f"run {op.lane} was never created: {op.outcome.error}")
+            if lane.closing and lane.idle:
+                self._forget(lane)
+        if ok and op.kind == OpKind.SAVE_SAMPLER and op.plan.get("sampler_kind") == "inflight":
+            self._samplers = {k: f for k, f in self._samplers.items() if f.run_id != op.lane}
+        if not (ok and op.kind in MUTATING):
+            self._blobs.delete(op.body_ref)
+        for ref in freed:
+            self._blobs.delete_tree(ref)
+        op.finished.set()
+
+    def rebuild(self, lane: RunLane) -> None:
+        """The trainer that held this run is gone: queue what rebuilds the run, and all it had left to do."""
+        self.train_queue.remove(lane.path)
+        self._queue_units(lane, lane.lost())
+
+    def _break(self, lane: RunLane, why: str) -> None:
+        lane.broken = why
+        self.train_queue.remove(lane.path)
+        for op in lane.abandon():
+            self._fail(op, why, "user")
+
+    # ---- what desks need
+
+    def sampler(self, sampler_id: str) -> SamplerFacts:
+        """What a sampler samples from now. Cached until an inflight save of its run."""
+        facts = self._samplers.get(sampler_id)
+        if facts is None:
+            with self._database.read() as session:
+                row = session.get_one(tables.Sampler, sampler_id)
+                facts = SamplerFacts(row.org_id, row.base_model, row.adapter_ref, row.run_id)
+            self._samplers[sampler_id] = facts
+        return facts
+
+    async def snapshot(self, taken: Snapshot) -> None:
+        """A trainer has written a run's whole state: bodies up to there and the older snapshot may go."""
+        lane = self.runs.get(taken.run_id)
+        if lane is None:
+            self._blobs.delete_tree(taken.ref)
+            return
+        older = lane.snapshot
+        await self.flush()
+        values = {"snapshot_seq": taken.seq, "snapshot_ref": taken.ref}
+        statement = update(tables.Run).where(tables.Run.id == taken.run_id).values(values)
+        await self._database.write(lambda session: session.execute(statement))
+        for op in lane.saved(taken.seq, taken.ref):
+            self._blobs.delete(op.body_ref)
+        if older is not None and older[1] != taken.ref:
+            self._blobs.delete_tree(older[1])
+
+    async def flush(self) -> None:
+        """Wait until every result handed in so far is settled."""
+        while self._settling:
+            await asyncio.wait(list(self._settling))
+
+    def close_run(self, run_id: str) -> None:
+        """Its session has ended: let queued work finish, then forget the run."""
+        lane = self.runs.get(run_id)
+        if lane is None:
+            return
+        lane.closing = True
+        for op in [op for op in self._open.values() if op.lane == run_id and lane.missing(op) is not None]:
+            self._fail(op, f"the session ended before operation {lane.next_seq} of run {run_id} arrived", "user")
+        if lane.idle:
+            self._forget(lane)
+
+    def _forget(self, lane: RunLane) -> None:
+        self.runs.pop(lane.run_id, None)
+        self.released.append(lane.run_id)
+        self._background(self._database.write(lambda session: session.execute(_closed(lane.run_id))))
+        for op in lane.saved(lane.next_seq, ""):
+            self._blobs.delete(op.body_ref)
+        self._blobs.delete_tree(f"runs/{lane.run_id}")
+        for key in [key for key in self._entries if key[0] == lane.run_id]:
+            del self._entries[key]
+
+    def cancel(self, org_id: str, request_id: str) -> bool:
+        """Stop a sample: one that waits ends at once and empty, one that runs ends with the tokens it has."""
+        op = self._open.get(request_id)
+        if op is None or op.org_id != org_id or op.kind != SAMPLE:
+            return False
+        for desk in self.desks:
+            desk.cancel(op)
+        return True
+
+    def queue_lengths(self) -> dict[str, int]:
+        return {
+            "open": len(self._open),
+            "running": sum(op.running for op in self._open.values()),
+            "runs": len(self.runs),
+        }
+
+
+def _check_repeat(entry: _Entry, new: NewOperation, digest: str) -> None:
+    if entry.kind != new.kind or entry.body_sha256 != digest:
+        raise SequenceReused(
+            f"operation {new.seq} of {new.lane} was already submitted as {entry.kind} with another body: "
+            "use the next sequence number"
+        )
+
+
+def _operation(new: NewOperation, request_id: str) -> Operation:
+    plan = dict(new.plan)
+    if new.kind in (OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER):
+        plan["target_ref"] = f"weights/{request_id}"
+    return Operation(
+        id=request_id,
+        org_id=new.org_id,
+        session_id=new.session_id,
+        lane=new.lane,
+        seq=new.seq,
+        kind=new.kind,
+        base_model=new.base_model,
+        tokens=new.tokens,
+        body_ref=f"ops/{request_id[:2]}/{request_id}" if new.body else "",
+        plan=plan,
+        accepted_at=datetime.now(UTC),
+    )
+
+
+def _row(op: Operation, digest: str) -> tables.Operation:
+    return tables.Operation(
+        id=op.id,
+        org_id=op.org_id,
+        session_id=op.session_id,
+        lane=op.lane,
+        seq=op.seq,
+        kind=str(op.kind),
+        base_model=op.base_model,
+        state="queued",
+        tokens=op.tokens,
+        body_ref=op.body_ref,
+        body_sha256=digest,
+        plan=op.plan,
+        accepted_at=op.accepted_at,
+    )
+
+
+def _closed(run_id: str) -> Update:
+    return update(tables.Run).where(tables.Run.id == run_id).values(state="closed")

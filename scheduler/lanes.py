@@ -1,0 +1,149 @@
+"""The order of one run's operations, as a state machine without I/O.
+
+Operations run strictly by sequence number. One that arrives early is parked until the gap before it is filled. What
+has changed the run since its last snapshot stays in the log: when the trainer that held the run is lost, the lane
+answers with the units that rebuild it (snapshot, then the log) followed by everything not answered yet.
+
+    lane = RunLane("org", spec)
+    lane.arrive(op2)  -> []                      parked, 1 is missing
+    lane.arrive(op1)  -> [unit 1, unit 2]        both may be queued now
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.messages import MUTATING, OpKind, RunSpec, TrainOp
+from scheduler.operations import Operation
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """What is queued: one operation or one slice of it, ready to be sent to a trainer."""
+
+    op: Operation | None  # None: the synthetic restore from a snapshot
+    send: TrainOp
+    tokens: int
+
+    @property
+    def light(self) -> bool:
+        """Work whose cost does not grow with data, so it may ride along with any pass."""
+        return self.send.kind not in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
+
+
+def units_of(op: Operation, spec: RunSpec, replay: bool = False) -> list[Unit]:
+    """One unit per slice of a forward or forward_backward, else one unit."""
+    kind = OpKind(op.kind)
+    plan = op.plan
+    slices = plan.get("slices") or [[0, 0, op.tokens]]
+    return [
+        Unit(
+            op=op,
+            tokens=tokens,
+            send=TrainOp(
+                op_id=op.id,
+                run_id=op.lane,
+                seq=op.seq,
+                kind=kind,
+                body_ref=op.body_ref,
+                start=start,
+                stop=stop,
+                final=i == len(slices) - 1,
+                replay=replay,
+                source_ref=plan.get("source_ref", ""),
+                target_ref=plan.get("target_ref", ""),
+                with_optimizer=bool(plan.get("with_optimizer", False)),
+                spec=spec if kind is OpKind.CREATE else None,
+            ),
+        )
+        for i, (start, stop, tokens) in enumerate(slices)
+    ]
+
+
+class RunLane:
+    """One run: what has been released to the queue, what is parked, and how to rebuild it."""
+
+    def __init__(self, org_id: str, spec: RunSpec, next_seq: int = 0, snapshot: tuple[int, str] | None = None) -> None:
+        self.run_id = spec.run_id
+        self.path = (spec.base_model, org_id, spec.run_id)
+        self.spec = spec
+        self.next_seq = next_seq
+        self.snapshot = snapshot
+        self.resident = False  # a trainer holds the run, or units that rebuild it are queued
+        self.broken: str | None = None  # why the run can do nothing more
+        self.closing = False
+        self._parked: dict[int, Operation] = {}
+        self._pending: dict[str, Operation] = {}  # released, not answered; in order of seq
+        self._log: list[Operation] = []  # answered, mutating, after the snapshot
+
+    @property
+    def idle(self) -> bool:
+        return not self._pending and not self._parked
+
+    def arrive(self, op: Operation) -> list[Unit]:
+        """A new operation. Returns the units that may be queued now, in order."""
+        self._parked[op.seq] = op
+        ready: list[Operation] = []
+        while self.next_seq in self._parked:
+            ready.append(self._parked.pop(self.next_seq))
+            self.next_seq += 1
+        self._pending.update((o.id, o) for o in ready)
+        if not ready:
+            return []
+        return self._restore() + [u for o in ready for u in units_of(o, self.spec)]
+
+    def remember(self, op: Operation) -> None:
+        """At start-up: an answered operation that a rebuild must replay."""
+        self._log.append(op)
+
+    def answered(self, op: Operation, ok: bool) -> None:
+        self._pending.pop(op.id, None)
+        if self._parked.get(op.seq) is op:
+            del self._parked[op.seq]
+        if ok and op.kind in MUTATING:
+            self._log.append(op)
+
+    def lost(self) -> list[Unit]:
+        """The trainer is gone. Returns everything to queue again (the caller has emptied the run's queue)."""
+        self.resident = False
+        if not self._pending:
+            return []
+        return self._restore() + [u for o in self._pending.values() for u in units_of(o, self.spec)]
+
+    def saved(self, seq: int, ref: str) -> list[Operation]:
+        """A snapshot taken right after `seq` is durable. Returns the operations that need no replay any more."""
+        self.snapshot = (seq, ref)
+        covered = [op for op in self._log if op.seq <= seq]
+        self._log = [op for op in self._log if op.seq > seq]
+        return covered
+
+    def abandon(self) -> list[Operation]:
+        """Give up the run: everything not answered, parked operations included."""
+        left = [*self._pending.values(), *self._parked.values()]
+        self._pending.clear()
+        self._parked.clear()
+        return left
+
+    def missing(self, op: Operation) -> int | None:
+        """The sequence number that a parked operation waits for, or None when it is not parked."""
+        return self.next_seq if op.seq in self._parked else None
+
+    def _restore(self) -> list[Unit]:
+        if self.resident:
+            return []
+        self.resident = True
+        units: list[Unit] = []
+        if self.snapshot is not None:
+            seq, ref = self.snapshot
+            restore = TrainOp(
+                op_id=f"restore-{self.run_id}",
+                run_id=self.run_id,
+                seq=seq,
+                kind=OpKind.CREATE,
+                replay=True,
+                source_ref=ref,
+                with_optimizer=True,
+                spec=self.spec,
+            )
+            units.append(Unit(op=None, send=restore, tokens=0))
+        return units + [u for o in self._log for u in units_of(o, self.spec, replay=True)]

@@ -1,0 +1,88 @@
+"""What an operation is, from the front's request to its outcome."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+SAMPLE = "sample"
+
+
+class SequenceReused(Exception):
+    """The same (lane, seq) came with another operation. A permanent mistake of the client."""
+
+
+class QueueFull(Exception):
+    """The organisation has as many operations queued as it may have. Try again later."""
+
+
+class Draining(Exception):
+    """The server is about to stop and takes no new work. Try again later."""
+
+
+class RunClosed(Exception):
+    """The run takes no more operations. A permanent error."""
+
+
+@dataclass(frozen=True)
+class NewOperation:
+    """What the front hands in. `lane` is a run id (ordered by seq) or, for samples, a sampler id (unordered).
+
+    `plan` holds what its kind needs: `slices` [[start, stop, tokens], ...]; `spec`, `source_ref`, `with_optimizer`,
+    `path` of a create or load; `kind`, `name`, `ttl_seconds`, `overwrite`, `user_metadata` of a named save;
+    `sampler_id`, `sampling_session_seq_id`, `sampler_kind` of an unnamed one; `num_samples` of a sample."""
+
+    org_id: str
+    session_id: str
+    lane: str
+    seq: int
+    kind: str
+    base_model: str
+    tokens: int
+    body: bytes = b""
+    plan: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Not finished yet, and why."""
+
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an operation ended: a payload for its client, or an error (`category` is "user" or "server")."""
+
+    payload: bytes = b""
+    content_type: str = "application/json"
+    error: str | None = None
+    category: str = "server"
+
+
+@dataclass(eq=False)
+class Operation:
+    """An accepted operation, from acceptance to its outcome."""
+
+    id: str
+    org_id: str
+    session_id: str
+    lane: str
+    seq: int
+    kind: str
+    base_model: str
+    tokens: int
+    body_ref: str
+    plan: dict[str, Any]
+    accepted_at: datetime
+    running: bool = False
+    attempts: int = 0  # times a worker was lost while it ran
+    outcome: Outcome | None = None
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def path(self) -> tuple[str, str, str]:
+        return (self.base_model, self.org_id, self.lane)

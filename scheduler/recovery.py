@@ -1,0 +1,75 @@
+"""Start-up: take up where the last process stopped, from what is durable.
+
+Live runs come back with the log that rebuilds them, and everything accepted but unfinished is queued again. A run whose
+session ended meanwhile finishes what was accepted and is then forgotten.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from scheduler.journal import Journal
+from scheduler.lanes import RunLane
+from scheduler.messages import MUTATING, OpKind, RunSpec
+from scheduler.operations import SAMPLE, Operation
+from store import tables
+from store.db import Database
+
+
+def recover(journal: Journal, database: Database) -> None:
+    """Fill a fresh journal. Call once, in its event loop, before any worker attaches."""
+    with database.read() as session:
+        for run in session.scalars(select(tables.Run).filter_by(state="live")):
+            _recover_run(journal, session, run)
+        unfinished = select(tables.Operation).filter_by(kind=SAMPLE, state="queued")
+        for row in session.scalars(unfinished.order_by(tables.Operation.accepted_at)):
+            journal.enqueue(_from_row(row))
+
+
+def _recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
+    query = select(tables.Operation).filter(tables.Operation.lane == run.id, tables.Operation.kind != SAMPLE)
+    rows = session.scalars(query.order_by(tables.Operation.seq)).all()
+    ended = [row.seq for row in rows if row.state != "queued"]
+    snapshot = (run.snapshot_seq, run.snapshot_ref or "") if run.snapshot_seq is not None else None
+    lane = RunLane(run.org_id, spec_of(run), next_seq=max(ended, default=-1) + 1, snapshot=snapshot)
+    lane.closing = session.get_one(tables.Session, run.session_id).state != "active"
+    journal.runs[run.id] = lane
+    for row in rows:
+        if row.state == "queued":
+            journal.enqueue(_from_row(row))
+        elif row.state == "failed" and row.kind == OpKind.CREATE:
+            lane.broken = f"run {run.id} was never created: {row.error}"
+        elif row.state == "done" and row.kind in MUTATING and (snapshot is None or row.seq > snapshot[0]):
+            lane.remember(_from_row(row))
+    if lane.closing:
+        journal.close_run(run.id)
+
+
+def spec_of(run: tables.Run) -> RunSpec:
+    return RunSpec(
+        run_id=run.id,
+        base_model=run.base_model,
+        rank=run.rank,
+        alpha=run.alpha,
+        seed=run.seed,
+        train_attn=run.train_attn,
+        train_mlp=run.train_mlp,
+        train_unembed=run.train_unembed,
+    )
+
+
+def _from_row(row: tables.Operation) -> Operation:
+    return Operation(
+        id=row.id,
+        org_id=row.org_id,
+        session_id=row.session_id,
+        lane=row.lane,
+        seq=row.seq,
+        kind=row.kind,
+        base_model=row.base_model,
+        tokens=row.tokens,
+        body_ref=row.body_ref,
+        plan=row.plan,
+        accepted_at=row.accepted_at,
+    )

@@ -1,0 +1,136 @@
+"""The one place where an operation's result, its metering and what it made become lasting, in one transaction.
+
+Called by the journal inside the database's writer. Settling an operation that is already settled changes nothing and
+returns nothing, so a result that arrives twice is never billed twice.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timedelta
+from typing import Any
+
+from billing.prices import PriceList
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from billing import usage
+from scheduler.messages import Done, OpKind
+from scheduler.operations import SAMPLE, Operation, Outcome
+from store import tables
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+
+#: Tinker counts a forward as prefill: it reads tokens and trains nothing.
+_TRAIN_KINDS = {OpKind.FORWARD_BACKWARD: "train", OpKind.FORWARD: "prefill"}
+_SAMPLE_KINDS = ("prefill", "cached_prefill", "sample")
+
+
+def settle(
+    session: Session, op: Operation, done: Done, run_id: str | None, prices: PriceList, result_ref: str, now: datetime
+) -> tuple[Outcome, list[str]] | None:
+    """Write how `op` ended. Returns its outcome and the blobs that nothing needs any more; None when it had ended."""
+    row = session.get(tables.Operation, op.id)
+    if row is None or row.state != "queued":
+        return None
+    freed: list[str] = []
+    if done.failure is not None:
+        outcome = Outcome(error=done.failure.message, category=done.failure.category)
+    else:
+        outcome = _outcome(session, op, done, now, freed)
+    if outcome.error is None:
+        _meter(session, op, done, run_id, prices)
+    row.state = "done" if outcome.error is None else "failed"
+    row.error = outcome.error[:4096] if outcome.error else None
+    row.error_category = outcome.category if outcome.error else None
+    row.result_ref = result_ref if outcome.error is None else None
+    row.result_type = outcome.content_type
+    row.finished_at = now
+    return outcome, freed
+
+
+def _meter(session: Session, op: Operation, done: Done, run_id: str | None, prices: PriceList) -> None:
+    if op.kind in _TRAIN_KINDS:
+        tokens = {_TRAIN_KINDS[OpKind(op.kind)]: done.facts.get("tokens", 0)}
+    elif op.kind == SAMPLE:
+        tokens = {kind: done.facts.get(kind, 0) for kind in _SAMPLE_KINDS}
+    else:
+        return
+    usage.record(
+        session,
+        org_id=op.org_id,
+        session_id=op.session_id,
+        run_id=run_id,
+        operation_id=op.id,
+        base_model=op.base_model,
+        tokens_by_kind=tokens,
+        prices=prices,
+        at=op.accepted_at,
+    )
+
+
+def _outcome(session: Session, op: Operation, done: Done, now: datetime, freed: list[str]) -> Outcome:
+    if op.kind in (OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER):
+        if op.plan.get("sampler_id"):
+            return _new_sampler(session, op, now)
+        return _new_checkpoint(session, op, done, now, freed)
+    if op.kind == OpKind.CREATE and "path" not in op.plan:
+        return _json({"model_id": op.lane, "type": "create_model"})
+    if op.kind in (OpKind.CREATE, OpKind.LOAD_STATE):
+        return _json({"path": op.plan.get("path"), "model_id": op.lane, "type": "load_weights"})
+    return Outcome(done.payload, JSON if op.kind == OpKind.OPTIM_STEP else PROTOBUF)
+
+
+def _json(result: dict[str, Any]) -> Outcome:
+    return Outcome(json.dumps(result).encode(), JSON)
+
+
+def _new_checkpoint(session: Session, op: Operation, done: Done, now: datetime, freed: list[str]) -> Outcome:
+    """A named save. The name is checked here, in order with every other save of the run."""
+    kind, name = op.plan["kind"], op.plan["name"]
+    query = select(tables.Checkpoint).filter_by(run_id=op.lane, kind=kind, name=name)
+    row = session.scalars(query).one_or_none()
+    if row is not None and not op.plan.get("overwrite"):
+        freed.append(op.plan["target_ref"])
+        return Outcome(error=f"a checkpoint named {kind}/{name} exists already: choose another name", category="user")
+    if row is None:
+        row = tables.Checkpoint(id=op.id, org_id=op.org_id, run_id=op.lane, kind=kind, name=name, public=False)
+        session.add(row)
+    else:
+        freed.append(row.ref)
+    ttl = op.plan.get("ttl_seconds")
+    row.ref = op.plan["target_ref"]
+    row.size_bytes = done.facts.get("size_bytes", 0)
+    row.user_metadata = op.plan.get("user_metadata") or {}
+    row.created_at = now
+    row.expires_at = now + timedelta(seconds=ttl) if ttl else None
+    session.flush()
+    return _json({"path": f"tinker://{op.lane}/{kind}/{name}", "type": str(op.kind)})
+
+
+def _new_sampler(session: Session, op: Operation, now: datetime) -> Outcome:
+    """An unnamed save: a sampler on the weights just written. An inflight one moves its siblings along."""
+    sampler_id, ref, kind = op.plan["sampler_id"], op.plan["target_ref"], op.plan.get("sampler_kind", "snapshot")
+    if kind == "inflight":
+        session.execute(
+            update(tables.Sampler)
+            .where(tables.Sampler.run_id == op.lane, tables.Sampler.kind == kind)
+            .values(adapter_ref=ref)
+        )
+    session.add(
+        tables.Sampler(
+            id=sampler_id,
+            org_id=op.org_id,
+            session_id=op.session_id,
+            sampling_session_seq_id=op.plan["sampling_session_seq_id"],
+            base_model=op.base_model,
+            model_path=None,
+            adapter_ref=ref,
+            run_id=op.lane,
+            kind=kind,
+            created_at=now,
+        )
+    )
+    session.flush()
+    return _json({"sampling_session_id": sampler_id, "type": str(op.kind)})
