@@ -1,0 +1,105 @@
+"""Where every LoRA tensor of a run lies in its one flat arena.
+
+One arena per run makes the optimizer one fused call, paging one memcpy and hashing one pass. Experts use the
+shared-outer form: the factor on the hidden side is shared by all experts, the one on the expert side is per expert.
+That is 3.6 times fewer parameters than a full pair per expert on Qwen3-30B-A3B, and what Tinker trains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from workers.model.config import DecoderConfig
+
+#: Every tensor starts on a cache line, so a kernel sees the same alignment whatever the rank (float32 elements).
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of the arena: `offset` counts float32 elements; `fan_in` is what init divides by, 0 for a B factor."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    fan_in: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """The tensors of an adapter, in order. r rank, d hidden, f MLP width, E experts, V vocabulary:
+
+    | layers.i.attn.qkv_A [3r,d], q_B, k_B, v_B [out,r], o_A [r,q], o_B [d,r]                       | train_attn    |
+    | layers.i.mlp.gate_up_A [2r,d], gate_B, up_B [f,r], down_A [r,f], down_B [d,r]                 | train_mlp     |
+    | of experts: gate_B, up_B [E,f,r] and down_A [E,r,f] per expert, gate_up_A and down_B shared   | train_mlp     |
+    | unembed_A [r,d], unembed_B [V,r]                                                              | train_unembed |
+    """
+
+    config: DecoderConfig = field(repr=False)
+    rank: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"LoRA rank must be at least 1, got {self.rank}")
+        if not (self.train_attn or self.train_mlp or self.train_unembed):
+            raise ValueError("an adapter must train something: set train_attn, train_mlp or train_unembed")
+
+    @cached_property
+    def slots(self) -> dict[str, Slot]:
+        slots: dict[str, Slot] = {}
+        offset = 0
+        for name, shape, fan_in in self._tensors():
+            slots[name] = Slot(name, shape, offset, fan_in)
+            offset += -(-slots[name].numel // ALIGNMENT) * ALIGNMENT
+        return slots
+
+    @cached_property
+    def numel(self) -> int:
+        """Length of the arena in float32 elements, the padding between tensors included."""
+        last = list(self.slots.values())[-1]
+        return last.offset + -(-last.numel // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable parameters, without padding."""
+        return sum(slot.numel for slot in self.slots.values())
+
+    def _tensors(self) -> Iterator[tuple[str, tuple[int, ...], int]]:
+        config, r, d = self.config, self.rank, self.config.hidden_size
+        for layer in range(config.num_layers):
+            if self.train_attn:
+                yield from self._attn(f"layers.{layer}.attn.")
+            if self.train_mlp:
+                yield from self._mlp(f"layers.{layer}.mlp.", config.is_moe(layer))
+        if self.train_unembed:
+            yield "unembed_A", (r, d), d
+            yield "unembed_B", (config.vocab_size, r), 0
+
+    def _attn(self, at: str) -> Iterator[tuple[str, tuple[int, ...], int]]:
+        r, d, q, kv = self.rank, self.config.hidden_size, self.config.q_size, self.config.kv_size
+        yield at + "qkv_A", (3 * r, d), d
+        yield at + "q_B", (q, r), 0
+        yield at + "k_B", (kv, r), 0
+        yield at + "v_B", (kv, r), 0
+        yield at + "o_A", (r, q), q
+        yield at + "o_B", (d, r), 0
+
+    def _mlp(self, at: str, moe: bool) -> Iterator[tuple[str, tuple[int, ...], int]]:
+        r, d = self.rank, self.config.hidden_size
+        f = self.config.moe_intermediate_size if moe else self.config.intermediate_size
+        per = (self.config.num_experts,) if moe else ()
+        yield at + "gate_up_A", (2 * r, d), d
+        yield at + "gate_B", (*per, f, r), 0
+        yield at + "up_B", (*per, f, r), 0
+        yield at + "down_A", (*per, r, f), f
+        yield at + "down_B", (d, r), 0
