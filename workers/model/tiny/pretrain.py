@@ -1,0 +1,208 @@
+"""Makes the tiny base model from nothing: corpus, tokenizer, training, and the model folder.
+
+    OMP_NUM_THREADS=1 python -m workers.model.tiny.pretrain --out DIR
+
+One core, about a quarter of an hour, no network. Everything is seeded and runs on one thread, so the same machine with
+the same torch gives the same weights bit for bit. Another processor or torch rounds sums in another order, training
+carries that on, and the result is another model of the same quality: there, expect the loss within about 0.02 and the
+accuracies within a few points of what is committed.
+
+Training is transformers' own class in float32 and plain AdamW; the load-balancing loss keeps every expert in use. The
+weights are stored in bfloat16, and the accuracy printed last is that of the stored weights. See `corpus.py` on why the
+model is meant to get most sums wrong when sampled.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from workers.model.tiny.accuracy import sum_accuracy
+from workers.model.tiny.corpus import END_OF_TEXT, documents
+from workers.model.tiny.make_tokenizer import CONTEXT_LENGTH, train_tokenizer, write_tokenizer
+
+IGNORED = -100
+SAMPLE_PROMPTS = (
+    "<|im_start|>user\nWhat is 3 + 5?<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>user\nWhat day comes after Monday?<|im_end|>\n<|im_start|>assistant\n",
+    "3 + 5 =",
+    "def read_lines(path):\n",
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train: sizes in tokens, learning rate over steps (warm-up, then down linearly to a twentieth)."""
+
+    steps: int = 1600
+    batch_rows: int = 12
+    row_tokens: int = 192
+    learning_rate: float = 3e-3
+    warmup_steps: int = 40
+    weight_decay: float = 0.05
+    clip_norm: float = 1.0
+    seed: int = 7
+
+    def rate(self, step: int) -> float:
+        """Learning rate of `step`, counted from 0."""
+        left = 1.0 - step / self.steps
+        return self.learning_rate * min((step + 1) / self.warmup_steps, 0.05 + 0.95 * left)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of whole documents; `positions_BT` start again with each document, which also keeps attention within it."""
+
+    tokens_BT: torch.Tensor
+    positions_BT: torch.Tensor
+    labels_BT: torch.Tensor
+
+
+def tiny_config(tokenizer: Tokenizer) -> Qwen3MoeConfig:
+    """The architecture: 4 layers of 8 experts, 2 of them per token."""
+    end, pad = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id(END_OF_TEXT)
+    return Qwen3MoeConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=128,
+        intermediate_size=384,
+        moe_intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.01,
+        max_position_embeddings=CONTEXT_LENGTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=False,
+        eos_token_id=end,
+        pad_token_id=pad,
+        bos_token_id=None,
+    )
+
+
+def batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
+    """Endless batches; a row is filled with whole documents, and the last one is cut at the row's end.
+
+    `<think>` is never a label: it belongs to prompts that switch thinking off, and the model must not open it itself.
+    """
+    source = documents(recipe.seed)
+    think, end = tokenizer.token_to_id("<think>"), tokenizer.token_to_id(END_OF_TEXT)
+    while True:
+        rows = [_row(tokenizer, source, end, recipe.row_tokens) for _ in range(recipe.batch_rows)]
+        tokens_BT = torch.tensor([tokens for tokens, _ in rows])
+        positions_BT = torch.tensor([positions for _, positions in rows])
+        labels_BT = tokens_BT.masked_fill((tokens_BT == think) | (positions_BT == 0), IGNORED)
+        yield Batch(tokens_BT, positions_BT, labels_BT)
+
+
+def _row(tokenizer: Tokenizer, source: Iterator[str], end: int, length: int) -> tuple[list[int], list[int]]:
+    tokens: list[int] = []
+    positions: list[int] = []
+    while len(tokens) < length:
+        document = [*tokenizer.encode(next(source)).ids, end]
+        tokens += document
+        positions += range(len(document))
+    return tokens[:length], positions[:length]
+
+
+def train(tokenizer: Tokenizer, recipe: Recipe, *, report_every: int = 50) -> tuple[Any, list[float]]:
+    """A trained model in float32 and the language-model loss of every step."""
+    torch.set_num_threads(1)
+    torch.manual_seed(recipe.seed)
+    model: Any = Qwen3MoeForCausalLM._from_config(
+        tiny_config(tokenizer), attn_implementation="sdpa", experts_implementation="eager"
+    )
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), foreach=True)
+    source, losses, started_s = batches(tokenizer, recipe), list[float](), time.monotonic()
+    model.train()
+    for step in range(recipe.steps):
+        losses.append(_train_step(model, optimizer, next(source), recipe, step))
+        if (step + 1) % report_every == 0:
+            _report(model, tokenizer, losses[-report_every:], step + 1, recipe.steps, started_s)
+    return model.eval(), losses
+
+
+def _train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, recipe: Recipe, step: int) -> float:
+    for group in optimizer.param_groups:
+        group["lr"] = recipe.rate(step)
+    out = model(
+        input_ids=batch.tokens_BT,
+        position_ids=batch.positions_BT,
+        labels=batch.labels_BT,
+        output_router_logits=True,
+        use_cache=False,
+    )
+    out.loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(out.loss.detach() - model.router_aux_loss_coef * out.aux_loss.detach())
+
+
+def _report(model: Any, tokenizer: Tokenizer, losses: list[float], step: int, steps: int, started_s: float) -> None:
+    spent_s = time.monotonic() - started_s
+    accuracy = sum_accuracy(model, tokenizer, [(a, (3 * a + 1) % 10) for a in range(10)])
+    print(
+        f"step {step}/{steps}  loss {sum(losses) / len(losses):.3f}  sums sampled {accuracy.sampled:.2f} "
+        f"greedy {accuracy.greedy:.2f}  {spent_s:.0f} s, {spent_s / step * (steps - step):.0f} s to go",
+        flush=True,
+    )
+
+
+def write_model(model: Any, folder: Path) -> None:
+    """Writes config.json, generation_config.json and model.safetensors, in bfloat16.
+
+    The count of experts goes by `num_experts`, as in every published Qwen3-MoE.
+    """
+    config = model.config
+    model.to(torch.bfloat16).save_pretrained(folder)
+    architecture = json.loads((folder / "config.json").read_text())
+    architecture["num_experts"] = architecture.pop("num_local_experts", config.num_experts)
+    (folder / "config.json").write_text(json.dumps(architecture, indent=2, sort_keys=True) + "\n")
+    (folder / "model.safetensors").chmod(0o644)
+    generation = {
+        "do_sample": True,
+        "temperature": 1.0,
+        "eos_token_id": [config.eos_token_id, config.pad_token_id],
+        "pad_token_id": config.pad_token_id,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def main() -> None:
+    """Command line: train and write the model folder."""
+    parser = argparse.ArgumentParser(description="Make the built-in tiny base model.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    options = parser.parse_args()
+    folder: Path = options.out
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(options.seed)
+    write_tokenizer(tokenizer, folder)
+    model, _ = train(tokenizer, Recipe(steps=options.steps, seed=options.seed))
+    write_model(model, folder)
+    stored: Any = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    accuracy = sum_accuracy(stored, tokenizer)
+    for prompt in SAMPLE_PROMPTS:
+        tokens = torch.tensor([tokenizer.encode(prompt).ids])
+        said = stored.generate(tokens, max_new_tokens=24, do_sample=False)[0].tolist()
+        print(repr(tokenizer.decode(said, skip_special_tokens=False)))
+    print(f"{stored.num_parameters()} parameters; sums sampled {accuracy.sampled:.3f} greedy {accuracy.greedy:.3f}")
+
+
+if __name__ == "__main__":
+    main()
