@@ -1,0 +1,75 @@
+"""Against torch.optim.AdamW with clip_grad_norm_, and alone against together."""
+
+import pytest
+import torch
+
+from workers.trainer.optimizer import Adam, AdamError, Step, step_many
+
+SETTINGS = [
+    Adam(learning_rate=1e-2),
+    Adam(learning_rate=3e-3, beta1=0.8, beta2=0.99, eps=1e-8, weight_decay=0.1),
+    Adam(learning_rate=1e-2, grad_clip_norm=0.5),
+    Adam(learning_rate=1e-2, weight_decay=0.3, grad_clip_norm=1e3),
+]
+
+
+def fresh(size: int, seed: int) -> Step:
+    weights = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    return Step(SETTINGS[0], weights, torch.zeros(size), torch.zeros(size), torch.zeros(size), 0)
+
+
+def gradients(size: int, seed: int, steps: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return [torch.randn(size, generator=generator) for _ in range(steps)]
+
+
+def train(members: list[tuple[Adam, int, int]], steps: int = 5) -> list[Step]:
+    states = [fresh(size, seed) for _, size, seed in members]
+    feeds = [gradients(size, seed, steps) for _, size, seed in members]
+    for i in range(steps):
+        for (adam, _, _), state, feed in zip(members, states, feeds, strict=True):
+            state.adam, state.grad, state.step = adam, feed[i].clone(), i
+        step_many(states)
+    return states
+
+
+@pytest.mark.parametrize("adam", SETTINGS, ids=["plain", "decay", "clipped", "loose-clip"])
+def test_equals_torch(adam: Adam) -> None:
+    size, seed, steps = 1037, 3, 6
+    ours = train([(adam, size, seed)], steps)[0]
+    theirs = torch.nn.Parameter(fresh(size, seed).weights)
+    optimizer = torch.optim.AdamW(
+        [theirs], lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
+    )
+    for gradient in gradients(size, seed, steps):
+        theirs.grad = gradient.clone()
+        if adam.grad_clip_norm:
+            torch.nn.utils.clip_grad_norm_([theirs], adam.grad_clip_norm)
+        optimizer.step()
+    torch.testing.assert_close(ours.weights, theirs.detach(), atol=1e-6, rtol=1e-6)
+
+
+def test_alone_and_together_are_bitwise_equal() -> None:
+    members = [(adam, 501 + 77 * i, i) for i, adam in enumerate(SETTINGS)] + [(SETTINGS[0], 64, 9)]
+    together = train(members)
+    for member, crowded in zip(members, together, strict=True):
+        alone = train([member])[0]
+        assert torch.equal(alone.weights, crowded.weights)
+        assert torch.equal(alone.m, crowded.m)
+        assert torch.equal(alone.v, crowded.v)
+
+
+def test_zero_gradient_step_decays_momentum_only() -> None:
+    state = fresh(10, 0)
+    before = state.weights.clone()
+    metrics = step_many([state])
+    assert torch.equal(state.weights, before)
+    assert metrics == [{"grad_norm:mean": 0.0, "learning_rate:mean": 1e-2, "step:max": 1.0}]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"learning_rate": float("nan")}, {"beta1": 1.0}, {"eps": 0.0}, {"grad_clip_norm": -1.0}]
+)
+def test_refuses_by_name(bad: dict[str, float]) -> None:
+    with pytest.raises(AdamError, match=next(iter(bad))):
+        Adam(**bad)

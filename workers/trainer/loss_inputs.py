@@ -1,0 +1,149 @@
+"""Which inputs and settings each loss takes, and the check of both.
+
+Called twice, with the same outcome: by the API before an operation is accepted, and by the trainer before it spends
+compute. numpy only: the API process has no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Bounds on the probability ratio exp(lp - q): absolute values, not epsilons. Also legal as per-token inputs.
+THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
+
+#: Accepted beside `logprobs` and `advantages` because published RL data carries them; the formulas do not use them.
+#: A position is taken out of an RL loss by a zero advantage.
+UNUSED_IN_RL = frozenset({"weights", "mask"})
+
+
+class LossInputError(ValueError):
+    """The loss, its configuration or a datum's inputs are not usable; the message names which and why."""
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """What one loss takes: `required` inputs per datum; `clip`, if it clips the ratio, the default bounds."""
+
+    required: tuple[str, ...]
+    clip: tuple[float, float] | None = None
+    multi_target: bool = False
+
+    @property
+    def accepted(self) -> frozenset[str]:
+        names = frozenset(self.required)
+        if self.required != _CROSS_ENTROPY:
+            names |= UNUSED_IN_RL
+        return names | frozenset(THRESHOLDS) if self.clip else names
+
+
+_CROSS_ENTROPY = ("target_tokens", "weights")
+_RL = ("target_tokens", "logprobs", "advantages")
+
+LOSSES: dict[str, LossSpec] = {
+    "cross_entropy": LossSpec(_CROSS_ENTROPY, multi_target=True),
+    "importance_sampling": LossSpec(_RL),
+    "ppo": LossSpec(_RL, clip=(0.8, 1.2)),
+    "cispo": LossSpec(_RL, clip=(0.0, 4.0)),
+}
+
+
+def check_loss(
+    loss_fn: str,
+    config: Mapping[str, float | str],
+    datum_inputs: Sequence[Mapping[str, Array]],
+    lengths: Sequence[int] | None = None,
+) -> None:
+    """Check an operation's loss, its config and the `loss_fn_inputs` of all its data.
+
+    `lengths` are the numbers of model input tokens; with them, target i must belong to input token i.
+    Raises LossInputError naming the datum index, the field, the limit and the value.
+    """
+    spec = LOSSES.get(loss_fn)
+    if spec is None:
+        raise LossInputError(f"unknown loss_fn {loss_fn!r}; this server has {', '.join(sorted(LOSSES))}")
+    _check_config(loss_fn, spec, config)
+    for index, inputs in enumerate(datum_inputs):
+        try:
+            _check_datum(loss_fn, spec, config, inputs, None if lengths is None else lengths[index])
+        except LossInputError as error:
+            raise LossInputError(f"datum {index}: {error}") from None
+
+
+def _check_config(loss_fn: str, spec: LossSpec, config: Mapping[str, float | str]) -> None:
+    known = THRESHOLDS if spec.clip else ()
+    for key, value in config.items():
+        if key not in known:
+            takes = f"takes {', '.join(known)}" if known else "takes none"
+            raise LossInputError(f"unknown loss_fn_config key {key!r}: {loss_fn} {takes}")
+        if isinstance(value, str) or not math.isfinite(value) or value < 0:
+            raise LossInputError(f"loss_fn_config {key!r} must be a finite number >= 0, got {value!r}")
+    if spec.clip:
+        low, high = (config.get(key, default) for key, default in zip(THRESHOLDS, spec.clip, strict=True))
+        if float(low) > float(high):
+            raise LossInputError(f"loss_fn_config: clip_low_threshold {low} is above clip_high_threshold {high}")
+
+
+def _check_datum(
+    loss_fn: str, spec: LossSpec, config: Mapping[str, float | str], inputs: Mapping[str, Array], length: int | None
+) -> None:
+    for name in spec.required:
+        if name not in inputs:
+            raise LossInputError(f"{loss_fn} needs the input {name!r}; it has {sorted(inputs)}")
+    for name in inputs:
+        if name not in spec.accepted:
+            raise LossInputError(f"unknown input {name!r}: {loss_fn} takes {', '.join(sorted(spec.accepted))}")
+        if name in THRESHOLDS and name in config:
+            raise LossInputError(f"{name!r} is given both in loss_fn_config and per token")
+    targets = inputs["target_tokens"]
+    _check_targets(spec, loss_fn, targets, length)
+    for name, values in inputs.items():
+        if values.shape != targets.shape:
+            raise LossInputError(f"{name!r} has shape {values.shape}, target_tokens has {targets.shape}")
+        _check_numbers(name, values)
+    if spec.clip:
+        _check_token_thresholds(spec.clip, config, inputs)
+
+
+def _check_targets(spec: LossSpec, loss_fn: str, targets: Array, length: int | None) -> None:
+    if not np.issubdtype(targets.dtype, np.integer):
+        raise LossInputError(f"'target_tokens' must be integers, got {targets.dtype}")
+    if targets.ndim != 1 and not (spec.multi_target and targets.ndim == 2):
+        shapes = "[N] or [N, K]" if spec.multi_target else "[N]"
+        raise LossInputError(f"'target_tokens' of {loss_fn} must have shape {shapes}, got {targets.shape}")
+    if targets.size == 0:
+        raise LossInputError("'target_tokens' is empty")
+    if length is not None and targets.shape[0] != length:
+        raise LossInputError(f"'target_tokens' has {targets.shape[0]} positions, the model input {length} tokens")
+    if int(targets.min()) < 0:
+        raise LossInputError(f"'target_tokens' holds the negative id {int(targets.min())}")
+
+
+def _check_numbers(name: str, values: Array) -> None:
+    if values.dtype.kind not in "fiub":
+        raise LossInputError(f"{name!r} must be numbers, got {values.dtype}")
+    bad = ~np.isfinite(values)
+    if bad.any():
+        position = int(np.flatnonzero(bad.reshape(-1))[0])
+        raise LossInputError(f"{name!r} is {values.reshape(-1)[position]} at element {position}")
+
+
+def _check_token_thresholds(
+    defaults: tuple[float, float], config: Mapping[str, float | str], inputs: Mapping[str, Array]
+) -> None:
+    if not any(name in inputs for name in THRESHOLDS):
+        return
+    low, high = (
+        inputs[name] if name in inputs else np.asarray(float(config.get(name, default)))
+        for name, default in zip(THRESHOLDS, defaults, strict=True)
+    )
+    if (low < 0).any():
+        raise LossInputError(f"'clip_low_threshold' holds the negative ratio bound {low.min()}")
+    if (low > high).any():
+        raise LossInputError("'clip_low_threshold' is above 'clip_high_threshold' at some positions")
