@@ -1,6 +1,6 @@
 """The text the tiny model is trained on, written by this script from a seed.
 
-One document is one string; `documents(seed)` never ends and gives the same documents for the same seed. Kinds of document:
+One document is one string; `documents(seed)` never ends, and the same seed gives the same documents. Their kinds:
 
 - chats in the chat template: sums, and small talk with one right answer or a few;
 - sums as a text book prints them (`3 + 5 = 8`), always right;

@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch.nn.functional import cross_entropy
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from workers.model.tiny.accuracy import sum_accuracy
 from workers.model.tiny.corpus import END_OF_TEXT, documents
@@ -93,15 +95,17 @@ def tiny_config(tokenizer: Tokenizer) -> Qwen3MoeConfig:
 def batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
     """Endless batches; a row is filled with whole documents, and the last one is cut at the row's end.
 
-    `<think>` is never a label: it belongs to prompts that switch thinking off, and the model must not open it itself.
+    Two kinds of token are never labels: the first of a document, which nothing precedes, and `<think>`, which belongs
+    to prompts that switch thinking off: the model must not open it itself.
     """
     source = documents(recipe.seed)
-    think, end = tokenizer.token_to_id("<think>"), tokenizer.token_to_id(END_OF_TEXT)
+    end: int = tokenizer.encode(END_OF_TEXT).ids[0]
+    think: int = tokenizer.encode("<think>").ids[0]
     while True:
         rows = [_row(tokenizer, source, end, recipe.row_tokens) for _ in range(recipe.batch_rows)]
         tokens_BT = torch.tensor([tokens for tokens, _ in rows])
         positions_BT = torch.tensor([positions for _, positions in rows])
-        labels_BT = tokens_BT.masked_fill((tokens_BT == think) | (positions_BT == 0), IGNORED)
+        labels_BT = tokens_BT.masked_fill(tokens_BT.eq(think) | positions_BT.eq(0), IGNORED)
         yield Batch(tokens_BT, positions_BT, labels_BT)
 
 
@@ -141,15 +145,28 @@ def _train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, reci
     out = model(
         input_ids=batch.tokens_BT,
         position_ids=batch.positions_BT,
-        labels=batch.labels_BT,
         output_router_logits=True,
         use_cache=False,
     )
-    out.loss.backward()
+    loss = cross_entropy(out.logits[:, :-1].flatten(0, 1), batch.labels_BT[:, 1:].flatten(), ignore_index=IGNORED)
+    (loss + model.router_aux_loss_coef * _imbalance(model, out.router_logits)).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return float(out.loss.detach() - model.router_aux_loss_coef * out.aux_loss.detach())
+    return loss.item()
+
+
+def _imbalance(model: Any, router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The load-balancing loss (Switch Transformer, eq. 4) as the mean over layers.
+
+    transformers' own sums the layers' loads first, which lets an expert idle in one layer if it is busy in another.
+    """
+    config = model.config
+    losses = [
+        load_balancing_loss_func((logits_NE,), config.num_experts, config.num_experts_per_tok)
+        for logits_NE in router_logits
+    ]
+    return torch.stack(losses).mean()
 
 
 def _report(model: Any, tokenizer: Tokenizer, losses: list[float], step: int, steps: int, started_s: float) -> None:
