@@ -1,0 +1,118 @@
+"""Sampling against closed forms: what is kept, what is drawn, and what is reported."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from workers.generator.engine import SamplingParams
+from workers.generator.sampling import SamplingRows, draw, sample, sequence_rng, truncate
+
+PROBS = [0.1, 0.4, 0.05, 0.3, 0.15]  # most probable first: tokens 1, 3, 4, 0, 2
+LOGITS = torch.tensor(PROBS).log()
+
+
+def kept(top_k: int, top_p: float) -> dict[int, float]:
+    logprobs_CK, ids_CK = truncate(
+        LOGITS[None], torch.tensor([top_k if top_k > 0 else 5]), torch.tensor([top_p], dtype=torch.float64)
+    )
+    cells = zip(ids_CK[0].tolist(), logprobs_CK[0].exp().tolist(), strict=True)
+    return {token: prob for token, prob in cells if prob > 0}
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "tokens"),
+    [
+        pytest.param(-1, 1.0, {0, 1, 2, 3, 4}, id="off"),
+        pytest.param(1, 1.0, {1}, id="k1"),
+        pytest.param(3, 1.0, {1, 3, 4}, id="k3"),
+        pytest.param(-1, 0.39, {1}, id="p-below-the-first"),
+        pytest.param(-1, 0.5, {1, 3}, id="p-reached-by-two"),
+        pytest.param(-1, 0.84, {1, 3, 4}, id="p-reached-by-three"),
+        pytest.param(-1, 1e-9, {1}, id="p-tiny-keeps-one"),
+        pytest.param(2, 0.55, {1}, id="p-of-what-k-left"),  # 0.4 / 0.7 = 0.571 >= 0.55
+        pytest.param(2, 0.58, {1, 3}, id="p-of-what-k-left-needs-both"),
+    ],
+)
+def test_truncate_keeps(top_k: int, top_p: float, tokens: set[int]) -> None:
+    result = kept(top_k, top_p)
+    assert set(result) == tokens
+    assert all(prob == pytest.approx(PROBS[token]) for token, prob in result.items())
+
+
+def test_draw_inverts_the_cumulative_distribution() -> None:
+    uniforms = [0.0, 0.099, 0.101, 0.499, 0.501, 0.549, 0.551, 0.849, 0.851, 0.9999999]
+    drawn = draw(LOGITS.expand(len(uniforms), -1), torch.tensor(uniforms, dtype=torch.float64))
+    assert drawn.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_draw_never_takes_what_has_no_mass() -> None:
+    logprobs = torch.tensor([[-math.inf, 0.0, -math.inf, -math.inf]])
+    for uniform in (0.0, 0.5, math.nextafter(1.0, 0.0)):
+        assert draw(logprobs, torch.tensor([uniform], dtype=torch.float64)).item() == 1
+
+
+def test_reported_logprob_is_of_the_scaled_distribution_before_the_cut() -> None:
+    params = [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=2.0),
+        SamplingParams(temperature=0.5, top_k=2),
+        SamplingParams(temperature=2.0, top_p=0.3),
+    ]
+    rows = SamplingRows.of(params, 5, torch.device("cpu"))
+    tokens, logprobs = sample(LOGITS.expand(4, -1), rows, [0.3] * 4)
+    for token, logprob, temperature in zip(tokens, logprobs, (1.0, 2.0, 0.5, 2.0), strict=True):
+        assert logprob == pytest.approx(torch.log_softmax(LOGITS / temperature, -1)[token].item(), abs=1e-6)
+    assert tokens[0] == 1
+    assert tokens[2] in {1, 3}
+    assert tokens[3] == 1
+
+
+@pytest.mark.parametrize("params", [SamplingParams(top_k=1), SamplingParams(temperature=0), SamplingParams(top_p=1e-6)])
+def test_degenerate_cuts_are_greedy(params: SamplingParams) -> None:
+    logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(0))
+    rows = SamplingRows.of([params] * 64, 50, torch.device("cpu"))
+    tokens, _ = sample(logits, rows, sequence_rng(0, 0).random(64).tolist())
+    assert tokens == logits.argmax(-1).tolist()
+
+
+def test_frequencies_follow_the_truncated_distribution() -> None:
+    count = 20_000
+    params = [SamplingParams(temperature=0.5, top_k=3)] * count
+    rows = SamplingRows.of(params, 5, torch.device("cpu"))
+    tokens, _ = sample(LOGITS.expand(count, -1), rows, sequence_rng(7, 0).random(count).tolist())
+    squares = np.array([PROBS[1] ** 2, PROBS[3] ** 2, PROBS[4] ** 2])
+    frequencies = np.bincount(tokens, minlength=5)[[1, 3, 4]] / count
+    assert np.bincount(tokens, minlength=5)[[0, 2]].sum() == 0
+    np.testing.assert_allclose(frequencies, squares / squares.sum(), atol=0.01)
+
+
+def test_a_row_draws_the_same_in_any_company() -> None:
+    logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
+    params = [SamplingParams(temperature=0.7 + 0.01 * i, top_k=(i % 5) * 10 or -1, top_p=0.9) for i in range(40)]
+    uniforms = sequence_rng(3, 0).random(40).tolist()
+    together = sample(logits, SamplingRows.of(params, 300, torch.device("cpu")), uniforms)
+    for row in range(40):
+        alone_rows = SamplingRows.of([params[row]], 300, torch.device("cpu"))
+        tokens, logprobs = sample(logits[row : row + 1], alone_rows, [uniforms[row]])
+        assert (tokens[0], logprobs[0]) == (together[0][row], together[1][row])
+
+
+def test_rngs_are_keyed_by_seed_and_sample() -> None:
+    first = sequence_rng(5, 0).random(4).tolist()
+    assert sequence_rng(5, 0).random(4).tolist() == first
+    assert sequence_rng(5, 1).random(4).tolist() != first
+    assert sequence_rng(6, 0).random(4).tolist() != first
+    assert sequence_rng(None, 0).random(4).tolist() != sequence_rng(None, 0).random(4).tolist()
+    assert sequence_rng(-1, 0).random() == sequence_rng(2**64 - 1, 0).random()
+
+
+def test_a_row_that_is_not_finite_is_told_by_its_logprob() -> None:
+    logits = torch.stack([LOGITS, torch.full((5,), math.nan), LOGITS])
+    rows = SamplingRows.of([SamplingParams()] * 3, 5, torch.device("cpu"))
+    tokens, logprobs = sample(logits, rows, [0.5, 0.5, 0.5])
+    assert math.isnan(logprobs[1])
+    assert tokens[0] == tokens[2] == 1 or logprobs[0] == logprobs[2]
+    cut = SamplingRows.of([SamplingParams(top_k=2)] * 3, 5, torch.device("cpu"))
+    assert math.isnan(sample(logits, cut, [0.5, 0.5, 0.5])[1][1])

@@ -1,0 +1,162 @@
+"""The contract of a generator engine: what the worker loop asks of it, whoever runs the model.
+
+An engine generates for many requests at once. It is driven by one thread: `add` queues a request and returns at once,
+`step` does a bounded amount of work and returns whatever finished. A request's own faults (a prompt that does not
+fit, an adapter that cannot be read, logits that are not finite) come back as a `Finished` with `error`; they are never
+raised and never touch another request.
+
+Seeded requests are reproducible whoever shares the engine: every sequence draws from a generator of its own, keyed by
+(seed, sample index), and uses one uniform number per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+Logprobs = npt.NDArray[np.float32]
+StopReason = Literal["stop", "length"]
+ErrorCategory = Literal["user", "server"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn and when a sequence ends.
+
+    `max_tokens` None means up to the engine's context. Temperature 0 takes the most probable token. `top_k` -1 and
+    `top_p` 1 keep every token; with both, top-k cuts first and top-p works on what is left, renormalised.
+    A token that stops a sequence is kept as its last token: EOS (any of the model's, unless `stop_at_eos` is false)
+    and `stop_token_ids` alike. A sequence also ends when its decoded text contains one of `stop_strings`; the tokens
+    which complete the string are kept.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+    stop_at_eos: bool = True
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """`num_samples` continuations of one prompt.
+
+    `adapter` names the weights ("" is the base model); equal names are equal weights until `swap_adapter`. The first
+    request with a name brings the folder it is read from.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    num_samples: int = 1
+    adapter: str = ""
+    adapter_folder: Path | None = None
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+
+
+@dataclass(frozen=True)
+class TopLogprobs:
+    """The k most probable tokens of N positions. An empty cell has token 0 and logprob -99999 (the wire's mark)."""
+
+    token_ids_NK: TokenIds
+    logprobs_NK: Logprobs
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """One continuation. `logprobs[i]` is that of `tokens[i]` under softmax(logits / temperature) over the whole
+    vocabulary, before any top-k or top-p cut; with temperature 0 it is that of softmax(logits)."""
+
+    tokens: TokenIds
+    logprobs: Logprobs
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Tokens of a request, for metering: `prefill` were computed, `cached_prefill` reused computed ones."""
+
+    prefill: int = 0
+    cached_prefill: int = 0
+    sample: int = 0
+
+
+@dataclass(frozen=True)
+class RequestError:
+    message: str
+    category: ErrorCategory
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of a request: its sequences in sample order, or `error`.
+
+    `prompt_logprobs` has one entry per prompt token, the first NaN; they are those of the unscaled logits.
+    """
+
+    id: str
+    sequences: tuple[Continuation, ...] = ()
+    prompt_logprobs: Logprobs | None = None
+    topk_prompt_logprobs: TopLogprobs | None = None
+    facts: Facts = Facts()
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Totals since the engine was made, and what it holds now. `slots_busy / slots_offered`, summed over decode
+    steps, is the share of slots that worked while at least one did."""
+
+    decode_steps: int = 0
+    slots_busy: int = 0
+    slots_offered: int = 0
+    prefill_tokens: int = 0
+    sampled_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    adapters_loaded: int = 0
+    adapter_bytes: int = 0
+
+
+class Engine(Protocol):
+    """One base model and the requests it is generating for."""
+
+    @property
+    def free_slots(self) -> int:
+        """Sequences that could start now, after those already waiting for a slot."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do."""
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request. Requests start in the order they were added."""
+
+    def step(self) -> list[Finished]:
+        """Prefill what fits, advance every running sequence by a token, and return what ended."""
+
+    def cancel(self, request_id: str) -> Finished | None:
+        """End a request now, with the tokens it has (stop reason "length"). None: there is no such request."""
+
+    def swap_adapter(self, name: str, folder: Path) -> None:
+        """From the next token on, `name` means the weights in `folder`, for running requests too."""
+
+    def stats(self) -> EngineStats: ...
+
+
+def as_token_ids(tokens: Sequence[int]) -> TokenIds:
+    return np.asarray(tokens, dtype=np.int32)
+
+
+def as_logprobs(values: Sequence[float]) -> Logprobs:
+    return np.asarray(values, dtype=np.float32)

@@ -1,0 +1,137 @@
+"""How far a request has come: its sequences, what they sampled, and the `Finished` it ends as. No torch work here.
+
+A request waits, is prefilled once, and then its sequences run, each in a slot of the KV cache. Sequences for which
+there was no slot start later from what the prefill left: the prompt's keys and values lie at the head of every slot
+the request holds, and the logits after the prompt are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from workers.generator.adapters import HeldAdapter
+from workers.generator.engine import (
+    Continuation,
+    Facts,
+    Finished,
+    GenerateRequest,
+    Logprobs,
+    RequestError,
+    StopReason,
+    TopLogprobs,
+    as_logprobs,
+    as_token_ids,
+)
+from workers.generator.sampling import sequence_rng
+from workers.generator.stop import StopRule
+
+
+class SequenceProgress:
+    """One continuation in the making. While it runs, the cache holds its prompt and all its tokens but the newest."""
+
+    def __init__(self, owner: RequestProgress, sample: int) -> None:
+        self.owner = owner
+        self.sample = sample
+        self.slot = -1
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.stop_reason: StopReason | None = None
+        self._rng = sequence_rng(owner.request.sampling.seed, sample)
+        #: The random number of the next token. It is renewed only when a token is accepted, so that a step which
+        #: is tried again draws the same.
+        self.uniform = float(self._rng.random())
+
+    @property
+    def position(self) -> int:
+        """Where the newest token goes in the cache."""
+        return len(self.owner.request.prompt) + len(self.tokens) - 1
+
+    def accept(self, token: int, logprob: float) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.uniform = float(self._rng.random())
+        self.stop_reason = self.owner.rule.check(self.tokens)
+
+    def result(self) -> Continuation:
+        """What it has; one that was cut short ends for its length."""
+        return Continuation(as_token_ids(self.tokens), as_logprobs(self.logprobs), self.stop_reason or "length")
+
+
+@dataclass(eq=False)
+class RequestProgress:
+    request: GenerateRequest
+    rule: StopRule
+    adapter: HeldAdapter | None
+    sequences: list[SequenceProgress] = field(default_factory=list)
+    started: int = 0  # sequences[:started] have or had a slot
+    prefilled: bool = False
+    prompt_logits_V: Tensor = field(default_factory=lambda: torch.empty(0))
+    prompt_logprobs: Logprobs | None = None
+    topk_prompt_logprobs: TopLogprobs | None = None
+
+    def __post_init__(self) -> None:
+        self.sequences = [SequenceProgress(self, sample) for sample in range(self.request.num_samples)]
+
+    @property
+    def unstarted(self) -> int:
+        return len(self.sequences) - self.started
+
+    @property
+    def done(self) -> bool:
+        return all(sequence.stop_reason for sequence in self.sequences)
+
+    def running(self) -> Iterator[SequenceProgress]:
+        return (sequence for sequence in self.sequences if sequence.slot >= 0)
+
+    def start_next(self, slot: int) -> SequenceProgress:
+        sequence = self.sequences[self.started]
+        self.started += 1
+        sequence.slot = slot
+        return sequence
+
+    def finished(self) -> Finished:
+        """The request as it stands, whether all its sequences have ended or it is cancelled."""
+        prompt = len(self.request.prompt) if self.prefilled else 0
+        return Finished(
+            id=self.request.id,
+            sequences=tuple(sequence.result() for sequence in self.sequences),
+            prompt_logprobs=self.prompt_logprobs,
+            topk_prompt_logprobs=self.topk_prompt_logprobs,
+            facts=Facts(
+                prefill=prompt,
+                cached_prefill=prompt * max(0, self.started - 1),
+                sample=sum(len(sequence.tokens) for sequence in self.sequences),
+            ),
+        )
+
+
+def refused(request_id: str, message: str) -> Finished:
+    """The end of a request that cannot be served as it is."""
+    return Finished(request_id, error=RequestError(message, "user"))
+
+
+def request_fault(request: GenerateRequest, context: int, vocab_size: int) -> str | None:
+    """What is wrong with a request, or None. The last token sampled needs no place in the context."""
+    sampling = request.sampling
+    if not request.prompt:
+        return "the prompt is empty: it needs at least one token"
+    if len(request.prompt) > context:
+        return f"the prompt has {len(request.prompt)} tokens; the context of this model is {context}"
+    if not all(0 <= token < vocab_size for token in request.prompt):
+        return f"the prompt has a token outside the vocabulary of {vocab_size}"
+    if request.num_samples < 1:
+        return f"num_samples is {request.num_samples}; it must be at least 1"
+    if sampling.max_tokens is not None and sampling.max_tokens < 1:
+        return f"max_tokens is {sampling.max_tokens}; it must be at least 1"
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        return f"temperature is {sampling.temperature}; it must be a number from 0 up"
+    if not 0 < sampling.top_p <= 1:
+        return f"top_p is {sampling.top_p}; it must be above 0 and at most 1"
+    if sampling.top_k != -1 and sampling.top_k < 1:
+        return f"top_k is {sampling.top_k}; it must be -1 (off) or at least 1"
+    return None

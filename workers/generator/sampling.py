@@ -1,0 +1,110 @@
+"""From logits to tokens, for many rows at once; and each sequence's own random numbers.
+
+A row's token depends on its logits, its parameters and its one uniform number only: nothing here mixes rows, so a
+sequence draws the same tokens alone and in a crowd.
+
+Shapes: R rows (sequences), V vocabulary, K kept candidates.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.generator.engine import SamplingParams
+
+
+def sequence_rng(seed: int | None, sample: int) -> np.random.Generator:
+    """The uniform numbers of one sequence: counter-based, keyed by (seed, sample index). No seed: a fresh key."""
+    key = secrets.randbits(64) if seed is None else seed & 0xFFFF_FFFF_FFFF_FFFF
+    return np.random.Generator(np.random.Philox(key=np.array([key, sample], dtype=np.uint64)))
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """The parameters of R rows as tensors, built once per batch composition and used for many steps."""
+
+    divisor_R: Tensor  # temperature, or 1 for greedy rows: logprobs are those of softmax(logits / divisor)
+    greedy: list[int]  # rows that take the most probable token
+    free: list[int]  # rows that draw from the whole vocabulary
+    cut: list[int]  # rows that draw after top-k / top-p
+    top_k_C: Tensor  # of the cut rows; the vocabulary size where off
+    top_p_C: Tensor
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> SamplingRows:
+        greedy = [row for row, p in enumerate(params) if p.temperature == 0]
+        cut = [row for row, p in enumerate(params) if p.temperature != 0 and _cuts(p, vocab_size)]
+        whole = set(range(len(params))) - set(greedy) - set(cut)
+        top_k = [params[row].top_k if params[row].top_k > 0 else vocab_size for row in cut]
+        return SamplingRows(
+            divisor_R=torch.tensor([p.temperature or 1.0 for p in params], device=device),
+            greedy=greedy,
+            free=sorted(whole),
+            cut=cut,
+            top_k_C=torch.tensor([min(k, vocab_size) for k in top_k], dtype=torch.long, device=device),
+            top_p_C=torch.tensor([params[row].top_p for row in cut], dtype=torch.float64, device=device),
+        )
+
+
+def _cuts(params: SamplingParams, vocab_size: int) -> bool:
+    return 0 < params.top_k < vocab_size or params.top_p < 1.0
+
+
+def sample(logits_RV: Tensor, rows: SamplingRows, uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Draw one token per row: (token ids, their logprobs before any cut). A row whose logits are not finite has
+    a logprob that is not finite either; its token means nothing."""
+    logprobs_RV = torch.log_softmax(logits_RV.float() / rows.divisor_R[:, None], dim=-1)
+    uniform_R = torch.tensor(uniforms, dtype=torch.float64, device=logits_RV.device)
+    tokens_R = torch.empty(len(uniforms), dtype=torch.long, device=logits_RV.device)
+    if rows.greedy:
+        tokens_R[rows.greedy] = logits_RV[rows.greedy].argmax(-1)
+    if rows.free:
+        tokens_R[rows.free] = draw(_rows(logprobs_RV, rows.free), uniform_R[rows.free])
+    if rows.cut:
+        logprobs_CK, ids_CK = truncate(logprobs_RV[rows.cut], rows.top_k_C, rows.top_p_C)
+        chosen_C = draw(logprobs_CK, uniform_R[rows.cut])
+        tokens_R[rows.cut] = ids_CK.gather(1, chosen_C[:, None])[:, 0]
+    chosen_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0]
+    return tokens_R.tolist(), chosen_R.tolist()
+
+
+def _rows(matrix_RV: Tensor, rows: list[int]) -> Tensor:
+    """The given ascending rows, without a copy when they are all there are."""
+    return matrix_RV if len(rows) == matrix_RV.shape[0] else matrix_RV[rows]
+
+
+def draw(logprobs_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    """Invert the cumulative distribution of each row (which need not be normalised) at a uniform in [0, 1).
+
+    Sums run in float64: in float32 the tail of a large vocabulary would be lost.
+    """
+    cumulative_RV = logprobs_RV.double().exp().cumsum(-1)
+    total_R = cumulative_RV[:, -1]
+    # The product may round up to the total; the largest float below it belongs to the last token that has any mass.
+    threshold_R = torch.minimum(uniform_R * total_R, torch.nextafter(total_R, torch.zeros_like(total_R)))
+    index_R = torch.searchsorted(cumulative_RV, threshold_R[:, None], right=True)[:, 0]
+    return index_R.clamp_(max=logprobs_RV.shape[-1] - 1)  # not-a-number rows only; the caller drops them
+
+
+def truncate(logprobs_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor) -> tuple[Tensor, Tensor]:
+    """The candidates of each row, most probable first: (logprobs_CK with -inf for what is cut, token ids_CK).
+
+    Top-k keeps the k most probable tokens; top-p then keeps the smallest prefix of them whose renormalised
+    probability reaches p. The most probable token always stays. Equally probable tokens rank by id.
+    """
+    sorted_CV, ids_CV = torch.sort(logprobs_CV, dim=-1, descending=True, stable=True)
+    width = max(1, int(top_k_C.max()))
+    sorted_CK, ids_CK = sorted_CV[:, :width].clone(), ids_CV[:, :width]
+    rank_K = torch.arange(width, device=logprobs_CV.device)
+    sorted_CK.masked_fill_(rank_K[None] >= top_k_C[:, None], -torch.inf)
+    probs_CK = sorted_CK.double().exp()
+    before_CK = probs_CK.cumsum(-1) - probs_CK
+    beyond_CK = before_CK >= (top_p_C * probs_CK.sum(-1))[:, None]
+    beyond_CK[:, 0] = False
+    return sorted_CK.masked_fill_(beyond_CK & (top_p_C < 1.0)[:, None], -torch.inf), ids_CK

@@ -1,0 +1,46 @@
+"""When a sequence ends: token stops, string stops, and the length. Pure; the engine asks once per new token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from workers.generator.engine import SamplingParams, StopReason
+
+#: Turns token ids into text with special tokens spelled out.
+DecodeText = Callable[[Sequence[int]], str]
+
+#: A window that starts inside a character or a word may decode its first characters differently; these tokens
+#: more than the longest stop string absorb that.
+WINDOW_MARGIN_TOKENS = 8
+
+
+class StopRule:
+    """The stop conditions of one request. A new token is checked against token ids first, then the text, then the
+    length: a stop token at the last allowed position is a "stop"."""
+
+    def __init__(
+        self, sampling: SamplingParams, eos_token_ids: tuple[int, ...], limit: int, decode_text: DecodeText | None
+    ) -> None:
+        """`limit` is the most tokens a sequence may get. `decode_text` is needed only with stop strings."""
+        self.limit = limit
+        eos = eos_token_ids if sampling.stop_at_eos else ()
+        self._token_ids = frozenset((*eos, *sampling.stop_token_ids))
+        self._strings = tuple(text for text in sampling.stop_strings if text)
+        if self._strings and decode_text is None:
+            raise ValueError("stop strings need a tokenizer, and this model has none: use stop token ids")
+        self._decode_text = decode_text
+        # Every token spells at least one byte, so a string of n bytes lies within the last n tokens.
+        longest = max((len(text.encode()) for text in self._strings), default=0)
+        self._window = longest + WINDOW_MARGIN_TOKENS
+
+    def check(self, tokens: Sequence[int]) -> StopReason | None:
+        """Why the sequence ends with its newest token, or None. `tokens` are the generated ones, at least one."""
+        if tokens[-1] in self._token_ids or self._has_stop_string(tokens):
+            return "stop"
+        return "length" if len(tokens) >= self.limit else None
+
+    def _has_stop_string(self, tokens: Sequence[int]) -> bool:
+        if not self._strings or self._decode_text is None:
+            return False
+        text = self._decode_text(tokens[-self._window :])
+        return any(stop in text for stop in self._strings)
