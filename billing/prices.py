@@ -1,0 +1,107 @@
+"""The price list: integer micro-USD per million tokens, by model and kind, in versions.
+
+The version that holds when an operation is accepted prices it, however long it then waits: a price change never
+alters work that is under way. Money is integer from here to the database; nothing in this room is a float.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from bisect import bisect_right
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+Kind = Literal["train", "prefill", "cached_prefill", "sample"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+ANY_MODEL = "*"
+_DEFAULT = Path(__file__).with_name("default_prices.toml")
+
+#: With this bound on a rate, an operation of a billion tokens still fits into 64 bits of nano-USD.
+_MAX_UUSD_PER_MTOK = 10**12
+
+
+class PriceError(ValueError):
+    """A price list that cannot be used, or a price that it does not have; one line for the operator."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a million tokens cost, and the version of the list that says so."""
+
+    version: str
+    uusd_per_mtok: int
+
+
+def amount_nusd(tokens: int, uusd_per_mtok: int) -> int:
+    """The price of `tokens` in nano-USD, rounded half up once: tokens * uusd_per_mtok * 1000 / 1_000_000."""
+    return (tokens * uusd_per_mtok * 1000 + 500_000) // 1_000_000
+
+
+_UusdPerMtok = Annotated[int, Field(strict=True, ge=0, le=_MAX_UUSD_PER_MTOK)]
+
+
+class _ModelPrices(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    train: _UusdPerMtok
+    prefill: _UusdPerMtok
+    cached_prefill: _UusdPerMtok
+    sample: _UusdPerMtok
+
+
+class _Version(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    version: Annotated[str, Field(min_length=1, max_length=64)]
+    effective_from: AwareDatetime
+    models: dict[str, _ModelPrices]
+
+    @field_validator("models")
+    @classmethod
+    def _prices_every_model(cls, models: dict[str, _ModelPrices]) -> dict[str, _ModelPrices]:
+        if ANY_MODEL not in models:
+            raise ValueError(f'needs prices for "{ANY_MODEL}", so that no model is without')
+        return models
+
+
+class PriceList:
+    """All versions, oldest first. Built by `load_prices`."""
+
+    def __init__(self, versions: list[_Version]) -> None:
+        if not versions:
+            raise PriceError("a price list needs at least one version")
+        self._versions = sorted(versions, key=lambda version: version.effective_from)
+        self._starts = [version.effective_from for version in self._versions]
+        names = [version.version for version in versions]
+        for what, values in (("name", names), ("effective_from", self._starts)):
+            if len(set(values)) != len(values):
+                raise PriceError(f"prices: two versions have the same {what}")
+
+    def rate(self, model: str, kind: str, at: datetime) -> Rate:
+        """The rate for work accepted at `at` (with its time zone). PriceError when no version held then."""
+        index = bisect_right(self._starts, at)
+        if index == 0:
+            raise PriceError(f"no prices hold at {at.isoformat()}: the first begin at {self._starts[0].isoformat()}")
+        if kind not in KINDS:
+            raise PriceError(f"there is no price for {kind!r}: kinds are {', '.join(KINDS)}")
+        version = self._versions[index - 1]
+        prices = version.models.get(model) or version.models[ANY_MODEL]
+        return Rate(version.version, int(getattr(prices, kind)))
+
+
+def load_prices(tables: list[dict[str, Any]] | None = None, *, now: datetime | None = None) -> PriceList:
+    """The price list of an operator's `[[prices]]` tables, or the default one when there are none.
+
+    Raises PriceError when a table is wrong, or when no version holds yet (`now`): work could not be billed."""
+    tables = tables or tomllib.loads(_DEFAULT.read_text())["prices"]
+    try:
+        versions = [_Version.model_validate(table) for table in tables]
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise PriceError(f"prices: {where}: {first['msg']}") from None
+    prices = PriceList(versions)
+    prices.rate(ANY_MODEL, "train", now or datetime.now(UTC))
+    return prices
