@@ -63,7 +63,7 @@ class PackedAttend:
         outs, at = [], 0
         for count, length in self._buckets:
             rows = slice(at, at + count * length)
-            q, k, v = (t[rows].unflatten(0, (count, length)).transpose(1, 2) for t in (q_THD, k_TKD, v_TKD))
+            q, k, v = (t[rows].view(count, length, *t.shape[1:]).transpose(1, 2) for t in (q_THD, k_TKD, v_TKD))
             gqa = q.shape[1] != k.shape[1]
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
             outs.append(out.transpose(1, 2).flatten(0, 1))

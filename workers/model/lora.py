@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -58,7 +59,7 @@ class LoraRows:
         grads = [None] * len(adapters) if grads is None else grads
         if len(offsets) != len(adapters) + 1 or len(grads) != len(adapters):
             raise ValueError(f"{len(offsets)} offsets, {len(adapters)} adapters and {len(grads)} grads do not agree")
-        if offsets[0] != 0 or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
+        if offsets[0] != 0 or any(a > b for a, b in pairwise(offsets)):
             raise ValueError(f"offsets must start at 0 and not decrease: {list(offsets)}")
         for g, (adapter, grad) in enumerate(zip(adapters, grads, strict=True)):
             if grad is not None and (adapter is None or grad.flat.shape != adapter.flat.shape):
@@ -91,7 +92,7 @@ class LoraRows:
 
     def group_of_row(self, device: torch.device) -> Tensor:
         """int64 [rows]: the group of each row."""
-        sizes = torch.tensor([b - a for a, b in zip(self.offsets, self.offsets[1:], strict=False)])
+        sizes = torch.tensor([b - a for a, b in pairwise(self.offsets)])
         return torch.repeat_interleave(torch.arange(len(self.adapters)), sizes).to(device)
 
     def select(self, rows: Tensor) -> LoraRows:
@@ -107,7 +108,7 @@ class LoraRows:
         start, so that its sums do not depend on its neighbours; short neighbours share a run."""
         pieces = [
             (start, min(start + max_rows, b), g)
-            for g, (a, b) in enumerate(zip(self.offsets, self.offsets[1:], strict=False))
+            for g, (a, b) in enumerate(pairwise(self.offsets))
             for start in range(a, b, max_rows)
         ]
         at = 0
@@ -200,7 +201,7 @@ class _LoraLinear(torch.autograd.Function):
         return y_TO
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, weight_OI, *us = ctx.saved_tensors
         dy_TO = dy_TO.contiguous()

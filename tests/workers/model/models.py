@@ -1,0 +1,89 @@
+"""Tiny random models of every family, made by transformers itself, and the same weights in our decoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from workers.model.adapter import Adapter, AdapterShape
+from workers.model.decoder import Decoder, load_decoder
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}),
+    "moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": True}),
+    "moe-mixed": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {**EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [0], "norm_topk_prob": False},
+    ),
+    "llama": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
+    "llama-tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
+}
+
+
+def reference(family: str, seed: int = 0, **overrides: Any) -> Any:
+    """A transformers model with weights large enough for attention and routing to matter."""
+    model_class, config_class, extra = FAMILIES[family]
+    config = config_class(**{**SIZES, **extra, **overrides})
+    torch.manual_seed(seed)
+    model = model_class(config).eval()
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(False)
+        if "norm" in name:
+            weight.uniform_(0.5, 1.5)
+        else:
+            torch.nn.init.normal_(weight, std=1.0 / weight.shape[-1] ** 0.5)
+    return model
+
+
+def ours(model: Any, folder: Path) -> Decoder:
+    """The same weights, through a saved folder."""
+    model.save_pretrained(folder)
+    return load_decoder(folder)
+
+
+def random_adapter(decoder: Decoder, rank: int, seed: int, scale: float = 2.0, **targets: bool) -> Adapter:
+    """An adapter whose B factors are not zero, so that everything has a gradient."""
+    adapter = Adapter.init(AdapterShape(decoder.config, rank, **targets), seed, scale=scale)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for name, view in adapter.views.items():
+        if name.endswith("_B"):
+            view.normal_(0.0, 0.1, generator=generator)
+    return adapter
+
+
+def packed(lengths: list[int], vocab_size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens and their positions for packed sequences of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocab_size, (sum(lengths),), generator=generator)
+    return tokens, torch.cat([torch.arange(n) for n in lengths])

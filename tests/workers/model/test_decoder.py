@@ -1,0 +1,99 @@
+"""Our decoder against transformers' own classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.workers.model.models import FAMILIES, ours, packed, reference
+from workers.model.decoder import PackedAttend, load_decoder, target_logprobs
+from workers.model.weights import ModelWeightsError
+
+LENGTHS = [5, 17, 5, 1, 40]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_logits_equal_transformers(family: str, tmp_path: Path) -> None:
+    model = reference(family)
+    decoder = ours(model, tmp_path)
+    tokens, positions = packed(LENGTHS, decoder.config.vocab_size)
+    with torch.no_grad():
+        logits = decoder.logits(decoder(tokens, positions, PackedAttend(LENGTHS)))
+        for got, sequence in zip(logits.split(LENGTHS), tokens.split(LENGTHS), strict=True):
+            torch.testing.assert_close(got, model(sequence[None]).logits[0], atol=2e-5, rtol=1e-5)
+
+
+def test_decoder_sparse_step_leaves_the_other_layers_dense(tmp_path: Path) -> None:
+    model = reference("moe", decoder_sparse_step=2)
+    decoder = ours(model, tmp_path)
+    assert decoder.config.dense_layers == (0,)
+    tokens, positions = packed([9], decoder.config.vocab_size)
+    with torch.no_grad():
+        got = decoder.logits(decoder(tokens, positions, PackedAttend([9])))
+        torch.testing.assert_close(got, model(tokens[None]).logits[0], atol=2e-5, rtol=1e-5)
+
+
+def test_sharded_and_fused_checkpoints_load_the_same(tmp_path: Path) -> None:
+    model = reference("moe")
+    whole = ours(model, tmp_path / "whole")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    fused_folder = tmp_path / "fused"
+    fused_folder.mkdir()
+    (fused_folder / "config.json").write_bytes((tmp_path / "whole" / "config.json").read_bytes())
+    save_file({k: v.clone() for k, v in model.state_dict().items()}, fused_folder / "model.safetensors")
+    for folder in (tmp_path / "sharded", fused_folder):
+        other = load_decoder(folder)
+        for (name, a), b in zip(whole.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(a, b), name
+
+
+def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
+    ours(reference("qwen3"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors, file)
+    with pytest.raises(ModelWeightsError, match=r"missing.*model\.norm\.weight"):
+        load_decoder(tmp_path)
+    save_file({**tensors, "model.norm.weight": norm, "model.layers.0.self_attn.q_proj.bias": norm.clone()}, file)
+    with pytest.raises(ModelWeightsError, match=r"q_proj\.bias has no place"):
+        load_decoder(tmp_path)
+    save_file({**tensors, "model.norm.weight": norm[:3].clone()}, file)
+    with pytest.raises(ModelWeightsError, match=r"model\.norm\.weight is .*\[3\], .* \[64\]"):
+        load_decoder(tmp_path)
+
+
+def test_frozen_weights_want_no_gradient_and_hooks_see_every_layer(tmp_path: Path) -> None:
+    decoder = ours(reference("moe-mixed"), tmp_path)
+    assert not any(p.requires_grad for p in decoder.parameters())
+    tokens, positions = packed([4, 6], decoder.config.vocab_size)
+    routed: list[tuple[int, tuple[int, ...]]] = []
+    cached: list[tuple[int, tuple[int, ...]]] = []
+
+    def on_kv(layer: int, k: Tensor, v: Tensor) -> None:
+        cached.append((layer, tuple(k.shape)))
+        assert v.shape == k.shape
+
+    decoder(tokens, positions, PackedAttend([4, 6], on_kv), on_route=lambda i, e: routed.append((i, tuple(e.shape))))
+    assert routed == [(1, (10, 2)), (2, (10, 2))]
+    assert cached == [(0, (10, 2, 32)), (1, (10, 2, 32)), (2, (10, 2, 32))]
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_target_logprobs_value_and_gradient_equal_log_softmax(chunk: int, tmp_path: Path) -> None:
+    decoder = ours(reference("qwen3-tied"), tmp_path)
+    torch.manual_seed(1)
+    hidden = torch.randn(20, decoder.config.hidden_size, requires_grad=True)
+    rows, targets = torch.tensor([0, 1, 1, 5, 6, 7, 8, 19]), torch.randint(0, decoder.config.vocab_size, (8,))
+    weights = torch.randn(8)
+    expected = torch.log_softmax(hidden[rows] @ decoder.head.T, -1).gather(1, targets[:, None]).squeeze(1)
+    (wanted,) = torch.autograd.grad((expected * weights).sum(), hidden)
+    got = target_logprobs(decoder, hidden, rows, targets, chunk=chunk)
+    (gradient,) = torch.autograd.grad((got * weights).sum(), hidden)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(gradient, wanted, atol=2e-6, rtol=1e-5)
