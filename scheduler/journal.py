@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from billing.prices import PriceList
 from sqlalchemy import Update, select, update
 from sqlalchemy.orm import Session
 
+from billing.prices import PriceList
 from scheduler.fair import FairTree
 from scheduler.lanes import RunLane, Unit
 from scheduler.messages import MUTATING, Done, Failure, OpKind, RunSpec, Snapshot
@@ -272,10 +272,14 @@ class Journal:
         if ok and op.kind == OpKind.SAVE_SAMPLER and op.plan.get("sampler_kind") == "inflight":
             self._samplers = {k: f for k, f in self._samplers.items() if f.run_id != op.lane}
         if not (ok and op.kind in MUTATING):
-            self._blobs.delete(op.body_ref)
+            self._drop_body(op)
         for ref in freed:
             self._blobs.delete_tree(ref)
         op.finished.set()
+
+    def _drop_body(self, op: Operation) -> None:
+        if op.body_ref:
+            self._blobs.delete(op.body_ref)
 
     def rebuild(self, lane: RunLane) -> None:
         """The trainer that held this run is gone: queue what rebuilds the run, and all it had left to do."""
@@ -312,7 +316,7 @@ class Journal:
         statement = update(tables.Run).where(tables.Run.id == taken.run_id).values(values)
         await self._database.write(lambda session: session.execute(statement))
         for op in lane.saved(taken.seq, taken.ref):
-            self._blobs.delete(op.body_ref)
+            self._drop_body(op)
         if older is not None and older[1] != taken.ref:
             self._blobs.delete_tree(older[1])
 
@@ -337,7 +341,7 @@ class Journal:
         self.released.append(lane.run_id)
         self._background(self._database.write(lambda session: session.execute(_closed(lane.run_id))))
         for op in lane.saved(lane.next_seq, ""):
-            self._blobs.delete(op.body_ref)
+            self._drop_body(op)
         self._blobs.delete_tree(f"runs/{lane.run_id}")
         for key in [key for key in self._entries if key[0] == lane.run_id]:
             del self._entries[key]

@@ -164,7 +164,7 @@ def test_what_was_running_when_a_trainer_died_travels_alone() -> None:
     tree = queue(*other, *suspect)
     passes = [names(p) for p in iter(lambda: compose(tree, ["m"], 100), [])]
     assert ["a-1"] in passes
-    assert sorted(sum(passes, [])) == ["a-1", "b-1", "b-2"]
+    assert sorted(name for taken in passes for name in taken) == ["a-1", "b-1", "b-2"]
 
 
 def test_nothing_is_lost_or_reordered_by_composing() -> None:

@@ -1,0 +1,173 @@
+"""The whole path through the official SDK: what an operation costs, and what sharing the service costs.
+
+    python bench/path.py [--json] [--quick]
+
+Starts one real `weftd` with the built-in model and drives it with unmodified `tinker` clients in this process, so
+client and server share the machine's cores; every figure includes both.
+
+- Round trip of an empty optim_step (submit, execute, commit, long poll) and of get_info over plain HTTP.
+- Operations per second of 16 clients that each keep one empty optim_step in flight.
+- Training and sampling tokens per second, 1 and 16 tenants, the same total work.
+- A small forward submitted behind a neighbour's four batches of 32 x 128 tokens: what it waits beyond its round trip
+  alone, as a share of the time of one such batch (one batch is one pass).
+- The same empty optim_step with 64 more runs registered: there is no adapter limit whose size costs anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import tinker
+from serving import BASE_MODEL, claim, machine, make_key, percentile, serve
+from tinker import types
+
+ADAM = types.AdamParams(learning_rate=1e-4)
+
+
+def timed(work: Callable[[], object], times: int) -> list[float]:
+    """Wall seconds of each of `times` runs, after one that is not counted."""
+    work()
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def batch(sequences: int, length: int, seed: int = 0) -> list[types.Datum]:
+    def datum(i: int) -> types.Datum:
+        tokens = [(seed + 7 * i + 13 * j) % 500 + 20 for j in range(length + 1)]
+        inputs = {"target_tokens": tokens[1:], "weights": [1.0] * length}
+        return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+    return [datum(i) for i in range(sequences)]
+
+
+def step(run: Any, data: list[types.Datum]) -> None:
+    backward = run.forward_backward(data, "cross_entropy")
+    update = run.optim_step(ADAM)
+    backward.result()
+    update.result()
+
+
+def together(works: list[Callable[[], object]]) -> float:
+    """Wall seconds until all have run, each in a thread of its own."""
+    start = time.perf_counter()
+    with ThreadPoolExecutor(len(works)) as pool:
+        for future in [pool.submit(work) for work in works]:
+            future.result()
+    return time.perf_counter() - start
+
+
+def round_trips(run: Any, url: str, key: str, times: int) -> dict[str, float]:
+    optim = timed(lambda: run.optim_step(ADAM).result(), times)
+    with httpx.Client(base_url=url, headers={"X-API-Key": key}) as http:
+        body = {"model_id": run.model_id, "type": "get_info"}
+        info = timed(lambda: http.post("/api/v1/get_info", json=body).raise_for_status(), times)
+    return {
+        "optim_step_p50_ms": 1e3 * percentile(optim, 0.5),
+        "optim_step_p95_ms": 1e3 * percentile(optim, 0.95),
+        "get_info_p50_ms": 1e3 * percentile(info, 0.5),
+        "get_info_p95_ms": 1e3 * percentile(info, 0.95),
+    }
+
+
+def throughput(runs: list[Any], repeats: int) -> dict[str, float]:
+    """Tokens per second of all runs together; every tenant brings the same work."""
+    data = batch(16, 64)
+    prompt, params = types.ModelInput.from_ints(list(range(20, 52))), types.SamplingParams(max_tokens=32, seed=1)
+    samplers = [run.save_weights_and_get_sampling_client() for run in runs]
+    each = max(1, 16 // len(runs)) * repeats
+
+    def train(run: Any) -> None:
+        for _ in range(each):
+            step(run, data)
+
+    def sample(sampler: Any) -> int:
+        futures = [sampler.sample(prompt, 4, params) for _ in range(each)]
+        return sum(len(s.tokens) for f in futures for s in f.result().sequences)
+
+    together([lambda run=run: step(run, data) for run in runs])
+    train_s = together([lambda run=run: train(run) for run in runs])
+    generated: list[int] = []
+    sample_s = together([lambda s=s: generated.append(sample(s)) for s in samplers])
+    return {
+        "train_tokens_per_s": len(runs) * each * 16 * 64 / train_s,
+        "sample_tokens_per_s": sum(generated) / sample_s,
+    }
+
+
+def behind_a_neighbour(small: Any, neighbour: Any, repeats: int) -> dict[str, float]:
+    """What a small forward waits when four large batches were submitted just before it."""
+    tiny, large = batch(1, 16), batch(32, 128)
+    alone = min(timed(lambda: small.forward(tiny, "cross_entropy").result(), 5))
+    one_batch = min(timed(lambda: neighbour.forward_backward(large, "cross_entropy").result(), 3))
+    waits = []
+    for _ in range(repeats):
+        flood = [neighbour.forward_backward(large, "cross_entropy") for _ in range(4)]
+        time.sleep(0.2 * one_batch)
+        start = time.perf_counter()
+        small.forward(tiny, "cross_entropy").result()
+        waits.append(time.perf_counter() - start)
+        for future in flood:
+            future.result()
+    waited = percentile(waits, 0.5)
+    return {
+        "alone_s": alone,
+        "one_batch_s": one_batch,
+        "waited_s": waited,
+        "passes_waited": (waited - alone) / one_batch,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    args = parser.parse_args()
+    times, repeats = (40, 1) if args.quick else (200, 3)
+    with serve() as (url, data_dir):
+        keys = [make_key(data_dir, f"tenant-{i}") for i in range(16)]
+        clients = [tinker.ServiceClient(base_url=url, api_key=key) for key in keys]
+        runs = [c.create_lora_training_client(BASE_MODEL, rank=8) for c in clients]
+        trips = round_trips(runs[0], url, keys[0], times)
+        elapsed = together([lambda run=run: timed(lambda: run.optim_step(ADAM).result(), times // 4) for run in runs])
+        one, sixteen = throughput(runs[:1], repeats), throughput(runs, repeats)
+        wait = behind_a_neighbour(runs[0], runs[1], 2 * repeats + 1)
+        before = percentile(timed(lambda: runs[0].optim_step(ADAM).result(), times), 0.5)
+        idle = [clients[0].create_lora_training_client(BASE_MODEL, rank=32) for _ in range(64)]
+        after = percentile(timed(lambda: runs[0].optim_step(ADAM).result(), times), 0.5)
+        del idle
+    result = {
+        "bench": "path",
+        "compares": "unmodified tinker clients against one weftd, client and server on the same cores",
+        "machine": machine(),
+        **trips,
+        "operations_per_s_16_clients": 16 * (times // 4 + 1) / elapsed,
+        "one_tenant": one,
+        "sixteen_tenants": sixteen,
+        "small_behind_large": wait,
+        "optim_step_p50_ms_with_64_more_runs": 1e3 * after,
+        "claims": [
+            claim("empty optim_step p50 ms", trips["optim_step_p50_ms"], 10, trips["optim_step_p50_ms"] < 10),
+            claim(
+                "passes a small forward waits behind four large batches",
+                wait["passes_waited"],
+                1.0,
+                wait["passes_waited"] <= 1.0,
+            ),
+            claim("optim_step with 64 more runs / without", after / before, 1.15, after / before <= 1.15),
+        ],
+    }
+    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""A real `weftd` for the benches: a fresh data folder, a key per tenant, the official SDK as client."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+BIN = Path(sys.executable).parent
+BASE_MODEL = "weft/tiny-moe"
+
+# The SDK fetches nothing and reports nothing while it is being measured.
+os.environ.update(TINKER_TELEMETRY="0", HF_HUB_OFFLINE="1", TINKER_API_KEY="tml-unset")
+
+
+@contextmanager
+def serve(*options: str) -> Iterator[tuple[str, Path]]:
+    """Start `weftd serve`; yields its address and data folder."""
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
+        command = [str(BIN / "weftd"), "serve", "--host", "127.0.0.1", "--port", "0", "--data-dir", folder, *options]
+        with (Path(folder) / "stderr.log").open("w") as log:
+            server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline().split()
+            if len(line) != 2:
+                raise RuntimeError((Path(folder) / "stderr.log").read_text())
+            yield line[1], Path(folder)
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def make_key(data_dir: Path, organisation: str) -> str:
+    command = [str(BIN / "weftd"), "key", "create", "--data-dir", str(data_dir), "--org", organisation]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on."""
+    return {
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("torch", "tinker", "weft-server")},
+        "at": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def claim(name: str, value: float, target: float, holds: bool) -> dict[str, Any]:
+    return {"name": name, "value": round(value, 4), "target": target, "holds": holds}
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
