@@ -1,0 +1,17 @@
+"""The one definition of what crosses the wire: JSON bodies (`weft.wire.types`) and binary ones (`weft.wire.codec`).
+
+The server imports it from here; users see the types as `weft.types`. `weft_wire_pb2.py` and its stub are generated,
+in client_sdk/, by
+
+    python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. weft/wire/weft_wire.proto
+    sed -i '1i # mypy: disable-error-code="type-arg"' weft/wire/weft_wire_pb2.pyi
+"""
+
+from __future__ import annotations
+
+from weft.wire.codec import *  # noqa: F403
+from weft.wire.codec import __all__ as _codec_names
+from weft.wire.types import *  # noqa: F403
+from weft.wire.types import __all__ as _type_names
+
+__all__ = sorted({*_codec_names, *_type_names})

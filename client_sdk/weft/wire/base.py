@@ -1,0 +1,39 @@
+"""What every JSON body on the wire is made from.
+
+A request with a field we do not know is refused (a misspelt option must not be dropped in silence); a response ignores
+what it does not know, so that a server can add fields.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+#: `model_id` and the like are names of the protocol; `defer_build` keeps `import weft` fast.
+_SHARED = ConfigDict(protected_namespaces=(), defer_build=True, frozen=True, populate_by_name=True)
+
+
+class Request(BaseModel):
+    """A body or part of a body that a client sends."""
+
+    model_config = ConfigDict(**_SHARED, extra="forbid")
+
+    def body(self) -> dict[str, Any]:
+        """The JSON form: fields that are None are left out."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+class Response(BaseModel):
+    """A body or part of a body that a server sends."""
+
+    model_config = ConfigDict(**_SHARED, extra="ignore")
+
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+#: Sequence numbers of a training run fit int32; those of a sampler may be any 64-bit number.
+TrainSeq = Annotated[int, Field(ge=1, le=2**31 - 1)]
+SampleSeq = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+UserMetadata = dict[str, str]

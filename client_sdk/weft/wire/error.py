@@ -1,0 +1,7 @@
+"""The one error of the wire."""
+
+from __future__ import annotations
+
+
+class WireError(ValueError):
+    """Bytes or values that the wire cannot carry. The message names the datum, the field, the limit and the value."""

@@ -1,0 +1,206 @@
+"""What goes into a model: prompts, and data with the inputs of their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from weft.wire.arrays import Array
+from weft.wire.base import Count, Request
+from weft.wire.error import WireError
+from weft.wire.tensor import TensorData, TensorDtype
+
+Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class EncodedTextChunk(Request):
+    """Text as token ids."""
+
+    tokens: list[Token]
+    type: Literal["encoded_text"] = "encoded_text"
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _plain(cls, tokens: Any) -> Any:
+        """Arrays, tensors and tuples of integers are taken as lists."""
+        if isinstance(tokens, list):
+            return tokens
+        return tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+
+class ImageChunk(Request):
+    """An image. Known to the protocol; text models refuse it."""
+
+    data: bytes
+    format: Literal["png", "jpeg"]
+    expected_tokens: Count | None = None
+    type: Literal["image"] = "image"
+
+
+class ImageAssetPointerChunk(Request):
+    """An image elsewhere. Known to the protocol; text models refuse it."""
+
+    format: Literal["png", "jpeg"]
+    location: str
+    expected_tokens: Count | None = None
+    type: Literal["image_asset_pointer"] = "image_asset_pointer"
+
+
+class DmelChunk(Request):
+    """Audio. Known to the protocol; text models refuse it."""
+
+    dmel: bytes
+    type: Literal["dmel"] = "dmel"
+
+
+ModelInputChunk = Annotated[
+    EncodedTextChunk | ImageChunk | ImageAssetPointerChunk | DmelChunk, Field(discriminator="type")
+]
+
+
+class ModelInput(Request):
+    """A prompt: chunks, laid end to end."""
+
+    chunks: list[ModelInputChunk]
+
+    @classmethod
+    def from_ints(cls, tokens: Sequence[int]) -> ModelInput:
+        """One chunk of text."""
+        return cls(chunks=[EncodedTextChunk(tokens=tokens)])
+
+    @classmethod
+    def empty(cls) -> ModelInput:
+        """No chunks."""
+        return cls(chunks=[])
+
+    def append(self, chunk: ModelInputChunk) -> ModelInput:
+        """A new prompt with one more chunk."""
+        return ModelInput(chunks=[*self.chunks, chunk])
+
+    def append_int(self, token: int) -> ModelInput:
+        """A new prompt with one more token."""
+        last = self.chunks[-1] if self.chunks else None
+        if not isinstance(last, EncodedTextChunk):
+            return self.append(EncodedTextChunk(tokens=[token]))
+        return ModelInput(chunks=[*self.chunks[:-1], EncodedTextChunk(tokens=[*last.tokens, token])])
+
+    def to_ints(self) -> list[int]:
+        """All token ids; `WireError` if a chunk is not text."""
+        tokens: list[int] = []
+        for index, chunk in enumerate(self.chunks):
+            if not isinstance(chunk, EncodedTextChunk):
+                raise WireError(f"chunk {index} is {chunk.type}, not encoded_text")
+            tokens.extend(chunk.tokens)
+        return tokens
+
+    @property
+    def length(self) -> int:
+        """Number of tokens; `WireError` if a chunk is not text."""
+        return sum(len(chunk.tokens) for chunk in self.chunks if isinstance(chunk, EncodedTextChunk)) or len(
+            self.to_ints()
+        )
+
+
+@dataclass(frozen=True)
+class PromptProvenanceSpan:
+    """`length` tokens copied from position `offset` of the prompt of a sampled sequence."""
+
+    sequence_id: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class SampledProvenanceSpan:
+    """`length` tokens copied from position `offset` of what was sampled for a sequence."""
+
+    sequence_id: str
+    offset: int
+    length: int
+
+
+ProvenanceSpan = PromptProvenanceSpan | SampledProvenanceSpan
+ProvenanceSpans = list[ProvenanceSpan]
+LossFnInputs = dict[str, TensorData]
+
+#: How a plain list is typed, by the name of the loss input.
+LIST_DTYPES: dict[str, TensorDtype] = {
+    "target_tokens": "int64",
+    "weights": "float32",
+    "advantages": "float32",
+    "logprobs": "float32",
+    "clip_low_threshold": "float32",
+    "clip_high_threshold": "float32",
+    "sequence_ratio_mask": "float32",
+}
+
+#: Mostly-zero [tokens, targets] inputs that go as CSR when handed over as torch tensors.
+_SPARSE_INPUTS = frozenset({"target_tokens", "weights"})
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One training example: a prompt [T] and the inputs of its loss, by name, as `TensorData`, numpy, torch or lists.
+
+    Position i of the prompt predicts `target_tokens[i]`: the caller has shifted. Spans come as a pair or not at all.
+    """
+
+    model_input: ModelInput
+    loss_fn_inputs: LossFnInputs = field(default_factory=dict)
+    model_input_spans: ProvenanceSpans | None = None
+    loss_fn_input_spans: ProvenanceSpans | None = None
+
+    def __post_init__(self) -> None:
+        given: Mapping[str, Any] = self.loss_fn_inputs
+        object.__setattr__(self, "loss_fn_inputs", {name: _as_tensor(name, value) for name, value in given.items()})
+        if (self.model_input_spans is None) != (self.loss_fn_input_spans is None):
+            raise WireError("provenance needs both model_input_spans and loss_fn_input_spans")
+
+    def with_provenance(self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans) -> Datum:
+        """A copy that says where its tokens come from; each list of spans tiles its field exactly."""
+        _check_tiling("model_input", model_input, self.model_input.length)
+        targets = self.loss_fn_inputs.get("target_tokens")
+        if targets is not None and (targets.shape is None or len(targets.shape) == 1):
+            _check_tiling("target_tokens", loss_fn_inputs, targets.values.size)
+        return replace(self, model_input_spans=model_input, loss_fn_input_spans=loss_fn_inputs)
+
+
+def _check_tiling(name: str, spans: ProvenanceSpans, length: int) -> None:
+    covered = sum(span.length for span in spans)
+    if covered != length:
+        raise WireError(f"provenance spans of {name} cover {covered} positions of {length}")
+
+
+def _as_tensor(name: str, value: Any) -> TensorData:
+    if isinstance(value, TensorData):
+        return value
+    if isinstance(value, np.ndarray):
+        return TensorData.from_numpy(value)
+    if hasattr(value, "detach"):  # a torch tensor, recognised without importing torch
+        tensor = TensorData.from_torch(value)
+        return TensorData.from_dense(tensor.to_numpy()) if name in _SPARSE_INPUTS else tensor
+    if isinstance(value, list | tuple):
+        return _from_list(name, value)
+    raise WireError(f"loss input {name!r} is a {type(value).__name__}; use TensorData, numpy, torch or a list")
+
+
+def _from_list(name: str, value: Sequence[Any]) -> TensorData:
+    dtype = LIST_DTYPES.get(name)
+    if dtype is None:
+        raise KeyError(f"a plain list has no dtype for loss input {name!r}; use TensorData or numpy")
+    try:
+        array: Array = np.asarray(value)
+    except ValueError:
+        raise WireError(f"loss input {name!r} is not rectangular") from None
+    if array.size and array.dtype.kind not in "fiub":
+        raise WireError(f"loss input {name!r} holds values that are not numbers")
+    return TensorData(array, dtype, list(array.shape))

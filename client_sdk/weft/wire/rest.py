@@ -1,0 +1,127 @@
+"""Bodies of listing and managing what is stored: runs, checkpoints, sessions."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal, NamedTuple
+
+from weft.wire.base import Request, Response, UserMetadata
+from weft.wire.error import WireError
+from weft.wire.training import ModelID
+
+CheckpointType = Literal["training", "sampler", "external"]
+AccessScope = Literal["owned", "accessible"]
+
+#: Folder of a checkpoint in its path, and its type.
+CHECKPOINT_TYPES: dict[str, CheckpointType] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+
+_SCHEME = "tinker://"
+
+
+class CheckpointPath(NamedTuple):
+    """The parts of `tinker://{run}/{kind}/{name}`."""
+
+    training_run_id: ModelID
+    kind: str
+    name: str
+
+
+def parse_checkpoint_path(path: str) -> CheckpointPath:
+    """Split `tinker://{run}/{kind}/{name}`; `WireError` for anything else."""
+    parts = path.removeprefix(_SCHEME).split("/")
+    if not path.startswith(_SCHEME) or len(parts) != 3 or not all(parts) or parts[1] not in CHECKPOINT_TYPES:
+        kinds = "|".join(CHECKPOINT_TYPES)
+        raise WireError(f"{path!r} is not a checkpoint path; it should read tinker://<run>/<{kinds}>/<name>")
+    return CheckpointPath(*parts)
+
+
+class ParsedCheckpointTinkerPath(Response):
+    """A checkpoint path, taken apart; `checkpoint_id` is `{kind}/{name}`."""
+
+    tinker_path: str
+    training_run_id: ModelID
+    checkpoint_type: CheckpointType
+    checkpoint_id: str
+
+    @classmethod
+    def from_tinker_path(cls, tinker_path: str) -> ParsedCheckpointTinkerPath:
+        """`WireError` (a `ValueError`) if it is not a checkpoint path."""
+        run_id, kind, name = parse_checkpoint_path(tinker_path)
+        return cls(
+            tinker_path=tinker_path,
+            training_run_id=run_id,
+            checkpoint_type=CHECKPOINT_TYPES[kind],
+            checkpoint_id=f"{kind}/{name}",
+        )
+
+
+class Cursor(Response):
+    offset: int
+    limit: int
+    total_count: int
+
+
+class Checkpoint(Response):
+    checkpoint_id: str
+    checkpoint_type: CheckpointType
+    time: datetime
+    tinker_path: str
+    size_bytes: int | None = None
+    public: bool = False
+    user_metadata: UserMetadata | None = None
+    expires_at: datetime | None = None
+    base_model: str | None = None
+
+
+class CheckpointsListResponse(Response):
+    checkpoints: list[Checkpoint]
+    cursor: Cursor | None = None
+
+
+class TrainingRun(Response):
+    training_run_id: ModelID
+    base_model: str
+    model_owner: str
+    is_lora: bool
+    last_request_time: datetime
+    corrupted: bool = False
+    lora_rank: int | None = None
+    last_checkpoint: Checkpoint | None = None
+    last_sampler_checkpoint: Checkpoint | None = None
+    user_metadata: UserMetadata | None = None
+
+
+class TrainingRunsResponse(Response):
+    training_runs: list[TrainingRun]
+    cursor: Cursor
+
+
+class SetTtlRequest(Request):
+    """Null means never expire, and is sent."""
+
+    ttl_seconds: int | None
+
+    def body(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
+
+
+class ExternalWeightsUrlsResponse(Response):
+    """One signed URL per file of an exported checkpoint."""
+
+    urls: dict[str, str]
+    expires: datetime
+
+
+class ListSessionsResponse(Response):
+    sessions: list[str]
+
+
+class GetSessionResponse(Response):
+    training_run_ids: list[ModelID]
+    sampler_ids: list[str]
+    user_metadata: UserMetadata | None = None
+    display_name: str | None = None

@@ -1,0 +1,147 @@
+"""Bodies of sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from weft.wire.base import Count, Finite, Positive, Request, Response, SampleSeq
+from weft.wire.inputs import ModelInput, Token
+from weft.wire.sample_codec import SampleResult, SequenceResult, StopReason, TopkLogprobs
+from weft.wire.tensor import TensorData
+
+
+class SamplingParams(Request):
+    """How to draw tokens. `stop` absent means the model's end-of-sequence tokens; `stop=[]` means nothing stops it but
+    `max_tokens`. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 are off."""
+
+    max_tokens: Positive | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
+    stop: str | list[str] | list[Token] | None = None
+    temperature: Finite = Field(default=1.0, ge=0)
+    top_k: int = Field(default=-1, ge=-1)
+    top_p: Finite = Field(default=1.0, gt=0, le=1)
+
+
+class CreateSamplingSessionRequest(Request):
+    """A sampler of a base model or of saved weights (`tinker://...`)."""
+
+    session_id: str
+    sampling_session_seq_id: Count
+    base_model: str | None = None
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class CreateSamplingSessionResponse(Response):
+    sampling_session_id: str
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class GetSamplerResponse(Response):
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
+
+
+class SampleRequest(Request):
+    prompt: ModelInput
+    sampling_params: SamplingParams
+    num_samples: Positive = 1
+    sampling_session_id: str | None = None
+    seq_id: SampleSeq | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Count = 0
+    topk_sample_logprobs: Count = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: Count = 0
+    prompt_logprobs_last_n: Count | None = None
+    record_stability_info: bool | None = None
+    type: Literal["sample"] = "sample"
+
+
+@dataclass(frozen=True)
+class PromptAltTokens:
+    """Other draws at each prompt position after the first: ids int64 and logprobs float32, [prompt - 1, k]."""
+
+    tokens: TensorData
+    logprobs: TensorData
+
+
+class SampledSequence:
+    """One sampled sequence: `tokens`, the `logprobs` of each, and why it stopped.
+
+    Lists are made when asked for; `tokens_np` (int32) and `logprobs_np` (float32) are the arrays themselves.
+    """
+
+    def __init__(self, result: SequenceResult, sequence_id: str) -> None:
+        self._result = result
+        self.sequence_id = sequence_id
+
+    def __repr__(self) -> str:
+        return f"SampledSequence(tokens={self.tokens!r}, stop_reason={self.stop_reason!r})"
+
+    @property
+    def stop_reason(self) -> StopReason:
+        return self._result.stop_reason
+
+    @property
+    def tokens_np(self) -> npt.NDArray[np.int32]:
+        return self._result.tokens
+
+    @property
+    def logprobs_np(self) -> npt.NDArray[np.float32] | None:
+        return self._result.logprobs
+
+    @property
+    def topk_logprobs_np(self) -> TopkLogprobs | None:
+        return self._result.topk
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        return self._result.tokens.tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def logprobs(self) -> list[float] | None:
+        return None if self._result.logprobs is None else self._result.logprobs.tolist()
+
+    @cached_property
+    def topk_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
+        return None if self._result.topk is None else self._result.topk.tolist()
+
+
+class SampleResponse:
+    """All sequences of one request, and what was asked about its prompt."""
+
+    def __init__(self, result: SampleResult, sequence_ids: list[str] | None = None) -> None:
+        names = sequence_ids or [""] * len(result.sequences)
+        self.sequences = [SampledSequence(item, name) for item, name in zip(result.sequences, names, strict=True)]
+        self.prompt_cache_hit_tokens = result.prompt_cache_hit_tokens
+        self.prompt_logprobs_np = result.prompt_logprobs
+        self.topk_prompt_logprobs_np = result.topk_prompt_logprobs
+        targets, alternatives = result.target_prompt_logprobs, result.prompt_alt_tokens
+        self.target_prompt_logprobs = None if targets is None else TensorData.from_numpy(targets)
+        self.prompt_alt_tokens = (
+            None if alternatives is None else PromptAltTokens(*(TensorData.from_numpy(part) for part in alternatives))
+        )
+
+    def __repr__(self) -> str:
+        return f"SampleResponse(sequences={self.sequences!r})"
+
+    @cached_property
+    def prompt_logprobs(self) -> list[float | None] | None:
+        """One per prompt token; None where there is none (the first token always)."""
+        if self.prompt_logprobs_np is None:
+            return None
+        return [None if value != value else value for value in self.prompt_logprobs_np.tolist()]
+
+    @cached_property
+    def topk_prompt_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
+        return None if self.topk_prompt_logprobs_np is None else self.topk_prompt_logprobs_np.tolist()

@@ -1,0 +1,171 @@
+"""Bodies of the service itself: configuration, sessions, capabilities, futures, telemetry, errors."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import Field
+
+from weft.wire.base import Request, Response, SampleSeq
+
+RequestID = str
+
+
+class ClientConfigRequest(Request):
+    sdk_version: str
+
+
+class ClientConfigResponse(Response):
+    """What a server tells a client about how to behave. `weft` minds the chunk limits, the billing pause and
+    `sample_max_concurrent_requests`; the others are Tinker's."""
+
+    pjwt_auth_enabled: bool = False
+    credential_default_source: str = "api_key"
+    sample_dispatch_bytes_semaphore_size: int = 10 * 1024 * 1024
+    inflight_response_bytes_semaphore_size: int = 50 * 1024 * 1024
+    parallel_fwdbwd_chunks: bool = True
+    proto_compress_fwdbwd: bool = False
+    fwdbwd_max_chunk_len: int = 1024
+    fwdbwd_max_chunk_bytes_count: int = 5_000_000
+    fwdbwd_dispatch_bytes_semaphore_size: int = 50_000_000
+    billing_exception_max_pause_duration_sec: int = 3600
+    sample_no_retries: bool = False
+    sample_enable_stuck_detection: bool = True
+    sample_max_concurrent_requests: int = 2000
+    use_pyqwest_transport: bool = True
+    sample_use_retrieve_futures: bool = False
+    custom_loss_server_side: bool = False
+    sample_join_sampling_session: bool = False
+
+
+class ClientDynamicConfigResponse(Response):
+    refresh_interval_sec: int = 300
+    sample_cancel_enabled: bool = False
+    sample_cancel_max_batch_size: int = 64
+
+
+class CreateSessionRequest(Request):
+    tags: list[str] = Field(default_factory=list)
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str
+    project_id: str | None = None
+    display_name: str | None = None
+    type: Literal["create_session"] = "create_session"
+
+
+class CreateSessionResponse(Response):
+    session_id: str
+    info_message: str | None = None
+    warning_message: str | None = None
+    error_message: str | None = None
+    type: Literal["create_session"] = "create_session"
+
+
+class SessionHeartbeatRequest(Request):
+    session_id: str
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class SessionHeartbeatResponse(Response):
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+FinishType = Literal["success", "errored", "interrupted"]
+
+
+class FinishReason(Request):
+    type: FinishType
+
+
+class FinishSessionRequest(Request):
+    """How a session ended. `detail` is sent even when it is null."""
+
+    reason: FinishReason
+    detail: str | None = None
+
+    def body(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
+
+
+class SupportedModel(Response):
+    """A base model that this server serves, and what for."""
+
+    model_name: str | None = None
+    max_context_length: int | None = None
+    trainable: bool | None = None
+    sampleable: bool | None = None
+
+
+class GetServerCapabilitiesResponse(Response):
+    supported_models: list[SupportedModel]
+
+
+class HealthResponse(Response):
+    status: Literal["ok"] = "ok"
+
+
+class UntypedAPIFuture(Response):
+    """The answer to every submitted operation: where its result will be. Samples also name their sequences."""
+
+    request_id: RequestID
+    model_id: str | None = None
+    sample_sequence_ids: list[str] | None = None
+
+
+class FutureRetrieveRequest(Request):
+    request_id: RequestID
+    allow_metadata_only: bool = False
+
+
+class CancelFutureRequest(Request):
+    request_id: RequestID
+
+
+QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
+
+
+class TryAgainResponse(Response):
+    """Not finished yet; sent with status 408."""
+
+    request_id: RequestID
+    queue_state: QueueState = "active"
+    queue_state_reason: str | None = None
+    type: Literal["try_again"] = "try_again"
+
+
+class RequestErrorCategory(StrEnum):
+    UNKNOWN = "unknown"
+    SERVER = "server"
+    USER = "user"
+
+
+class RequestFailedResponse(Response):
+    """A failed operation. Final: an operation that has failed stays so."""
+
+    error: str
+    category: RequestErrorCategory = RequestErrorCategory.UNKNOWN
+
+
+class TelemetrySendRequest(Request):
+    """Events of a client. Weft stores none of them, so they are not modelled further."""
+
+    events: list[dict[str, Any]]
+    platform: str
+    sdk_version: str
+    session_id: str
+    process_uuid: str
+
+
+class TelemetryResponse(Response):
+    status: Literal["accepted"] = "accepted"
+
+
+class JoinSamplingSessionRequest(Request):
+    sampling_session_id: str
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
+class JoinSamplingSessionResponse(Response):
+    client_counter: SampleSeq
+    type: Literal["join_sampling_session"] = "join_sampling_session"

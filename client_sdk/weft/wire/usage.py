@@ -1,0 +1,40 @@
+"""Bodies of Weft's own endpoints: usage and money, operator statistics, tokenizer files."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from weft.wire.base import Response
+
+UsageKind = Literal["train", "prefill", "cached_prefill", "sample"]
+
+
+class UsageRow(Response):
+    """Tokens of one kind that one run (None: sampling of a base model) has used, and what they cost.
+
+    `amount_nusd` is in billionths of a dollar and is the amount that is billed; `amount_usd` is the same for reading.
+    """
+
+    run_id: str | None
+    kind: UsageKind
+    base_model: str
+    tokens: int
+    amount_nusd: int
+    amount_usd: str
+
+
+class UsageResponse(Response):
+    rows: list[UsageRow]
+    total_nusd: int
+    total_usd: str
+    price_version: str
+
+
+class TokenizerFilesResponse(Response):
+    """The tokenizer files of a model: SHA-256, in hex, by file name."""
+
+    files: dict[str, str]
+
+
+#: What `GET /api/v1/weft/stats` answers: passes, shared passes, slot occupancy, queue.
+Stats = dict[str, Any]
