@@ -1,0 +1,154 @@
+"""One forward, the losses, and one backward over parts of many operations.
+
+The losses see only detached log-probabilities of their own part; their gradients are put together and run through the
+decoder once. So an error or a NaN in one operation's loss stays with that operation: its gradient is replaced by zero.
+
+Shapes: T packed tokens, P target positions (of all parts, in order; K per token with K targets).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from weft.wire.codec import ArrayDatum
+
+from workers.model.decoder import Decoder, LoraRows, PackedAttend, target_logprobs
+from workers.trainer.loss_inputs import LOSSES, THRESHOLDS
+from workers.trainer.losses import LOSS_FUNCTIONS
+from workers.trainer.metrics import Measure
+from workers.trainer.progress import Part
+from workers.trainer.routing import RouteCounter
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def run_microbatch(decoder: Decoder, parts: Sequence[Part], *, trains: bool) -> None:
+    """Compute `parts` together, add their results to their operations' Progress, and, with `trains`, their gradients
+    to the operations' arenas. An operation with a result that is not finite is marked as failed.
+
+    If this raises, no result was added, but arenas may hold a part of a gradient: restart those operations."""
+    packed = _pack(parts, decoder.device)
+    counter = RouteCounter(decoder.config.num_experts)
+    with nullcontext() if trains else torch.no_grad():
+        hidden_TD = decoder(
+            packed.tokens_T, packed.positions_T, PackedAttend(packed.lengths), packed.lora, counter.on_route
+        )
+        lp_P = target_logprobs(decoder, hidden_TD, packed.rows_P, packed.targets_P, packed.lora)
+    results = [
+        _loss(part, lp_p.detach(), trains)
+        for part, lp_p in zip(parts, torch.split(lp_P, packed.positions), strict=True)
+    ]
+    if trains:
+        lp_P.backward(torch.cat([result.dlp_P for result in results]))  # type: ignore[no-untyped-call]
+    counts = counter.counts(packed.lora.offsets)
+    for part, result, counts_LE in zip(parts, results, counts, strict=True):
+        if result.problem:
+            part.progress.fail(result.problem, "user")
+        part.progress.add(part, result.outputs, result.measures, counts_LE)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    tokens_T: Tensor
+    positions_T: Tensor
+    lengths: list[int]  # of each datum
+    lora: LoraRows
+    rows_P: Tensor
+    targets_P: Tensor
+    positions: list[int]  # of each part: how many of P are its own
+
+
+def _pack(parts: Sequence[Part], device: torch.device) -> _Packed:
+    data = [datum for part in parts for datum in part.data]
+    lengths = [len(datum.tokens) for datum in data]
+    targets = [datum.inputs["target_tokens"] for datum in data]
+    per_token = [array.shape[1] if array.ndim == 2 else 1 for array in targets]
+    repeats = np.repeat(per_token, lengths)
+
+    def tensor(arrays: list[Array]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(device)
+
+    return _Packed(
+        tokens_T=tensor([datum.tokens for datum in data]),
+        positions_T=tensor([np.arange(length) for length in lengths]),
+        lengths=lengths,
+        lora=LoraRows(
+            [0, *accumulate(part.tokens for part in parts)],
+            [part.progress.run.adapter for part in parts],
+            [part.progress.grad for part in parts],
+        ),
+        rows_P=tensor([np.repeat(np.arange(len(repeats)), repeats)]),
+        targets_P=tensor([array.reshape(-1) for array in targets]),
+        positions=[sum(datum.inputs["target_tokens"].size for datum in part.data) for part in parts],
+    )
+
+
+@dataclass(frozen=True)
+class _Result:
+    outputs: list[dict[str, Array]]
+    measures: dict[str, Measure]
+    dlp_P: Tensor
+    problem: str = ""
+
+
+def _loss(part: Part, lp_P: Tensor, trains: bool) -> _Result:
+    """The loss of one part and its gradient with respect to the log-probabilities."""
+    batch = part.progress.batch
+    inputs = {name: torch.from_numpy(array).to(lp_P.device) for name, array in _loss_inputs(part).items()}
+    leaf_P = lp_P.requires_grad_(trains)
+    with torch.enable_grad() if trains else torch.no_grad():
+        loss, measures = LOSS_FUNCTIONS[batch.loss_fn](leaf_P, inputs, batch.loss_fn_config)
+    if trains:
+        loss.backward()  # type: ignore[no-untyped-call]
+    dlp_P = leaf_P.grad if leaf_P.grad is not None else torch.zeros_like(lp_P)
+    problem = _not_finite(part, lp_P.detach(), loss.detach(), dlp_P)
+    if problem:
+        dlp_P = torch.zeros_like(dlp_P)
+    return _Result(_outputs(part, lp_P.detach()), measures, dlp_P, problem)
+
+
+def _loss_inputs(part: Part) -> dict[str, Array]:
+    """What the loss reads, float32 over the part's positions. Where some data carry per-token thresholds, the others
+    get those of the config or the loss's defaults."""
+    batch, spec = part.progress.batch, LOSSES[part.progress.batch.loss_fn]
+    names = list(spec.required[1:])
+    fill: dict[str, float] = {}
+    for name, default in zip(THRESHOLDS, spec.clip or (), strict=False):
+        if any(name in datum.inputs for datum in part.data):
+            names.append(name)
+            fill[name] = float(batch.loss_fn_config.get(name, default))
+    return {name: np.concatenate([_flat(datum, name, fill.get(name, 0.0)) for datum in part.data]) for name in names}
+
+
+def _flat(datum: ArrayDatum, name: str, missing: float) -> Array:
+    found = datum.inputs.get(name)
+    if found is None:
+        return np.full(datum.inputs["target_tokens"].size, missing, np.float32)
+    return found.reshape(-1).astype(np.float32)
+
+
+def _outputs(part: Part, lp_P: Tensor) -> list[dict[str, Array]]:
+    shapes = [datum.inputs["target_tokens"].shape for datum in part.data]
+    ends = list(accumulate(int(np.prod(shape)) for shape in shapes))
+    pieces = np.split(lp_P.cpu().numpy(), ends[:-1])
+    return [{"logprobs": piece.reshape(shape)} for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def _not_finite(part: Part, lp_P: Tensor, loss: Tensor, dlp_P: Tensor) -> str:
+    """Which datum made a result that is not finite; "" when all is well."""
+    if bool(torch.isfinite(loss)) and bool((torch.isfinite(lp_P) & torch.isfinite(dlp_P)).all()):
+        return ""
+    sizes = [datum.inputs["target_tokens"].size for datum in part.data]
+    for what, values_P in (("log-probabilities are", lp_P), ("gradient of the loss is", dlp_P)):
+        for offset, values in enumerate(torch.split(values_P, sizes)):
+            if not bool(torch.isfinite(values).all()):
+                at = int((~torch.isfinite(values)).nonzero()[0, 0])
+                return f"datum {part.start + offset}: its {what} not finite ({float(values[at])} at position {at})"
+    return f"data {part.start} to {part.stop - 1}: the loss is {float(loss)}"

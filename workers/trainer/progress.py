@@ -1,0 +1,124 @@
+"""One forward or forward_backward operation while it is being computed, possibly over several passes.
+
+Its gradient gathers in an arena of its own and reaches the run only when the whole operation has succeeded: an
+operation that fails leaves its run as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from weft.wire.codec import ArrayDatum, TrainBatch, WireError, decode_train_request, encode_train_output
+
+from scheduler.messages import Failure, OpKind, TrainOp
+from workers.model.adapter import Adapter
+from workers.trainer.loss_inputs import LossInputError, check_loss
+from workers.trainer.metrics import Measure, merge_measures, metric_values
+from workers.trainer.routing import balance_metrics
+from workers.trainer.state import RunState
+
+
+@dataclass(eq=False)
+class Progress:
+    """`parts` are the data ranges computed so far, in order; `waiting` those planned and not yet computed."""
+
+    op: TrainOp
+    run: RunState
+    batch: TrainBatch
+    grad: Adapter | None
+    parts: list[Part] = field(default_factory=list)
+    waiting: int = 0
+    ended: bool = False  # the slice that completes the operation has come
+    tokens: int = 0
+    outputs: list[dict[str, np.ndarray[Any, Any]]] = field(default_factory=list)
+    measures: dict[str, Measure] = field(default_factory=dict)
+    experts_LE: Tensor | None = None  # tokens per mixture layer and expert
+    failure: Failure | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.ended and not self.waiting
+
+    def fail(self, message: str, category: str = "server") -> None:
+        """Only the first reason counts."""
+        self.failure = self.failure or Failure(message, category)
+
+    def add(
+        self,
+        part: Part,
+        outputs: list[dict[str, np.ndarray[Any, Any]]],
+        measures: dict[str, Measure],
+        experts_LE: Tensor,
+    ) -> None:
+        """Take the results of one part; parts come in data order."""
+        self.parts.append(part)
+        self.experts_LE = experts_LE if self.experts_LE is None else self.experts_LE + experts_LE
+        self.tokens += part.tokens
+        self.outputs += outputs
+        merge_measures(self.measures, measures)
+
+    def restart(self) -> list[Part]:
+        """Forget all results, and return the parts to compute again."""
+        parts, self.parts = self.parts, []
+        self.tokens, self.outputs, self.measures, self.experts_LE = 0, [], {}, None
+        if self.grad is not None:
+            self.grad.flat.zero_()
+        return parts
+
+    def finish(self) -> tuple[bytes, Failure | None]:
+        """The encoded result of the complete operation, its gradient given to the run; or why it failed, the run
+        being as it was. Call once."""
+        if self.failure is None and self.grad is not None and not bool(torch.isfinite(self.grad.flat).all()):
+            self.fail(f"the gradient of operation {self.op.op_id} is not finite", "user")
+        if self.failure is not None:
+            return b"", self.failure
+        metrics = metric_values(self.measures)
+        if self.experts_LE is not None:
+            metrics |= balance_metrics(self.experts_LE)
+        payload = encode_train_output(self.outputs, metrics)
+        if self.grad is not None:
+            self.run.accumulate(self.grad)
+        return payload, None
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Data start:stop of one operation: one LoRA group of a microbatch."""
+
+    progress: Progress
+    start: int
+    stop: int
+    tokens: int
+
+    @property
+    def data(self) -> Sequence[ArrayDatum]:
+        return self.progress.batch.data[self.start : self.stop]
+
+    @property
+    def trains(self) -> bool:
+        return self.progress.grad is not None
+
+
+class BadOperation(ValueError):
+    """The body of an operation cannot be executed, by the fault of the user."""
+
+
+def begin(op: TrainOp, run: RunState, body: bytes, vocab_size: int) -> Progress:
+    """Decode and check an operation's body. Raises BadOperation naming datum and field."""
+    try:
+        batch = decode_train_request(body)
+        lengths = [len(datum.tokens) for datum in batch.data]
+        check_loss(batch.loss_fn, batch.loss_fn_config, [datum.inputs for datum in batch.data], lengths)
+    except (WireError, LossInputError) as error:
+        raise BadOperation(str(error)) from error
+    for index, datum in enumerate(batch.data):
+        for name, ids in (("model_input", datum.tokens), ("target_tokens", datum.inputs["target_tokens"])):
+            if ids.size == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+                raise BadOperation(f"datum {index}: {name} must hold token ids from 0 to {vocab_size - 1}")
+    trains = op.kind is OpKind.FORWARD_BACKWARD
+    return Progress(op, run, batch, run.new_grad() if trains else None)

@@ -1,0 +1,238 @@
+"""The trainer: holds the resident runs and executes passes.
+
+A pass is executed in stages. In each stage every run's next operations are taken: first creates, loads and saves one by
+one, then the forwards and backwards of all runs packed together, then all optimizer steps that are due in one fused
+update. Runs never wait for each other's kind of work longer than a stage, and one run's operations keep their order.
+
+Invariants: what a run gets does not depend on the other runs in the pass; an operation that fails leaves its run as it
+was; nothing is random, so replaying a run's operations rebuilds it bit for bit.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from scheduler.messages import Done, Failure, OpKind, Pass, PassOver, RunSpec, Snapshot, TrainOp
+from store.blobs import BadRef, Blobs
+from workers.model.decoder import Decoder
+from workers.trainer.computing import Computing
+from workers.trainer.optimizer import AdamError
+from workers.trainer.progress import BadOperation, Progress, begin
+from workers.trainer.state import RunState, StateError, create_run, load_run, save_run
+from workers.trainer.stepping import step_runs
+
+Send = Callable[[msgspec.Struct], None]
+COMPUTE = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """`microbatch_tokens` caps what is computed at once: memory grows with it, and beyond some 4k tokens a CPU gets
+    slower. After `snapshot_every_tokens` trained tokens a run's state is saved at its next optimizer step, which
+    bounds how much a lost trainer has to replay."""
+
+    microbatch_tokens: int = 4096
+    snapshot_every_tokens: int = 65536
+
+
+class Trainer:
+    """`models` by the name that passes use. Not thread safe: one pass at a time."""
+
+    def __init__(self, models: Mapping[str, Decoder], blobs: Blobs, settings: TrainerSettings | None = None) -> None:
+        self.models, self.blobs, self.settings = dict(models), blobs, settings or TrainerSettings()
+        self.runs: dict[str, RunState] = {}
+        self._open: dict[str, Progress] = {}  # operations with slices still to come, by run
+
+    def execute(self, pass_: Pass, send: Send) -> None:
+        """Execute a pass; `send` gets a Done for each operation as soon as it is finished, Snapshots when due, and
+        PassOver at the end. An error of `send` (the server is gone) ends the pass."""
+        began, tokens = time.monotonic(), 0
+        for run_id in pass_.release:
+            self._forget(run_id)
+        queues: dict[str, deque[TrainOp]] = {}
+        for op in pass_.ops:
+            queues.setdefault(op.run_id, deque()).append(op)
+        runs = len(queues)
+        while queues:
+            for queue in queues.values():
+                while queue and queue[0].kind not in (*COMPUTE, OpKind.OPTIM_STEP):
+                    self._alone(queue.popleft(), send)
+            tokens += self._compute(_leading(queues, COMPUTE), send)
+            self._step(_leading(queues, (OpKind.OPTIM_STEP,), at_most=1), send)
+            queues = {run_id: queue for run_id, queue in queues.items() if queue}
+        send(PassOver(pass_.pass_id, tokens, runs, time.monotonic() - began))
+
+    def drain(self, send: Send) -> None:
+        """Snapshot every changed run. A run with a gradient accumulated keeps its older snapshot: the journal replays
+        what came after it."""
+        for run in self.runs.values():
+            if run.unsaved and run.grad is None:
+                self._snapshot(run, send)
+
+    def _forget(self, run_id: str) -> None:
+        self.runs.pop(run_id, None)
+        self._open.pop(run_id, None)
+
+    def _alone(self, op: TrainOp, send: Send) -> None:
+        """Create, load or save."""
+        self._open.pop(op.run_id, None)
+        facts: dict[str, int] = {}
+        failure = None
+        try:
+            if op.kind is OpKind.CREATE:
+                self._create(op)
+            elif op.kind is OpKind.LOAD_STATE:
+                self._load(op)
+            else:
+                facts["size_bytes"] = save_run(
+                    self._run(op), self.blobs, op.target_ref, with_optimizer=op.kind is OpKind.SAVE_STATE
+                )
+        except Exception as error:
+            failure = failure_of(error)
+        _answer(op, send, b"", facts, failure)
+        run = self.runs.get(op.run_id)
+        if failure is None and not op.replay and run is not None and run.unsaved and op.source_ref:
+            # The source may be deleted by its owner: from here on the run must not need it.
+            self._snapshot(run, send)
+
+    def _create(self, op: TrainOp) -> None:
+        spec = op.spec
+        if spec is None:
+            raise NotResident(f"create operation {op.op_id} carries no run specification")
+        decoder = self._decoder(spec)
+        fresh = not op.source_ref
+        run = create_run(spec, decoder.config, decoder.device) if fresh else self._load_run(spec, op)
+        run.last_seq = op.seq
+        run.unsaved = not fresh and not op.replay
+        self.runs[op.run_id] = run
+
+    def _load(self, op: TrainOp) -> None:
+        run = self._load_run(self._run(op).spec, op)
+        run.last_seq, run.unsaved = op.seq, True
+        self.runs[op.run_id] = run
+
+    def _load_run(self, spec: RunSpec, op: TrainOp) -> RunState:
+        decoder = self._decoder(spec)
+        return load_run(
+            spec, decoder.config, decoder.device, self.blobs, op.source_ref, with_optimizer=op.with_optimizer
+        )
+
+    def _compute(self, ops: list[TrainOp], send: Send) -> int:
+        """The forwards and backwards of a stage, packed. Returns the tokens computed."""
+        computing = Computing(self.settings.microbatch_tokens)
+        for op in ops:
+            progress = self._open.get(op.run_id)
+            if progress is None or progress.op.op_id != op.op_id:
+                try:
+                    progress = self._begin(op)
+                except Exception as error:
+                    if op.final:
+                        _answer(op, send, b"", {}, failure_of(error))
+                    continue
+                self._open[op.run_id] = progress
+            computing.plan(progress, op)
+        tokens = 0
+        for finished in computing.run(lambda run: self._decoder(run.spec)):
+            tokens += finished.tokens
+            self._finish(finished, send)
+        return tokens
+
+    def _begin(self, op: TrainOp) -> Progress:
+        run = self._run(op)
+        progress = begin(op, run, self.blobs.get(op.body_ref), self._decoder(run.spec).config.vocab_size)
+        # After the check of the body, so that all slices of a bad operation fail for the same reason.
+        if op.start:
+            raise NotResident(f"a slice of operation {op.op_id} came without those before it")
+        return progress
+
+    def _finish(self, progress: Progress, send: Send) -> None:
+        op, run = progress.op, progress.run
+        if self._open.get(op.run_id) is progress:
+            del self._open[op.run_id]
+        payload, failure = progress.finish()
+        if failure is None and op.kind is OpKind.FORWARD_BACKWARD:
+            run.last_seq, run.unsaved = op.seq, True
+            run.unsaved_tokens += progress.tokens
+        _answer(op, send, payload, {"tokens": progress.tokens}, failure)
+
+    def _step(self, ops: list[TrainOp], send: Send) -> None:
+        """All optimizer steps of a stage, in one fused update."""
+        due = []
+        for op in ops:
+            self._open.pop(op.run_id, None)
+            try:
+                due.append((op, self._run(op), self.blobs.get(op.body_ref)))
+            except Exception as error:
+                _answer(op, send, b"", {}, failure_of(error))
+        results = step_runs([(run, body) for _, run, body in due])
+        for (op, run, _), result in zip(due, results, strict=True):
+            if isinstance(result, Exception):
+                _answer(op, send, b"", {}, failure_of(result))
+                continue
+            run.last_seq, run.unsaved = op.seq, True
+            _answer(op, send, result, {}, None)
+            if not op.replay and run.unsaved_tokens >= self.settings.snapshot_every_tokens:
+                self._snapshot(run, send)
+
+    def _snapshot(self, run: RunState, send: Send) -> None:
+        ref = f"runs/{run.spec.run_id}/state-{run.last_seq}"
+        try:
+            save_run(run, self.blobs, ref, with_optimizer=True)
+        except Exception:
+            # The older snapshot still holds; the next step tries again.
+            traceback.print_exc(file=sys.stderr)
+            return
+        run.unsaved, run.unsaved_tokens = False, 0
+        send(Snapshot(run.spec.run_id, run.last_seq, ref))
+
+    def _run(self, op: TrainOp) -> RunState:
+        run = self.runs.get(op.run_id)
+        if run is None:
+            raise NotResident(f"run {op.run_id} is not on this trainer")
+        return run
+
+    def _decoder(self, spec: RunSpec) -> Decoder:
+        decoder = self.models.get(spec.base_model)
+        if decoder is None:
+            raise NotResident(f"this trainer has no base model {spec.base_model!r}; it has {sorted(self.models)}")
+        return decoder
+
+
+class NotResident(LookupError):
+    """The operation needs something that this trainer does not hold: an error of the service, not of the user."""
+
+
+def failure_of(error: Exception) -> Failure:
+    """What the user is told. Everything but a user's own mistake is logged with its trace."""
+    if isinstance(error, BadOperation | AdamError | StateError):
+        return Failure(str(error), "user")
+    if not isinstance(error, NotResident):
+        traceback.print_exception(error, file=sys.stderr)
+    if isinstance(error, BadRef | OSError):
+        return Failure(f"the trainer could not read or write what the operation needs ({type(error).__name__})")
+    return Failure(f"{type(error).__name__}: {error}")
+
+
+def _leading(queues: dict[str, deque[TrainOp]], kinds: tuple[OpKind, ...], at_most: int = sys.maxsize) -> list[TrainOp]:
+    """Take from every run the operations of these kinds that are next."""
+    taken: list[TrainOp] = []
+    for queue in queues.values():
+        count = 0
+        while queue and queue[0].kind in kinds and count < at_most:
+            taken.append(queue.popleft())
+            count += 1
+    return taken
+
+
+def _answer(op: TrainOp, send: Send, payload: bytes, facts: dict[str, int], failure: Failure | None) -> None:
+    if op.replay and failure is not None:
+        print(f"replay of {op.kind} {op.op_id} of run {op.run_id} failed: {failure.message}", file=sys.stderr)
+    if not op.replay:
+        send(Done(op.op_id, b"" if failure else payload, {} if failure else facts, failure))
