@@ -11,17 +11,28 @@ Seeded requests are reproducible whoever shares the engine: every sequence draws
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from weft.wire.sample_codec import SequenceResult, StopReason, TopkLogprobs
 
-TokenIds = npt.NDArray[np.int32]
+__all__ = [
+    "Engine",
+    "EngineStats",
+    "Facts",
+    "Finished",
+    "GenerateRequest",
+    "RequestError",
+    "SamplingParams",
+    "SequenceResult",
+    "StopReason",
+    "TopkLogprobs",
+]
+
 Logprobs = npt.NDArray[np.float32]
-StopReason = Literal["stop", "length"]
 ErrorCategory = Literal["user", "server"]
 
 
@@ -65,24 +76,6 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
-class TopLogprobs:
-    """The k most probable tokens of N positions. An empty cell has token 0 and logprob -99999 (the wire's mark)."""
-
-    token_ids_NK: TokenIds
-    logprobs_NK: Logprobs
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """One continuation. `logprobs[i]` is that of `tokens[i]` under softmax(logits / temperature) over the whole
-    vocabulary, before any top-k or top-p cut; with temperature 0 it is that of softmax(logits)."""
-
-    tokens: TokenIds
-    logprobs: Logprobs
-    stop_reason: StopReason
-
-
-@dataclass(frozen=True)
 class Facts:
     """Tokens of a request, for metering: `prefill` were computed, `cached_prefill` reused computed ones."""
 
@@ -101,13 +94,15 @@ class RequestError:
 class Finished:
     """The end of a request: its sequences in sample order, or `error`.
 
+    `logprobs[i]` of a sequence is that of `tokens[i]` under softmax(logits / temperature) over the whole vocabulary,
+    before any top-k or top-p cut; with temperature 0 it is that of softmax(logits).
     `prompt_logprobs` has one entry per prompt token, the first NaN; they are those of the unscaled logits.
     """
 
     id: str
-    sequences: tuple[Continuation, ...] = ()
+    sequences: tuple[SequenceResult, ...] = ()
     prompt_logprobs: Logprobs | None = None
-    topk_prompt_logprobs: TopLogprobs | None = None
+    topk_prompt_logprobs: TopkLogprobs | None = None
     facts: Facts = Facts()
     error: RequestError | None = None
 
@@ -152,11 +147,3 @@ class Engine(Protocol):
         """From the next token on, `name` means the weights in `folder`, for running requests too."""
 
     def stats(self) -> EngineStats: ...
-
-
-def as_token_ids(tokens: Sequence[int]) -> TokenIds:
-    return np.asarray(tokens, dtype=np.int32)
-
-
-def as_logprobs(values: Sequence[float]) -> Logprobs:
-    return np.asarray(values, dtype=np.float32)

@@ -10,24 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
+from weft.wire.sample_codec import EMPTY_LOGPROB, EMPTY_TOKEN
 
-from workers.generator.engine import Logprobs, TopLogprobs
+from workers.generator.engine import Logprobs, TopkLogprobs
 from workers.generator.kv_cache import DecodeAttend, KVCache
 from workers.generator.progress import RequestProgress, SequenceProgress
 from workers.generator.sampling import SamplingRows
-from workers.model.adapter import Adapter
 from workers.model.decoder import Decoder, PackedAttend
 from workers.model.lora import LoraRows
 
 #: Prompt logprobs are computed for so many logits at a time (rows x vocabulary), to bound memory.
 MAX_LOGITS = 1 << 24
-
-#: What the wire puts in an empty cell of a top-k table.
-EMPTY_TOKEN, EMPTY_LOGPROB = 0, -99999.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class PromptOutcome:
 
     logits_V: Tensor  # after the last prompt token
     logprobs: Logprobs | None
-    topk: TopLogprobs | None
+    topk: TopkLogprobs | None
 
 
 class DecodePlan:
@@ -56,20 +54,14 @@ def _adapter_order(sequence: SequenceProgress) -> tuple[str, int]:
 
 
 def lora_rows(counts: Sequence[tuple[RequestProgress, int]]) -> LoraRows | None:
-    """The groups of packed rows, given how many each request has in turn; neighbours of one adapter share a group.
-    None when no request has an adapter."""
+    """A group for each item: how many packed rows it has in turn. None when no request has an adapter.
+
+    Neighbours with one adapter do not share a group: the product of a group is computed over its rows together, and
+    how it rounds depends on their number. A group of a request's own rows gives it the same bits in any company."""
     if all(progress.adapter is None for progress, _ in counts):
         return None
-    offsets: list[int] = [0]
-    adapters: list[Adapter | None] = []
-    for progress, rows in counts:
-        adapter = progress.adapter.adapter if progress.adapter else None
-        if adapters and adapters[-1] is adapter:
-            offsets[-1] += rows
-        else:
-            offsets.append(offsets[-1] + rows)
-            adapters.append(adapter)
-    return LoraRows(offsets, adapters, [None] * len(adapters))
+    adapters = [progress.adapter.adapter if progress.adapter else None for progress, _ in counts]
+    return LoraRows([0, *accumulate(rows for _, rows in counts)], adapters, [None] * len(adapters))
 
 
 def decode(decoder: Decoder, cache: KVCache, plan: DecodePlan) -> Tensor:
@@ -96,7 +88,7 @@ def prefill(decoder: Decoder, cache: KVCache, work: Sequence[tuple[RequestProgre
     last_R = torch.tensor(lengths, device=cache.device).cumsum(0) - 1
     logits_RV = decoder.logits(hidden_TD[last_R], lora_rows([(progress, 1) for progress, _ in work]))
     outcomes: list[PromptOutcome] = []
-    for (progress, _), hidden_ND, logits_V in zip(work, hidden_TD.split(lengths), logits_RV, strict=True):
+    for (progress, _), hidden_ND, logits_V in zip(work, torch.split(hidden_TD, lengths), logits_RV, strict=True):
         outcomes.append(_outcome(decoder, progress, hidden_ND, logits_V))
     return outcomes
 
@@ -115,7 +107,7 @@ def _outcome(decoder: Decoder, progress: RequestProgress, hidden_ND: Tensor, log
 
 def prompt_logprobs(
     decoder: Decoder, progress: RequestProgress, hidden_ND: Tensor, top: int
-) -> tuple[Logprobs, TopLogprobs]:
+) -> tuple[Logprobs, TopkLogprobs]:
     """Logprobs of each prompt token given those before it, and the `top` most probable tokens of its position.
     The first token has nothing before it: NaN, and an empty row."""
     prompt = progress.request.prompt
@@ -134,4 +126,4 @@ def prompt_logprobs(
             best = logprobs_RV.topk(top, dim=-1)
             ids_NK[start + 1 : stop + 1] = best.indices.cpu().numpy()
             top_NK[start + 1 : stop + 1] = best.values.cpu().numpy()
-    return logprobs, TopLogprobs(ids_NK, top_NK)
+    return logprobs, TopkLogprobs(ids_NK, top_NK)

@@ -53,7 +53,7 @@ class KVCache:
     ) -> None:
         """Store packed prompts, one after the other in T, from position 0 of their slots."""
         for cache_SKCD, packed_TKD in ((self.k_SKCD[layer], k_TKD), (self.v_SKCD[layer], v_TKD)):
-            for slot, prompt_LKD in zip(slots, packed_TKD.split(list(lengths)), strict=True):
+            for slot, prompt_LKD in zip(slots, torch.split(packed_TKD, list(lengths)), strict=True):
                 cache_SKCD[slot, :, : prompt_LKD.shape[0]] = prompt_LKD.transpose(0, 1)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:

@@ -11,21 +11,20 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from workers.generator.adapters import HeldAdapter
 from workers.generator.engine import (
-    Continuation,
     Facts,
     Finished,
     GenerateRequest,
     Logprobs,
     RequestError,
+    SequenceResult,
     StopReason,
-    TopLogprobs,
-    as_logprobs,
-    as_token_ids,
+    TopkLogprobs,
 )
 from workers.generator.sampling import sequence_rng
 from workers.generator.stop import StopRule
@@ -57,9 +56,10 @@ class SequenceProgress:
         self.uniform = float(self._rng.random())
         self.stop_reason = self.owner.rule.check(self.tokens)
 
-    def result(self) -> Continuation:
+    def result(self) -> SequenceResult:
         """What it has; one that was cut short ends for its length."""
-        return Continuation(as_token_ids(self.tokens), as_logprobs(self.logprobs), self.stop_reason or "length")
+        tokens, logprobs = np.array(self.tokens, dtype=np.int32), np.array(self.logprobs, dtype=np.float32)
+        return SequenceResult(tokens, logprobs, self.stop_reason or "length")
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class RequestProgress:
     prefilled: bool = False
     prompt_logits_V: Tensor = field(default_factory=lambda: torch.empty(0))
     prompt_logprobs: Logprobs | None = None
-    topk_prompt_logprobs: TopLogprobs | None = None
+    topk_prompt_logprobs: TopkLogprobs | None = None
 
     def __post_init__(self) -> None:
         self.sequences = [SequenceProgress(self, sample) for sample in range(self.request.num_samples)]
