@@ -1,0 +1,113 @@
+"""The trainer process: `python -m workers.trainer --link-fd N --data-dir DIR --model NAME=PATH ...`.
+
+Started by a supervisor that holds the other end of the link. Pulls passes and executes them until it is told to drain
+(by message, or by SIGTERM after the pass in progress), then snapshots its runs and exits 0. When the server is gone it
+exits 1: whatever it held can be rebuilt from the journal. SIGINT is ignored, because a terminal's Ctrl-C reaches every
+process of the group and the supervisor alone decides how to stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import msgspec
+import torch
+
+from scheduler.link import WorkerLink
+from scheduler.messages import Drain, Pass, PullPass
+from store.blobs import Blobs
+from workers.model.decoder import Decoder, load_decoder
+from workers.trainer.trainer import Trainer, TrainerSettings
+
+#: How often an idle trainer looks whether it was told to stop.
+IDLE_POLL_S = 0.5
+
+
+class Link(Protocol):
+    """What the loop needs of scheduler.link.WorkerLink."""
+
+    def send(self, message: msgspec.Struct) -> None: ...
+
+    def recv(self, timeout_s: float | None = None) -> Pass | Drain | None: ...
+
+
+class StopFlag:
+    """Set by SIGTERM; looked at between passes."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def set(self, signum: int, frame: FrameType | None) -> None:
+        self.is_set = True
+
+
+def serve(trainer: Trainer, link: Link, stop: StopFlag) -> None:
+    """Pull and execute passes until drained. EOFError when the server is gone."""
+    while not stop.is_set:
+        link.send(PullPass(sorted(trainer.models)))
+        message = None
+        while message is None and not stop.is_set:
+            message = link.recv(IDLE_POLL_S)
+        if isinstance(message, Pass):
+            trainer.execute(message, link.send)
+        elif isinstance(message, Drain):
+            break
+    trainer.drain(link.send)
+
+
+def load_models(models: Sequence[str]) -> dict[str, Decoder]:
+    """Decoders by name from NAME=PATH pairs."""
+    decoders: dict[str, Decoder] = {}
+    for pair in models:
+        name, separator, path = pair.partition("=")
+        if not (name and separator and path):
+            raise SystemExit(f"--model must be NAME=PATH, got {pair!r}")
+        began = time.monotonic()
+        decoders[name] = load_decoder(Path(path))
+        _log(f"loaded {name} in {time.monotonic() - began:.1f} s")
+    return decoders
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    stop = StopFlag()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, stop.set)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    settings = TrainerSettings(args.microbatch_tokens, args.snapshot_every_tokens)
+    trainer = Trainer(load_models(args.model), Blobs(args.data_dir), settings)
+    _log(f"ready with {torch.get_num_threads()} threads")
+    try:
+        serve(trainer, WorkerLink(args.link_fd), stop)
+    except EOFError:
+        _log("the server is gone")
+        return 1
+    return 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    defaults = TrainerSettings()
+    parser = argparse.ArgumentParser(prog="python -m workers.trainer", description="A Weft trainer worker.")
+    parser.add_argument("--link-fd", type=int, required=True, help="inherited file descriptor of the worker link")
+    parser.add_argument("--data-dir", type=Path, required=True, help="root of the blob store")
+    parser.add_argument("--model", action="append", required=True, metavar="NAME=PATH", help="base model to serve")
+    parser.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves torch's own choice")
+    parser.add_argument("--microbatch-tokens", type=int, default=defaults.microbatch_tokens)
+    parser.add_argument("--snapshot-every-tokens", type=int, default=defaults.snapshot_every_tokens)
+    return parser.parse_args(argv)
+
+
+def _log(line: str) -> None:
+    print(f"trainer: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
