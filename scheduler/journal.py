@@ -14,7 +14,7 @@ import logging
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -120,6 +120,24 @@ class Journal:
         entry.durable.set_result(None)
         self.enqueue(op)
         return op.id
+
+    async def refuse(self, new: NewOperation, why: str) -> None:
+        """Spend the number of an ordered request that the front turns away, so that what follows does not wait for it.
+
+        The body is not kept. Nothing happens when the number is spent already, or the run is not live."""
+        lane = self.runs.get(new.lane)
+        known = (new.lane, new.seq) in self._entries or self._stored_entry(new.lane, new.seq) is not None
+        if lane is None or known or self.draining:
+            return
+        digest = hashlib.sha256(new.body).hexdigest()
+        entry = _Entry(uuid.uuid4().hex, new.kind, digest, asyncio.get_running_loop().create_future())
+        self._entries[new.lane, new.seq] = entry
+        row = _row(_operation(replace(new, body=b""), entry.id), digest)
+        row.state, row.error, row.error_category, row.finished_at = "failed", why[:4096], "user", row.accepted_at
+        await self._database.write(lambda session: session.add(row))
+        entry.durable.set_result(None)
+        self._queue_units(lane, lane.refuse(new.seq))
+        self.wake()
 
     def _admit(self, new: NewOperation) -> None:
         if self.draining:

@@ -73,6 +73,7 @@ class RunLane:
         self.broken: str | None = None  # why the run can do nothing more
         self.closing = False
         self._parked: dict[int, Operation] = {}
+        self._refused: set[int] = set()  # numbers ahead of next_seq that are spent without an operation
         self._pending: dict[str, Operation] = {}  # released, not answered; in order of seq
         self._log: list[Operation] = []  # answered, mutating, after the snapshot
 
@@ -83,9 +84,21 @@ class RunLane:
     def arrive(self, op: Operation) -> list[Unit]:
         """A new operation. Returns the units that may be queued now, in order."""
         self._parked[op.seq] = op
+        return self._advance()
+
+    def refuse(self, seq: int) -> list[Unit]:
+        """`seq` was spent on a request that could not be accepted. Returns what that gap had held up."""
+        if seq >= self.next_seq:
+            self._refused.add(seq)
+        return self._advance()
+
+    def _advance(self) -> list[Unit]:
         ready: list[Operation] = []
-        while self.next_seq in self._parked:
-            ready.append(self._parked.pop(self.next_seq))
+        while self.next_seq in self._parked or self.next_seq in self._refused:
+            if self.next_seq in self._refused:
+                self._refused.discard(self.next_seq)
+            else:
+                ready.append(self._parked.pop(self.next_seq))
             self.next_seq += 1
         self._pending.update((o.id, o) for o in ready)
         if not ready:

@@ -6,6 +6,8 @@ session ended meanwhile finishes what was accepted and is then forgotten.
 
 from __future__ import annotations
 
+import itertools
+
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -30,11 +32,14 @@ def recover(journal: Journal, database: Database) -> None:
 def _recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
     query = select(tables.Operation).filter(tables.Operation.lane == run.id, tables.Operation.kind != SAMPLE)
     rows = session.scalars(query.order_by(tables.Operation.seq)).all()
-    ended = [row.seq for row in rows if row.state != "queued"]
+    ended = {row.seq for row in rows if row.state != "queued"}
+    next_seq = next(seq for seq in itertools.count() if seq not in ended)
     snapshot = (run.snapshot_seq, run.snapshot_ref or "") if run.snapshot_seq is not None else None
-    lane = RunLane(run.org_id, spec_of(run), next_seq=max(ended, default=-1) + 1, snapshot=snapshot)
+    lane = RunLane(run.org_id, spec_of(run), next_seq=next_seq, snapshot=snapshot)
     lane.closing = session.get_one(tables.Session, run.session_id).state != "active"
     journal.runs[run.id] = lane
+    for seq in ended:
+        lane.refuse(seq)
     for row in rows:
         if row.state == "queued":
             journal.enqueue(_from_row(row))

@@ -316,8 +316,9 @@ def test_after_a_restart_everything_accepted_is_there(folder: Path) -> None:
             pass_ = await service.ask(link, PullPass(["m"]))
             assert ops(pass_) == [(0, True), (1, True), (2, False)]
             await service.answer(link, pass_)
+            await service.journal.accept(train(6))
             await service.journal.accept(train(3))
-            assert ops(await service.ask(link, PullPass(["m"]))) == [(3, False), (4, False)]
+            assert ops(await service.ask(link, PullPass(["m"]))) == [(3, False), (4, False), (6, False)]
         async with service.worker(service.generator) as link:
             work: SampleWork = await service.ask(link, PullSamples(["m"], 4))
             assert [op.op_id for op in work.ops] == [ids[3]]
@@ -427,6 +428,21 @@ def test_a_closed_run_finishes_what_it_has_and_is_forgotten(folder: Path) -> Non
             assert (await service.ask(link, PullPass(["m"]))).release == [RUN]
             assert service.rows(tables.Run)[0].state == "closed"
             assert RUN not in service.journal.runs
+
+    go(scenario())
+
+
+def test_a_refused_request_spends_its_number(folder: Path) -> None:
+    async def scenario() -> None:
+        service = Service(folder)
+        async with service.worker(service.trainer) as link:
+            await first_pass(service, link)
+            await service.journal.accept(train(3))
+            for _ in range(2):
+                await service.journal.refuse(train(2, body=b"bad"), "token 9 is not in the vocabulary")
+            await service.journal.accept(train(1))
+            assert ops(await service.ask(link, PullPass(["m"]))) == [(1, False), (3, False)]
+            assert [(o.seq, o.state) for o in service.rows(tables.Operation)][-2:].count((2, "failed")) == 1
 
     go(scenario())
 

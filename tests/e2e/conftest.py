@@ -1,0 +1,104 @@
+"""A real `weftd` as a child process, as an operator would start it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+# Before the official SDK is imported: nothing is fetched, nothing is reported.
+os.environ.update(HF_HUB_OFFLINE="1", TINKER_TELEMETRY="0")
+
+BIN = Path(sys.executable).parent
+BASE_MODEL = "weft/tiny-moe"
+
+
+class Weftd:
+    """One server on one data folder; may be stopped, killed and started again."""
+
+    def __init__(self, data_dir: Path, *options: str) -> None:
+        self.data_dir = data_dir
+        self.options = options
+        self.url = ""
+        self._port = "0"
+        self._keys: dict[str, str] = {}
+        data_dir.mkdir(parents=True, exist_ok=True)
+
+    def start(self) -> Weftd:
+        command = [str(BIN / "weftd"), "serve", "--host", "127.0.0.1", "--port", self._port]
+        with (self.data_dir / "stderr.log").open("a") as log:
+            self.process = subprocess.Popen(
+                [*command, "--data-dir", str(self.data_dir), *self.options],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().split()
+        assert line[:1] == ["ready"], self.log()
+        self.url = line[1]
+        self._port = self.url.rsplit(":", 1)[1]  # the same address after a restart
+        return self
+
+    def stop(self, timeout_s: float = 40) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def worker(self, role: str) -> psutil.Process:
+        """The child process that is the `trainer` or the `generator` now."""
+        children = psutil.Process(self.process.pid).children()
+        return next(p for p in children if f"workers.{role}" in " ".join(p.cmdline()))
+
+    def key(self, organisation: str = "acme") -> str:
+        if organisation not in self._keys:
+            command = [str(BIN / "weftd"), "key", "create", "--data-dir", str(self.data_dir), "--org", organisation]
+            self._keys[organisation] = subprocess.run(
+                command, check=True, capture_output=True, text=True
+            ).stdout.strip()
+        return self._keys[organisation]
+
+    def log(self) -> str:
+        return (self.data_dir / "stderr.log").read_text()
+
+
+@pytest.fixture(scope="session")
+def weftd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weftd]:
+    """One server for all tests that do not harm it."""
+    server = Weftd(tmp_path_factory.mktemp("weftd")).start()
+    yield server
+    assert server.stop() == 0, server.log()
+
+
+@pytest.fixture
+def own_weftd(tmp_path: Path) -> Iterator[Callable[..., Weftd]]:
+    """Servers of a test's own, to be killed at will."""
+    started: list[Weftd] = []
+
+    def start(*options: str) -> Weftd:
+        server = Weftd(tmp_path / f"data{len(started)}", *options)
+        started.append(server)
+        return server.start()
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+def official(weftd: Weftd) -> Callable[..., Any]:
+    """A `tinker.ServiceClient` of one organisation."""
+    import tinker
+
+    return lambda organisation="acme": tinker.ServiceClient(base_url=weftd.url, api_key=weftd.key(organisation))
