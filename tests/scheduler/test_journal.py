@@ -299,6 +299,7 @@ def test_after_a_restart_everything_accepted_is_there(folder: Path) -> None:
             ids = [await service.journal.accept(train(1))]
             await service.answer(link, await service.ask(link, PullPass(["m"])))
             await outcome(service, ids[0])
+            await service.journal.refuse(train(5, body=b"bad"), "refused")
             ids += [
                 await service.journal.accept(train(2)),
                 await service.journal.accept(train(4)),
