@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     settings = TrainerSettings(args.microbatch_tokens, args.snapshot_every_tokens)
-    trainer = Trainer(load_models(args.model), Blobs(args.data_dir), settings)
+    trainer = Trainer(load_models(args.model), Blobs(args.data_dir / "blobs"), settings)
     _log(f"ready with {torch.get_num_threads()} threads")
     try:
         serve(trainer, WorkerLink(args.link_fd), stop)
@@ -97,7 +97,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     defaults = TrainerSettings()
     parser = argparse.ArgumentParser(prog="python -m workers.trainer", description="A Weft trainer worker.")
     parser.add_argument("--link-fd", type=int, required=True, help="inherited file descriptor of the worker link")
-    parser.add_argument("--data-dir", type=Path, required=True, help="root of the blob store")
+    parser.add_argument(
+        "--data-dir", type=Path, required=True, help="the service's data folder; blobs are in its blobs/"
+    )
     parser.add_argument("--model", action="append", required=True, metavar="NAME=PATH", help="base model to serve")
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves torch's own choice")
     parser.add_argument("--microbatch-tokens", type=int, default=defaults.microbatch_tokens)

@@ -74,7 +74,7 @@ class Progress:
         """The encoded result of the complete operation, its gradient given to the run; or why it failed, the run
         being as it was. Call once."""
         if self.failure is None and self.grad is not None and not bool(torch.isfinite(self.grad.flat).all()):
-            self.fail(f"the gradient of operation {self.op.op_id} is not finite", "user")
+            self.fail("the gradient that this operation gives the adapter is not finite", "user")
         if self.failure is not None:
             return b"", self.failure
         metrics = metric_values(self.measures)

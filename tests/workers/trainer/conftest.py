@@ -1,0 +1,45 @@
+"""One tiny random mixture-of-experts model, and benches on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.model.models import ours, reference
+from tests.workers.trainer.kit import Bench
+from workers.model.decoder import Decoder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def model() -> Any:
+    """transformers' own class with random weights; never changed."""
+    return reference("moe")
+
+
+@pytest.fixture(scope="session")
+def decoder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return ours(model, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make_bench(decoder: Decoder, tmp_path: Path) -> Callable[..., Bench]:
+    """Benches with separate blobs, for worlds to compare."""
+    count = iter(range(100))
+    return lambda **settings: Bench(decoder, tmp_path / f"world{next(count)}", **settings)
+
+
+@pytest.fixture
+def bench(make_bench: Callable[..., Bench]) -> Bench:
+    return make_bench()

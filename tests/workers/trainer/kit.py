@@ -1,0 +1,149 @@
+"""A small bench for trainer tests: operations in, Dones out, no processes and no link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from weft.wire import AdamParams, OptimStepRequest
+from weft.wire.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
+
+from scheduler.messages import Done, OpKind, Pass, PassOver, RunSpec, Snapshot, TrainOp
+from store.blobs import Blobs
+from workers.model.decoder import Decoder
+from workers.trainer.state import RunState
+from workers.trainer.trainer import Trainer, TrainerSettings
+
+MODEL = "tiny"
+
+
+def run_spec(run_id: str, rank: int = 4, **changes: Any) -> RunSpec:
+    fields: dict[str, Any] = {
+        "run_id": run_id, "base_model": MODEL, "rank": rank, "alpha": 8.0, "seed": sum(map(ord, run_id)),
+        "train_attn": True, "train_mlp": True, "train_unembed": True, **changes,
+    }  # fmt: skip
+    return RunSpec(**fields)
+
+
+def ce_data(lengths: Iterable[int], seed: int, vocab_size: int = 96) -> list[ArrayDatum]:
+    rng = np.random.default_rng(seed)
+    return [
+        ArrayDatum(
+            rng.integers(0, vocab_size, n).astype(np.int32),
+            {
+                "target_tokens": rng.integers(0, vocab_size, n),
+                "weights": rng.normal(size=n).astype(np.float32),
+            },
+        )
+        for n in lengths
+    ]
+
+
+def rl_data(lengths: Iterable[int], seed: int, vocab_size: int = 96) -> list[ArrayDatum]:
+    rng = np.random.default_rng(seed)
+    return [
+        ArrayDatum(
+            rng.integers(0, vocab_size, n).astype(np.int32),
+            {
+                "target_tokens": rng.integers(0, vocab_size, n),
+                "logprobs": rng.uniform(-6, -3, n).astype(np.float32),
+                "advantages": rng.normal(size=n).astype(np.float32),
+            },
+        )
+        for n in lengths
+    ]
+
+
+class Bench:
+    """One trainer with its blobs. `ops` are made by the methods named after their kind and executed by `go`."""
+
+    def __init__(self, decoder: Decoder, root: Path, **settings: int) -> None:
+        self.blobs = Blobs(root)
+        self.decoder = decoder
+        self.settings = TrainerSettings(**settings)
+        self.trainer = Trainer({MODEL: decoder}, self.blobs, self.settings)
+        self.sent: list[Any] = []
+        self.snapshots: list[Snapshot] = []
+        self._seq: dict[str, int] = {}
+        self._count = 0
+
+    def restart(self) -> None:
+        """The trainer is lost, and another one takes over."""
+        self.trainer = Trainer({MODEL: self.decoder}, self.blobs, self.settings)
+
+    def op(self, run_id: str, kind: OpKind, body: bytes = b"", **fields: Any) -> TrainOp:
+        self._count += 1
+        seq = self._seq[run_id] = self._seq.get(run_id, -1) + 1
+        ref = f"ops/{self._count}" if body else ""
+        if body:
+            self.blobs.put(ref, body)
+        return TrainOp(op_id=f"op{self._count}", run_id=run_id, seq=seq, kind=kind, body_ref=ref, **fields)
+
+    def create(
+        self, run_id: str, rank: int = 4, source_ref: str = "", with_optimizer: bool = False, **changes: Any
+    ) -> TrainOp:
+        spec = run_spec(run_id, rank, **changes)
+        return self.op(run_id, OpKind.CREATE, spec=spec, source_ref=source_ref, with_optimizer=with_optimizer)
+
+    def fb(
+        self,
+        run_id: str,
+        data: list[ArrayDatum],
+        loss_fn: str = "cross_entropy",
+        kind: OpKind = OpKind.FORWARD_BACKWARD,
+        **config: Any,
+    ) -> TrainOp:
+        batch = TrainBatch(run_id, 1, loss_fn, config, kind is OpKind.FORWARD, data)
+        return self.op(run_id, kind, encode_train_request(batch), stop=len(data))
+
+    def optim(self, run_id: str, **params: float) -> TrainOp:
+        request = OptimStepRequest(model_id=run_id, adam_params=AdamParams(**{"learning_rate": 1e-2, **params}))
+        return self.op(run_id, OpKind.OPTIM_STEP, request.model_dump_json().encode())
+
+    def go(self, *ops: TrainOp, release: list[str] | None = None) -> dict[str, Done]:
+        """Execute one pass and return its Dones by operation id."""
+        sent: list[Any] = []
+        self.trainer.execute(Pass(1, MODEL, list(ops), release or []), sent.append)
+        assert isinstance(sent[-1], PassOver)
+        self.sent = sent
+        self.snapshots += [message for message in sent if isinstance(message, Snapshot)]
+        dones = [message for message in sent if isinstance(message, Done)]
+        assert len({done.op_id for done in dones}) == len(dones)
+        return {done.op_id: done for done in dones}
+
+    def ok(self, *ops: TrainOp) -> dict[str, Done]:
+        """As `go`, and all must have succeeded."""
+        dones = self.go(*ops)
+        for done in dones.values():
+            assert done.failure is None, done.failure
+        assert set(dones) == {op.op_id for op in ops if op.final and not op.replay}
+        return dones
+
+    def run(self, run_id: str) -> RunState:
+        return self.trainer.runs[run_id]
+
+
+def sliced(op: TrainOp, *points: int) -> list[TrainOp]:
+    """One operation in slices cut at these data indices."""
+    bounds = [0, *points, op.stop]
+    return [
+        msgspec.structs.replace(op, start=a, stop=b, final=b == op.stop)
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+def replayed(op: TrainOp) -> TrainOp:
+    return msgspec.structs.replace(op, replay=True)
+
+
+def output(done: Done) -> tuple[list[np.ndarray[Any, Any]], dict[str, float]]:
+    """Logprobs per datum, and the metrics."""
+    outputs, metrics = decode_train_output(done.payload)
+    return [fields["logprobs"] for fields in outputs], metrics
+
+
+def arenas(run: RunState) -> list[Any]:
+    return [run.adapter.flat, run.m, run.v]
