@@ -40,8 +40,8 @@ ErrorCategory = Literal["user", "server"]
 class SamplingParams:
     """How tokens are drawn and when a sequence ends.
 
-    `max_tokens` None means up to the engine's context. Temperature 0 takes the most probable token. `top_k` -1 and
-    `top_p` 1 keep every token; with both, top-k cuts first and top-p works on what is left, renormalised.
+    `max_tokens` None means up to the engine's context. Temperature 0 takes the most probable token. `top_k` -1 (or 0)
+    and `top_p` 1 keep every token; with both, top-k cuts first and top-p works on what is left, renormalised.
     A token that stops a sequence is kept as its last token: EOS (any of the model's, unless `stop_at_eos` is false)
     and `stop_token_ids` alike. A sequence also ends when its decoded text contains one of `stop_strings`; the tokens
     which complete the string are kept.

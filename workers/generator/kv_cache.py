@@ -12,9 +12,11 @@ Shapes: S slots, K kv heads, C context, D head dim, H query heads, R rows of a d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,8 +43,8 @@ class KVCache:
     ) -> None:
         shape = (slots, kv_heads, context, head_dim)
         self.slots, self.context = slots, context
-        self.k_SKCD = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.v_SKCD = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.k_SKCD = [_zeros(shape, dtype, torch.device(device)) for _ in range(layers)]
+        self.v_SKCD = [_zeros(shape, dtype, torch.device(device)) for _ in range(layers)]
 
     @property
     def device(self) -> torch.device:
@@ -64,6 +66,14 @@ class KVCache:
     def clear(self, slot: int) -> None:
         for cache_SKCD in (*self.k_SKCD, *self.v_SKCD):
             cache_SKCD[slot].zero_()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU as pages that the system provides when they are touched (torch.zeros touches them all)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,6 @@ def request_fault(request: GenerateRequest, context: int, vocab_size: int) -> st
         return f"temperature is {sampling.temperature}; it must be a number from 0 up"
     if not 0 < sampling.top_p <= 1:
         return f"top_p is {sampling.top_p}; it must be above 0 and at most 1"
-    if sampling.top_k != -1 and sampling.top_k < 1:
-        return f"top_k is {sampling.top_k}; it must be -1 (off) or at least 1"
+    if sampling.top_k < -1:
+        return f"top_k is {sampling.top_k}; it must be -1 or 0 (off), or at least 1"
     return None

@@ -204,7 +204,7 @@ def test_a_prompt_that_does_not_fit_names_limit_and_length(make_engine: MakeEngi
         ({"sampling": SamplingParams(temperature=-1.0)}, "temperature"),
         ({"sampling": SamplingParams(temperature=math.nan)}, "temperature"),
         ({"sampling": SamplingParams(top_p=0.0)}, "top_p"),
-        ({"sampling": SamplingParams(top_k=0)}, "top_k"),
+        ({"sampling": SamplingParams(top_k=-2)}, "top_k"),
         ({"adapter": "gone", "adapter_folder": Path("nowhere")}, "gone"),
     ],
 )

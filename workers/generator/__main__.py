@@ -1,0 +1,91 @@
+"""The generator process: `python -m workers.generator --link-fd N --data-dir DIR --model NAME=PATH ...`.
+
+Started by a supervisor that holds the other end of the link. It generates until it is told to drain (by message or by
+SIGTERM), finishes what it has and exits 0. When the server is gone it exits 1: whatever it held is still in the
+journal and will be sampled again. SIGINT is ignored, because a terminal's Ctrl-C reaches every process of the group
+and the supervisor alone decides how to stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from scheduler.link import WorkerLink
+from store.blobs import Blobs
+from workers.generator.tokenizer import text_decoder
+from workers.generator.torch_engine import DEFAULT_ADAPTER_BYTES, DEFAULT_PREFILL_TOKENS, TorchEngine
+from workers.generator.worker import Generator
+from workers.model.card import read_card
+from workers.model.decoder import load_decoder
+
+log = logging.getLogger("generator")
+
+#: The longest sequence a slot holds, unless the model's own context is shorter.
+DEFAULT_CONTEXT = 8192
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    link = WorkerLink(args.link_fd)
+    engines = {name: _engine(name, path, args) for name, path in args.model}
+    generator = Generator(engines, Blobs(args.data_dir), link, slots=args.slots)
+    signal.signal(signal.SIGTERM, lambda signum, frame: generator.drain())
+    log.info("ready with %d slots and %d threads", args.slots, torch.get_num_threads())
+    try:
+        generator.serve()
+    except EOFError:
+        log.info("the server is gone")
+        return 1
+    return 0
+
+
+def _engine(name: str, path: Path, args: argparse.Namespace) -> TorchEngine:
+    began = time.monotonic()
+    card = read_card(name, path)
+    engine = TorchEngine(
+        load_decoder(path),
+        card.eos_token_ids,
+        slots=args.slots,
+        context=min(args.context, card.context_length),
+        prefill_tokens=args.prefill_tokens,
+        adapter_bytes=args.adapter_bytes,
+        decode_text=text_decoder(path),
+    )
+    log.info("loaded %s in %.1f s", name, time.monotonic() - began)
+    return engine
+
+
+def _model(pair: str) -> tuple[str, Path]:
+    name, separator, path = pair.partition("=")
+    if not (name and separator and path):
+        raise argparse.ArgumentTypeError(f"must be NAME=PATH, got {pair!r}")
+    return name, Path(path)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m workers.generator", description="A Weft generator worker.")
+    parser.add_argument("--link-fd", type=int, required=True, help="inherited file descriptor of the worker link")
+    parser.add_argument("--data-dir", type=Path, required=True, help="root of the blob store")
+    parser.add_argument("--model", type=_model, action="append", required=True, metavar="NAME=PATH")
+    parser.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves torch's own choice")
+    parser.add_argument("--slots", type=int, default=32, help="sequences that are decoded at the same time")
+    parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, help="most tokens of a sequence")
+    parser.add_argument("--prefill-tokens", type=int, default=DEFAULT_PREFILL_TOKENS, help="prompt tokens per step")
+    parser.add_argument("--adapter-bytes", type=int, default=DEFAULT_ADAPTER_BYTES, help="adapters kept in memory")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

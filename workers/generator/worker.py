@@ -1,0 +1,158 @@
+"""The loop of a generator process: pull sample operations as slots come free, step the engines, send what ended.
+
+`Generator` is the loop over any link and any engines; `__main__` gives it real ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from scheduler.messages import Cancel, Drain, Occupancy, PullSamples, SampleOp, SampleWork
+from store.blobs import Blobs
+from workers.generator.engine import Engine, Finished
+from workers.generator.requests import answer, failure, read_request
+
+log = logging.getLogger(__name__)
+
+#: Seconds of work between two Occupancy reports.
+REPORT_S = 0.5
+
+#: How often an idle generator looks whether it was told to stop by a signal.
+IDLE_POLL_S = 0.5
+
+
+class Link(Protocol):
+    """What the loop needs of scheduler.link.WorkerLink."""
+
+    def send(self, message: msgspec.Struct) -> None: ...
+
+    def recv(self, timeout_s: float | None = None) -> Any: ...
+
+
+class Generator:
+    """Sequences of all models together take at most `slots`; each engine has that many of its own."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        blobs: Blobs,
+        link: Link,
+        *,
+        slots: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engines = dict(engines)
+        self._blobs = blobs
+        self._link = link
+        self._slots = slots
+        self._model_of: dict[str, str] = {}  # of every request that has not ended
+        self._offered = 0  # slots that the server may still fill without asking
+        self._draining = False
+        self._meter = _OccupancyMeter(link, clock)
+
+    def drain(self) -> None:
+        """Pull no more; `serve` returns when what is here has ended."""
+        self._draining = True
+
+    def serve(self) -> None:
+        """Work until drained. EOFError when the server is gone."""
+        while not (self._draining and not self._model_of):
+            self._pull()
+            self._receive()
+            self._step()
+            self._meter.observe(self._engines.values())
+        self._meter.report()
+
+    def _pull(self) -> None:
+        """Offer free slots, again when they have become more than the server knows of."""
+        free = self._free_slots()
+        if not self._draining and free > max(self._offered, 0):
+            self._link.send(PullSamples(sorted(self._engines), free))
+            self._offered = free
+
+    def _free_slots(self) -> int:
+        taken = sum(self._slots - engine.free_slots for engine in self._engines.values())
+        return max(0, self._slots - taken)
+
+    def _receive(self) -> None:
+        """Take everything the server has sent; wait for it when there is nothing else to do."""
+        message = self._link.recv(0 if self._model_of else IDLE_POLL_S)
+        while message is not None:
+            self._on(message)
+            message = self._link.recv(0)
+
+    def _on(self, message: SampleWork | Cancel | Drain) -> None:
+        match message:
+            case SampleWork():
+                for op in message.ops:
+                    self._offered -= op.num_samples
+                    self._add(op)
+            case Cancel():
+                model = self._model_of.get(message.op_id)
+                finished = self._engines[model].cancel(message.op_id) if model is not None else None
+                if finished is not None:
+                    self._finish(finished)
+            case Drain():
+                self.drain()
+
+    def _add(self, op: SampleOp) -> None:
+        engine = self._engines.get(op.base_model)
+        if engine is None:
+            self._link.send(failure(op.op_id, f"this generator does not serve {op.base_model}"))
+            return
+        try:
+            request = read_request(op, self._blobs)
+        except Exception as error:
+            log.exception("sample %s: its body cannot be read", op.op_id)
+            self._link.send(failure(op.op_id, f"the request cannot be read: {type(error).__name__}"))
+            return
+        self._model_of[op.op_id] = op.base_model
+        engine.add(request)
+
+    def _step(self) -> None:
+        for engine in self._engines.values():
+            if engine.busy:
+                for finished in engine.step():
+                    self._finish(finished)
+
+    def _finish(self, finished: Finished) -> None:
+        self._model_of.pop(finished.id, None)
+        self._link.send(answer(finished))
+
+
+class _OccupancyMeter:
+    """Reports the decode steps of all engines since the last report, about twice a second while there are any."""
+
+    def __init__(self, link: Link, clock: Callable[[], float]) -> None:
+        self._link = link
+        self._clock = clock
+        self._seen = (0, 0, 0)
+        self._now = (0, 0, 0)
+        self._last = clock()
+        self._working_s = 0.0
+        self._since = clock()
+
+    def observe(self, engines: Any) -> None:
+        stats = [engine.stats() for engine in engines]
+        now = self._clock()
+        totals = (
+            sum(s.decode_steps for s in stats),
+            sum(s.slots_busy for s in stats),
+            sum(s.slots_offered for s in stats),
+        )
+        if totals[0] > self._now[0]:
+            self._working_s += now - self._last
+        self._now, self._last = totals, now
+        if now - self._since >= REPORT_S:
+            self.report()
+
+    def report(self) -> None:
+        steps, busy, offered = (now - seen for now, seen in zip(self._now, self._seen, strict=True))
+        if steps:
+            self._link.send(Occupancy(steps, busy, offered, self._working_s))
+        self._seen, self._working_s, self._since = self._now, 0.0, self._last
