@@ -1,0 +1,243 @@
+"""weftd: one line on stdout when it serves, one line on stderr when it cannot, exit code 0 after a drain.
+
+The app behind it is a stand-in with stub workers, so that this is about the command alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from store import keys
+from store.db import Database
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: A worker that says hello after a while and leaves when told; `MODE` is what the test wants to go wrong.
+STAND_IN = """
+import asyncio, os, sys, types
+from contextlib import asynccontextmanager
+from fastapi import FastAPI
+from api import supervisor as s
+s.START_ATTEMPTS = 2
+mode = os.environ.get("MODE", "")
+WORKER = '''
+import socket, sys, time
+link = socket.socket(fileno=int(sys.argv[-1]))
+time.sleep(0.3)
+link.sendall(b"hello")
+link.recv(10)
+'''
+if mode == "worker":
+    WORKER = "raise SystemExit(9)"
+
+def create_app(settings, cards, database, blobs, prices):
+    links = []
+    async def attach(role, sock):
+        links.append(sock)
+        while await asyncio.get_running_loop().sock_recv(sock, 10):
+            pass
+        sock.close()
+    @asynccontextmanager
+    async def lifespan(app):
+        if mode == "app":
+            raise ValueError("the app cannot start")
+        workers = [s.WorkerProgram(role, [sys.executable, "-c", WORKER]) for role in ("trainer", "generator")]
+        app.state.supervisor = s.Supervisor(workers, attach)
+        app.state.supervisor.start()
+        yield
+        app.state.supervisor.retire()
+        for link in links:
+            link.send(b"bye")
+        await app.state.supervisor.stop(settings.drain_s)
+        print("drained", [w.last_exit for w in app.state.supervisor.status()], file=sys.stderr)
+    app = FastAPI(lifespan=lifespan)
+    poll = asyncio.Event()
+    app.state.stopping = poll.set
+    @app.get("/models")
+    async def models():
+        return sorted(cards)
+    @app.get("/poll")
+    async def long_poll():
+        await poll.wait()
+        return "try again"
+    return app
+
+app = types.ModuleType("api.app")
+app.create_app = create_app
+sys.modules["api.app"] = app
+from api.cli import main
+main()
+"""
+
+
+def weftd(*arguments: str, mode: str = "") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", STAND_IN, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "MODE": mode},
+        cwd=ROOT,
+    )
+
+
+@contextmanager
+def serving(data_dir: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = weftd("serve", "--data-dir", str(data_dir), "--port", "0", *arguments)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert re.fullmatch(r"ready http://127\.0\.0\.1:[1-9]\d*\n", line), (
+            line,
+            process.stderr and process.stderr.read(),
+        )
+        yield process, line.split()[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def refused(*arguments: str, mode: str = "") -> str:
+    """The one line that a command says when it is refused."""
+    process = weftd(*arguments, mode=mode)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, ""), err
+    return err
+
+
+def test_serves_until_sigterm_and_drains(tmp_path: Path) -> None:
+    with serving(tmp_path / "new" / "data") as (process, url):
+        with urllib.request.urlopen(f"{url}/models") as answer:
+            assert answer.read() == b'["weft/tiny-moe"]'
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "")
+    assert "drained ['exited with code 0', 'exited with code 0']" in err
+
+
+def test_ctrl_c_drains_too(tmp_path: Path) -> None:
+    with serving(tmp_path) as (process, _):
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in err
+
+
+def test_a_long_poll_does_not_hold_up_the_drain(tmp_path: Path) -> None:
+    with serving(tmp_path) as (process, url):
+        with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as client:
+            client.sendall(b"GET /poll HTTP/1.1\r\nHost: x\r\n\r\n")
+            time.sleep(0.3)
+            started = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert b"try again" in client.recv(1000)
+        process.communicate(timeout=60)
+        assert time.monotonic() - started < 4
+    assert process.returncode == 0
+
+
+def test_a_signal_while_it_starts_ends_it_in_peace(tmp_path: Path) -> None:
+    process = weftd("serve", "--data-dir", str(tmp_path), "--port", "0")
+    while not (tmp_path / "weft.db").exists():
+        time.sleep(0.01)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode in (0, -signal.SIGTERM), err
+    assert out == ""
+
+
+def test_a_data_folder_has_one_server(tmp_path: Path) -> None:
+    with serving(tmp_path) as (process, _):
+        message = refused("serve", "--data-dir", str(tmp_path), "--port", "0")
+        assert message == f"weftd: another weftd (process {process.pid}) serves the data folder {tmp_path}\n"
+        process.kill()
+        process.wait()
+    with serving(tmp_path):
+        pass  # a killed server leaves no lock behind
+
+
+def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        message = refused("serve", "--data-dir", str(tmp_path), "--port", str(port))
+    assert message == f"weftd: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "message"),
+    [
+        (["--model", "m=/nonexistent/folder"], "", "/nonexistent/folder"),
+        (["--model", "m"], "", "not NAME=PATH"),
+        (["--model", "m=/a", "--model", "m=/b"], "", "named twice"),
+        (["--prot", "1"], "", "--prot"),
+        (["--host", "no.such.host.invalid"], "", r"no\.such\.host\.invalid"),
+        ([], "prot = 1", "prot"),
+        ([], "[[prices]]\nversion = 'x'", "effective_from"),
+        ([], "database_url = 'sqlite:////nonexistent/weft.db'", "unable to open"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, arguments: Sequence[str], config: str, message: str) -> None:
+    file = tmp_path / "weft.toml"
+    file.write_text(config)
+    line = refused("serve", "--data-dir", str(tmp_path), "--config", str(file), "--port", "0", *arguments)
+    assert re.search(message, line)
+    assert re.fullmatch(r"weftd: [^\n]+\n", line)
+
+
+def test_workers_that_never_come_up_end_the_server(tmp_path: Path) -> None:
+    process = weftd("serve", "--data-dir", str(tmp_path), "--port", "0", mode="worker")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert re.search(r"weftd: the (trainer|generator) did not come up in \d starts: it exited with code 9\n$", err)
+
+
+def test_an_app_that_cannot_start_is_told(tmp_path: Path) -> None:
+    process = weftd("serve", "--data-dir", str(tmp_path), "--port", "0", mode="app")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert "the app cannot start" in err
+
+
+def test_key_create_prints_a_key_and_nothing_else(tmp_path: Path) -> None:
+    with serving(tmp_path):  # keys are made beside a running server
+        done = weftd("key", "create", "--data-dir", str(tmp_path), "--org", "acme")
+        out, err = done.communicate(timeout=60)
+    assert (done.returncode, err) == (0, "")
+    assert re.fullmatch(r"tml-[A-Za-z0-9]{8}_[A-Za-z0-9]{43}\n", out)
+    database = Database(f"sqlite:///{tmp_path}/weft.db")
+    with database.read() as session:
+        assert keys.authenticate(session, out.strip()) is not None
+    database.close()
+
+
+def test_key_list_and_revoke(tmp_path: Path) -> None:
+    def key(*arguments: str) -> str:
+        out, err = weftd("key", *arguments, "--data-dir", str(tmp_path)).communicate(timeout=60)
+        assert err == ""
+        return out
+
+    secret = key("create", "--org", "acme").strip()
+    assert re.fullmatch(rf"{secret[:12]}\tacme\t\d{{4}}-\d\d-\d\d\tactive\n", key("list"))
+    assert key("revoke", secret[:12]) == ""
+    assert "revoked" in key("list")
+    assert "no key in use" in refused("key", "revoke", secret[:12], "--data-dir", str(tmp_path))
+
+
+@pytest.mark.parametrize("org", ["", " a", "a\n", "x" * 129])
+def test_org_names(tmp_path: Path, org: str) -> None:
+    assert "--org must be" in refused("key", "create", "--data-dir", str(tmp_path), "--org", org)
