@@ -110,34 +110,36 @@ class Journal:
         entry = _Entry(uuid.uuid4().hex, new.kind, digest, asyncio.get_running_loop().create_future())
         self._entries[new.lane, new.seq] = entry
         op = _operation(new, entry.id)
+        row = _row(op, digest)
+        if new.refused is not None:
+            row.state, row.error, row.error_category, row.finished_at = "failed", new.refused, "user", op.accepted_at
         try:
-            await self._write(op, new.body, digest, rows)
+            await self._write(op.body_ref, new.body, [*rows, row])
         except BaseException as error:
             del self._entries[new.lane, new.seq]
             entry.durable.set_exception(error)
             entry.durable.exception()
             raise
         entry.durable.set_result(None)
-        self.enqueue(op)
+        if new.refused is None:
+            self.enqueue(op)
+        else:
+            self._refuse(op, new.refused)
         return op.id
 
-    async def refuse(self, new: NewOperation, why: str) -> None:
-        """Spend the number of an ordered request that the front turns away, so that what follows does not wait for it.
+    async def refuse(self, new: NewOperation, why: str) -> str:
+        """Accept an ordered request that the front turns away: it only spends its number, and fails with `why`."""
+        return await self.accept(replace(new, refused=why))
 
-        The body is not kept. Nothing happens when the number is spent already, or the run is not live."""
-        lane = self.runs.get(new.lane)
-        known = (new.lane, new.seq) in self._entries or self._stored_entry(new.lane, new.seq) is not None
-        if lane is None or known or self.draining:
-            return
-        digest = hashlib.sha256(new.body).hexdigest()
-        entry = _Entry(uuid.uuid4().hex, new.kind, digest, asyncio.get_running_loop().create_future())
-        self._entries[new.lane, new.seq] = entry
-        row = _row(_operation(replace(new, body=b""), entry.id), digest)
-        row.state, row.error, row.error_category, row.finished_at = "failed", why[:4096], "user", row.accepted_at
-        await self._database.write(lambda session: session.add(row))
-        entry.durable.set_result(None)
-        self._queue_units(lane, lane.refuse(new.seq))
-        self.wake()
+    def _refuse(self, op: Operation, why: str) -> None:
+        """The front turned it away: it ends at once, and what follows it need not wait for its number."""
+        op.outcome = Outcome(error=why, category="user")
+        op.finished.set()
+        self._remember(op)
+        lane = self.runs.get(op.lane)
+        if lane is not None:
+            self._queue_units(lane, lane.refuse(op.seq))
+            self.wake()
 
     def _admit(self, new: NewOperation) -> None:
         if self.draining:
@@ -162,17 +164,16 @@ class Journal:
         durable.set_result(None)
         return _Entry(row.id, row.kind, row.body_sha256, durable)
 
-    async def _write(self, op: Operation, body: bytes, digest: str, rows: tuple[tables.Base, ...]) -> None:
-        if len(body) > SMALL_BODY_BYTES:
-            await asyncio.to_thread(self._blobs.put, op.body_ref, body)
-        elif body:
-            self._blobs.put(op.body_ref, body)
+    async def _write(self, body_ref: str, body: bytes, rows: list[tables.Base]) -> None:
+        if body_ref and len(body) > SMALL_BODY_BYTES:
+            await asyncio.to_thread(self._blobs.put, body_ref, body)
+        elif body_ref:
+            self._blobs.put(body_ref, body)
 
         def insert(session: Session) -> None:
-            session.add_all(rows)
-            session.flush()
-            session.add(_row(op, digest))
-            session.flush()
+            for row in rows:
+                session.add(row)
+                session.flush()
 
         await self._database.write(insert)
 
@@ -277,9 +278,7 @@ class Journal:
         ok = op.outcome.error is None
         self._open.pop(op.id, None)
         self._queued[op.org_id] -= 1
-        self._recent[op.id] = op
-        if len(self._recent) > RECENT_OUTCOMES:
-            self._recent.popitem(last=False)
+        self._remember(op)
         lane = self.runs.get(op.lane)
         if lane is not None:
             lane.answered(op, ok)
@@ -294,6 +293,11 @@ class Journal:
         for ref in freed:
             self._blobs.delete_tree(ref)
         op.finished.set()
+
+    def _remember(self, op: Operation) -> None:
+        self._recent[op.id] = op
+        if len(self._recent) > RECENT_OUTCOMES:
+            self._recent.popitem(last=False)
 
     def _drop_body(self, op: Operation) -> None:
         if op.body_ref:
@@ -402,7 +406,7 @@ def _operation(new: NewOperation, request_id: str) -> Operation:
         kind=new.kind,
         base_model=new.base_model,
         tokens=new.tokens,
-        body_ref=f"ops/{request_id[:2]}/{request_id}" if new.body else "",
+        body_ref=f"ops/{request_id[:2]}/{request_id}" if new.body and new.refused is None else "",
         plan=plan,
         accepted_at=datetime.now(UTC),
     )

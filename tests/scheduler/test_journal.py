@@ -299,7 +299,7 @@ def test_after_a_restart_everything_accepted_is_there(folder: Path) -> None:
             ids = [await service.journal.accept(train(1))]
             await service.answer(link, await service.ask(link, PullPass(["m"])))
             await outcome(service, ids[0])
-            await service.journal.refuse(train(5, body=b"bad"), "refused")
+            await service.journal.refuse(train(5, body=b"bad"), "no")
             ids += [
                 await service.journal.accept(train(2)),
                 await service.journal.accept(train(4)),
@@ -427,6 +427,7 @@ def test_a_closed_run_finishes_what_it_has_and_is_forgotten(folder: Path) -> Non
             await service.answer(link, await service.ask(link, PullPass(["m"])))
             assert (await outcome(service, queued)).error is None
             assert (await service.ask(link, PullPass(["m"]))).release == [RUN]
+            await service.journal.flush()
             assert service.rows(tables.Run)[0].state == "closed"
             assert RUN not in service.journal.runs
 
@@ -440,7 +441,8 @@ def test_a_refused_request_spends_its_number(folder: Path) -> None:
             await first_pass(service, link)
             await service.journal.accept(train(3))
             for _ in range(2):
-                await service.journal.refuse(train(2, body=b"bad"), "token 9 is not in the vocabulary")
+                refused = await service.journal.refuse(train(2, body=b"bad"), "token 9 is unknown")
+                assert (await outcome(service, refused)).error == "token 9 is unknown"
             await service.journal.accept(train(1))
             assert ops(await service.ask(link, PullPass(["m"]))) == [(1, False), (3, False)]
             assert [(o.seq, o.state) for o in service.rows(tables.Operation)][-2:].count((2, "failed")) == 1
