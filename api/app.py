@@ -1,0 +1,57 @@
+"""The HTTP application: routes, errors, and the parts that live as long as it does."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from fastapi import FastAPI
+
+from api import errors
+from api.auth import KeyCache
+from api.machines import Machines
+from api.routes import batches, futures, rest, sampling, service, training, weft
+from api.state import Service
+from billing.prices import PriceList
+from store.blobs import Blobs
+from store.db import Database
+from store.settings import Settings
+from workers.model.card import ModelCard
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+def create_app(
+    settings: Settings, cards: dict[str, ModelCard], database: Database, blobs: Blobs, prices: PriceList
+) -> FastAPI:
+    """The whole service. `app.state` has `supervisor`, and `stopping`, to be called when a shutdown begins."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        machines = Machines(settings, cards, database, blobs, prices)
+        holder = Service(settings, cards, database, blobs, prices, machines.journal, machines.stats)
+
+        def stopping() -> None:
+            machines.drain()
+            holder.polls.release()
+
+        app.state.service = holder
+        app.state.supervisor = machines.supervisor
+        app.state.stopping = stopping
+        machines.start()
+        try:
+            yield
+        finally:
+            await machines.stop()
+
+    return front(lifespan)
+
+
+def front(lifespan: Lifespan | None = None) -> FastAPI:
+    """The routes alone; `app.state.service` must be there before the first request."""
+    app = FastAPI(title="Weft", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.keys = KeyCache()
+    errors.install(app)
+    for routes in (service, training, batches, sampling, futures, rest, weft):
+        app.include_router(routes.router)
+    return app

@@ -1,0 +1,194 @@
+"""Everything that the API refuses, as one tree of exceptions and one JSON form.
+
+The statuses follow what Tinker's SDK does with them: it retries 408, 409, 429 and 5xx for minutes, pauses for up to an
+hour on 402, and takes a 400 without a body for a proxy's. So a permanent mistake is never one of those, and every
+answer has a body: {"detail", "code"} and, where one operation is meant, "request_id".
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = logging.getLogger("weft.api")
+
+#: Characters of a bad value that an error quotes.
+QUOTED = 80
+
+
+class ApiError(Exception):
+    """A request that is not carried out. `detail` says what, which input, the limit and the value, what to do next."""
+
+    status = 500
+    code = "internal"
+
+    def __init__(self, detail: str, *, request_id: str | None = None, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.request_id = request_id
+        self.headers = dict(headers or {})
+
+    def response(self) -> Response:
+        body: dict[str, Any] = {"detail": self.detail, "code": self.code}
+        if self.request_id is not None:
+            body["request_id"] = self.request_id
+        return JSONResponse(body, self.status, self.headers)
+
+
+class Invalid(ApiError):
+    """The request can never succeed as it is."""
+
+    status = 400
+    code = "invalid_request"
+
+
+class Unauthenticated(ApiError):
+    status = 401
+    code = "unauthenticated"
+
+
+class NotFound(ApiError):
+    """Unknown, or another organisation's: the two look the same."""
+
+    status = 404
+    code = "not_found"
+
+
+class NotHere(ApiError):
+    """Something of the protocol that this server does not have."""
+
+    status = 404
+    code = "not_supported"
+
+
+class SessionEnded(ApiError):
+    """Only for the heartbeat, whose loop stops on it. Elsewhere clients would resubmit on 410."""
+
+    status = 410
+    code = "session_ended"
+
+
+class TooLarge(ApiError):
+    status = 413
+    code = "body_too_large"
+
+
+class Unreadable(ApiError):
+    """The body is of a kind that this endpoint does not take."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class Malformed(ApiError):
+    """The body does not have the fields that it must have."""
+
+    status = 422
+    code = "malformed"
+
+
+class Busy(ApiError):
+    """The organisation has as much queued as it may: try again, with the same sequence number."""
+
+    status = 429
+    code = "queue_full"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, headers={"retry-after": "1"})
+
+
+class Unavailable(ApiError):
+    """The server is stopping: another, or the same after its restart, will take the request."""
+
+    status = 503
+    code = "draining"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, headers={"retry-after": "1"})
+
+
+def quote(value: object) -> str:
+    """A value as an error may show it: on one line, and not longer than a line."""
+    text = repr(value)
+    return text if len(text) <= QUOTED else text[: QUOTED - 3] + "..."
+
+
+def explain(error: ValidationError | RequestValidationError, prefix: tuple[str, ...] = ()) -> str:
+    """Pydantic's complaints as one line: `field: what is wrong (got value)`."""
+    lines = []
+    for item in error.errors()[:5]:
+        field = ".".join(str(part) for part in item["loc"] if part not in prefix) or "body"
+        got = item.get("input")
+        shown = "" if isinstance(got, (dict, list, bytes)) or item["type"] == "missing" else f" (got {quote(got)})"
+        lines.append(f"{field}: {item['msg']}{shown}")
+    more = error.errors()[5:]
+    return "; ".join(lines) + (f"; and {len(more)} more" if more else "")
+
+
+def install(app: FastAPI) -> None:
+    """Give every way to fail its JSON form."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(_request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def bad_parameters(_request: Request, error: RequestValidationError) -> Response:
+        return Malformed(explain(error, prefix=("query", "path"))).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 404:
+            return NotHere(f"this server has no {request.method} {request.url.path}").response()
+        if error.status_code == 405:
+            body = {"detail": f"{request.url.path} does not take {request.method}", "code": "method_not_allowed"}
+            return JSONResponse(body, 405, error.headers)
+        body = {"detail": str(error.detail), "code": "http_error"}
+        return JSONResponse(body, error.status_code, error.headers)
+
+    app.add_middleware(LastResort)
+
+
+class LastResort:
+    """Answers 500 for whatever nobody expected, with an id that leads to the logged traceback and nothing inside."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        except ClientDisconnect:
+            return
+        except Exception:
+            error_id = secrets.token_hex(8)
+            log.exception("error %s in %s %s", error_id, scope["method"], scope["path"])
+            if started:
+                raise  # half an answer is out: only closing the connection can tell the client
+            body = {
+                "detail": f"internal error {error_id}: the operator finds it in the server's log under this id",
+                "code": "internal",
+                "request_id": error_id,
+            }
+            await Response(orjson.dumps(body), 500, media_type="application/json")(scope, receive, send)

@@ -1,0 +1,67 @@
+"""Finding what a request names, always within its organisation. Somebody else's is not found, exactly as unknown ones.
+
+Every function is a short read; rows come back detached but loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api.errors import Invalid, NotFound, quote
+from api.paths import CheckpointPath
+from store import tables
+from workers.model.card import ModelCard
+
+
+def session_by_id(session: Session, org_id: str, session_id: str) -> tables.Session:
+    row = session.get(tables.Session, session_id)
+    if row is None or row.org_id != org_id:
+        raise NotFound(f"no session {quote(session_id)}")
+    return row
+
+
+def active_session(session: Session, org_id: str, session_id: str) -> tables.Session:
+    """A session that still takes work. An ended one is a permanent mistake of its client."""
+    row = session_by_id(session, org_id, session_id)
+    if row.state != "active":
+        raise Invalid(f"session {session_id} has ended ({row.state}): create a new one")
+    return row
+
+
+def run_by_id(session: Session, org_id: str, run_id: str) -> tables.Run:
+    row = session.get(tables.Run, run_id)
+    if row is None or row.org_id != org_id:
+        raise NotFound(f"no model {quote(run_id)}")
+    return row
+
+
+def sampler_by_id(session: Session, org_id: str, sampler_id: str) -> tables.Sampler:
+    row = session.get(tables.Sampler, sampler_id)
+    if row is None or row.org_id != org_id:
+        raise NotFound(f"no sampling session {quote(sampler_id)}")
+    return row
+
+
+def checkpoint_at(session: Session, org_id: str, path: CheckpointPath) -> tables.Checkpoint:
+    """The checkpoint of that path, unless it has expired."""
+    query = select(tables.Checkpoint).filter_by(org_id=org_id, run_id=path.run_id, kind=path.kind, name=path.name)
+    row = session.scalars(query).one_or_none()
+    if row is None or expired(row):
+        raise NotFound(f"no checkpoint {path}")
+    return row
+
+
+def expired(row: tables.Checkpoint) -> bool:
+    return row.expires_at is not None and row.expires_at <= datetime.now(UTC)
+
+
+def served_model(cards: Mapping[str, ModelCard], name: str, field: str = "base_model") -> ModelCard:
+    """The card of a base model that this server has."""
+    card = cards.get(name)
+    if card is None:
+        raise Invalid(f"{field}: {quote(name)} is not served here; this server has {', '.join(sorted(cards))}")
+    return card

@@ -1,0 +1,68 @@
+"""The running parts behind the HTTP front: the journal, the desks, and the worker processes."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import asdict
+from typing import Any
+
+from api.supervisor import Supervisor, embedded_workers
+from billing.prices import PriceList
+from scheduler.desks import GeneratorDesk, TrainerDesk
+from scheduler.journal import Journal
+from scheduler.link import ServerLink
+from scheduler.recovery import recover
+from store.blobs import Blobs
+from store.db import Database
+from store.settings import Settings
+from workers.model.card import ModelCard
+
+
+class Machines:
+    """One journal with its desks and workers, from `start` to `stop`. Built inside the event loop it lives in."""
+
+    def __init__(
+        self, settings: Settings, cards: dict[str, ModelCard], database: Database, blobs: Blobs, prices: PriceList
+    ) -> None:
+        self._settings = settings
+        self._database = database
+        self.journal = Journal(database, blobs, prices, settings.limits.max_queued_ops_per_org)
+        self._trainer = TrainerDesk(self.journal, settings.trainer.pass_tokens)
+        self._generator = GeneratorDesk(self.journal)
+        models = {name: card.path for name, card in cards.items()}
+        self.supervisor = Supervisor(embedded_workers(settings, models), self._attach)
+
+    def start(self) -> None:
+        """Take up what the last process left, then start the workers."""
+        recover(self.journal, self._database)
+        self.supervisor.start()
+
+    def drain(self) -> None:
+        """From now on nothing new is accepted; workers finish what they have and are not restarted."""
+        self.journal.draining = True
+        self.supervisor.retire()
+        self._trainer.drain()
+        self._generator.drain()
+
+    async def stop(self) -> None:
+        self.drain()
+        await self.supervisor.stop(self._settings.drain_s)
+        await self.journal.flush()
+
+    def stats(self) -> dict[str, Any]:
+        workers = [asdict(status) for status in self.supervisor.status()]
+        for worker in workers:
+            del worker["pid"]
+        return {
+            "queue": self.journal.queue_lengths(),
+            "trainer": dict(self._trainer.stats),
+            "generator": dict(self._generator.stats),
+            "workers": workers,
+        }
+
+    async def _attach(self, role: str, sock: socket.socket) -> None:
+        link = await ServerLink.over(sock)
+        try:
+            await (self._trainer if role == "trainer" else self._generator).serve(link)
+        finally:
+            link.close()

@@ -1,0 +1,84 @@
+"""forward and forward_backward: one endpoint, protobuf in, with `forward_only` to tell them apart."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fastapi import APIRouter, Request
+from google.protobuf.message import DecodeError
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+from weft.wire import weft_wire_pb2 as pb
+from weft.wire.codec import WireError, decode_train_request
+
+from api.auth import PrincipalDep
+from api.bodies import read_body
+from api.errors import Invalid, Unreadable
+from api.lookup import served_model
+from api.state import Service, ServiceDep
+from api.submit import Address, Checked, submit
+from api.validate.batches import check_batch, slices
+from scheduler.messages import OpKind
+from store import tables
+
+router = APIRouter(prefix="/api/v1")
+
+PROTOBUF = "application/x-protobuf"
+#: Values that the inputs of one operation may unfold to. Sparse tensors can claim far more than they carry.
+MAX_VALUES = 2**26
+
+
+@router.post("/forward_backward")
+async def forward_backward(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """One chunk of data. What is wrong with the data is told through the future: Tinker's client sends the first
+    chunk only after the others were answered, and would wait for ever for one that was answered with an error."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != PROTOBUF:
+        raise Unreadable(f"forward_backward takes {PROTOBUF} (tinker 0.38 and later), not JSON: update the client")
+    body = await read_body(request)
+    message = await run_in_threadpool(_parse, body)
+    address = Address(model_id=message.model_id, seq_id=message.seq_id)
+    kind = OpKind.FORWARD if message.forward_only else OpKind.FORWARD_BACKWARD
+
+    def check(_session: Session, run: tables.Run) -> Checked:
+        return _check(service, message, body, run)
+
+    future, _ = await submit(service, who.org_id, address, kind, body, check)
+    return future
+
+
+def _parse(body: bytes) -> pb.ForwardBackwardRequest:
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise Invalid(f"the body is not a ForwardBackwardRequest: {error}") from None
+    return message
+
+
+def _check(service: Service, message: pb.ForwardBackwardRequest, body: bytes, run: tables.Run) -> Checked:
+    card = served_model(service.cards, run.base_model)
+    limits = service.settings.limits
+    if len(message.data) > limits.max_data:
+        raise Invalid(f"data: {len(message.data)} data, the limit is {limits.max_data} per operation: send several")
+    _check_claims(message)
+    try:
+        batch = decode_train_request(body)
+    except WireError as error:
+        raise Invalid(str(error)) from None
+    cuts = slices(check_batch(batch, card, limits), service.settings.trainer.slice_tokens)
+    return Checked({"slices": cuts}, sum(tokens for _, _, tokens in cuts))
+
+
+def _check_claims(message: pb.ForwardBackwardRequest) -> None:
+    """Before anything is unfolded: how large it would be."""
+    values = 0
+    for index, datum in enumerate(message.data):
+        for name, tensor in datum.loss_fn_inputs.items():
+            if tensor.WhichOneof("encoding") == "sparse_csr":
+                values += max(0, math.prod(tensor.shape))
+            if values > MAX_VALUES:
+                raise Invalid(
+                    f"datum {index}: {name} has shape {list(tensor.shape)}; all sparse inputs of one operation may "
+                    f"unfold to {MAX_VALUES} values at most: send fewer data in one operation"
+                )

@@ -1,0 +1,58 @@
+"""Results: one long poll for each, and cancelling."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from sqlalchemy.orm import Session
+from weft.wire import CancelFutureRequest, FutureRetrieveRequest
+
+from api.auth import PrincipalDep
+from api.bodies import read_json
+from api.errors import NotFound, quote
+from api.state import ServiceDep
+from scheduler.operations import Waiting
+from store import tables
+
+router = APIRouter(prefix="/api/v1")
+
+#: Tinker's client gives up a poll after 45 s.
+LONGEST_POLL_S = 40.0
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
+    """The outcome of an operation. While there is none, hold the request; then 408, on which clients ask again."""
+    body = await read_json(request, FutureRetrieveRequest)
+    wait_s = min(service.settings.long_poll_s, LONGEST_POLL_S)
+    journal = service.journal
+    stopped = Waiting("active", "the server is restarting; the operation is kept")
+    outcome = await service.polls.hold(journal.outcome(who.org_id, body.request_id, wait_s), stopped)
+    if outcome is None:
+        raise NotFound(f"no request {quote(body.request_id)}", request_id=body.request_id)
+    if isinstance(outcome, Waiting):
+        pending = {
+            "type": "try_again",
+            "request_id": body.request_id,
+            "queue_state": outcome.state,
+            "queue_state_reason": outcome.reason,
+        }
+        return JSONResponse(pending, 408)
+    if outcome.error is not None:
+        return JSONResponse({"error": outcome.error, "category": outcome.category, "request_id": body.request_id})
+    return Response(outcome.payload, media_type=outcome.content_type)
+
+
+@router.post("/cancel_future")
+async def cancel_future(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, bool]:
+    """End a sample now; its future gets the tokens that it has. Anything else, or too late, changes nothing."""
+    body = await read_json(request, CancelFutureRequest)
+    cancelled = service.journal.cancel(who.org_id, body.request_id)
+
+    def read(session: Session) -> bool:
+        row = session.get(tables.Operation, body.request_id)
+        return row is not None and row.org_id == who.org_id
+
+    if not cancelled and not await service.read(read):
+        raise NotFound(f"no request {quote(body.request_id)}", request_id=body.request_id)
+    return {"cancelled": cancelled}

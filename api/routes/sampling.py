@@ -1,0 +1,143 @@
+"""Samplers, and sampling from them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+from weft.wire import CreateSamplingSessionRequest, SampleRequest
+
+from api.auth import PrincipalDep
+from api.bodies import INLINE_BYTES, parse_json, read_body, read_json
+from api.errors import Invalid, quote
+from api.lookup import active_session, checkpoint_at, sampler_by_id, served_model
+from api.paths import parse_path
+from api.state import Service, ServiceDep
+from api.submit import accept
+from api.validate.runs import check_sequence
+from api.validate.samples import check_sample, prompt_tokens
+from scheduler.operations import SAMPLE, NewOperation
+from store import tables
+from workers.model.card import ModelCard
+
+router = APIRouter(prefix="/api/v1")
+
+#: Clones of a sampling client number their requests in strides of 1e9.
+MAX_SAMPLE_SEQUENCE = 2**63 - 1
+
+
+@router.post("/create_sampling_session")
+async def create_sampling_session(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """A sampler of a base model or of saved weights. Idempotent on (session, sampling_session_seq_id)."""
+    body = await read_json(request, CreateSamplingSessionRequest)
+    seq = check_sequence(body.sampling_session_seq_id, "sampling_session_seq_id")
+    sampler_id = f"{body.session_id}:sample:{seq}"
+
+    def write(session: Session) -> None:
+        there = session.get(tables.Sampler, sampler_id)
+        if there is not None and there.org_id == who.org_id:
+            _check_same(there, body)
+            return
+        owner = active_session(session, who.org_id, body.session_id)
+        session.add(_new_sampler(service, session, owner, sampler_id, body))
+
+    await service.database.write(write)
+    return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+
+@router.get("/samplers/{sampler_id}")
+async def get_sampler(sampler_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    row = await service.read(lambda session: sampler_by_id(session, who.org_id, sampler_id))
+    return {"sampler_id": row.id, "base_model": row.base_model, "model_path": row.model_path}
+
+
+@router.post("/asample")
+async def asample(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """Queue one request for `num_samples` sequences. Idempotent on (sampler, seq_id), in any order."""
+    raw = await read_body(request)
+    if len(raw) <= INLINE_BYTES:
+        body = parse_json(raw, SampleRequest)
+    else:
+        body = await run_in_threadpool(parse_json, raw, SampleRequest)
+    if body.sampling_session_id is None:
+        raise Invalid("sampling_session_id: required; create one with create_sampling_session")
+    seq = check_sequence(body.seq_id, "seq_id", most=MAX_SAMPLE_SEQUENCE)
+    sampler_id = body.sampling_session_id
+    sampler = await service.read(lambda session: sampler_by_id(session, who.org_id, sampler_id))
+    card = served_model(service.cards, sampler.base_model, "sampling_session_id")
+    checked = _checked if len(raw) <= INLINE_BYTES else None
+    new = (
+        checked(service, body, card, sampler, seq)
+        if checked
+        else await run_in_threadpool(_checked, service, body, card, sampler, seq)
+    )
+    request_id = await accept(service, new)
+    sequences = [f"{request_id}:{index}" for index in range(body.num_samples)]
+    return {"request_id": request_id, "sample_sequence_ids": sequences}
+
+
+def _checked(service: Service, body: SampleRequest, card: ModelCard, sampler: tables.Sampler, seq: int) -> NewOperation:
+    """The operation, its body with `max_tokens` as it will apply."""
+    most = check_sample(body, card, service.settings.limits)
+    params = body.sampling_params.model_copy(update={"max_tokens": most})
+    whole = body.model_copy(update={"sampling_params": params})
+    tokens = prompt_tokens(body).size + body.num_samples * most
+    return NewOperation(
+        org_id=sampler.org_id,
+        session_id=sampler.session_id,
+        lane=sampler.id,
+        seq=seq,
+        kind=SAMPLE,
+        base_model=sampler.base_model,
+        tokens=tokens,
+        body=whole.model_dump_json(exclude_none=True).encode(),
+        plan={"num_samples": body.num_samples, "cost": tokens},
+    )
+
+
+def _new_sampler(
+    service: Service,
+    session: Session,
+    owner: tables.Session,
+    sampler_id: str,
+    body: CreateSamplingSessionRequest,
+) -> tables.Sampler:
+    """The row of a sampler: of the weights at `model_path` where given, else of the base model alone."""
+    ref, run_id, base_model = "", None, body.base_model
+    if body.model_path is not None:
+        path = parse_path(body.model_path, "model_path")
+        if path.kind != "sampler_weights":
+            raise Invalid(f"model_path: {path} cannot be sampled; use save_weights_for_sampler and its path")
+        checkpoint = checkpoint_at(session, owner.org_id, path)
+        run = session.get_one(tables.Run, checkpoint.run_id)
+        if base_model is not None and base_model != run.base_model:
+            raise Invalid(f"base_model: those weights are of {run.base_model}, not of {quote(base_model)}")
+        ref, run_id, base_model = checkpoint.ref, run.id, run.base_model
+    if base_model is None:
+        raise Invalid("base_model, model_path: give one of them")
+    served_model(service.cards, base_model)
+    return tables.Sampler(
+        id=sampler_id,
+        org_id=owner.org_id,
+        session_id=owner.id,
+        sampling_session_seq_id=body.sampling_session_seq_id,
+        base_model=base_model,
+        model_path=body.model_path,
+        adapter_ref=ref,
+        run_id=run_id,
+        kind="base" if body.model_path is None else "snapshot",
+        created_at=datetime.now(UTC),
+    )
+
+
+def _check_same(there: tables.Sampler, body: CreateSamplingSessionRequest) -> None:
+    """A repeat must ask for the same; anything else has taken a number twice."""
+    same_model = body.base_model is None or body.base_model == there.base_model
+    if body.model_path != there.model_path or not same_model:
+        raise Invalid(
+            f"sampling_session_seq_id: {body.sampling_session_seq_id} is already the sampler {there.id} of "
+            f"{there.model_path or there.base_model}; use the next number"
+        )

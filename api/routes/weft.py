@@ -1,0 +1,105 @@
+"""Weft's own endpoints, beside Tinker's: tokenizers, usage and statistics."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import FileResponse
+from starlette.concurrency import run_in_threadpool
+
+from api.auth import PrincipalDep
+from api.errors import NotFound, quote
+from api.lookup import run_by_id
+from api.state import Service, ServiceDep
+from billing import usage
+from billing.prices import ANY_MODEL
+from workers.model.card import ModelCard
+
+router = APIRouter(prefix="/api/v1/weft")
+
+#: The files of a model folder that make its tokenizer; no weights are ever given out.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+    "config.json",
+)
+
+
+@router.get("/usage")
+async def get_usage(service: ServiceDep, who: PrincipalDep, run_id: str | None = None) -> dict[str, Any]:
+    """What the organisation, or one run of it, has used, and what it costs. Amounts are exact integers of nano-USD."""
+
+    def read(session: Any) -> list[usage.UsageRow]:
+        if run_id is not None:
+            run_by_id(session, who.org_id, run_id)
+        return usage.summary(session, who.org_id, run_id)
+
+    rows = await service.read(read)
+    total = sum(row.amount_nusd for row in rows)
+    return {
+        "rows": [
+            {
+                "run_id": row.run_id,
+                "kind": row.kind,
+                "base_model": row.base_model,
+                "tokens": row.tokens,
+                "amount_nusd": row.amount_nusd,
+                "amount_usd": usd(row.amount_nusd),
+            }
+            for row in rows
+        ],
+        "total_nusd": total,
+        "total_usd": usd(total),
+        "price_version": service.prices.rate(ANY_MODEL, "train", datetime.now(UTC)).version,
+    }
+
+
+def usd(amount_nusd: int) -> str:
+    """Nano-USD as decimal dollars, exactly: 1_234_500_000 is "1.234500000"."""
+    return f"{'-' if amount_nusd < 0 else ''}{abs(amount_nusd) // 10**9}.{abs(amount_nusd) % 10**9:09d}"
+
+
+@router.get("/stats")
+async def stats(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """How the machines are doing; counts over all organisations, and nothing about any one of them."""
+    return service.stats()
+
+
+@router.get("/models/{name:path}/tokenizer")
+async def tokenizer(name: str, service: ServiceDep, who: PrincipalDep) -> dict[str, dict[str, str]]:
+    """The tokenizer files of a base model that there are, and their SHA-256."""
+    card = _card(service, name)
+    return {"files": await run_in_threadpool(_hashes, card.path)}
+
+
+@router.get("/models/{name:path}/tokenizer/{file}")
+async def tokenizer_file(name: str, file: str, service: ServiceDep, who: PrincipalDep) -> FileResponse:
+    path = _card(service, name).path / file
+    if file not in TOKENIZER_FILES or not path.is_file():
+        raise NotFound(f"no tokenizer file {quote(file)} of model {quote(name)}")
+    return FileResponse(path)
+
+
+def _card(service: Service, name: str) -> ModelCard:
+    card = service.cards.get(name)
+    if card is None:
+        raise NotFound(f"no model {quote(name)}; this server has {', '.join(sorted(service.cards))}")
+    return card
+
+
+@lru_cache(maxsize=64)
+def _hashes(folder: Path) -> dict[str, str]:
+    """Model folders do not change while they are served."""
+    present = (folder / name for name in TOKENIZER_FILES)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in present if path.is_file()}

@@ -1,0 +1,52 @@
+"""What every route works with, built once when the server starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+
+from fastapi import Depends, Request
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+
+from api.polls import LongPolls
+from store.blobs import Blobs
+from store.db import Database
+from store.settings import Settings
+from workers.model.card import ModelCard
+
+if TYPE_CHECKING:
+    from billing.prices import PriceList
+    from scheduler.journal import Journal
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Service:
+    settings: Settings
+    cards: Mapping[str, ModelCard]
+    database: Database
+    blobs: Blobs
+    prices: PriceList
+    journal: Journal
+    #: How the machines are doing, in numbers.
+    stats: Callable[[], dict[str, Any]]
+    polls: LongPolls = field(default_factory=LongPolls)
+
+    async def read(self, work: Callable[[Session], T]) -> T:
+        """Run a short read in a thread: a slow disk or database must not hold up everybody's event loop."""
+
+        def run() -> T:
+            with self.database.read() as session:
+                return work(session)
+
+        return await run_in_threadpool(run)
+
+
+def service_of(request: Request) -> Service:
+    return cast(Service, request.app.state.service)
+
+
+ServiceDep = Annotated[Service, Depends(service_of)]

@@ -1,0 +1,121 @@
+"""Handing operations to the journal.
+
+Operations of a run run strictly by sequence number, and a client goes on counting after one that was refused. So a
+refusal consumes its number too: it is accepted as an operation that fails with what is wrong. Otherwise everything
+behind it would wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+
+from api.bodies import parse_json
+from api.errors import ApiError, Busy, Invalid, Unavailable
+from api.lookup import run_by_id
+from api.state import Service
+from api.validate.runs import check_sequence
+from scheduler.messages import OpKind
+from scheduler.operations import Draining, NewOperation, QueueFull, RunClosed, SequenceReused
+from store import tables
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Address(BaseModel):
+    """The part of every operation of a run that says which it is; read even when the rest is wrong."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_id: str
+    seq_id: int
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check has found out about an operation that may run."""
+
+    plan: dict[str, Any] = field(default_factory=dict)
+    tokens: int = 0
+
+
+#: Judges a parsed request of a run, in a thread. Raises an ApiError to refuse it.
+Check = Callable[[Session, tables.Run], Checked]
+
+
+async def accept(service: Service, new: NewOperation, *rows: tables.Base) -> str:
+    """`Journal.accept` with its refusals as errors of the API."""
+    try:
+        return await service.journal.accept(new, *rows)
+    except QueueFull as error:
+        raise Busy(str(error)) from None
+    except Draining as error:
+        raise Unavailable(str(error)) from None
+    except (SequenceReused, RunClosed) as error:
+        raise Invalid(str(error)) from None
+
+
+def known(session: Session, lane: str, seq: int) -> bool:
+    """Whether that operation was accepted before. A repeat is not judged again: what it needed may be gone by now."""
+    query = select(tables.Operation.id).filter_by(lane=lane, seq=seq)
+    return session.scalar(query) is not None
+
+
+async def submit(
+    service: Service, org_id: str, address: Address, kind: OpKind, body: bytes, check: Check
+) -> tuple[dict[str, Any], ApiError | None]:
+    """Accept one operation of a run. Returns the future for the client, and why the operation will fail, if it will.
+
+    Raises NotFound for a run that is not there, and Invalid for an impossible number: those consume none."""
+    seq = check_sequence(address.seq_id, "seq_id", least=1)
+
+    def examine() -> tuple[tables.Run, Checked, ApiError | None]:
+        with service.database.read() as session:
+            run = run_by_id(session, org_id, address.model_id)
+            if known(session, run.id, seq):
+                return run, Checked(), None
+            try:
+                return run, check(session, run), None
+            except ApiError as error:
+                return run, Checked(), error
+
+    run, checked, refused = await run_in_threadpool(examine)
+    new = NewOperation(
+        org_id=org_id,
+        session_id=run.session_id,
+        lane=run.id,
+        seq=seq,
+        kind=kind,
+        base_model=run.base_model,
+        tokens=checked.tokens,
+        body=body,
+        plan=checked.plan,
+        refused=refused.detail if refused is not None else None,
+    )
+    request_id = await accept(service, new)
+    if refused is not None:
+        refused.request_id = request_id
+    return {"request_id": request_id, "model_id": run.id}, refused
+
+
+async def submit_json(
+    service: Service,
+    org_id: str,
+    kind: OpKind,
+    body: bytes,
+    model: type[M],
+    check: Callable[[M, Session, tables.Run], Checked],
+) -> dict[str, Any]:
+    """`submit` for an operation with a JSON body. What is wrong with it is the answer at once, beside the outcome."""
+    address = parse_json(body, Address)
+    future, refused = await submit(
+        service, org_id, address, kind, body, lambda session, run: check(parse_json(body, model), session, run)
+    )
+    if refused is not None:
+        raise refused
+    return future

@@ -1,0 +1,72 @@
+"""What may be asked for when a run is created or its weights are saved."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import orjson
+from weft.wire import LoraConfig
+
+from api.errors import Invalid, quote
+
+#: Adapters' output is scaled by ALPHA / rank for every rank, so that a good learning rate hardly depends on the rank.
+ALPHA = 32.0
+MAX_SEED = 2**63 - 1
+#: Bounds of a checkpoint's life: Tinker's, one hour to ten years.
+MIN_TTL_S = 3600
+MAX_TTL_S = 10 * 365 * 86_400
+MAX_METADATA_BYTES = 16_384
+MAX_SEQUENCE = 2**31 - 1
+
+
+def check_lora(lora: LoraConfig, max_rank: int) -> None:
+    if not 1 <= lora.rank <= max_rank:
+        raise Invalid(f"lora_config.rank: must be 1 to {max_rank}, got {lora.rank}")
+    if lora.seed is not None and not 0 <= lora.seed <= MAX_SEED:
+        raise Invalid(f"lora_config.seed: must be 0 to {MAX_SEED}, got {lora.seed}")
+
+
+def seed_of(lora: LoraConfig) -> int:
+    """The seed given, or one drawn now; the run's row keeps it, so a replay makes the same adapter."""
+    return lora.seed if lora.seed is not None else secrets.randbelow(2**31)
+
+
+def check_ttl(ttl_seconds: int | None, field: str = "ttl_seconds") -> None:
+    if ttl_seconds is not None and not MIN_TTL_S <= ttl_seconds <= MAX_TTL_S:
+        raise Invalid(f"{field}: must be {MIN_TTL_S} to {MAX_TTL_S} seconds, or null for ever; got {ttl_seconds}")
+
+
+def check_metadata(metadata: dict[str, Any] | None, field: str = "user_metadata") -> dict[str, Any]:
+    """Metadata that the database can keep; {} for none."""
+    if metadata is None:
+        return {}
+    try:
+        size = len(orjson.dumps(metadata))
+    except orjson.JSONEncodeError as error:
+        raise Invalid(f"{field}: cannot be stored as JSON: {error}") from None
+    if size > MAX_METADATA_BYTES:
+        raise Invalid(f"{field}: {size} bytes as JSON, the limit is {MAX_METADATA_BYTES}")
+    if b"\\u0000" in orjson.dumps(metadata):
+        raise Invalid(f"{field}: must not contain NUL characters")
+    return metadata
+
+
+def check_text(value: str | None, field: str, max_length: int) -> str | None:
+    """A short text that the database can keep."""
+    if value is None:
+        return None
+    if len(value) > max_length:
+        raise Invalid(f"{field}: {len(value)} characters, the limit is {max_length}")
+    if "\0" in value:
+        raise Invalid(f"{field}: must not contain NUL characters, got {quote(value)}")
+    return value
+
+
+def check_sequence(value: int | None, field: str, least: int = 0, most: int = MAX_SEQUENCE) -> int:
+    """A client's own numbering. Without it a retry could not be told from a new request."""
+    if value is None:
+        raise Invalid(f"{field}: required, so that a retry can be told from a new request")
+    if not least <= value <= most:
+        raise Invalid(f"{field}: must be {least} to {most}, got {value}")
+    return value
