@@ -1,0 +1,201 @@
+"""TorchEngine against transformers and against the trainer's own logprobs; and what it does when something breaks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3MoeForCausalLM
+
+from workers.generator import forward
+from workers.generator.adapters import AdapterCache, AdapterUnusable
+from workers.generator.engine import Finished, GenerateRequest, SamplingParams
+from workers.generator.torch_engine import TorchEngine
+from workers.model.adapter import Adapter, AdapterShape, load_adapter, save_adapter
+from workers.model.decoder import Decoder, LoraRows, PackedAttend, target_logprobs
+
+from .conftest import VOCAB, run
+from .test_engine_contract import ask, prompt, same
+
+
+def make(decoder: Decoder, *, slots: int = 6, context: int = 200, adapter_bytes: int = 1 << 30) -> TorchEngine:
+    return TorchEngine(decoder, (), slots=slots, context=context, adapter_bytes=adapter_bytes)
+
+
+def trainer_logprobs(decoder: Decoder, tokens: list[int], adapter: Adapter | None) -> np.ndarray:
+    """Of tokens[1:], as a trainer's forward computes them."""
+    rows = LoraRows([0, len(tokens) - 1], [adapter], [None])
+    with torch.no_grad():
+        ids, positions = torch.tensor(tokens[:-1]), torch.arange(len(tokens) - 1)
+        hidden_TD = decoder(ids, positions, PackedAttend([len(ids)]), rows)
+        result: np.ndarray = target_logprobs(decoder, hidden_TD, positions, torch.tensor(tokens[1:]), rows).numpy()
+    return result
+
+
+@pytest.mark.parametrize("length", [1, 7, 70])
+def test_greedy_tokens_equal_transformers(reference: Qwen3MoeForCausalLM, decoder: Decoder, length: int) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=100)
+    request = GenerateRequest("r", prompt(length), sampling)
+    tokens = run(make(decoder), request, ask("other", 30))["r"].sequences[0].tokens.tolist()
+    expected = reference.generate(torch.tensor([prompt(length)]), max_new_tokens=100, do_sample=False, pad_token_id=0)
+    assert tokens == expected[0, length:].tolist()
+
+
+def test_logprobs_equal_the_trainers(decoder: Decoder, adapters: dict[str, Path]) -> None:
+    names = ["", *adapters]
+    sampling = SamplingParams(max_tokens=80)
+    requests = [
+        ask(f"r{i}", 4 + 9 * i, sampling, num_samples=2, adapter=name, adapter_folder=adapters.get(name))
+        for i, name in enumerate(names)
+    ]
+    finished = run(make(decoder), *requests)
+    for request in requests:
+        adapter = load_adapter(request.adapter_folder, decoder.config).adapter if request.adapter_folder else None
+        for sequence in finished[request.id].sequences:
+            expected = trainer_logprobs(decoder, [*request.prompt, *sequence.tokens.tolist()], adapter)
+            np.testing.assert_allclose(sequence.logprobs, expected[len(request.prompt) - 1 :], atol=1e-4)
+
+
+def test_logprobs_at_another_temperature(reference: Qwen3MoeForCausalLM, decoder: Decoder) -> None:
+    request = ask("r", 6, SamplingParams(max_tokens=30, temperature=1.7, top_p=0.8, top_k=30))
+    sequence = run(make(decoder), request)["r"].sequences[0]
+    tokens = torch.tensor([[*request.prompt, *sequence.tokens.tolist()]])
+    with torch.no_grad():
+        logits_TV = reference(tokens[:, :-1]).logits[0, 5:]
+    expected = torch.log_softmax(logits_TV / 1.7, -1).gather(1, tokens[0, 6:, None])[:, 0]
+    np.testing.assert_allclose(sequence.logprobs, expected.numpy(), atol=1e-4)
+
+
+def test_prompt_logprobs_equal_transformers(
+    reference: Qwen3MoeForCausalLM, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "MAX_LOGITS", 7 * VOCAB)  # several chunks
+    one = SamplingParams(max_tokens=1)
+    request = ask("r", 60, one, prompt_logprobs=True, topk_prompt_logprobs=3)
+    result = run(make(decoder), ask("before", 9, one), request)["r"]
+    with torch.no_grad():
+        logprobs_TV = torch.log_softmax(reference(torch.tensor([request.prompt])).logits[0], -1)
+    expected = logprobs_TV[:-1].gather(1, torch.tensor(request.prompt)[1:, None])[:, 0]
+    assert result.prompt_logprobs is not None
+    assert result.topk_prompt_logprobs is not None
+    np.testing.assert_allclose(result.prompt_logprobs[1:], expected.numpy(), atol=1e-4)
+    best = logprobs_TV[:-1].topk(3)
+    np.testing.assert_array_equal(result.topk_prompt_logprobs.token_ids[1:], best.indices.numpy())
+    np.testing.assert_allclose(result.topk_prompt_logprobs.logprobs[1:], best.values.numpy(), atol=1e-4)
+
+
+def test_sampled_frequencies_follow_the_model(reference: Qwen3MoeForCausalLM, decoder: Decoder) -> None:
+    request = ask("r", 8, SamplingParams(max_tokens=1, seed=0, temperature=0.8), num_samples=20_000)
+    finished = run(make(decoder, slots=64), request)["r"]
+    frequencies = np.bincount([int(s.tokens[0]) for s in finished.sequences], minlength=VOCAB) / 20_000
+    with torch.no_grad():
+        logits_V = reference(torch.tensor([request.prompt])).logits[0, -1]
+    np.testing.assert_allclose(frequencies, torch.softmax(logits_V / 0.8, -1).numpy(), atol=0.015)
+
+
+# -- when something breaks
+
+
+@pytest.fixture
+def poisoned(decoder: Decoder, tmp_path: Path) -> Path:
+    """An adapter full of NaN."""
+    shape = AdapterShape(decoder.config, 4, True, True, True)
+    adapter = Adapter.init(shape, seed=0)
+    adapter.flat.fill_(math.nan)
+    save_adapter(adapter, tmp_path / "nan", base_model="tiny")
+    return tmp_path / "nan"
+
+
+def test_an_adapter_that_is_not_finite_fails_its_requests_alone(decoder: Decoder, poisoned: Path) -> None:
+    good = [ask(f"good{i}", 5 + i, SamplingParams(max_tokens=20, seed=i)) for i in range(5)]
+    engine = make(decoder, slots=3)
+    bad = [ask(f"bad{i}", 40, num_samples=2, adapter="nan", adapter_folder=poisoned) for i in range(2)]
+    finished = run(engine, good[0], bad[0], good[1], bad[1], *good[2:])
+    for i in range(2):
+        error = finished[f"bad{i}"].error
+        assert error is not None
+        assert "not finite" in error.message
+    # The slots it left behind serve others as if it had never been.
+    for request in good:
+        assert same(finished[request.id], run(make(decoder), request)[request.id])
+    assert engine.free_slots == 3
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_a_step_that_raises_costs_only_the_culprit(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """Requests whose prompt has 13 tokens make the pass raise."""
+    work = getattr(forward, stage)
+
+    def breaks(decoder: Decoder, cache: object, batch: object) -> object:
+        rows = batch.rows if isinstance(batch, forward.DecodePlan) else [progress for progress, _ in batch]  # type: ignore[attr-defined]
+        owners = [getattr(row, "owner", row) for row in rows]
+        if any(len(owner.request.prompt) == 13 for owner in owners):
+            raise RuntimeError("out of luck")
+        return work(decoder, cache, batch)
+
+    requests = [
+        ask(f"r{length}", length, SamplingParams(max_tokens=9, seed=1), num_samples=2) for length in (9, 13, 20)
+    ]
+    expected = {request.id: run(make(decoder), request)[request.id] for request in requests}
+    monkeypatch.setattr(forward, stage, breaks)
+    engine = make(decoder)
+    finished = run(engine, *requests)
+    error = finished["r13"].error
+    assert error is not None
+    assert error.category == "server"
+    assert same(finished["r9"], expected["r9"])
+    assert same(finished["r20"], expected["r20"])
+    assert engine.free_slots == 6
+
+
+def test_a_damaged_adapter_does_not_tell_its_folder(decoder: Decoder, tmp_path: Path) -> None:
+    result: Finished = run(make(decoder), ask("r", adapter="x", adapter_folder=tmp_path))["r"]
+    assert result.error is not None
+    assert result.error.category == "user"
+    assert str(tmp_path) not in result.error.message
+
+
+# -- the adapters in memory
+
+
+def test_adapters_are_evicted_least_recently_used_and_never_in_use(decoder: Decoder, tmp_path: Path) -> None:
+    shape = AdapterShape(decoder.config, 2, True, False, False)
+    reads: list[str] = []
+
+    def load(folder: Path) -> Adapter:
+        reads.append(folder.name)
+        return Adapter.init(shape, seed=0)
+
+    folders = {name: tmp_path / name for name in "abc"}
+    for folder in folders.values():
+        folder.mkdir()
+    cache = AdapterCache(load, max_bytes=2 * 4 * shape.numel)
+    held = cache.acquire("a", folders["a"])
+    cache.release(cache.acquire("b", folders["b"]))
+    cache.release(cache.acquire("c", folders["c"]))  # b goes: a is older but in use
+    assert len(cache) == 2
+    cache.release(cache.acquire("a", None))
+    cache.release(cache.acquire("c", None))
+    with pytest.raises(AdapterUnusable, match="'b'"):
+        cache.acquire("b", None)
+    cache.release(held)
+    cache.release(cache.acquire("b", folders["b"]))
+    assert reads == ["a", "b", "c", "b"]
+
+
+def test_the_cache_serves_more_adapters_than_fit(decoder: Decoder, adapters: dict[str, Path]) -> None:
+    engine = make(decoder, slots=2, adapter_bytes=1)
+    requests = [
+        ask(f"r{i}", 5, SamplingParams(max_tokens=6, seed=i), adapter=name, adapter_folder=folder)
+        for i, (name, folder) in enumerate([*adapters.items(), *adapters.items()])
+    ]
+    finished = run(engine, *requests)
+    for request in requests:
+        assert same(finished[request.id], run(make(decoder), replace(request))[request.id])
+    assert engine.stats().adapters_loaded == 0
