@@ -1,0 +1,172 @@
+"""The loop of the generator process: over a scripted link, and as a real process on the built-in model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from weft.wire import ModelInput, SampleRequest, decode_sample_response
+from weft.wire import SamplingParams as WireSamplingParams
+
+import workers.model.tiny
+from scheduler.link import ServerLink
+from scheduler.messages import Cancel, Done, Drain, Occupancy, PullSamples, SampleOp, SampleWork
+from store.blobs import Blobs
+from workers.generator.torch_engine import TorchEngine
+from workers.generator.worker import Generator
+from workers.model.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.decoder import Decoder
+
+TINY = Path(workers.model.tiny.__file__).parent / "weights"
+
+
+def put_op(blobs: Blobs, op_id: str, *, samples: int = 1, adapter_ref: str = "", **params: Any) -> SampleOp:
+    sampling = WireSamplingParams.model_validate({"stop": [], "max_tokens": 5, "seed": 0, **params})
+    body = SampleRequest(prompt=ModelInput.from_ints([20, 30, 40]), sampling_params=sampling, num_samples=samples)
+    blobs.put(f"ops/{op_id}", body.model_dump_json(exclude_none=True).encode())
+    return SampleOp(op_id, "base", f"ops/{op_id}", samples, adapter_ref)
+
+
+class ScriptedLink:
+    """Plays the server: each pull is answered by the next of `work`; at the end of the script it drains."""
+
+    def __init__(self, work: list[list[SampleOp]], drain: bool = True) -> None:
+        self.work = deque(work)
+        self.inbox: deque[Any] = deque()
+        self.sent: list[msgspec.Struct] = []
+        self.drain = drain
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.sent.append(message)
+        if isinstance(message, PullSamples):
+            if self.work:
+                self.inbox.append(SampleWork(self.work.popleft()))
+            elif self.drain:
+                self.inbox.append(Drain())
+
+    def recv(self, timeout_s: float | None = None) -> Any:
+        return self.inbox.popleft() if self.inbox else None
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+def generator(decoder: Decoder, blobs: Blobs, link: ScriptedLink, slots: int = 4) -> Generator:
+    return Generator({"base": TorchEngine(decoder, (), slots=slots, context=64)}, blobs, link, slots=slots)
+
+
+def test_pulls_serves_and_drains(decoder: Decoder, blobs: Blobs) -> None:
+    link = ScriptedLink([[put_op(blobs, "a", samples=3)], [put_op(blobs, "b", max_tokens=9), put_op(blobs, "c")]])
+    generator(decoder, blobs, link).serve()
+    done = {message.op_id: message for message in link.of(Done)}
+    assert set(done) == {"a", "b", "c"}
+    assert done["a"].facts == {"prefill": 3, "cached_prefill": 6, "sample": 15}
+    assert len(decode_sample_response(done["b"].payload).sequences[0].tokens) == 9
+    pulls = link.of(PullSamples)
+    assert pulls[0] == PullSamples(["base"], 4)
+    assert (
+        pulls[1].free_slots == 4
+    )  # one slot was still the server's to fill, so nothing was asked until more came free
+    occupancy = link.of(Occupancy)
+    assert sum(message.slots_busy for message in occupancy) == 3 * 4 + 8 + 4
+    assert sum(message.slots_offered for message in occupancy) == 4 * sum(message.steps for message in occupancy)
+
+
+def test_faults_fail_one_operation_each(decoder: Decoder, blobs: Blobs) -> None:
+    blobs.put("ops/garbled", b"{")
+    link = ScriptedLink(
+        [
+            [
+                SampleOp("garbled", "base", "ops/garbled", 1),
+                SampleOp("bodiless", "base", "ops/none", 1),
+                SampleOp("elsewhere", "other-model", "ops/none", 1),
+                put_op(blobs, "unadapted", adapter_ref="samplers/gone"),
+                put_op(blobs, "good"),
+            ]
+        ]
+    )
+    generator(decoder, blobs, link, slots=8).serve()
+    failures = {message.op_id: message.failure for message in link.of(Done)}
+    assert failures.pop("good") is None
+    assert set(failures) == {"garbled", "bodiless", "elsewhere", "unadapted"}
+    assert all(failures.values())
+    assert failures["unadapted"].category == "user"
+    assert str(blobs.root) not in "".join(failure.message for failure in failures.values())
+
+
+def test_cancel_answers_with_what_there_is(decoder: Decoder, blobs: Blobs) -> None:
+    link = ScriptedLink([[put_op(blobs, "a", max_tokens=60)]])
+    worker = generator(decoder, blobs, link)
+    steps = 0
+
+    def recv(timeout_s: float | None = None) -> Any:
+        nonlocal steps
+        steps += 1
+        return Cancel("a") if steps == 8 else ScriptedLink.recv(link, timeout_s)
+
+    link.recv = recv  # type: ignore[method-assign]
+    worker.serve()
+    (done,) = link.of(Done)
+    assert done.failure is None
+    assert 0 < done.facts["sample"] < 60
+    assert len(decode_sample_response(done.payload).sequences[0].tokens) == done.facts["sample"]
+
+
+@pytest.fixture
+def adapter_ref(blobs: Blobs) -> str:
+    from workers.model.config import read_config
+
+    shape = AdapterShape(read_config("tiny", TINY), 4, True, True, True)
+    adapter = Adapter.init(shape, seed=0)
+    adapter.flat.add_(torch.randn(adapter.flat.shape, generator=torch.Generator().manual_seed(0)), alpha=0.02)
+    save_adapter(adapter, blobs.path("samplers/s1"), base_model="base")
+    return "samplers/s1"
+
+
+@pytest.mark.parametrize("goodbye", ["drain", "sigterm", "server-gone"])
+def test_the_process(blobs: Blobs, adapter_ref: str, goodbye: str) -> None:
+    ops = [put_op(blobs, "plain"), put_op(blobs, "adapted", adapter_ref=adapter_ref, samples=2)]
+
+    async def talk() -> tuple[int, dict[str, Done]]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "workers.generator", "--link-fd", str(theirs.fileno()), "--threads", "1"]
+            command += ["--data-dir", str(blobs.root), "--model", f"base={TINY}", "--slots", "4"]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()], env=environment)
+        link = await ServerLink.over(ours)
+        done: dict[str, Done] = {}
+        async for message in link.messages():
+            if isinstance(message, PullSamples) and not done:
+                link.send(SampleWork(ops))
+            elif isinstance(message, Done):
+                done[message.op_id] = message
+                if len(done) == len(ops):
+                    break
+        if goodbye == "drain":
+            link.send(Drain())
+        elif goodbye == "sigterm":
+            process.send_signal(signal.SIGTERM)
+        else:
+            link.close()
+        return await asyncio.wait_for(process.wait(), 60), done
+
+    code, done = asyncio.run(talk())
+    assert code == (1 if goodbye == "server-gone" else 0)
+    assert {op_id: message.failure for op_id, message in done.items()} == {"plain": None, "adapted": None}
+    (plain,) = decode_sample_response(done["plain"].payload).sequences
+    adapted = decode_sample_response(done["adapted"].payload).sequences
+    assert len(plain.tokens) == len(adapted[0].tokens) == len(adapted[1].tokens) == 5
+    assert adapted[0].logprobs is not None
+    assert all(math.isfinite(logprob) and logprob < 0 for logprob in adapted[0].logprobs)
+    assert adapted[0].logprobs.tolist() != plain.logprobs.tolist()  # type: ignore[union-attr]
