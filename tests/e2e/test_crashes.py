@@ -1,0 +1,162 @@
+"""kill -9 of any process: what was accepted finishes, as if nothing had happened, and is billed once."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from tests.e2e.conftest import BASE_MODEL, Weftd
+from tests.e2e.data import ADAM, prompt, supervised
+
+pytestmark = pytest.mark.server
+Start = Callable[..., Weftd]
+
+
+def client(server: Weftd) -> Any:
+    return tinker.ServiceClient(base_url=server.url, api_key=server.key())
+
+
+def train(run: Any, steps: int, before_step: Callable[[int], None] = lambda step: None) -> list[float]:
+    found = []
+    for step in range(steps):
+        before_step(step)
+        backward, update = run.forward_backward(supervised(seed=step), "cross_entropy"), run.optim_step(ADAM)
+        found.append(backward.result(timeout=60).metrics["loss:sum"])
+        update.result(timeout=60)
+    return found
+
+
+def fingerprint(run: Any) -> np.ndarray:
+    outputs = run.forward(supervised(seed=99), "cross_entropy").result(timeout=60).loss_fn_outputs
+    return np.concatenate([o["logprobs"].to_numpy() for o in outputs])
+
+
+def billed(server: Weftd) -> tuple[int, int]:
+    """(finished training operations, usage events of them): equal when each is billed once."""
+    with sqlite3.connect(f"file:{server.data_dir / 'weft.db'}?mode=ro", uri=True) as db:
+        (done,) = db.execute(
+            "select count(*) from operations where kind='forward_backward' and state='done'"
+        ).fetchone()
+        (events,) = db.execute("select count(*) from usage_events where kind='train'").fetchone()
+    return done, events
+
+
+def test_a_killed_trainer_is_replaced_and_the_run_goes_on_bitwise(own_weftd: Start) -> None:
+    server = own_weftd()
+    service = client(server)
+    calm = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
+    expected = train(calm, 6), fingerprint(calm)
+
+    def kill(step: int) -> None:
+        if step in (2, 4):
+            server.worker("trainer").kill()
+
+    shaken = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
+    found = train(shaken, 6, kill), fingerprint(shaken)
+    assert found[0] == expected[0]
+    np.testing.assert_array_equal(found[1], expected[1])
+    done, events = billed(server)
+    assert done == events == 12
+
+
+def test_snapshots_bound_the_replay_and_change_nothing(own_weftd: Start, tmp_path: Any) -> None:
+    config = tmp_path / "weft.toml"
+    config.write_text("[trainer]\nsnapshot_every_tokens = 100\n")
+    server = own_weftd("--config", str(config))
+    service = client(server)
+    calm = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
+    expected = train(calm, 5), fingerprint(calm)
+    shaken = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
+    found = train(shaken, 5, lambda step: server.worker("trainer").kill() if step == 3 else None), fingerprint(shaken)
+    assert found[0] == expected[0]
+    np.testing.assert_array_equal(found[1], expected[1])
+    with sqlite3.connect(server.data_dir / "weft.db") as db:
+        assert all(seq is not None for (seq,) in db.execute("select snapshot_seq from runs"))
+
+
+def test_a_killed_generator_is_replaced_and_samples_arrive(own_weftd: Start) -> None:
+    server = own_weftd()
+    sampler = client(server).create_sampling_client(base_model=BASE_MODEL)
+    params = types.SamplingParams(max_tokens=200, seed=1, stop=[])
+    calm = [s.tokens for s in sampler.sample(prompt(), 4, params).result(timeout=60).sequences]
+    future = sampler.sample(prompt(), 4, params)
+    time.sleep(0.1)
+    server.worker("generator").kill()
+    assert [s.tokens for s in future.result(timeout=60).sequences] == calm
+
+
+def test_a_killed_server_finishes_what_it_had_accepted(own_weftd: Start) -> None:
+    server = own_weftd()
+    service = client(server)
+    calm = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
+    expected = train(calm, 4), fingerprint(calm)
+    shaken = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
+    restarted = threading.Event()
+
+    def kill(step: int) -> None:
+        if step == 2:
+            server.kill()
+            threading.Thread(target=lambda: (server.start(), restarted.set())).start()
+
+    found = train(shaken, 4, kill), fingerprint(shaken)
+    assert restarted.wait(30)
+    assert found[0] == expected[0]
+    np.testing.assert_array_equal(found[1], expected[1])
+    done, events = billed(server)
+    assert done == events == 8
+
+
+def test_accepted_and_then_killed_before_anyone_asked(own_weftd: Start) -> None:
+    """A client that vanishes with the server: its operation is there, finished, after the restart."""
+    server = own_weftd()
+    key = server.key()
+    with httpx.Client(base_url=server.url, headers={"X-API-Key": key}, timeout=30) as http:
+        session = http.post(
+            "/api/v1/create_session", json={"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}
+        ).json()
+        body = {
+            "session_id": session["session_id"],
+            "model_seq_id": 0,
+            "base_model": BASE_MODEL,
+            "lora_config": {"rank": 2},
+        }
+        made = http.post("/api/v1/create_model", json=body).json()
+        run = f"{session['session_id']}:train:0"
+        steps = [
+            http.post("/api/v1/optim_step", json={"model_id": run, "seq_id": seq, "adam_params": {}}).json()[
+                "request_id"
+            ]
+            for seq in range(1, 30)
+        ]
+    server.kill()
+    server.start()
+    with httpx.Client(base_url=server.url, headers={"X-API-Key": key}, timeout=60) as http:
+        for request_id in (made["request_id"], steps[0], steps[-1]):
+            reply = http.post("/api/v1/retrieve_future", json={"request_id": request_id, "allow_metadata_only": True})
+            assert reply.status_code == 200, reply.text
+            assert "error" not in json.loads(reply.text)
+
+
+def test_sigterm_drains_and_a_restart_goes_on(own_weftd: Start) -> None:
+    server = own_weftd()
+    service = client(server)
+    run = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
+    train(run, 2)
+    before = fingerprint(run)
+    future = run.forward_backward(supervised(seed=7), "cross_entropy")
+    assert server.stop() == 0, server.log()
+    server.start()
+    future.result(timeout=60)
+    np.testing.assert_array_equal(fingerprint(run), before)
+    children = server.process.pid
+    assert children
