@@ -1,0 +1,48 @@
+# What a person or a script runs here. `make setup` needs Python 3.11 or newer with its venv module, and nothing else.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.13 || command -v python3.12 || command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+ROOMS := api billing migrations scheduler store workers client_sdk/weft examples bench tests
+
+.PHONY: help setup demo test lint format clean
+
+help:
+	@echo "make setup | demo | test | lint | format | clean"
+
+setup: $(STAMP)
+
+# Torch goes first and pinned, so that the rest cannot pull another one. On a GPU machine: make setup TORCH_INDEX=<url>.
+$(STAMP): pyproject.toml client_sdk/pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make setup: no python3 found; install Python 3.11 or newer" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "make setup: $(PYTHON) is $$($(PYTHON) -V); Weft needs Python 3.11 or newer (make setup PYTHON=...)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo "make setup: $(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable client_sdk --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check $(ROOMS)
+	$(BIN)/ruff format --check $(ROOMS)
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix $(ROOMS)
+	$(BIN)/ruff format $(ROOMS)
+
+clean:
+	rm -rf $(VENV) build demo-data demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
