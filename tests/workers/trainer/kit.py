@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,7 @@ class Bench:
 def sliced(op: TrainOp, *points: int) -> list[TrainOp]:
     """One operation in slices cut at these data indices."""
     bounds = [0, *points, op.stop]
-    return [
-        msgspec.structs.replace(op, start=a, stop=b, final=b == op.stop)
-        for a, b in zip(bounds, bounds[1:], strict=False)
-    ]
+    return [msgspec.structs.replace(op, start=a, stop=b, final=b == op.stop) for a, b in pairwise(bounds)]
 
 
 def replayed(op: TrainOp) -> TrainOp:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.messages import OpKind
+from scheduler.messages import OpKind, Pass
 from tests.workers.trainer.kit import MODEL, Bench, arenas, ce_data, output, rl_data, sliced
 from workers.trainer import computing
 
@@ -180,8 +180,6 @@ def test_done_comes_as_soon_as_its_microbatch_is_over(make_bench) -> None:
 
     computing.run_microbatch, saved = count, computing.run_microbatch
     try:
-        from scheduler.messages import Pass
-
         bench.trainer.execute(Pass(1, MODEL, [quick, long]), lambda m: order.append(type(m).__name__))
     finally:
         computing.run_microbatch = saved

@@ -1,4 +1,4 @@
-"""What a run gets is bit for bit the same, alone or in a crowd, in one slice or many, at once or over several passes."""
+"""What a run gets is bit for bit the same: alone or in a crowd, in one slice or many, at once or over passes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from scheduler.messages import OpKind
 from tests.workers.trainer.kit import Bench, arenas, ce_data, output, rl_data, sliced
 
 LENGTHS = {"a": [7, 30, 7, 1], "b": [21], "c": [3, 3, 60, 2, 9], "d": [16, 16]}
@@ -105,8 +106,6 @@ def test_metrics_of_slices_equal_those_of_the_whole(make_bench) -> None:
 
 
 def test_forward_equals_forward_backward_and_changes_nothing(bench: Bench) -> None:
-    from scheduler.messages import OpKind
-
     bench.ok(bench.create("a"))
     data = rl_data([9, 14], seed=1)
     forward = bench.fb("a", data, "ppo", kind=OpKind.FORWARD)

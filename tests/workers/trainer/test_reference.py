@@ -1,0 +1,126 @@
+"""Whole training steps against transformers' own model, local autograd and torch.optim.AdamW; and against peft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from tests.workers.model.models import ours, reference
+from tests.workers.model.test_lora import merged
+from tests.workers.trainer.kit import Bench, ce_data, output, rl_data
+from workers.model.adapter import Adapter
+from workers.trainer.losses import LOSS_FUNCTIONS
+
+STEPS = 5
+ADAM = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+
+class Alone:
+    """Local training of one run: autograd through merged weights, torch.optim.AdamW."""
+
+    def __init__(self, model: Any, start: Adapter) -> None:
+        self.model, self.start = model, start
+        self.initial = start.flat.clone()
+        self.flat = start.flat.clone().requires_grad_()
+        self.optimizer = torch.optim.AdamW(
+            [self.flat], lr=ADAM["learning_rate"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+        )
+
+    def step(self, data: list[Any], loss_fn: str, clip: float) -> list[Tensor]:
+        weights = merged(self.model, Adapter(self.start.shape, self.flat, self.start.scale))
+        seen, total = [], torch.zeros(())
+        for datum in data:
+            tokens = torch.from_numpy(datum.tokens).long()[None]
+            logits = torch.func.functional_call(self.model, weights, (tokens,), tie_weights=False).logits[0]
+            targets = torch.from_numpy(datum.inputs["target_tokens"])
+            lp = torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1)
+            inputs = {k: torch.from_numpy(v) for k, v in datum.inputs.items() if k != "target_tokens"}
+            total = total + LOSS_FUNCTIONS[loss_fn](lp, inputs, {})[0]
+            seen.append(lp.detach())
+        self.optimizer.zero_grad()
+        total.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_([self.flat], clip)
+        self.optimizer.step()
+        return seen
+
+
+def test_two_runs_in_shared_passes_equal_local_training(model: Any, bench: Bench) -> None:
+    runs = {"a": ("cross_entropy", ce_data, 4, 1.0), "b": ("importance_sampling", rl_data, 7, 0.0)}
+    bench.ok(*(bench.create(run, rank) for run, (_, _, rank, _) in runs.items()))
+    alone = {run: Alone(model, bench.run(run).adapter) for run in runs}
+    for step in range(STEPS):
+        data = {run: make([8, 25, 3], seed=100 * step + ord(run)) for run, (_, make, _, _) in runs.items()}
+        works = {run: bench.fb(run, data[run], runs[run][0]) for run in runs}
+        steps = [bench.optim(run, grad_clip_norm=runs[run][3], **ADAM) for run in runs]
+        done = bench.ok(*works.values(), *steps)
+        for run, op in works.items():
+            wanted = alone[run].step(data[run], runs[run][0], runs[run][3])
+            for got, expected in zip(output(done[op.op_id])[0], wanted, strict=True):
+                torch.testing.assert_close(torch.from_numpy(got), expected, atol=1e-4, rtol=0)
+    for run, local in alone.items():
+        torch.testing.assert_close(bench.run(run).adapter.flat, local.flat.detach(), atol=1e-4, rtol=0)
+        assert (local.flat.detach() - local.initial).abs().max() > 100 * 1e-4
+
+
+def test_attention_only_run_equals_peft(tmp_path: Any) -> None:
+    model = reference("qwen3")
+    bench = Bench(ours(model, tmp_path / "model"), tmp_path / "blobs")
+    bench.ok(bench.create("a", rank=4, train_mlp=False, train_unembed=False))
+    adapter = bench.run("a").adapter
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    peft_model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for layer in range(bench.decoder.config.num_layers):
+        at = f"layers.{layer}.attn."
+        for i, part in enumerate("qkvo"):
+            module = peft_model.get_submodule(f"base_model.model.model.layers.{layer}.self_attn.{part}_proj")
+            a = adapter.view(at + "o_A") if part == "o" else adapter.view(at + "qkv_A")[4 * i : 4 * i + 4]
+            pairs += [
+                (module.lora_A["default"].weight, a),
+                (module.lora_B["default"].weight, adapter.view(f"{at}{part}_B")),
+            ]
+    for theirs, start in pairs:
+        theirs.data.copy_(start)
+    optimizer = torch.optim.AdamW(
+        [theirs for theirs, _ in pairs], lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
+    for step in range(STEPS):
+        data = ce_data([17, 6], seed=step)
+        op = bench.fb("a", data)
+        done = bench.ok(op, bench.optim("a", **ADAM))
+        loss = torch.zeros(())
+        for datum, got in zip(data, output(done[op.op_id])[0], strict=True):
+            logits = peft_model(torch.from_numpy(datum.tokens).long()[None]).logits[0]
+            lp = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(datum.inputs["target_tokens"])[:, None])[:, 0]
+            np.testing.assert_allclose(got, lp.detach().numpy(), atol=1e-4)
+            loss = loss - (lp * torch.from_numpy(datum.inputs["weights"])).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for theirs, mine in pairs:
+        torch.testing.assert_close(mine, theirs.detach(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo"])
+def test_on_policy_rl_gradients_agree(loss_fn: str, bench: Bench) -> None:
+    """With q = lp every RL loss has the policy gradient of cross entropy weighted by the advantages."""
+    bench.ok(bench.create("a"))
+    data = ce_data([9, 14], seed=1)
+    forward = bench.fb("a", data)
+    logprobs, _ = output(bench.ok(forward)[forward.op_id])
+    wanted = bench.run("a").grad.flat.clone()
+    bench.run("a").grad = None
+    for datum, q in zip(data, logprobs, strict=True):
+        datum.inputs["advantages"] = datum.inputs.pop("weights")
+        datum.inputs["logprobs"] = q
+    op = bench.fb("a", data, loss_fn)
+    _, metrics = output(bench.ok(op)[op.op_id])
+    torch.testing.assert_close(bench.run("a").grad.flat, wanted, atol=1e-5, rtol=1e-4)
+    assert metrics["mismatch_kl:mean"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["ratio:mean"] == pytest.approx(1.0)
