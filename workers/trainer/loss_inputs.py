@@ -131,7 +131,7 @@ def _check_numbers(name: str, values: Array) -> None:
     bad = ~np.isfinite(values)
     if bad.any():
         position = int(np.flatnonzero(bad.reshape(-1))[0])
-        raise LossInputError(f"{name!r} is {values.reshape(-1)[position]} at element {position}")
+        raise LossInputError(f"{name!r} is {values.reshape(-1)[position]} at element {position}; it must be finite")
 
 
 def _check_token_thresholds(
