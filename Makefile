@@ -4,7 +4,10 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
-PYTHON ?= $(shell command -v python3.13 || command -v python3.12 || command -v python3.11 || command -v python3)
+# The first Python here that is new enough (a name may be there and still not run).
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
+  if $$name -c '$(NEW_ENOUGH)' 2>/dev/null; then echo $$name; break; fi; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
@@ -19,9 +22,8 @@ setup: $(STAMP)
 
 # Torch goes first and pinned, so that the rest cannot pull another one. On a GPU machine: make setup TORCH_INDEX=<url>.
 $(STAMP): pyproject.toml client_sdk/pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "make setup: no python3 found; install Python 3.11 or newer" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "make setup: $(PYTHON) is $$($(PYTHON) -V); Weft needs Python 3.11 or newer (make setup PYTHON=...)" >&2; exit 1; }
+	@test -n "$(PYTHON)" && $(PYTHON) -c '$(NEW_ENOUGH)' \
+	  || { echo "make setup: Weft needs Python 3.11 or newer (make setup PYTHON=/path/to/python3)" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "make setup: $(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -85,9 +85,10 @@ def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[Wor
     common = ["--data-dir", str(settings.data_dir)]
     for name, path in models.items():
         common += ["--model", f"{name}={path}"]
+    trainer = ["--snapshot-every-tokens", str(settings.trainer.snapshot_every_tokens)]
     generator = ["--slots", str(settings.generator.slots)]
     return [
-        _python_worker("trainer", settings.trainer.threads, common),
+        _python_worker("trainer", settings.trainer.threads, [*common, *trainer]),
         _python_worker("generator", settings.generator.threads, [*common, *generator]),
     ]
 
@@ -127,7 +128,7 @@ class Supervisor:
         """Give workers that were told to drain `grace_s` to exit, then terminate, then kill. None is left after."""
         self.retire()
         for keeper in self._keepers:
-            if not keeper.attached.is_set():  # it holds no work, and nobody could tell it to drain
+            if keeper.loading:  # it holds no work, and nobody could tell it to drain
                 keeper.signal(signal.SIGTERM)
         if not await self._all_ended(grace_s):
             for number, wait_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
@@ -153,7 +154,8 @@ class _Keeper:
     def __init__(self, program: WorkerProgram, attach: Attach) -> None:
         self.program = program
         self.retired = asyncio.Event()
-        self.attached = asyncio.Event()
+        self.attached = False
+        self.loading = False
         self._attach = attach
         self._ever_attached = asyncio.Event()
         self._failed = asyncio.Event()
@@ -197,7 +199,7 @@ class _Keeper:
 
     def status(self) -> WorkerStatus:
         pid = self._process.pid if self._process is not None else None
-        return WorkerStatus(self.program.role, pid, self.attached.is_set(), max(0, self._starts - 1), self._last_exit)
+        return WorkerStatus(self.program.role, pid, self.attached, max(0, self._starts - 1), self._last_exit)
 
     async def _live(self) -> str:
         """One life of the worker, until process and link have both ended. Returns how it ended."""
@@ -209,6 +211,7 @@ class _Keeper:
             return f"could not be started: {error}"
         finally:
             theirs.close()
+        self.loading = True
         output = asyncio.create_task(self._pass_on(process.stdout))
         link = asyncio.create_task(self._talk(ours))
         exited = asyncio.create_task(process.wait())
@@ -245,7 +248,7 @@ class _Keeper:
         if not await _has_spoken(sock):
             sock.close()
             return
-        self.attached.set()
+        self.attached, self.loading = True, False
         self._ever_attached.set()
         log.info("%s attached (pid %s)", self.program.role, self._process.pid if self._process else "?")
         try:
@@ -253,7 +256,7 @@ class _Keeper:
         except Exception:
             log.exception("the link to the %s failed", self.program.role)
         finally:
-            self.attached.clear()
+            self.attached = False
 
     async def _pass_on(self, stream: asyncio.StreamReader | None) -> None:
         """What the worker prints goes to this process's stderr, each line with the worker's name."""

@@ -149,6 +149,20 @@ def test_a_worker_that_drains_is_not_restarted() -> None:
     run(main)
 
 
+def test_a_worker_that_takes_long_to_exit_after_its_link_has_closed_is_left_in_peace() -> None:
+    slow = WORKER.replace("sys.exit(0)", "link.close(); time.sleep(0.5); sys.exit(0)")
+
+    async def main(supervisor: Supervisor, server: Server) -> None:
+        await supervisor.wait_attached()
+        supervisor.retire()
+        server.links[0].send(b"leave")
+        await until(lambda: not supervisor.status()[0].attached)
+        await supervisor.stop(grace_s=20)
+        assert supervisor.status()[0].last_exit == "exited with code 0"
+
+    run(main, program(slow))
+
+
 def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("api.supervisor.TERMINATE_S", 0.2)
 
@@ -245,6 +259,7 @@ def test_the_commands_of_the_embedded_workers(tmp_path: Path) -> None:
     trainer, generator = embedded_workers(settings, {"a/b": Path("/models/b")})
     assert trainer.command[3:] == [
         *("workers.trainer", "--data-dir", str(tmp_path), "--model", "a/b=/models/b"),
+        *("--snapshot-every-tokens", "65536"),
         *("--threads", str(settings.trainer.threads)),
     ]
     assert generator.command[3:] == [
