@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     link = WorkerLink(args.link_fd)
     engines = {name: _engine(name, path, args) for name, path in args.model}
-    generator = Generator(engines, Blobs(args.data_dir), link, slots=args.slots)
+    generator = Generator(engines, Blobs(args.data_dir / "blobs"), link, slots=args.slots)
     signal.signal(signal.SIGTERM, lambda signum, frame: generator.drain())
     log.info("ready with %d slots and %d threads", args.slots, torch.get_num_threads())
     try:
