@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from api import errors
 from api.auth import KeyCache
 from api.machines import Machines
-from api.routes import batches, futures, rest, sampling, service, training, weft
+from api.routes import batches, futures, rest, sampling, service, training, weft, weights
 from api.state import Service
 from billing.prices import PriceList
 from store.blobs import Blobs
@@ -49,9 +49,11 @@ def create_app(
 
 def front(lifespan: Lifespan | None = None) -> FastAPI:
     """The routes alone; `app.state.service` must be there before the first request."""
-    app = FastAPI(title="Weft", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="Weft", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
     app.state.keys = KeyCache()
     errors.install(app)
-    for routes in (service, training, batches, sampling, futures, rest, weft):
+    for routes in (service, training, batches, weights, sampling, futures, rest, weft):
         app.include_router(routes.router)
     return app

@@ -17,8 +17,13 @@ from store import tables
 from workers.model.card import ModelCard
 
 
+def plain_id(value: str) -> bool:
+    """Whether `value` can be an id at all; anything else some database might choke on."""
+    return len(value) <= 256 and value.isascii() and value.isprintable()
+
+
 def session_by_id(session: Session, org_id: str, session_id: str) -> tables.Session:
-    row = session.get(tables.Session, session_id)
+    row = session.get(tables.Session, session_id) if plain_id(session_id) else None
     if row is None or row.org_id != org_id:
         raise NotFound(f"no session {quote(session_id)}")
     return row
@@ -33,14 +38,14 @@ def active_session(session: Session, org_id: str, session_id: str) -> tables.Ses
 
 
 def run_by_id(session: Session, org_id: str, run_id: str) -> tables.Run:
-    row = session.get(tables.Run, run_id)
+    row = session.get(tables.Run, run_id) if plain_id(run_id) else None
     if row is None or row.org_id != org_id:
         raise NotFound(f"no model {quote(run_id)}")
     return row
 
 
 def sampler_by_id(session: Session, org_id: str, sampler_id: str) -> tables.Sampler:
-    row = session.get(tables.Sampler, sampler_id)
+    row = session.get(tables.Sampler, sampler_id) if plain_id(sampler_id) else None
     if row is None or row.org_id != org_id:
         raise NotFound(f"no sampling session {quote(sampler_id)}")
     return row

@@ -44,8 +44,8 @@ class Checked:
     tokens: int = 0
 
 
-#: Judges a parsed request of a run, in a thread. Raises an ApiError to refuse it.
-Check = Callable[[Session, tables.Run], Checked]
+#: Judges a request to a run, in a thread. Raises an ApiError to refuse it.
+Check = Callable[[tables.Run], Checked]
 
 
 async def accept(service: Service, new: NewOperation, *rows: tables.Base) -> str:
@@ -77,12 +77,11 @@ async def submit(
     def examine() -> tuple[tables.Run, Checked, ApiError | None]:
         with service.database.read() as session:
             run = run_by_id(session, org_id, address.model_id)
-            if known(session, run.id, seq):
-                return run, Checked(), None
-            try:
-                return run, check(session, run), None
-            except ApiError as error:
-                return run, Checked(), error
+            repeat = known(session, run.id, seq)
+        try:
+            return run, Checked() if repeat else check(run), None
+        except ApiError as error:
+            return run, Checked(), error
 
     run, checked, refused = await run_in_threadpool(examine)
     new = NewOperation(
@@ -109,12 +108,12 @@ async def submit_json(
     kind: OpKind,
     body: bytes,
     model: type[M],
-    check: Callable[[M, Session, tables.Run], Checked],
+    check: Callable[[M, tables.Run], Checked],
 ) -> dict[str, Any]:
     """`submit` for an operation with a JSON body. What is wrong with it is the answer at once, beside the outcome."""
     address = parse_json(body, Address)
     future, refused = await submit(
-        service, org_id, address, kind, body, lambda session, run: check(parse_json(body, model), session, run)
+        service, org_id, address, kind, body, lambda run: check(parse_json(body, model), run)
     )
     if refused is not None:
         raise refused

@@ -7,7 +7,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from google.protobuf.message import DecodeError
-from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire import weft_wire_pb2 as pb
 from weft.wire.codec import WireError, decode_train_request
@@ -40,7 +39,7 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
     address = Address(model_id=message.model_id, seq_id=message.seq_id)
     kind = OpKind.FORWARD if message.forward_only else OpKind.FORWARD_BACKWARD
 
-    def check(_session: Session, run: tables.Run) -> Checked:
+    def check(run: tables.Run) -> Checked:
         return _check(service, message, body, run)
 
     future, _ = await submit(service, who.org_id, address, kind, body, check)

@@ -10,6 +10,7 @@ from weft.wire import CancelFutureRequest, FutureRetrieveRequest
 from api.auth import PrincipalDep
 from api.bodies import read_json
 from api.errors import NotFound, quote
+from api.lookup import plain_id
 from api.state import ServiceDep
 from scheduler.operations import Waiting
 from store import tables
@@ -26,6 +27,8 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
     body = await read_json(request, FutureRetrieveRequest)
     wait_s = min(service.settings.long_poll_s, LONGEST_POLL_S)
     journal = service.journal
+    if not plain_id(body.request_id):
+        raise NotFound(f"no request {quote(body.request_id)}")
     stopped = Waiting("active", "the server is restarting; the operation is kept")
     outcome = await service.polls.hold(journal.outcome(who.org_id, body.request_id, wait_s), stopped)
     if outcome is None:
@@ -47,6 +50,8 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
 async def cancel_future(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, bool]:
     """End a sample now; its future gets the tokens that it has. Anything else, or too late, changes nothing."""
     body = await read_json(request, CancelFutureRequest)
+    if not plain_id(body.request_id):
+        raise NotFound(f"no request {quote(body.request_id)}")
     cancelled = service.journal.cancel(who.org_id, body.request_id)
 
     def read(session: Session) -> bool:

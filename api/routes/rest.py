@@ -16,7 +16,7 @@ from api.bodies import read_json
 from api.lookup import checkpoint_at, run_by_id, session_by_id
 from api.paths import KINDS, CheckpointPath, parse_path
 from api.state import ServiceDep
-from api.validate.runs import check_ttl
+from api.validate.runs import check_text, check_ttl
 from scheduler.messages import OpKind
 from store import tables
 
@@ -41,6 +41,7 @@ async def training_runs(
 
     def read(session: Session) -> dict[str, Any]:
         query = select(tables.Run).filter_by(org_id=who.org_id)
+        check_text(project_id, "project_id", 64)
         if project_id is not None:
             owner = tables.Session.id == tables.Run.session_id
             query = query.join(tables.Session, owner).where(tables.Session.project_id == project_id)

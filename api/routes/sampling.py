@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,7 +14,7 @@ from weft.wire import CreateSamplingSessionRequest, SampleRequest
 from api.auth import PrincipalDep
 from api.bodies import INLINE_BYTES, parse_json, read_body, read_json
 from api.errors import Invalid, quote
-from api.lookup import active_session, checkpoint_at, sampler_by_id, served_model
+from api.lookup import active_session, checkpoint_at, plain_id, sampler_by_id, served_model
 from api.paths import parse_path
 from api.state import Service, ServiceDep
 from api.submit import accept
@@ -37,7 +38,7 @@ async def create_sampling_session(request: Request, service: ServiceDep, who: Pr
     sampler_id = f"{body.session_id}:sample:{seq}"
 
     def write(session: Session) -> None:
-        there = session.get(tables.Sampler, sampler_id)
+        there = session.get(tables.Sampler, sampler_id) if plain_id(sampler_id) else None
         if there is not None and there.org_id == who.org_id:
             _check_same(there, body)
             return
@@ -58,23 +59,16 @@ async def get_sampler(sampler_id: str, service: ServiceDep, who: PrincipalDep) -
 async def asample(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """Queue one request for `num_samples` sequences. Idempotent on (sampler, seq_id), in any order."""
     raw = await read_body(request)
-    if len(raw) <= INLINE_BYTES:
-        body = parse_json(raw, SampleRequest)
-    else:
-        body = await run_in_threadpool(parse_json, raw, SampleRequest)
+    large = len(raw) > INLINE_BYTES
+    body = await run_in_threadpool(parse_json, raw, SampleRequest) if large else parse_json(raw, SampleRequest)
     if body.sampling_session_id is None:
         raise Invalid("sampling_session_id: required; create one with create_sampling_session")
     seq = check_sequence(body.seq_id, "seq_id", most=MAX_SAMPLE_SEQUENCE)
     sampler_id = body.sampling_session_id
     sampler = await service.read(lambda session: sampler_by_id(session, who.org_id, sampler_id))
     card = served_model(service.cards, sampler.base_model, "sampling_session_id")
-    checked = _checked if len(raw) <= INLINE_BYTES else None
-    new = (
-        checked(service, body, card, sampler, seq)
-        if checked
-        else await run_in_threadpool(_checked, service, body, card, sampler, seq)
-    )
-    request_id = await accept(service, new)
+    check = partial(_checked, service, body, card, sampler, seq)
+    request_id = await accept(service, await run_in_threadpool(check) if large else check())
     sequences = [f"{request_id}:{index}" for index in range(body.num_samples)]
     return {"request_id": request_id, "sample_sequence_ids": sequences}
 

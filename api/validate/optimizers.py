@@ -9,6 +9,8 @@ from weft.wire import AdamParams
 from api.errors import Invalid, quote
 
 ADAM = "adamw"
+#: The optimizer of every run, as clients are told.
+ADAM_CONFIG = {"type": ADAM}
 
 
 def check_family(config: Any, field: str) -> None:

@@ -15,7 +15,7 @@ ALPHA = 32.0
 MAX_SEED = 2**63 - 1
 #: Bounds of a checkpoint's life: Tinker's, one hour to ten years.
 MIN_TTL_S = 3600
-MAX_TTL_S = 10 * 365 * 86_400
+MAX_TTL_S = 10 * 366 * 86_400
 MAX_METADATA_BYTES = 16_384
 MAX_SEQUENCE = 2**31 - 1
 
@@ -42,14 +42,15 @@ def check_metadata(metadata: dict[str, Any] | None, field: str = "user_metadata"
     if metadata is None:
         return {}
     try:
-        size = len(orjson.dumps(metadata))
+        text = orjson.dumps(metadata)
     except orjson.JSONEncodeError as error:
         raise Invalid(f"{field}: cannot be stored as JSON: {error}") from None
-    if size > MAX_METADATA_BYTES:
-        raise Invalid(f"{field}: {size} bytes as JSON, the limit is {MAX_METADATA_BYTES}")
-    if b"\\u0000" in orjson.dumps(metadata):
+    if len(text) > MAX_METADATA_BYTES:
+        raise Invalid(f"{field}: {len(text)} bytes as JSON, the limit is {MAX_METADATA_BYTES}")
+    if b"\\u0000" in text:
         raise Invalid(f"{field}: must not contain NUL characters")
-    return metadata
+    stored: dict[str, Any] = orjson.loads(text)  # NaN, which JSON does not have, is null by now
+    return stored
 
 
 def check_text(value: str | None, field: str, max_length: int) -> str | None:

@@ -1,0 +1,68 @@
+"""Making a run: operation 0 of its lane, together with its row.
+
+Idempotent on (session, model_seq_id), which is what the run's id says, so a repeat is a repeat of operation 0.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from sqlalchemy.orm import Session
+
+from api.lookup import active_session, run_by_id
+from api.state import Service
+from api.submit import accept, known
+from scheduler.messages import OpKind, RunSpec
+from scheduler.operations import NewOperation
+from store import tables
+
+
+def run_id_of(session_id: str, seq: int) -> str:
+    """Clients predict this id, so its form is fixed."""
+    return f"{session_id}:train:{seq}"
+
+
+def check_session(session: Session, org_id: str, session_id: str, run_id: str) -> bool:
+    """True when the run exists already, which makes the request a repeat; else its session must take new runs."""
+    if known(session, run_id, 0):
+        run_by_id(session, org_id, run_id)
+        return True
+    active_session(session, org_id, session_id)
+    return False
+
+
+async def create(
+    service: Service,
+    org_id: str,
+    session_id: str,
+    seq: int,
+    spec: RunSpec,
+    metadata: dict[str, Any],
+    raw: bytes,
+    plan: dict[str, Any],
+) -> dict[str, Any]:
+    now = datetime.now(UTC)
+    facts = msgspec.structs.asdict(spec)
+    run = tables.Run(
+        id=facts.pop("run_id"),
+        org_id=org_id,
+        session_id=session_id,
+        model_seq_id=seq,
+        state="live",
+        user_metadata=metadata,
+        created_at=now,
+        last_request_at=now,
+        **facts,
+    )
+    whole = {"spec": msgspec.structs.asdict(spec), **plan}
+    new = NewOperation(org_id, session_id, spec.run_id, 0, OpKind.CREATE, spec.base_model, 0, raw, whole)
+    return {"request_id": await accept(service, new, run), "model_id": spec.run_id}
+
+
+async def repeat(service: Service, org_id: str, session_id: str, run_id: str, raw: bytes) -> dict[str, Any]:
+    """The first answer again, for the creation of a run that exists."""
+    run = await service.read(lambda session: run_by_id(session, org_id, run_id))
+    new = NewOperation(org_id, session_id, run_id, 0, OpKind.CREATE, run.base_model, 0, raw)
+    return {"request_id": await accept(service, new), "model_id": run_id}

@@ -1,0 +1,188 @@
+"""Saving and loading the weights of runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+from weft.wire import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest, WeightsInfoRequest
+
+from api.auth import PrincipalDep
+from api.bodies import parse_json, read_body, read_json
+from api.creation import check_session, create, repeat, run_id_of
+from api.errors import Invalid, quote
+from api.lookup import checkpoint_at, served_model
+from api.paths import check_name, parse_path
+from api.state import Service, ServiceDep
+from api.submit import Checked, submit_json
+from api.validate.optimizers import ADAM_CONFIG, check_family
+from api.validate.runs import check_metadata, check_sequence
+from scheduler.messages import OpKind, RunSpec
+from store import tables
+
+router = APIRouter(prefix="/api/v1")
+
+
+@router.post("/save_weights")
+async def save_weights(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """Adapter and optimizer under a name. Whether the name is free is decided in order, by the journal."""
+
+    def check(body: SaveWeightsRequest, run: tables.Run) -> Checked:
+        return Checked(
+            {
+                "kind": "weights",
+                "name": f"auto-{body.seq_id}" if body.path is None else check_name(body.path, "path"),
+                "overwrite": body.overwrite,
+                "ttl_seconds": body.ttl_seconds,
+                "user_metadata": check_metadata(body.user_metadata),
+            }
+        )
+
+    raw = await read_body(request)
+    return await submit_json(service, who.org_id, OpKind.SAVE_STATE, raw, SaveWeightsRequest, check)
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """The adapter alone: under a name, or unnamed and at once as a sampler."""
+
+    def check(body: SaveWeightsForSamplerRequest, run: tables.Run) -> Checked:
+        if body.path is not None:
+            return _named_sampler(body, body.path)
+        with service.database.read() as session:
+            return _unnamed_sampler(body, session, run)
+
+    raw = await read_body(request)
+    return await submit_json(service, who.org_id, OpKind.SAVE_SAMPLER, raw, SaveWeightsForSamplerRequest, check)
+
+
+def _named_sampler(body: SaveWeightsForSamplerRequest, path: str) -> Checked:
+    if body.kind != "snapshot":
+        raise Invalid(f"kind: a named save is a snapshot; {body.kind!r} needs sampling_session_seq_id")
+    return Checked(
+        {
+            "kind": "sampler_weights",
+            "name": check_name(path, "path"),
+            "ttl_seconds": body.ttl_seconds,
+            "user_metadata": check_metadata(body.user_metadata),
+        }
+    )
+
+
+def _unnamed_sampler(body: SaveWeightsForSamplerRequest, session: Session, run: tables.Run) -> Checked:
+    number = check_sequence(body.sampling_session_seq_id, "sampling_session_seq_id")
+    sampler_id = f"{run.session_id}:sample:{number}"
+    saving = select(tables.Operation.id).where(
+        tables.Operation.session_id == run.session_id,
+        tables.Operation.kind == OpKind.SAVE_SAMPLER.value,
+        tables.Operation.state == "queued",
+        tables.Operation.plan["sampler_id"].as_string() == sampler_id,
+    )
+    if session.get(tables.Sampler, sampler_id) is not None or session.scalars(saving).first() is not None:
+        raise Invalid(f"sampling_session_seq_id: {number} is taken in this session; use the next number")
+    return Checked(
+        {
+            "kind": "sampler_weights",
+            "name": None,
+            "sampler_id": sampler_id,
+            "sampling_session_seq_id": number,
+            "sampler_kind": body.kind,
+        }
+    )
+
+
+@router.post("/load_weights")
+async def load_weights(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """Weights of a checkpoint: into a new run when the body names a session, in place when it names a model."""
+    raw = await read_body(request)
+
+    def check(body: LoadWeightsRequest, run: tables.Run) -> Checked:
+        with service.database.read() as session:
+            return _load_in_place(body, session, run)
+
+    if parse_json(raw, _Target).model_id is not None:
+        return await submit_json(service, who.org_id, OpKind.LOAD_STATE, raw, LoadWeightsRequest, check)
+    return await _create_from(service, who.org_id, parse_json(raw, LoadWeightsRequest), raw)
+
+
+@router.post("/weights_info")
+async def weights_info(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    body = await read_json(request, WeightsInfoRequest)
+    path = parse_path(body.tinker_path, "tinker_path")
+
+    def read(session: Session) -> tables.Run:
+        return session.get_one(tables.Run, checkpoint_at(session, who.org_id, path).run_id)
+
+    run = await service.read(read)
+    return {
+        "base_model": run.base_model,
+        "optimizer_config": ADAM_CONFIG,
+        "is_lora": True,
+        "lora_rank": run.rank,
+        "train_unembed": run.train_unembed,
+        "train_mlp": run.train_mlp,
+        "train_attn": run.train_attn,
+    }
+
+
+class _Target(BaseModel):
+    """Tells the two addressings of load_weights apart."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_id: str | None = None
+
+
+def _load_in_place(body: LoadWeightsRequest, session: Session, run: tables.Run) -> Checked:
+    checkpoint, source = _source(session, run.org_id, body)
+    for field in ("base_model", "rank", "train_attn", "train_mlp", "train_unembed"):
+        theirs, ours = getattr(source, field), getattr(run, field)
+        if theirs != ours:
+            raise Invalid(f"path: that checkpoint has {field} {quote(theirs)}, this model has {quote(ours)}")
+    return Checked({"source_ref": checkpoint.ref, "with_optimizer": body.optimizer, "path": body.path})
+
+
+def _source(session: Session, org_id: str, body: LoadWeightsRequest) -> tuple[tables.Checkpoint, tables.Run]:
+    """The checkpoint that training goes on from, and the run that it was saved from."""
+    path = parse_path(body.path, "path")
+    if path.kind != "weights":
+        raise Invalid(f"path: {path} holds no training state; load a checkpoint of the kind 'weights' (save_weights)")
+    checkpoint = checkpoint_at(session, org_id, path)
+    return checkpoint, session.get_one(tables.Run, checkpoint.run_id)
+
+
+async def _create_from(service: Service, org_id: str, body: LoadWeightsRequest, raw: bytes) -> dict[str, Any]:
+    """A new run that goes on from a checkpoint: the base model, rank and trained parts are those of its run."""
+    session_id = body.session_id or ""
+    seq = check_sequence(body.model_seq_id, "model_seq_id")
+    run_id = run_id_of(session_id, seq)
+    check_family(body.optimizer_config, "optimizer_config")
+
+    def read(session: Session) -> tuple[RunSpec, str] | None:
+        if check_session(session, org_id, session_id, run_id):
+            return None
+        checkpoint, source = _source(session, org_id, body)
+        if body.base_model is not None and body.base_model != source.base_model:
+            raise Invalid(f"base_model: that checkpoint is of {source.base_model}, not of {quote(body.base_model)}")
+        served_model(service.cards, source.base_model, "path")
+        spec = RunSpec(
+            run_id=run_id,
+            base_model=source.base_model,
+            rank=source.rank,
+            alpha=source.alpha,
+            seed=source.seed,
+            train_attn=source.train_attn,
+            train_mlp=source.train_mlp,
+            train_unembed=source.train_unembed,
+        )
+        return spec, checkpoint.ref
+
+    found = await service.read(read)
+    if found is None:
+        return await repeat(service, org_id, session_id, run_id, raw)
+    spec, ref = found
+    plan = {"source_ref": ref, "with_optimizer": body.optimizer, "path": body.path}
+    metadata = check_metadata(body.user_metadata)
+    return await create(service, org_id, session_id, seq, spec, metadata, raw, plan)
