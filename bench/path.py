@@ -83,7 +83,7 @@ def throughput(runs: list[Any], repeats: int) -> dict[str, float]:
     """Tokens per second of all runs together; every tenant brings the same work."""
     data = batch(16, 64)
     prompt, params = types.ModelInput.from_ints(list(range(20, 52))), types.SamplingParams(max_tokens=32, seed=1)
-    samplers = [run.save_weights_and_get_sampling_client() for run in runs]
+    samplers = [run.save_weights_and_get_sampling_client().result() for run in runs]
     each = max(1, 16 // len(runs)) * repeats
 
     def train(run: Any) -> None:
@@ -136,13 +136,13 @@ def main() -> None:
     with serve() as (url, data_dir):
         keys = [make_key(data_dir, f"tenant-{i}") for i in range(16)]
         clients = [tinker.ServiceClient(base_url=url, api_key=key) for key in keys]
-        runs = [c.create_lora_training_client(BASE_MODEL, rank=8) for c in clients]
+        runs = [c.create_lora_training_client(BASE_MODEL, rank=8).result() for c in clients]
         trips = round_trips(runs[0], url, keys[0], times)
         elapsed = together([lambda run=run: timed(lambda: run.optim_step(ADAM).result(), times // 4) for run in runs])
         one, sixteen = throughput(runs[:1], repeats), throughput(runs, repeats)
         wait = behind_a_neighbour(runs[0], runs[1], 2 * repeats + 1)
         before = percentile(timed(lambda: runs[0].optim_step(ADAM).result(), times), 0.5)
-        idle = [clients[0].create_lora_training_client(BASE_MODEL, rank=32) for _ in range(64)]
+        idle = [clients[0].create_lora_training_client(BASE_MODEL, rank=32).result() for _ in range(64)]
         after = percentile(timed(lambda: runs[0].optim_step(ADAM).result(), times), 0.5)
         del idle
     result = {

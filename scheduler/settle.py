@@ -24,6 +24,7 @@ PROTOBUF = "application/x-protobuf"
 
 #: Tinker counts a forward as prefill: it reads tokens and trains nothing.
 _TRAIN_KINDS = {OpKind.FORWARD_BACKWARD: "train", OpKind.FORWARD: "prefill"}
+_SAVE_TYPES = {OpKind.SAVE_STATE: "save_weights", OpKind.SAVE_SAMPLER: "save_weights_for_sampler"}
 _SAMPLE_KINDS = ("prefill", "cached_prefill", "sample")
 
 
@@ -106,7 +107,7 @@ def _new_checkpoint(session: Session, op: Operation, done: Done, now: datetime, 
     row.created_at = now
     row.expires_at = now + timedelta(seconds=ttl) if ttl else None
     session.flush()
-    return _json({"path": f"tinker://{op.lane}/{kind}/{name}", "type": str(op.kind)})
+    return _json({"path": f"tinker://{op.lane}/{kind}/{name}", "type": _SAVE_TYPES[OpKind(op.kind)]})
 
 
 def _new_sampler(session: Session, op: Operation, now: datetime) -> Outcome:
@@ -133,4 +134,4 @@ def _new_sampler(session: Session, op: Operation, now: datetime) -> Outcome:
         )
     )
     session.flush()
-    return _json({"sampling_session_id": sampler_id, "type": str(op.kind)})
+    return _json({"sampling_session_id": sampler_id, "type": _SAVE_TYPES[OpKind(op.kind)]})

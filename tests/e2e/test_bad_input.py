@@ -35,7 +35,7 @@ def datum(tokens: list[int], **inputs: list[Any]) -> types.Datum:
 
 @pytest.fixture
 def run(official: Official) -> Any:
-    return official("careless").create_lora_training_client(BASE_MODEL, rank=4)
+    return official("careless").create_lora_training_client(BASE_MODEL, rank=4).result()
 
 
 BAD_DATA = {
@@ -64,21 +64,21 @@ def test_bad_data(run: Any, case: str) -> None:
 
 def test_an_unknown_base_model_is_named_with_those_that_are_served(official: Official) -> None:
     with pytest.raises(tinker.TinkerError, match=r"nobody/nothing.*weft/tiny-moe"):
-        official().create_lora_training_client("nobody/nothing")
+        official().create_lora_training_client("nobody/nothing").result()
 
 
 def test_a_rank_beyond_the_limit(official: Official) -> None:
     with pytest.raises(tinker.TinkerError, match="100000"):
-        official().create_lora_training_client(BASE_MODEL, rank=100_000)
+        official().create_lora_training_client(BASE_MODEL, rank=100_000).result()
 
 
 def test_a_wrong_key(weftd: Weftd) -> None:
     with pytest.raises(tinker.AuthenticationError):
-        tinker.ServiceClient(base_url=weftd.url, api_key="tml-wrong").create_lora_training_client(BASE_MODEL)
+        tinker.ServiceClient(base_url=weftd.url, api_key="tml-wrong").create_lora_training_client(BASE_MODEL).result()
 
 
 def test_a_prompt_that_does_not_fit(official: Official) -> None:
-    sampler = official().create_sampling_client(base_model=BASE_MODEL)
+    sampler = official().create_sampling_client(base_model=BASE_MODEL).result()
     with pytest.raises(tinker.TinkerError, match="50000"):
         sampler.sample(types.ModelInput.from_ints([50] * 50_000), 1, types.SamplingParams(max_tokens=1)).result()
 
@@ -88,13 +88,13 @@ def test_a_prompt_that_does_not_fit(official: Official) -> None:
     [({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p"), ({"max_tokens": 0}, "max_tokens")],
 )
 def test_bad_sampling_parameters(official: Official, params: dict[str, Any], named: str) -> None:
-    sampler = official().create_sampling_client(base_model=BASE_MODEL)
+    sampler = official().create_sampling_client(base_model=BASE_MODEL).result()
     with pytest.raises(tinker.TinkerError, match=named):
         sampler.sample(prompt(), 1, types.SamplingParams(**{"max_tokens": 1} | params)).result()
 
 
 def test_unknown_and_foreign_runs_are_the_same_404(weftd: Weftd, official: Official) -> None:
-    mine = official("owner").create_lora_training_client(BASE_MODEL, rank=2)
+    mine = official("owner").create_lora_training_client(BASE_MODEL, rank=2).result()
     headers = {"X-API-Key": weftd.key("stranger")}
     body = {"seq_id": 1, "adam_params": {"learning_rate": 1e-3}, "type": "optim_step"}
     with httpx.Client(base_url=weftd.url, headers=headers) as http:
@@ -110,19 +110,19 @@ def test_unknown_and_foreign_runs_are_the_same_404(weftd: Weftd, official: Offic
 
 
 def test_a_foreign_checkpoint_cannot_be_loaded_or_sampled(official: Official) -> None:
-    mine = official("owner").create_lora_training_client(BASE_MODEL, rank=2)
+    mine = official("owner").create_lora_training_client(BASE_MODEL, rank=2).result()
     state = mine.save_state("secret").result().path
     named = mine.save_weights_for_sampler("secret").result().path
     stranger = official("stranger")
     with pytest.raises(tinker.NotFoundError):
-        stranger.create_training_client_from_state(state)
+        stranger.create_training_client_from_state(state).result()
     with pytest.raises(tinker.NotFoundError):
-        stranger.create_sampling_client(model_path=named)
+        stranger.create_sampling_client(model_path=named).result()
 
 
 def test_a_refused_operation_does_not_wedge_the_run(official: Official) -> None:
     """The SDK has given the refused operation a number; what follows must not wait for it for ever."""
-    run = official("careless").create_lora_training_client(BASE_MODEL, rank=4)
+    run = official("careless").create_lora_training_client(BASE_MODEL, rank=4).result()
     with pytest.raises(tinker.TinkerError):
         run.forward_backward([datum([50, 10_000_000])], "cross_entropy").result()
     fine = run.forward_backward(supervised(), "cross_entropy").result(timeout=10)

@@ -54,14 +54,14 @@ def billed(server: Weftd) -> tuple[int, int]:
 def test_a_killed_trainer_is_replaced_and_the_run_goes_on_bitwise(own_weftd: Start) -> None:
     server = own_weftd()
     service = client(server)
-    calm = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
+    calm = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result()
     expected = train(calm, 6), fingerprint(calm)
 
     def kill(step: int) -> None:
         if step in (2, 4):
             server.worker("trainer").kill()
 
-    shaken = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
+    shaken = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result()
     found = train(shaken, 6, kill), fingerprint(shaken)
     assert found[0] == expected[0]
     np.testing.assert_array_equal(found[1], expected[1])
@@ -74,9 +74,9 @@ def test_snapshots_bound_the_replay_and_change_nothing(own_weftd: Start, tmp_pat
     config.write_text("[trainer]\nsnapshot_every_tokens = 100\n")
     server = own_weftd("--config", str(config))
     service = client(server)
-    calm = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
+    calm = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result()
     expected = train(calm, 5), fingerprint(calm)
-    shaken = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
+    shaken = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result()
     found = train(shaken, 5, lambda step: server.worker("trainer").kill() if step == 3 else None), fingerprint(shaken)
     assert found[0] == expected[0]
     np.testing.assert_array_equal(found[1], expected[1])
@@ -86,7 +86,7 @@ def test_snapshots_bound_the_replay_and_change_nothing(own_weftd: Start, tmp_pat
 
 def test_a_killed_generator_is_replaced_and_samples_arrive(own_weftd: Start) -> None:
     server = own_weftd()
-    sampler = client(server).create_sampling_client(base_model=BASE_MODEL)
+    sampler = client(server).create_sampling_client(base_model=BASE_MODEL).result()
     params = types.SamplingParams(max_tokens=200, seed=1, stop=[])
     calm = [s.tokens for s in sampler.sample(prompt(), 4, params).result(timeout=60).sequences]
     future = sampler.sample(prompt(), 4, params)
@@ -98,9 +98,9 @@ def test_a_killed_generator_is_replaced_and_samples_arrive(own_weftd: Start) -> 
 def test_a_killed_server_finishes_what_it_had_accepted(own_weftd: Start) -> None:
     server = own_weftd()
     service = client(server)
-    calm = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
+    calm = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result()
     expected = train(calm, 4), fingerprint(calm)
-    shaken = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
+    shaken = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result()
     restarted = threading.Event()
 
     def kill(step: int) -> None:
@@ -150,7 +150,7 @@ def test_accepted_and_then_killed_before_anyone_asked(own_weftd: Start) -> None:
 def test_sigterm_drains_and_a_restart_goes_on(own_weftd: Start) -> None:
     server = own_weftd()
     service = client(server)
-    run = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
+    run = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result()
     train(run, 2)
     before = fingerprint(run)
     future = run.forward_backward(supervised(seed=7), "cross_entropy")

@@ -35,14 +35,14 @@ def weights_of(run: Any) -> np.ndarray:
 
 def test_train_save_sample(official: Official) -> None:
     service = official()
-    run = service.create_lora_training_client(BASE_MODEL, rank=8)
+    run = service.create_lora_training_client(BASE_MODEL, rank=8).result()
     assert run.get_info().model_data.model_name == BASE_MODEL
     before = weights_of(run)
     found = losses(run, 6)
     assert found[-1] < 0.7 * found[0]
     after = weights_of(run)
     assert not np.allclose(before, after)
-    sampler = run.save_weights_and_get_sampling_client()
+    sampler = run.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=10, temperature=0.0, stop=[])
     reply = sampler.sample(prompt(), 2, params).result()
     assert [len(s.tokens) for s in reply.sequences] == [10, 10]
@@ -51,9 +51,9 @@ def test_train_save_sample(official: Official) -> None:
 
 
 def test_sampler_and_trainer_agree(official: Official) -> None:
-    run = official().create_lora_training_client(BASE_MODEL, rank=4)
+    run = official().create_lora_training_client(BASE_MODEL, rank=4).result()
     losses(run, 3)
-    sampler = run.save_weights_and_get_sampling_client()
+    sampler = run.save_weights_and_get_sampling_client().result()
     (sequence,) = sampler.sample(prompt(), 1, types.SamplingParams(max_tokens=12, seed=3, stop=[])).result().sequences
     tokens = prompt().to_ints() + list(sequence.tokens)
     inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
@@ -80,7 +80,7 @@ def test_eight_clients_in_parallel_each_end_as_if_alone(official: Official) -> N
 
 def test_submissions_pipelined_without_awaiting(official: Official) -> None:
     def fingerprint(pipelined: bool) -> np.ndarray:
-        run = official().create_lora_training_client(BASE_MODEL, rank=4, seed=1)
+        run = official().create_lora_training_client(BASE_MODEL, rank=4, seed=1).result()
         futures = []
         for step in range(5):
             futures += [run.forward_backward(supervised(seed=step), "cross_entropy"), run.optim_step(ADAM)]
@@ -104,7 +104,7 @@ def test_chunks_arrive_first_chunk_last(official: Official) -> None:
         )
         for t in tokens
     ]
-    run = official().create_lora_training_client(BASE_MODEL, rank=2)
+    run = official().create_lora_training_client(BASE_MODEL, rank=2).result()
     result = run.forward_backward(data, "cross_entropy").result()
     run.optim_step(ADAM).result()
     assert len(result.loss_fn_outputs) == 1500
@@ -117,7 +117,7 @@ def test_chunks_arrive_first_chunk_last(official: Official) -> None:
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo"])
 def test_rl_losses_on_policy_push_the_rewarded_tokens_up(official: Official, loss: str) -> None:
-    run = official().create_lora_training_client(BASE_MODEL, rank=8)
+    run = official().create_lora_training_client(BASE_MODEL, rank=8).result()
     tokens = [45, 50, 55, 60, 65, 70]
     inputs = {"target_tokens": tokens[1:], "weights": [1.0] * 5}
     plain = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
@@ -133,18 +133,18 @@ def test_rl_losses_on_policy_push_the_rewarded_tokens_up(official: Official, los
 
 def test_named_saves_load_and_sample(official: Official) -> None:
     service = official()
-    run = service.create_lora_training_client(BASE_MODEL, rank=4)
+    run = service.create_lora_training_client(BASE_MODEL, rank=4).result()
     losses(run, 2)
     state = run.save_state("half-way").result().path
     named = run.save_weights_for_sampler("shown").result().path
     assert state == f"tinker://{run.model_id}/weights/half-way"
     assert named == f"tinker://{run.model_id}/sampler_weights/shown"
     went_on = losses(run, 3)
-    resumed = service.create_training_client_from_state_with_optimizer(state)
+    resumed = service.create_training_client_from_state_with_optimizer(state).result()
     assert losses(resumed, 3) == went_on
     np.testing.assert_array_equal(weights_of(resumed), weights_of(run))
-    sampler = service.create_sampling_client(model_path=named)
-    base = service.create_sampling_client(base_model=BASE_MODEL)
+    sampler = service.create_sampling_client(model_path=named).result()
+    base = service.create_sampling_client(base_model=BASE_MODEL).result()
     params = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
     assert len(sampler.sample(prompt(), 1, params).result().sequences[0].tokens) == 6
     assert len(base.sample(prompt(), 3, params).result().sequences) == 3
@@ -153,19 +153,19 @@ def test_named_saves_load_and_sample(official: Official) -> None:
 
 
 def test_a_saved_sampler_never_changes(official: Official) -> None:
-    run = official().create_lora_training_client(BASE_MODEL, rank=8)
+    run = official().create_lora_training_client(BASE_MODEL, rank=8).result()
     losses(run, 2)
-    sampler = run.save_weights_and_get_sampling_client()
+    sampler = run.save_weights_and_get_sampling_client().result()
     before = sampler.compute_logprobs(prompt(12)).result()
     losses(run, 4, seed=3)
     assert sampler.compute_logprobs(prompt(12)).result() == before
-    assert run.save_weights_and_get_sampling_client().compute_logprobs(prompt(12)).result() != before
+    assert run.save_weights_and_get_sampling_client().result().compute_logprobs(prompt(12)).result() != before
 
 
 def test_custom_loss_of_the_client(official: Official) -> None:
     """forward_backward_custom: a forward, the client's own autograd, and a weighted cross entropy."""
     torch = pytest.importorskip("torch")
-    run = official().create_lora_training_client(BASE_MODEL, rank=4)
+    run = official().create_lora_training_client(BASE_MODEL, rank=4).result()
 
     def loss(data: list[Any], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         total = torch.stack([(lp.float() ** 2).sum() for lp in logprobs]).sum()
