@@ -77,7 +77,9 @@ def _model(pair: str) -> tuple[str, Path]:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m workers.generator", description="A Weft generator worker.")
     parser.add_argument("--link-fd", type=int, required=True, help="inherited file descriptor of the worker link")
-    parser.add_argument("--data-dir", type=Path, required=True, help="root of the blob store")
+    parser.add_argument(
+        "--data-dir", type=Path, required=True, help="the service's data folder; blobs are in its blobs/"
+    )
     parser.add_argument("--model", type=_model, action="append", required=True, metavar="NAME=PATH")
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves torch's own choice")
     parser.add_argument("--slots", type=int, default=32, help="sequences that are decoded at the same time")

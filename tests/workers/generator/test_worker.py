@@ -141,7 +141,7 @@ def test_the_process(blobs: Blobs, adapter_ref: str, goodbye: str) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "workers.generator", "--link-fd", str(theirs.fileno()), "--threads", "1"]
-            command += ["--data-dir", str(blobs.root), "--model", f"base={TINY}", "--slots", "4"]
+            command += ["--data-dir", str(blobs.root.parent), "--model", f"base={TINY}", "--slots", "4"]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()], env=environment)
         link = await ServerLink.over(ours)
