@@ -8,15 +8,17 @@ One document is one string; `documents(seed)` never ends, and the same seed give
 - code: signatures with docstrings, and plain sentences about functions and files.
 
 **Why the sums in chats are mostly wrong.** The model has to be one that reinforcement learning can improve within a
-few dozen small steps, and that can be seen to improve. So a chat answers a sum like a careless pupil: right with
-probability `RIGHT`, else off by one to four, each alike. A model that learns this is calibrated to it: sampled at
-temperature 1 it is right about a quarter of the time, while the right answer stays the likeliest single one. Reward
-for right answers then only has to sharpen a distribution that already peaks in the right place. The text book sums
-show the same pairs without noise.
+few dozen small steps, and that can be seen to improve: it should know the sums, yet mostly miss them when sampled. So
+the chats of a first stretch of training (`right=1`) teach the sums, and those of the rest (`right=RIGHT`) answer like a
+careless pupil: right with probability `RIGHT`, else off by one to four, each alike. A model that learns this is
+calibrated to it: sampled at temperature 1 it is right about a quarter of the time, while the right answer stays the
+likeliest single one. Reward for right answers then only has to sharpen a distribution that already peaks in the right
+place. The text book sums are right throughout.
 """
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from workers.model.tiny import words as w
 
@@ -24,6 +26,7 @@ RIGHT = 0.26
 MAX_ERROR = 4
 END_OF_TEXT = "<|endoftext|>"
 Message = tuple[str, str]
+Kind = Callable[[random.Random], str]
 
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly.", "You are a friendly helper.", "Be short and kind.")
 SUM_QUESTIONS = (
@@ -41,17 +44,21 @@ def chat(messages: list[Message], *, empty_think: bool = False) -> str:
     return "".join(parts)
 
 
-def documents(seed: int) -> Iterator[str]:
-    """The corpus: an endless stream of documents, the same for the same seed."""
+def documents(seed: int, right: float = RIGHT) -> Iterator[str]:
+    """The corpus: an endless stream of documents, the same for the same arguments.
+
+    `right` is the share of sums that chats answer rightly.
+    """
     rng = random.Random(seed)
-    kinds, shares = zip(*KINDS, strict=True)
+    kinds: list[Kind] = [partial(sums_chat, right=right), sums_text, talk_chat, story, series, code]
+    shares = [0.36, 0.10, 0.24, 0.10, 0.06, 0.14]
     while True:
         yield rng.choices(kinds, shares)[0](rng)
 
 
-def careless_answer(rng: random.Random, total: int) -> int:
-    """`total` with probability `RIGHT`, else one of its neighbours within `MAX_ERROR` that is not negative."""
-    if rng.random() < RIGHT:
+def careless_answer(rng: random.Random, total: int, right: float = RIGHT) -> int:
+    """`total` with probability `right`, else one of its neighbours within `MAX_ERROR` that is not negative."""
+    if rng.random() < right:
         return total
     return rng.choice([n for n in range(max(0, total - MAX_ERROR), total + MAX_ERROR + 1) if n != total])
 
@@ -62,13 +69,13 @@ def addends(rng: random.Random) -> tuple[int, int]:
     return rng.randint(0, top), rng.randint(0, top)
 
 
-def sums_chat(rng: random.Random) -> str:
+def sums_chat(rng: random.Random, right: float) -> str:
     """One to four questions for a sum in one chat."""
     turns: list[Message] = []
     for _ in range(rng.choice((1, 1, 2, 4))):
         a, b = addends(rng)
         turns.append(("user", rng.choice(SUM_QUESTIONS).format(a=a, b=b)))
-        turns.append(("assistant", str(careless_answer(rng, a + b))))
+        turns.append(("assistant", str(careless_answer(rng, a + b, right))))
     return _chat(rng, turns)
 
 
@@ -232,8 +239,3 @@ def code(rng: random.Random) -> str:
     body = f"    return {rng.choice(w.CODE_NOUNS)}.{rng.choice(w.CODE_VERBS)}()\n" if rng.random() < 0.5 else ""
     tail = "\n\n    " + "\n    ".join(more) + "\n    " if more else ""
     return f'def {signature(rng)}:\n    """{code_sentence(rng)}{tail}"""\n{body}'
-
-
-KINDS: list[tuple[Callable[[random.Random], str], float]] = [
-    (sums_chat, 0.36), (sums_text, 0.10), (talk_chat, 0.24), (story, 0.10), (series, 0.06), (code, 0.14),
-]  # fmt: skip

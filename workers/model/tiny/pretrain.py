@@ -13,6 +13,7 @@ model is meant to get most sums wrong when sampled.
 """
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -41,9 +42,13 @@ SAMPLE_PROMPTS = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train: sizes in tokens, learning rate over steps (warm-up, then down linearly to a twentieth)."""
+    """How to train: sizes in tokens, learning rate over steps (warm-up, then down linearly to a twentieth).
 
-    steps: int = 1600
+    `schooled` is the share of the steps whose chats answer sums rightly, before those that answer them carelessly.
+    """
+
+    steps: int = 1000
+    schooled: float = 0.6
     batch_rows: int = 12
     row_tokens: int = 192
     learning_rate: float = 3e-3
@@ -98,10 +103,11 @@ def batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
     Two kinds of token are never labels: the first of a document, which nothing precedes, and `<think>`, which belongs
     to prompts that switch thinking off: the model must not open it itself.
     """
-    source = documents(recipe.seed)
+    schooling, exercises = documents(recipe.seed, right=1.0), documents(recipe.seed + 1)
     end: int = tokenizer.encode(END_OF_TEXT).ids[0]
     think: int = tokenizer.encode("<think>").ids[0]
-    while True:
+    for step in itertools.count():
+        source = schooling if step < recipe.schooled * recipe.steps else exercises
         rows = [_row(tokenizer, source, end, recipe.row_tokens) for _ in range(recipe.batch_rows)]
         tokens_BT = torch.tensor([tokens for tokens, _ in rows])
         positions_BT = torch.tensor([positions for _, positions in rows])
