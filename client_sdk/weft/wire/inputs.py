@@ -105,9 +105,7 @@ class ModelInput(Request):
     @property
     def length(self) -> int:
         """Number of tokens; `WireError` if a chunk is not text."""
-        return sum(len(chunk.tokens) for chunk in self.chunks if isinstance(chunk, EncodedTextChunk)) or len(
-            self.to_ints()
-        )
+        return len(self.to_ints())
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ _NUMPY: dict[str, np.dtype[Any]] = {"float32": FLOAT32, "int64": INT64}
 
 
 class TensorData:
-    """An immutable array of float32 or int64.
+    """An array of float32 or int64, copied from what it is made of.
 
     `data` are its values, flat; with `sparse_crow_indices` and `sparse_col_indices` they are the listed values of a
     two-dimensional compressed-sparse-row array, every other cell being 0. Errors are `WireError` (a `ValueError`).
@@ -47,7 +47,7 @@ class TensorData:
         if dtype not in _NUMPY:
             raise WireError(f"tensor dtype must be float32 or int64, got {dtype!r}")
         try:
-            values = np.ascontiguousarray(data, dtype=_NUMPY[dtype]).reshape(-1)
+            values = np.array(data, dtype=_NUMPY[dtype]).reshape(-1)
         except (ValueError, TypeError, OverflowError) as error:
             raise WireError(f"tensor values are not a rectangular array of {dtype}: {error}") from None
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
@@ -58,7 +58,6 @@ class TensorData:
             check_shape(shape, "tensor")
             if sparse_crow_indices is None and int(np.prod(shape)) != values.size:
                 raise WireError(f"tensor of shape {shape} needs {int(np.prod(shape))} values, got {values.size}")
-        values.flags.writeable = False if values.base is None else values.flags.writeable
         for name, value in (
             ("dtype", dtype),
             ("shape", shape),
@@ -77,9 +76,9 @@ class TensorData:
         return f"TensorData({self.data!r}, dtype={self.dtype!r}, shape={self.shape!r})"
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TensorData) or self.dtype != other.dtype:
-            return NotImplemented if not isinstance(other, TensorData) else False
-        return np.array_equal(self.to_numpy(), other.to_numpy())
+        if not isinstance(other, TensorData):
+            return NotImplemented
+        return self.dtype == other.dtype and np.array_equal(self.to_numpy(), other.to_numpy())
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -1,0 +1,85 @@
+"""`APIFuture`: a result that is on its way, for code with and without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Generator
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from weft.background import background
+
+T = TypeVar("T")
+
+
+class APIFuture(Generic[T]):
+    """A result that is being fetched in the background, whether or not anybody waits for it.
+
+    `result()` blocks, `await` does not. Giving up on waiting (a timeout, a cancelled task) leaves the operation alone;
+    `cancel()` abandons it.
+    """
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+
+    @classmethod
+    def start(cls, work: Coroutine[Any, Any, T]) -> APIFuture[T]:
+        """Start `work` in the background."""
+        return cls(background().run(work))
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the result, at most `timeout` seconds (`TimeoutError`)."""
+        if background().here() and not self._future.done():
+            raise RuntimeError("result() would block the client's own event loop; use await")
+        return self._future.result(timeout)
+
+    async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109
+        """Wait for the result in any event loop, at most `timeout` seconds (`TimeoutError`)."""
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._future)), timeout)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.result_async().__await__()
+
+    async def coroutine(self) -> T:
+        """The same as a coroutine, for what takes nothing else."""
+        return await self
+
+    def future(self) -> Future[T]:
+        """The same as a `concurrent.futures.Future`."""
+        return self._future
+
+    def done(self) -> bool:
+        """Whether the result, or an error, is there."""
+        return self._future.done()
+
+    def cancel(self) -> bool:
+        """Abandon it. A sample stops being generated; a training operation already called is executed all the same."""
+        return self._future.cancel()
+
+    def __repr__(self) -> str:
+        return f"APIFuture({'done' if self.done() else 'pending'})"
+
+
+class Pending(Generic[T]):
+    """A client that can be used at once although the server is still making it.
+
+    Its operations wait their turn behind its making. `result()` or `await` waits for it and returns the client itself,
+    and is where the error surfaces if it could not be made.
+    """
+
+    _made: Future[T]
+
+    def result(self, timeout: float | None = None) -> T:
+        """The client itself, once the server has made it."""
+        return APIFuture(self._made).result(timeout)
+
+    async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109
+        """The client itself, once the server has made it."""
+        return await APIFuture(self._made).result_async(timeout)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.result_async().__await__()
+
+    def future(self) -> Future[T]:
+        """The same as a `concurrent.futures.Future`."""
+        return self._made

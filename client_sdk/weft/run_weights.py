@@ -1,0 +1,165 @@
+"""The half of a `TrainingClient` that saves and loads weights, and samples from them."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from weft.errors import APIResponseValidationError
+from weft.future import APIFuture
+from weft.retry import RetryPolicy
+from weft.run import Run
+from weft.sampling_client import Sampler, SamplingClient, make_sampler, refuse_stability_info
+from weft.session import Session
+from weft.wire.base import Request
+from weft.wire.training import GetInfoResponse
+from weft.wire.weights import (
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    SamplingClientKind,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponse,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsForSamplerResponseInternal,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+)
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def base_model_of(info: GetInfoResponse) -> str:
+    """The served name of a run's base model."""
+    name = info.model_data.model_name or info.model_name
+    if name is None:
+        raise APIResponseValidationError(f"the server does not say what base model run {info.model_id} has")
+    return name
+
+
+class RunWeights:
+    """Saving and loading, in the order of the run's other operations. Names are letters, digits, `.`, `_` and `-`."""
+
+    _session: Session
+    _run: Run
+
+    def _operate(self, route: str, request: Request, answer: type[M]) -> APIFuture[M]:
+        """Submit `request`, which was checked where it was made; run and number are filled in when its turn comes."""
+
+        def numbered(seq_id: int) -> Request:
+            return request.model_copy(update={"model_id": self._run.model_id, "seq_id": seq_id})
+
+        return APIFuture.start(self._run.operate(route, numbered, answer))
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsResponse]:
+        """Save adapter and optimizer, to continue from; the result's `path` is `tinker://<run>/weights/<name>`.
+
+        `ttl_seconds` (an hour to ten years) deletes it after that time; None keeps it.
+        """
+        request = SaveWeightsRequest(
+            model_id="", path=name, ttl_seconds=ttl_seconds, overwrite=overwrite, user_metadata=user_metadata
+        )
+        return self._operate("/save_weights", request, SaveWeightsResponse)
+
+    async def save_state_async(self, *args: Any, **kwargs: Any) -> APIFuture[SaveWeightsResponse]:
+        """`save_state`; the future, not yet its result."""
+        return self.save_state(*args, **kwargs)
+
+    def load_state(self, path: str, weights_access_token: str | None = None) -> APIFuture[LoadWeightsResponse]:
+        """Load a checkpoint's adapter into this run, with a fresh optimizer."""
+        return self._load(path, weights_access_token, optimizer=False)
+
+    async def load_state_async(self, *args: Any, **kwargs: Any) -> APIFuture[LoadWeightsResponse]:
+        """`load_state`; the future, not yet its result."""
+        return self.load_state(*args, **kwargs)
+
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        """Load a checkpoint's adapter and optimizer into this run."""
+        return self._load(path, weights_access_token, optimizer=True)
+
+    async def load_state_with_optimizer_async(self, *args: Any, **kwargs: Any) -> APIFuture[LoadWeightsResponse]:
+        """`load_state_with_optimizer`; the future, not yet its result."""
+        return self.load_state_with_optimizer(*args, **kwargs)
+
+    def _load(self, path: str, token: str | None, optimizer: bool) -> APIFuture[LoadWeightsResponse]:
+        request = LoadWeightsRequest(model_id="", path=path, optimizer=optimizer, weights_access_token=token)
+        return self._operate("/load_weights", request, LoadWeightsResponse)
+
+    def save_weights_for_sampler(
+        self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        """Save the adapter for sampling; the result's `path` is `tinker://<run>/sampler_weights/<name>`."""
+        request = SaveWeightsForSamplerRequest(
+            model_id="", path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
+        )
+        return self._operate("/save_weights_for_sampler", request, SaveWeightsForSamplerResponse)
+
+    async def save_weights_for_sampler_async(
+        self, *args: Any, **kwargs: Any
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        """`save_weights_for_sampler`; the future, not yet its result."""
+        return self.save_weights_for_sampler(*args, **kwargs)
+
+    def save_weights_external(
+        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
+    ) -> APIFuture[SaveWeightsExternalResponse]:
+        """Export the adapter as PEFT files; `RestClient.get_external_weights_urls` says where to fetch them."""
+        request = SaveWeightsExternalRequest(
+            model_id="", path=name, ttl_seconds=ttl_seconds, age_encryption_recipients=age_encryption_recipients
+        )
+        return self._operate("/save_weights_external", request, SaveWeightsExternalResponse)
+
+    async def save_weights_external_async(self, *args: Any, **kwargs: Any) -> APIFuture[SaveWeightsExternalResponse]:
+        """`save_weights_external`; the future, not yet its result."""
+        return self.save_weights_external(*args, **kwargs)
+
+    def save_weights_and_get_sampling_client(
+        self,
+        name: str | None = None,
+        retry_config: RetryPolicy | None = None,
+        record_stability_info: bool = False,
+        kind: SamplingClientKind = "snapshot",
+    ) -> SamplingClient:
+        """A sampler of the weights as they are when this operation's turn comes.
+
+        A "snapshot" keeps these weights; an "inflight" sampler follows the run as later saves update it. `name` is not
+        used: the weights are kept as long as the session.
+        """
+        refuse_stability_info(record_stability_info)
+        return SamplingClient(self._session, self._save_ephemeral(kind), retry_config)
+
+    async def save_weights_and_get_sampling_client_async(self, *args: Any, **kwargs: Any) -> SamplingClient:
+        """`save_weights_and_get_sampling_client`, once the sampler is made."""
+        return await self.save_weights_and_get_sampling_client(*args, **kwargs)
+
+    async def _save_ephemeral(self, kind: SamplingClientKind) -> Sampler:
+        def request(seq_id: int) -> SaveWeightsForSamplerRequest:
+            number = next(self._session.sampler_numbers)
+            return SaveWeightsForSamplerRequest(
+                model_id=self._run.model_id, sampling_session_seq_id=number, kind=kind, seq_id=seq_id
+            )
+
+        saved = await self._run.operate("/save_weights_for_sampler", request, SaveWeightsForSamplerResponseInternal)
+        if saved.sampling_session_id is None:
+            raise APIResponseValidationError("the server saved the weights but names no sampler")
+        return Sampler(saved.sampling_session_id, base_model_of(self._run.info) if self._run.info else None)
+
+    def create_sampling_client(
+        self, model_path: str, retry_config: RetryPolicy | None = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        """A sampler of saved weights, `tinker://<run>/sampler_weights/<name>`."""
+        refuse_stability_info(record_stability_info)
+        return SamplingClient(self._session, make_sampler(self._session, model_path, None), retry_config)
+
+    async def create_sampling_client_async(self, *args: Any, **kwargs: Any) -> SamplingClient:
+        """`create_sampling_client`, once the sampler is made."""
+        return await self.create_sampling_client(*args, **kwargs)

@@ -1,0 +1,221 @@
+"""`SamplingClient`: draw tokens from a base model or from a run's weights."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import httpx
+
+from weft.background import background
+from weft.errors import APIResponseValidationError, GoneError, WeftError
+from weft.future import APIFuture, Pending
+from weft.poll import fetch_result
+from weft.retry import RetryPolicy
+from weft.session import Session
+from weft.tokenizer import fetch_tokenizer, load_tokenizer
+from weft.transport import Call, encode, parse
+from weft.wire.inputs import ModelInput
+from weft.wire.sample_codec import decode_sample_response
+from weft.wire.sampling import (
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    GetSamplerResponse,
+    SampleRequest,
+    SampleResponse,
+    SamplingParams,
+)
+from weft.wire.service import CancelFutureRequest, UntypedAPIFuture
+from weft.wire.tensor import TensorData
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+#: How often a sample whose result the server has lost is drawn again.
+MAX_REDRAWS = 5
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A sampler that the server has made. Its base model is looked up when it is not known."""
+
+    id: str
+    base_model: str | None = None
+
+
+async def make_sampler(session: Session, model_path: str | None, base_model: str | None) -> Sampler:
+    """Have the server make a sampler of saved weights (`tinker://...`) or of a base model."""
+    session_id = await session.id()
+    request = CreateSamplingSessionRequest(
+        session_id=session_id,
+        sampling_session_seq_id=next(session.sampler_numbers),
+        base_model=base_model,
+        model_path=model_path,
+    )
+    made = await session.transport.ask(
+        "POST", "/create_sampling_session", CreateSamplingSessionResponse, encode(request.body())
+    )
+    return Sampler(made.sampling_session_id, base_model)
+
+
+class SamplingClient(Pending["SamplingClient"]):
+    """A sampler of one session. Usable at once; requests wait until the server has made it.
+
+    A snapshot sampler's weights never change; an inflight one follows its run. Requests are independent: they may run
+    in any order and as many together as the server has room for.
+    """
+
+    def __init__(self, session: Session, made: Coroutine[Any, Any, Sampler], policy: RetryPolicy | None = None) -> None:
+        self._session = session
+        self._policy = policy
+        self._numbers = itertools.count()
+        self._sampler = background().run(made)
+        self._made = background().run(self._ready())
+
+    async def _ready(self) -> SamplingClient:
+        await self._get_sampler()
+        return self
+
+    async def _get_sampler(self) -> Sampler:
+        return await asyncio.shield(asyncio.wrap_future(self._sampler))
+
+    @property
+    def sampling_session_id(self) -> str:
+        """The sampler's id; waits until it is made."""
+        return APIFuture(self._sampler).result().id
+
+    def sample(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> APIFuture[SampleResponse]:
+        """Draw `num_samples` sequences that continue `prompt`, with the logprob of every token drawn.
+
+        `include_prompt_logprobs` also gives the prompt's own logprobs, of which `prompt_logprobs_last_n` keeps the
+        last n. Cancelling the future stops the drawing. Raises `RequestFailedError` if the request cannot be done.
+        """
+        request = SampleRequest(
+            prompt=prompt,
+            sampling_params=sampling_params,
+            num_samples=num_samples,
+            prompt_logprobs=include_prompt_logprobs,
+            topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            target_prompt_logprobs=target_prompt_logprobs,
+            prompt_alt_tokens_k=prompt_alt_tokens_k,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+        )
+        return APIFuture.start(self._sample(request))
+
+    async def sample_async(self, *args: Any, **kwargs: Any) -> SampleResponse:
+        """`sample`, awaited. Cancelling the task stops the drawing."""
+        return await _cancelling(self.sample(*args, **kwargs))
+
+    def compute_logprobs(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> APIFuture[list[float | None]]:
+        """The logprob of every token of `prompt` given those before it; None for the first."""
+        request = SampleRequest(
+            prompt=prompt,
+            sampling_params=SamplingParams(max_tokens=1),
+            prompt_logprobs=True,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+        )
+        return APIFuture.start(self._logprobs(request))
+
+    async def compute_logprobs_async(self, *args: Any, **kwargs: Any) -> list[float | None]:
+        """`compute_logprobs`, awaited."""
+        return await _cancelling(self.compute_logprobs(*args, **kwargs))
+
+    def get_base_model(self) -> str:
+        """The name of the base model."""
+        return APIFuture.start(self._get_base_model()).result()
+
+    async def get_base_model_async(self) -> str:
+        """The name of the base model."""
+        return await APIFuture.start(self._get_base_model())
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The base model's tokenizer, with the server's own files."""
+        return load_tokenizer(APIFuture.start(self._fetch_tokenizer()).result())
+
+    async def _fetch_tokenizer(self) -> Any:
+        return await fetch_tokenizer(self._session.transport, await self._get_base_model())
+
+    async def _get_base_model(self) -> str:
+        sampler = await self._get_sampler()
+        if sampler.base_model is not None:
+            return sampler.base_model
+        return (await self._session.transport.ask("GET", f"/samplers/{sampler.id}", GetSamplerResponse)).base_model
+
+    async def _logprobs(self, request: SampleRequest) -> list[float | None]:
+        logprobs = (await self._sample(request)).prompt_logprobs
+        if logprobs is None:
+            raise APIResponseValidationError("the server returned no prompt logprobs")
+        return logprobs
+
+    async def _sample(self, request: SampleRequest) -> SampleResponse:
+        sampler = await self._get_sampler()
+        async with self._session.sample_slots:
+            for _ in range(MAX_REDRAWS):
+                numbered = request.model_copy(update={"sampling_session_id": sampler.id, "seq_id": next(self._numbers)})
+                try:
+                    return await self._draw(numbered)
+                except GoneError as error:
+                    lost = error
+            raise lost
+
+    async def _draw(self, request: SampleRequest) -> SampleResponse:
+        headers = {"X-Tinker-Sampling-Backpressure": "1"}
+        transport = self._session.transport
+        call = Call("POST", "/asample", encode(request.body()), headers=headers, patient=True)
+        future = parse(await transport.send(call, self._policy), UntypedAPIFuture)
+
+        def read(answer: httpx.Response) -> SampleResponse:
+            result = decode_sample_response(answer.content)
+            names = future.sample_sequence_ids
+            if names is not None and len(names) != len(result.sequences):
+                raise APIResponseValidationError(f"{len(names)} sequences promised, {len(result.sequences)} returned")
+            return SampleResponse(result, names)
+
+        try:
+            return await fetch_result(transport, future.request_id, read)
+        except asyncio.CancelledError:
+            body = CancelFutureRequest(request_id=future.request_id).model_dump_json().encode()
+            background().run(_quietly(transport.ask_once("POST", "/cancel_future", body)))
+            raise
+
+
+async def _quietly(work: Coroutine[Any, Any, Any]) -> None:
+    """A courtesy to the server: nobody waits for it, nobody minds if it fails."""
+    try:
+        await work
+    except WeftError:
+        return
+
+
+async def _cancelling(future: APIFuture[T]) -> T:
+    """The result; a cancelled wait cancels the operation, too."""
+    try:
+        return await future
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+
+
+def refuse_stability_info(asked: bool) -> None:
+    """Say no to what only the stable_reinforce loss needs."""
+    if asked:
+        raise NotImplementedError("record_stability_info serves the stable_reinforce loss, which Weft does not have")

@@ -1,0 +1,196 @@
+"""`ServiceClient`: the way in. Makes training runs, samplers and the REST client, all of one session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+from weft.endpoint import resolve_endpoint
+from weft.errors import WeftError
+from weft.future import APIFuture
+from weft.rest_client import RestClient
+from weft.retry import RetryPolicy
+from weft.sampling_client import SamplingClient, make_sampler, refuse_stability_info
+from weft.session import Session
+from weft.training_client import TrainingClient
+from weft.transport import Transport
+from weft.wire.service import GetServerCapabilitiesResponse
+from weft.wire.training import AdamOptimizerConfig, CreateModelRequest, LoraConfig
+from weft.wire.weights import LoadWeightsRequest
+
+
+class ServiceClient:
+    """A connection to a Weft server.
+
+    Address and key come from the arguments, else from WEFT_BASE_URL and WEFT_API_KEY, else from TINKER_BASE_URL and
+    TINKER_API_KEY. Nothing is sent until something is needed. `with ServiceClient() as service:` ends the session when
+    the block ends; without it the session ends when its heartbeats stop.
+    """
+
+    def __init__(
+        self,
+        user_metadata: Mapping[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        endpoint = resolve_endpoint(base_url, api_key)
+        self._transport = Transport(endpoint, retry or RetryPolicy(), default_headers_overrides)
+        self._session = Session(self._transport, user_metadata, project_id, display_name)
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: AdamOptimizerConfig | None = None,
+    ) -> TrainingClient:
+        """A new run: a fresh LoRA adapter of this rank on `base_model`. The same seed gives the same start."""
+        lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
+
+        def request(session_id: str, number: int) -> CreateModelRequest:
+            return CreateModelRequest(
+                session_id=session_id,
+                model_seq_id=number,
+                base_model=base_model,
+                lora_config=lora,
+                user_metadata=user_metadata,
+                optimizer_config=optimizer or AdamOptimizerConfig(),
+            )
+
+        return TrainingClient(self._session, request)
+
+    async def create_lora_training_client_async(self, *args: Any, **kwargs: Any) -> TrainingClient:
+        """`create_lora_training_client`, once the run is made."""
+        return await self.create_lora_training_client(*args, **kwargs)
+
+    def create_training_client_from_state(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: AdamOptimizerConfig | None = None,
+    ) -> TrainingClient:
+        """A new run that starts from a checkpoint's adapter, with a fresh optimizer."""
+        return self._from_state(path, False, base_model, user_metadata, weights_access_token, optimizer)
+
+    async def create_training_client_from_state_async(self, *args: Any, **kwargs: Any) -> TrainingClient:
+        """`create_training_client_from_state`, once the run is made."""
+        return await self.create_training_client_from_state(*args, **kwargs)
+
+    def create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
+        """A new run that continues exactly where a checkpoint was saved, optimizer included."""
+        return self._from_state(path, True, base_model, user_metadata, weights_access_token, None)
+
+    async def create_training_client_from_state_with_optimizer_async(self, *args: Any, **kwargs: Any) -> TrainingClient:
+        """`create_training_client_from_state_with_optimizer`, once the run is made."""
+        return await self.create_training_client_from_state_with_optimizer(*args, **kwargs)
+
+    def _from_state(
+        self,
+        path: str,
+        with_optimizer: bool,
+        base_model: str | None,
+        user_metadata: dict[str, str] | None,
+        token: str | None,
+        optimizer: AdamOptimizerConfig | None,
+    ) -> TrainingClient:
+        def request(session_id: str, number: int) -> LoadWeightsRequest:
+            return LoadWeightsRequest(
+                session_id=session_id,
+                model_seq_id=number,
+                path=path,
+                optimizer=with_optimizer,
+                base_model=base_model,
+                user_metadata=user_metadata,
+                optimizer_config=optimizer,
+                weights_access_token=token,
+            )
+
+        return TrainingClient(self._session, request)
+
+    def create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: RetryPolicy | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """A sampler of saved weights (`model_path`, `tinker://...`) or of a base model."""
+        if model_path is None and base_model is None:
+            raise ValueError("give model_path or base_model")
+        refuse_stability_info(record_stability_info)
+        return SamplingClient(self._session, make_sampler(self._session, model_path, base_model), retry_config)
+
+    async def create_sampling_client_async(self, *args: Any, **kwargs: Any) -> SamplingClient:
+        """`create_sampling_client`, once the sampler is made."""
+        return await self.create_sampling_client(*args, **kwargs)
+
+    def create_rest_client(self) -> RestClient:
+        """What is stored and what it cost. Needs no session."""
+        return RestClient(transport=self._transport)
+
+    def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
+        """The base models that the server serves."""
+        return self.create_rest_client().get_server_capabilities().result()
+
+    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
+        """The base models that the server serves."""
+        return await self.create_rest_client().get_server_capabilities()
+
+    def close(
+        self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None
+    ) -> APIFuture[None]:
+        """End the session: its runs and ephemeral samplers with it. Saved checkpoints stay."""
+        return APIFuture.start(self._session.finish(status, detail))
+
+    def __enter__(self) -> ServiceClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        status, detail = _ending(error)
+        try:
+            self.close(status, detail).result()
+        except WeftError:
+            if error is None:
+                raise
+
+    async def __aenter__(self) -> ServiceClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        status, detail = _ending(error)
+        try:
+            await self.close(status, detail)
+        except WeftError:
+            if error is None:
+                raise
+
+
+def _ending(error: BaseException | None) -> tuple[Literal["success", "errored", "interrupted"], str | None]:
+    """How a session ended, from what left its `with` block."""
+    if error is None:
+        return "success", None
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", None
+    return "errored", f"{type(error).__name__}: {error}"[:500]

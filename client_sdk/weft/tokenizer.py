@@ -1,0 +1,73 @@
+"""Tokenizers, from the server that serves the model: the same files that the base model came with, and no model hub.
+
+Files are kept under WEFT_CACHE_DIR (else ~/.cache/weft), in a folder named by their hashes, so that a changed
+tokenizer is a different folder. transformers is imported only here, and only when a tokenizer is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from weft.errors import APIResponseValidationError
+from weft.transport import Call, Transport
+from weft.wire.usage import TokenizerFilesResponse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+async def fetch_tokenizer(transport: Transport, model: str) -> Path:
+    """The folder with the tokenizer files of `model`, fetched if they are not all here."""
+    route = f"/weft/models/{quote(model, safe='/:')}/tokenizer"
+    listing = await transport.ask("GET", route, TokenizerFilesResponse)
+    if not listing.files or any(Path(name).name != name or name.startswith(".") for name in listing.files):
+        raise APIResponseValidationError(f"{route}: not a list of plain file names: {sorted(listing.files)}")
+    folder = cache_dir() / "tokenizers" / _digest(json.dumps(listing.files, sort_keys=True).encode())[:32]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, sha256 in listing.files.items():
+        target = folder / name
+        if target.exists() and _digest(target.read_bytes()) == sha256:
+            continue
+        content = (await transport.send(Call("GET", f"{route}/{quote(name)}"))).content
+        if _digest(content) != sha256:
+            raise APIResponseValidationError(f"{route}/{name}: the file is not the one that was listed")
+        _write(target, content)
+    return folder
+
+
+def cache_dir() -> Path:
+    """Where files from servers are kept."""
+    return Path(os.environ.get("WEFT_CACHE_DIR") or Path.home() / ".cache" / "weft")
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _write(target: Path, content: bytes) -> None:
+    """Whole or not at all: several processes may share the cache."""
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    os.replace(name, target)
+
+
+@functools.lru_cache(maxsize=16)
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder`, never looking anywhere else."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError):
+        # A bare tokenizer.json does not say which class it is for; the plain fast tokenizer fits any.
+        if not (folder / "tokenizer.json").exists():
+            raise
+        return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))

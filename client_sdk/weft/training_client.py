@@ -1,0 +1,158 @@
+"""`TrainingClient`: one training run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.background import background
+from weft.custom_loss import CustomLoss, require_torch, run_custom
+from weft.errors import APIResponseValidationError
+from weft.future import APIFuture, Pending
+from weft.run import Run
+from weft.run_weights import RunWeights, base_model_of
+from weft.session import Session
+from weft.tokenizer import fetch_tokenizer, load_tokenizer
+from weft.wire.inputs import Datum
+from weft.wire.training import (
+    AdamParams,
+    CreateModelRequest,
+    ForwardBackwardOutput,
+    GetInfoResponse,
+    OptimStepRequest,
+    OptimStepResponse,
+)
+from weft.wire.usage import UsageResponse
+from weft.wire.weights import LoadWeightsRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Output = APIFuture[ForwardBackwardOutput]
+
+
+class TrainingClient(RunWeights, Pending["TrainingClient"]):
+    """One training run. Usable at once; its operations wait until the server has made it.
+
+    Every method returns a future at once and operations execute in the order they were called, so the usual step is
+
+        backward = training.forward_backward(data, "cross_entropy")
+        update = training.optim_step(AdamParams(learning_rate=1e-4))
+        print(backward.result().metrics["loss:sum"])
+        update.result()
+
+    Losses are sums, never means: gradients add up over calls until `optim_step` uses and clears them.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        request: Callable[[str, int], CreateModelRequest | LoadWeightsRequest],
+    ) -> None:
+        self._session = session
+        self._run = Run(session)
+        self._made = background().run(self._ready(request))
+
+    async def _ready(self, request: Callable[[str, int], CreateModelRequest | LoadWeightsRequest]) -> TrainingClient:
+        await self._run.make(request)
+        return self
+
+    @property
+    def model_id(self) -> str:
+        """The run's id, under which its checkpoints and its usage are found; waits until the run is made."""
+        return self.get_info().model_id
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
+    ) -> Output:
+        """Compute the loss and its outputs, without gradients."""
+        return self._forward(data, loss_fn, loss_fn_config, forward_only=True)
+
+    async def forward_async(self, *args: Any, **kwargs: Any) -> Output:
+        """`forward`; the future, not yet its result."""
+        return self.forward(*args, **kwargs)
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
+    ) -> Output:
+        """Compute the loss and add its gradient to the run's. Losses: see the documentation of the service.
+
+        The result holds, per datum, `logprobs` shaped as its target tokens, and metrics such as `loss:sum`.
+        """
+        return self._forward(data, loss_fn, loss_fn_config, forward_only=False)
+
+    async def forward_backward_async(self, *args: Any, **kwargs: Any) -> Output:
+        """`forward_backward`; the future, not yet its result."""
+        return self.forward_backward(*args, **kwargs)
+
+    def _forward(
+        self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str] | None, forward_only: bool
+    ) -> Output:
+        given = list(data)
+        if not given:
+            raise ValueError("data is empty; give at least one Datum")
+        return APIFuture.start(self._run.forward(given, loss_fn, dict(config or {}), forward_only))
+
+    def forward_backward_custom(
+        self, data: Sequence[Datum], loss_fn: CustomLoss, *, loss_type_input: str | None = None
+    ) -> Output:
+        """Add the gradient of your own loss: `loss_fn(data, logprobs)` returns a torch scalar and metrics.
+
+        `logprobs[i]` is a torch tensor shaped as the target tokens of `data[i]`. Needs torch.
+        """
+        if loss_type_input not in (None, "logprobs"):
+            raise ValueError(f"loss_type_input must be 'logprobs', got {loss_type_input!r}")
+        require_torch()
+        return APIFuture.start(run_custom(self._run, list(data), loss_fn))
+
+    async def forward_backward_custom_async(self, *args: Any, **kwargs: Any) -> Output:
+        """`forward_backward_custom`; the future, not yet its result."""
+        return self.forward_backward_custom(*args, **kwargs)
+
+    def optim_step(
+        self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> APIFuture[OptimStepResponse]:
+        """Apply the gradient that has added up, and clear it. `adam_params` is another name of `optim_params`."""
+        params = optim_params or adam_params
+        if params is None:
+            raise TypeError("optim_step needs AdamParams")
+
+        def request(seq_id: int) -> OptimStepRequest:
+            return OptimStepRequest(model_id=self._run.model_id, adam_params=params, seq_id=seq_id)
+
+        return APIFuture.start(self._run.operate("/optim_step", request, OptimStepResponse))
+
+    async def optim_step_async(self, *args: Any, **kwargs: Any) -> APIFuture[OptimStepResponse]:
+        """`optim_step`; the future, not yet its result."""
+        return self.optim_step(*args, **kwargs)
+
+    def get_info(self) -> GetInfoResponse:
+        """What the server says of the run; waits until it is made."""
+        return APIFuture.start(self._get_info()).result()
+
+    async def get_info_async(self) -> GetInfoResponse:
+        """What the server says of the run; waits until it is made."""
+        return await APIFuture.start(self._get_info())
+
+    async def _get_info(self) -> GetInfoResponse:
+        await asyncio.shield(asyncio.wrap_future(self._made))
+        if self._run.info is None:
+            raise APIResponseValidationError("the run was made without its description")
+        return self._run.info
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The base model's tokenizer, with the server's own files."""
+        return load_tokenizer(APIFuture.start(self._fetch_tokenizer()).result())
+
+    async def _fetch_tokenizer(self) -> Path:
+        return await fetch_tokenizer(self._session.transport, base_model_of(await self._get_info()))
+
+    def cost(self) -> APIFuture[UsageResponse]:
+        """What this run has used so far, in tokens and money."""
+        return APIFuture.start(self._cost())
+
+    async def _cost(self) -> UsageResponse:
+        params = {"run_id": (await self._get_info()).model_id}
+        return await self._session.transport.ask("GET", "/weft/usage", UsageResponse, params=params)

@@ -1,0 +1,183 @@
+"""HTTP to one server: pooled connections, retries by policy, typed errors. Runs on the background loop.
+
+Two pools, because long polls hold their connections for up to half a minute and must not starve submissions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from weft.endpoint import Endpoint
+from weft.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+    APITimeoutError,
+    status_error,
+)
+from weft.retry import Attempts, RetryPolicy
+from weft.version import __version__
+
+log = logging.getLogger("weft")
+
+API = "/api/v1"
+PROTOBUF = "application/x-protobuf"
+MAX_POLLS = 512
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request, as it will be sent each time. `body` is already encoded; None sends none."""
+
+    method: str
+    path: str
+    body: bytes | None = None
+    content_type: str = "application/json"
+    params: Mapping[str, Any] | None = None
+    headers: Mapping[str, str] | None = None
+    timeout_s: float = 60.0
+    #: 429 means "later" without end, as for samples under back-pressure.
+    patient: bool = False
+    #: Long polls have their own pool.
+    poll: bool = False
+
+
+class Transport:
+    """All requests of one client."""
+
+    def __init__(self, endpoint: Endpoint, policy: RetryPolicy, headers: Mapping[str, str] | None = None) -> None:
+        self.endpoint = endpoint
+        self.policy = policy
+        self.poll_policy = replace(policy, budget_s=policy.outage_budget_s)
+        shared = {
+            "X-API-Key": endpoint.api_key,
+            "User-Agent": f"weft-python/{__version__}",
+            "x-sdk-version": __version__,
+            **(headers or {}),
+        }
+        self._calls = _client(shared, connections=50)
+        self._polls = _client(shared, connections=MAX_POLLS)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._calls.aclose()
+        await self._polls.aclose()
+
+    async def once(self, call: Call) -> httpx.Response:
+        """Send once, whatever the answer. `APITimeoutError` or `APIConnectionError` if there is none."""
+        headers = {"Accept": "application/json", **(call.headers or {})}
+        if call.body is not None:
+            headers["Content-Type"] = call.content_type
+        client = self._polls if call.poll else self._calls
+        url = self.endpoint.base_url + API + call.path
+        timeout = httpx.Timeout(call.timeout_s, connect=5.0, pool=None)
+        try:
+            return await client.request(
+                call.method, url, content=call.body, params=call.params, headers=headers, timeout=timeout
+            )
+        except httpx.TimeoutException as error:
+            raise APITimeoutError(f"{call.method} {url}: no answer within {call.timeout_s:g} s") from error
+        except (httpx.TransportError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise APIConnectionError(f"{call.method} {url}: {reason}") from error
+
+    async def send(self, call: Call, policy: RetryPolicy | None = None) -> httpx.Response:
+        """Send until it is answered well, or finally refused, or the budget is spent. Resends the same bytes."""
+        key = {"X-Idempotency-Key": str(uuid.uuid4())} if call.method != "GET" else {}
+        call = replace(call, headers={**key, **(call.headers or {})})
+        attempts = Attempts(policy or self.policy, time.monotonic(), call.patient)
+        while True:
+            answer, retry_after_s = await self._attempt(call)
+            if isinstance(answer, httpx.Response):
+                return answer
+            status = answer.status_code if isinstance(answer, APIStatusError) else None
+            pause_s = attempts.pause_after(status, time.monotonic(), retry_after_s)
+            if pause_s is None:
+                raise answer
+            log.log(logging.WARNING if status == 402 else logging.DEBUG, "again in %.1f s: %s", pause_s, answer)
+            await asyncio.sleep(pause_s)
+
+    async def _attempt(self, call: Call) -> tuple[httpx.Response | APIStatusError | APIConnectionError, float | None]:
+        """A good response, or what went wrong and when the server wants to be asked again."""
+        try:
+            response = await self.once(call)
+        except APIConnectionError as error:
+            return error, None
+        if response.is_success:
+            return response, None
+        return error_of(response), _retry_after_s(response)
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        answer: type[M],
+        body: bytes | None = None,
+        params: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> M:
+        """Send a JSON request and read its answer as `answer`."""
+        call = Call(method, path, body, params=params, **options)
+        return parse(await self.send(call), answer)
+
+    async def ask_once(self, method: str, path: str, body: bytes | None = None) -> httpx.Response:
+        """Send without retries; the typed error if the answer is not good."""
+        response = await self.once(Call(method, path, body, timeout_s=10.0))
+        if not response.is_success:
+            raise error_of(response)
+        return response
+
+
+def _client(headers: Mapping[str, str], connections: int) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=30)
+    return httpx.AsyncClient(headers=dict(headers), limits=limits, follow_redirects=True)
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    """JSON as bytes; NaN and infinity are refused, for JSON has none."""
+    return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+
+
+def error_of(response: httpx.Response) -> APIStatusError:
+    """The typed error of an answer that is not a success."""
+    try:
+        body: Any = response.json()
+    except ValueError:
+        body = response.text
+    return status_error(response.status_code, body, response.headers.get("x-request-id"))
+
+
+def parse(response: httpx.Response, answer: type[M]) -> M:
+    """The answer's JSON as a model; `APIResponseValidationError` if it is not one."""
+    try:
+        return answer.model_validate_json(response.content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise APIResponseValidationError(
+            f"{response.request.url.path}: unexpected answer, {where or 'body'}: {first['msg']}"
+        ) from error
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    """The server's wish in seconds, from `retry-after-ms` or `retry-after`."""
+    for header, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        value = response.headers.get(header)
+        try:
+            if value is not None:
+                return float(value) * scale
+        except ValueError:
+            continue
+    return None
