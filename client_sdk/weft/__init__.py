@@ -1,67 +1,46 @@
 """Weft's client: `from weft import ServiceClient, types`.
 
 A training loop written for Tinker runs after changing its import: clients, methods and types have the same names.
+Names are loaded when first used, so that `import weft`, and the server's `import weft.wire`, cost nothing more.
 """
 
 from __future__ import annotations
 
-from weft import types
-from weft.errors import (
-    APIConnectionError,
-    APIError,
-    APIResponseValidationError,
-    APIStatusError,
-    APITimeoutError,
-    AuthenticationError,
-    BadRequestError,
-    BillingError,
-    ConflictError,
-    GoneError,
-    InternalServerError,
-    LaneBrokenError,
-    NotFoundError,
-    PermissionDeniedError,
-    RateLimitError,
-    RequestFailedError,
-    UnprocessableEntityError,
-    WeftError,
-)
-from weft.future import APIFuture
-from weft.rest_client import RestClient
-from weft.retry import RetryPolicy
-from weft.sampling_client import SamplingClient
-from weft.service_client import ServiceClient
-from weft.training_client import TrainingClient
-from weft.types import *  # noqa: F403
-from weft.types import __all__ as _type_names
-from weft.version import __version__
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "APIConnectionError",
-    "APIError",
-    "APIFuture",
-    "APIResponseValidationError",
-    "APIStatusError",
-    "APITimeoutError",
-    "AuthenticationError",
-    "BadRequestError",
-    "BillingError",
-    "ConflictError",
-    "GoneError",
-    "InternalServerError",
-    "LaneBrokenError",
-    "NotFoundError",
-    "PermissionDeniedError",
-    "RateLimitError",
-    "RequestFailedError",
-    "RestClient",
-    "RetryPolicy",
-    "SamplingClient",
-    "ServiceClient",
-    "TrainingClient",
-    "UnprocessableEntityError",
-    "WeftError",
-    "__version__",
-    "types",
-]
-__all__ += _type_names
+if TYPE_CHECKING:
+    from weft import types as types
+    from weft.errors import *  # noqa: F403
+    from weft.future import APIFuture as APIFuture
+    from weft.rest_client import RestClient as RestClient
+    from weft.retry import RetryPolicy as RetryPolicy
+    from weft.sampling_client import SamplingClient as SamplingClient
+    from weft.service_client import ServiceClient as ServiceClient
+    from weft.training_client import TrainingClient as TrainingClient
+    from weft.types import *  # noqa: F403
+    from weft.version import __version__ as __version__
+
+_HOMES = {
+    "APIFuture": "weft.future",
+    "RestClient": "weft.rest_client",
+    "RetryPolicy": "weft.retry",
+    "SamplingClient": "weft.sampling_client",
+    "ServiceClient": "weft.service_client",
+    "TrainingClient": "weft.training_client",
+    "__version__": "weft.version",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "types":
+        return importlib.import_module("weft.types")
+    if name.startswith("_") and name not in _HOMES:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    homes = [_HOMES[name]] if name in _HOMES else ["weft.errors", "weft.types"]
+    for home in homes:
+        module = importlib.import_module(home)
+        if hasattr(module, name):
+            value = globals()[name] = getattr(module, name)
+            return value
+    raise AttributeError(f"module 'weft' has no attribute {name!r}")

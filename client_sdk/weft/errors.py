@@ -8,6 +8,27 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = [
+    "APIConnectionError",
+    "APIError",
+    "APIResponseValidationError",
+    "APIStatusError",
+    "APITimeoutError",
+    "AuthenticationError",
+    "BadRequestError",
+    "BillingError",
+    "ConflictError",
+    "GoneError",
+    "InternalServerError",
+    "LaneBrokenError",
+    "NotFoundError",
+    "PermissionDeniedError",
+    "RateLimitError",
+    "RequestFailedError",
+    "UnprocessableEntityError",
+    "WeftError",
+]
+
 
 class WeftError(Exception):
     """Anything that went wrong in talking to a Weft server."""
