@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -22,7 +22,19 @@ from torch import Tensor
 from workers.model.adapter_shape import AdapterShape, Slot
 from workers.model.config import DecoderConfig, read_json
 
-__all__ = ["Adapter", "AdapterFileError", "AdapterShape", "LoadedAdapter", "Slot", "load_adapter", "save_adapter"]
+if TYPE_CHECKING:
+    from workers.model.adapter_pool import Block
+
+__all__ = [
+    "Adapter",
+    "AdapterFileError",
+    "AdapterShape",
+    "LoadedAdapter",
+    "Seat",
+    "Slot",
+    "load_adapter",
+    "save_adapter",
+]
 
 FORMAT = "weft-shared-outer-1"
 
@@ -31,13 +43,21 @@ class AdapterFileError(ValueError):
     """An adapter folder that does not hold what the model needs; the message names the tensor or the field."""
 
 
+@dataclass(frozen=True)
+class Seat:
+    """Where a pool keeps an adapter (adapter_pool.py)."""
+
+    block: Block
+    index: int
+
+
 class Adapter:
     """`flat` [shape.numel] float32 and its named views; `scale` = alpha / rank multiplies the adapter's output."""
 
-    def __init__(self, shape: AdapterShape, flat: Tensor, scale: float) -> None:
+    def __init__(self, shape: AdapterShape, flat: Tensor, scale: float, seat: Seat | None = None) -> None:
         if flat.shape != (shape.numel,) or flat.dtype != torch.float32:
             raise ValueError(f"an arena of float32 [{shape.numel}] is needed, got {flat.dtype} {list(flat.shape)}")
-        self.shape, self.flat, self.scale = shape, flat, scale
+        self.shape, self.flat, self.scale, self.seat = shape, flat, scale, seat
         self.views: dict[str, Tensor] = {
             slot.name: flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in shape.slots.values()
         }

@@ -16,16 +16,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from workers.model.adapter import Adapter
+from workers.model.lora_gather import SeatedRows, add_seated
+
+if TYPE_CHECKING:
+    from workers.model.adapter_pool import Block
 
 #: Below this many rows matrix libraries use other kernels, with other rounding. Measured on MKL; see base_mm.
 MIN_ROWS = 16
+
+#: Groups of at most so many rows are gathered from their pool in a forward that records nothing.
+GATHER_ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,28 @@ class LoraRows:
     def groups(self, tensor: str) -> list[Group]:
         """The groups whose adapter has a tensor of this name."""
         return [group for group in self._groups if tensor in group.adapter.views]
+
+    def forward_groups(self, tensor: str) -> tuple[list[Group], list[SeatedRows]]:
+        """The same for a forward that records nothing: small groups with seated adapters come as rows of their block,
+        the others one by one. Which way a group goes depends on itself alone."""
+        groups, seated = self._by_size
+        return (
+            [group for group in groups if tensor in group.adapter.views],
+            [rows for rows in seated if tensor in rows.block.shape.slots],
+        )
+
+    @cached_property
+    def _by_size(self) -> tuple[list[Group], list[SeatedRows]]:
+        large: list[Group] = []
+        blocks: dict[int, tuple[Block, list[tuple[int, int, float]]]] = {}
+        for group in self._groups:
+            seat = group.adapter.seat
+            if seat is None or group.stop - group.start > GATHER_ROWS:
+                large.append(group)
+                continue
+            _, entries = blocks.setdefault(id(seat.block), (seat.block, []))
+            entries += [(row, seat.index, group.scale) for row in range(group.start, group.stop)]
+        return large, [SeatedRows.of(block, entries) for block, entries in blocks.values()]
 
     def trigger(self, groups: Sequence[Group]) -> Tensor | None:
         """A leaf that makes autograd record a product although neither its weights nor, below the first trained
@@ -154,8 +183,11 @@ def lora_linear(x_TI: Tensor, weight_OI: Tensor, site: Site, rows: LoraRows | No
     if torch.is_grad_enabled() and (trigger is not None or x_TI.requires_grad):
         return cast(Tensor, _LoraLinear.apply(x_TI, trigger, weight_OI, site, groups))  # type: ignore[no-untyped-call]
     y_TO = base_mm(x_TI, weight_OI)
+    groups, seated = rows.forward_groups(site.a) if rows is not None else ([], [])
     for group in groups:
         add_adapter(y_TO, x_TI, site, group)
+    for some in seated:
+        add_seated(y_TO, x_TI, site, some)
     return y_TO
 
 

@@ -10,6 +10,7 @@ permuted. The backward keeps the gate and up pre-activations, not the expert out
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from workers.model.lora import Group, LoraRows, base_mm
+from workers.model.lora_gather import SeatedExperts
 
 
 class Run(NamedTuple):
@@ -73,9 +75,9 @@ class Routing:
         counts = torch.bincount(experts, minlength=num_experts)
         self.expert_offsets: list[int] = [0, *counts.cumsum(0).tolist()]
 
-    def pairs(self, rows: LoraRows, groups: list[Group]) -> list[GroupPairs]:
+    def pairs(self, rows: LoraRows | None, groups: list[Group]) -> list[GroupPairs]:
         """The pairs of each of `groups`, and their runs."""
-        if not groups:
+        if rows is None or not groups:
             return []
         num_groups = len(rows.adapters)
         group_P = rows.group_of_row(self.token.device)[self.token]
@@ -123,12 +125,14 @@ def expert_block(
     (G = 2F). Differentiable in x and weights; gradients of adapters go to `rows.grads`."""
     routing = Routing(experts_TK, gate_up_EGD.shape[0])
     groups = rows.groups(names.gate_up_a) if rows is not None else []
-    pairs = routing.pairs(rows, groups) if rows is not None else []
     trigger = rows.trigger(groups) if rows is not None else None
-    plan = _Plan(routing, pairs, names)
     if torch.is_grad_enabled() and (trigger is not None or x_TD.requires_grad or weights_TK.requires_grad):
+        plan = _Plan(routing, routing.pairs(rows, groups), names)
         out = _ExpertBlock.apply(x_TD, weights_TK, trigger, gate_up_EGD, down_EDF, plan)  # type: ignore[no-untyped-call]
         return cast(Tensor, out)
+    groups, seated = rows.forward_groups(names.gate_up_a) if rows is not None else ([], [])
+    experts = [SeatedExperts(some, names, routing, weights_TK) for some in seated]
+    plan = _Plan(routing, routing.pairs(rows, groups), names, experts)
     return _forward(x_TD, weights_TK, gate_up_EGD, down_EDF, plan)[0]
 
 
@@ -136,6 +140,7 @@ class _Plan(NamedTuple):
     routing: Routing
     pairs: list[GroupPairs]
     names: Names
+    seated: Sequence[SeatedExperts] = ()
 
 
 def _per_expert(x_PI: Tensor, weight_EOI: Tensor, routing: Routing, *, transposed: bool = False) -> Tensor:
@@ -157,11 +162,15 @@ def _forward(
     f, choices = down_EDF.shape[2], routing.choices
     gate_up_PG = _per_expert(x_TD[routing.token], gate_up_EGD, routing)
     us = [_gate_up_forward(gate_up_PG, x_TD, own, names) for own in plan.pairs]
+    for seated in plan.seated:
+        seated.gate_up(gate_up_PG, x_TD)
     h_PF = F.silu(gate_up_PG[:, :f]) * gate_up_PG[:, f:]
     y_PD = _per_expert(h_PF, down_EDF, routing)
     y_TKD = y_PD[routing.inverse].view(-1, choices, y_PD.shape[1])
     out_TD = torch.bmm(weights_TK[:, None, :], y_TKD).squeeze(1)
     combined = [_down_forward(out_TD, h_PF, weights_TK, own, names) for own in plan.pairs]
+    for seated in plan.seated:
+        seated.down(out_TD, h_PF)
     return out_TD, gate_up_PG, us + combined
 
 
