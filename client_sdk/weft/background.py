@@ -38,6 +38,14 @@ class Background:
 
 
 @functools.cache
-def background() -> Background:
-    """The process's one loop."""
+def _background() -> Background:
     return Background()
+
+
+_creating = threading.Lock()
+
+
+def background() -> Background:
+    """The process's one loop. Two threads may ask for it first at the same moment, which the cache does not order."""
+    with _creating:
+        return _background()
