@@ -26,6 +26,7 @@ from workers.generator.progress import RequestProgress, SequenceProgress, refuse
 from workers.generator.sampling import SamplingRows, sample
 from workers.generator.stop import DecodeText, StopRule
 from workers.model.adapter import Adapter, load_adapter
+from workers.model.adapter_pool import AdapterPool
 from workers.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class TorchEngine:
         self._eos_token_ids = eos_token_ids
         self._prefill_tokens = prefill_tokens
         self._decode_text = decode_text
+        self._pool = AdapterPool()
         self._adapters = AdapterCache(self._load, adapter_bytes)
         weight = next(decoder.parameters())
         self._cache = KVCache(
@@ -135,7 +137,8 @@ class TorchEngine:
     # -- coming and going
 
     def _load(self, folder: Path) -> Adapter:
-        return load_adapter(folder, self._decoder.config, device=self._cache.device).adapter
+        """Read an adapter into the pool, from where one product reads those of many rows."""
+        return self._pool.seat(load_adapter(folder, self._decoder.config, device=self._cache.device).adapter)
 
     def _waiting(self) -> int:
         queued = sum(progress.unstarted for progress in self._queue)

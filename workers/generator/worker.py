@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -137,7 +137,7 @@ class _OccupancyMeter:
         self._working_s = 0.0
         self._since = clock()
 
-    def observe(self, engines: Any) -> None:
+    def observe(self, engines: Iterable[Engine]) -> None:
         stats = [engine.stats() for engine in engines]
         now = self._clock()
         totals = (

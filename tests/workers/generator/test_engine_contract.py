@@ -48,7 +48,7 @@ def test_a_seeded_request_is_the_same_alone_and_in_a_crowd(make_engine: MakeEngi
     for i in range(14):
         name = f"a{i % 5}" if i % 5 < 4 else ""
         sampling = SamplingParams(max_tokens=4 + i, temperature=0.5 + 0.1 * i, seed=i, top_k=(i % 3) * 20 or -1)
-        crowd.append(ask(f"r{i}", 2 + 5 * i, sampling, num_samples=1 + i % 3, adapter=name,
+        crowd.append(ask(f"r{i}", 2 + 10 * (i // 2), sampling, num_samples=1 + i % 3, adapter=name,
                          adapter_folder=adapters.get(name)))  # fmt: skip
     together = run(make_engine(slots=9), *crowd)
     for request in crowd:
