@@ -46,6 +46,11 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         Qwen3MoeConfig,
         {**EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [0], "norm_topk_prob": False},
     ),
+    "moe-wide": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "hidden_size": 256, "head_dim": 64},
+    ),
     "llama": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
     "llama-tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
 }

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.workers.model.models import FAMILIES, ours, packed, reference
-from workers.model.decoder import PackedAttend, load_decoder, target_logprobs
+from tests.workers.model.models import FAMILIES, ours, packed, random_adapter, reference
+from workers.model.adapter import Adapter
+from workers.model.decoder import LoraRows, PackedAttend, load_decoder, target_logprobs
 from workers.model.weights import ModelWeightsError
 
 LENGTHS = [5, 17, 5, 1, 40]
@@ -82,6 +83,26 @@ def test_frozen_weights_want_no_gradient_and_hooks_see_every_layer(tmp_path: Pat
     decoder(tokens, positions, PackedAttend([4, 6], on_kv), on_route=lambda i, e: routed.append((i, tuple(e.shape))))
     assert routed == [(1, (10, 2)), (2, (10, 2))]
     assert cached == [(0, (10, 2, 32)), (1, (10, 2, 32)), (2, (10, 2, 32))]
+
+
+def test_bfloat16_weights_keep_float32_activations_and_adapters(tmp_path: Path) -> None:
+    model = reference("moe")
+    decoder = ours(model, tmp_path)
+    half = load_decoder(tmp_path, dtype=torch.bfloat16)
+    adapter = random_adapter(decoder, 4, seed=1, scale=0.5)
+    tokens, positions = packed(LENGTHS, 96)
+    found = []
+    for each in (decoder, half):
+        grad = Adapter.zeros(adapter.shape)
+        rows = LoraRows([0, len(tokens)], [adapter], [grad])
+        hidden = each(tokens, positions, PackedAttend(LENGTHS), rows)
+        assert hidden.dtype == torch.float32
+        logprobs = target_logprobs(each, hidden, torch.arange(len(tokens)), tokens, rows)
+        logprobs.mean().backward()
+        found.append((logprobs.mean(), grad.flat))
+    (full, full_grad), (low, low_grad) = found
+    torch.testing.assert_close(low, full, atol=0.05, rtol=0.05)
+    assert torch.cosine_similarity(full_grad, low_grad, dim=0) > 0.95
 
 
 @pytest.mark.parametrize("chunk", [3, 1000])

@@ -59,9 +59,7 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
             add(at + "mlp.up_proj.weight", v["up_B"], up_a)
             add(at + "mlp.down_proj.weight", v["down_B"], v["down_A"])
     if shape.train_unembed:
-        weights["lm_head.weight"] = model.lm_head.weight + s * (
-            adapter.view("unembed_B") @ adapter.view("unembed_A")
-        )
+        weights["lm_head.weight"] = model.lm_head.weight + s * (adapter.view("unembed_B") @ adapter.view("unembed_A"))
     return weights
 
 
@@ -141,7 +139,7 @@ def test_attention_adapter_equals_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["first", "last", "middle"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "moe-wide"])
 @pytest.mark.parametrize("mine", [[5], [1, 1], [33, 2, 9]], ids=["short", "single tokens", "long"])
 def test_co_tenants_do_not_change_a_bit(family: str, place: str, mine: list[int], tmp_path: Path) -> None:
     decoder = ours(reference(family), tmp_path)
