@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -59,9 +60,18 @@ def _write(target: Path, content: bytes) -> None:
     os.replace(name, target)
 
 
-@functools.lru_cache(maxsize=16)
+_loading = threading.Lock()
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`, never looking anywhere else."""
+    """The tokenizer in `folder`, never looking anywhere else. One thread at a time: the first import of transformers
+    fails in a second thread that starts it meanwhile."""
+    with _loading:
+        return _load(folder)
+
+
+@functools.lru_cache(maxsize=16)
+def _load(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
