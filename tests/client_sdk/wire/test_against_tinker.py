@@ -9,7 +9,6 @@ from tinker import types as tinker_types
 from tinker.proto import tinker_public_pb2 as tinker_pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
-
 from weft.wire import weft_wire_pb2 as pb
 from weft.wire.codec import (
     ArrayDatum,
