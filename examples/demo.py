@@ -27,6 +27,7 @@ import weft
 from demo_report import Curve, check_ledger, draw, table
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from weft.wire.usage import UsageResponse
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "demo-out"
@@ -72,7 +73,7 @@ class Tenant(threading.Thread):
         self.client = {"base_url": url, "api_key": key}
         self.curve = Curve(organisation, metric)
         self.error: BaseException | None = None
-        self.usage: dict[str, Any] = {}
+        self.usage = UsageResponse(rows=[], total_nusd=0, total_usd="0", price_version="")
         self.sample = ""
         self._loop = loop
         self._progress = progress
@@ -155,7 +156,9 @@ def main() -> int:
         return 1 if problems else 0
     finally:
         if keep:
-            console.print(f"the service goes on at {url} (API: {url}/docs); stop it with: kill {server.pid}")
+            console.print(
+                f"the service goes on at {url} (health: {url}/api/v1/healthz; statistics and bills: weft stats, weft usage); stop it with: kill {server.pid}"
+            )
         else:
             os.kill(server.pid, signal.SIGTERM)
             server.wait(30)

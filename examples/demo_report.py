@@ -13,6 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from rich.table import Table
+from weft.wire.usage import UsageResponse
 
 ENDS = 5  # steps at either end whose mean is compared
 
@@ -32,7 +33,7 @@ class Curve:
         return sum(self.values[:n]) / n, sum(self.values[-n:]) / n
 
 
-def table(curves: list[Curve], usage: dict[str, dict[str, Any]], stats: dict[str, Any]) -> Table:
+def table(curves: list[Curve], usage: dict[str, UsageResponse], stats: dict[str, Any]) -> Table:
     """Reward or loss first and last, tokens and dollars by kind and organisation, and how the machines were shared."""
     made = Table(title="Two tenants, one base model")
     for heading in ("organisation", "measure", "first", "last", "kind", "tokens", "US$"):
@@ -40,14 +41,14 @@ def table(curves: list[Curve], usage: dict[str, dict[str, Any]], stats: dict[str
     for curve in curves:
         first, last = curve.ends()
         by_kind: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-        for row in usage[curve.organisation]["rows"]:
-            by_kind[row["kind"]][0] += row["tokens"]
-            by_kind[row["kind"]][1] += row["amount_nusd"]
+        for row in usage[curve.organisation].rows:
+            by_kind[row.kind][0] += row.tokens
+            by_kind[row.kind][1] += row.amount_nusd
         head = (curve.organisation, curve.metric, f"{first:.3f}", f"{last:.3f}")
         for kind, (tokens, nusd) in by_kind.items():
             made.add_row(*head, kind, f"{tokens:,}", f"{nusd / 1e9:.6f}")
             head = ("", "", "", "")
-        made.add_row("", "", "", "", "total", "", f"{usage[curve.organisation]['total_nusd'] / 1e9:.6f}")
+        made.add_row("", "", "", "", "total", "", f"{usage[curve.organisation].total_nusd / 1e9:.6f}")
         made.add_section()
     trainer, generator = stats["trainer"], stats["generator"]
     shared = trainer["shared_passes"] / max(1, trainer["passes"])
@@ -74,7 +75,7 @@ def draw(curves: list[Curve], path: Path) -> None:
 _METERED = {"forward_backward": {"train"}, "forward": {"prefill"}, "sample": {"prefill", "cached_prefill", "sample"}}
 
 
-def check_ledger(database: Path, usage: dict[str, dict[str, Any]]) -> list[str]:
+def check_ledger(database: Path, usage: dict[str, UsageResponse]) -> list[str]:
     """Hold the bills against the operations that were run, straight from the database. Returns what does not add up."""
     problems = []
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as db:
@@ -84,7 +85,8 @@ def check_ledger(database: Path, usage: dict[str, dict[str, Any]]) -> list[str]:
         ).fetchall()
         billed = dict(
             db.execute(
-                "select o.name, sum(u.amount_nusd) from usage_events u join organisations o on o.id = u.org_id group by o.name"
+                "select o.name, sum(u.amount_nusd) from usage_events u"
+                " join organisations o on o.id = u.org_id group by o.name"
             ).fetchall()
         )
     metered: dict[str, set[str]] = defaultdict(set)
@@ -101,8 +103,8 @@ def check_ledger(database: Path, usage: dict[str, dict[str, Any]]) -> list[str]:
             )
     problems += [f"usage of an operation that does not exist: {operation_id}" for operation_id in metered]
     for organisation, bill in usage.items():
-        if billed.get(organisation, 0) != bill["total_nusd"]:
+        if billed.get(organisation, 0) != bill.total_nusd:
             problems.append(
-                f"{organisation} was shown {bill['total_nusd']} nano-dollars, the ledger has {billed.get(organisation)}"
+                f"{organisation} was shown {bill.total_nusd} nano-dollars, the ledger has {billed.get(organisation)}"
             )
     return problems

@@ -2,8 +2,8 @@
 
     python examples/rl_arithmetic.py --steps 25
 
-Each step samples every question GROUP times, rewards the right answer with 1, takes the reward minus its group's mean as
-the advantage of every token of that sample (GRPO without the division by the standard deviation: Dr. GRPO,
+Each step samples every question GROUP times, rewards the right answer with 1, takes the reward minus its group's mean
+as the advantage of every token of that sample (GRPO without the division by the standard deviation: Dr. GRPO,
 arXiv 2503.20783), and takes one optimizer step on the sum. A group in which all samples earn the same teaches nothing
 and is left out.
 """
@@ -54,9 +54,9 @@ def run(
 ) -> str:
     """Train for `steps` steps, reporting each to `on_step`. Returns the id of the run."""
     rng = random.Random(seed)
-    training = service.create_lora_training_client(base_model=base_model, rank=RANK, seed=seed)
+    training = service.create_lora_training_client(base_model=base_model, rank=RANK, seed=seed).result()
     tokenizer = training.get_tokenizer()
-    sampler = training.save_weights_and_get_sampling_client()
+    sampler = training.save_weights_and_get_sampling_client().result()
     for step in range(steps):
         asked = [ask(rng) for _ in range(QUESTIONS)]
         prompts = [
@@ -79,7 +79,7 @@ def run(
             update = training.optim_step(types.AdamParams(learning_rate=LEARNING_RATE))
             backward.result()
             update.result()
-            sampler = training.save_weights_and_get_sampling_client()
+            sampler = training.save_weights_and_get_sampling_client().result()
         on_step({"step": step, "of": steps, "reward": sum(rewards) / len(rewards), "data": len(data)})
     return training.model_id
 

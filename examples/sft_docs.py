@@ -3,9 +3,9 @@
     python examples/sft_docs.py --steps 30                    # Python's own signatures and docstrings
     python examples/sft_docs.py --data my.jsonl --steps 100   # any JSONL of the same form
 
-A line of the JSONL is {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}. Without
---data the file is made on the spot from the standard library: "What does textwrap.dedent(text) do?" and the first
-sentence of its docstring. Only the assistant's words carry weight; the loss is their sum, reported per token.
+A line of the JSONL is {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}.
+Without --data the conversations are made on the spot from the standard library: "What does textwrap.dedent(text) do?"
+and the first sentence of its docstring. Only the assistant's words carry weight; the loss is their sum, reported per token.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def run(
 ) -> str:
     """Train for `steps` batches, then sample an answer. Returns the id of the run."""
     rng = random.Random(seed)
-    training = service.create_lora_training_client(base_model=base_model, rank=RANK, seed=seed)
+    training = service.create_lora_training_client(base_model=base_model, rank=RANK, seed=seed).result()
     tokenizer = training.get_tokenizer()
     made = [d for d in (datum(tokenizer, c) for c in data) if d is not None]
     rng.shuffle(made)
@@ -185,7 +185,7 @@ def run(
         loss = backward.result().metrics["loss:sum"] / said
         update.result()
         on_step({"step": step, "of": steps, "loss": loss, "data": len(batch)})
-    sampler = training.save_weights_and_get_sampling_client()
+    sampler = training.save_weights_and_get_sampling_client().result()
     question = [{"role": "user", "content": "What does os.path.join(a, *p) do?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
     answer = sampler.sample(

@@ -20,4 +20,4 @@ def prompt(length: int = 8) -> types.ModelInput:
     return types.ModelInput.from_ints([40 + 3 * i for i in range(length)])
 
 
-ADAM = types.AdamParams(learning_rate=1e-2)
+ADAM = types.AdamParams(learning_rate=2e-3)

@@ -49,7 +49,7 @@ BAD_DATA = {
         "importance_sampling",
         "advantages",
     ),
-    "missing input": ([datum([50, 51])], "ppo", "advantages"),
+    "missing input": ([datum([50, 51])], "ppo", "logprobs"),
     "unknown loss": ([datum([50, 51])], "hinge", "hinge"),
     "context too long": ([datum([50] * 50_000)], "cross_entropy", "50000"),
 }
