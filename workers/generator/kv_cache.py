@@ -7,7 +7,8 @@ only be finite: 0 * nan would be nan. `clear` makes it so after a sequence that 
 A row's attention must not depend on who shares the step, bit for bit. So the length it is computed over is its own,
 rounded up to a multiple of `LENGTH_QUANTUM`, never the longest of the batch; rows of equal rounded length share a call.
 
-Shapes: S slots, K kv heads, C context, D head dim, H query heads, R rows of a decode step, N rows of a call, L length.
+Shapes: S slots, K kv heads, C context, D head dim, H query heads, R rows of a decode step, N rows of a call, B = N * K,
+G = H / K queries that share a kv head, L length.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 #: Attention lengths are rounded up to this many positions. Larger: fewer, bigger calls; smaller: less masked work.
@@ -85,7 +85,7 @@ class _Bucket:
     picked_N: Tensor | None  # ... and which of the span's slots they are; None: all of them, in order
     slots_N: Tensor  # their slots, to gather where there is no span
     length: int
-    bias_N11L: Tensor  # 0 where a position may be attended to, -inf beyond (over the span, where there is one)
+    bias_B1L: Tensor  # per row (of the span, where there is one) and kv head: 0 where it may look, -inf beyond
 
 
 class DecodeAttend:
@@ -103,7 +103,7 @@ class DecodeAttend:
         self._buckets = [self._bucket(rows, length, slots, positions) for length, rows in groups.items()]
 
     def _bucket(self, rows: list[int], length: int, slots: Sequence[int], positions: Sequence[int]) -> _Bucket:
-        device = self._cache.device
+        device, kv_heads = self._cache.device, self._cache.k_SKCD[0].shape[1]
         own_slots = [slots[row] for row in rows]
         first, last = min(own_slots), max(own_slots)
         in_place = last - first + 1 <= MAX_SPAN_WASTE * len(rows)
@@ -122,7 +122,7 @@ class DecodeAttend:
             picked_N=None if whole_span else torch.tensor(picked, device=device),
             slots_N=torch.tensor(own_slots, device=device),
             length=length,
-            bias_N11L=bias_NL.masked_fill_(beyond_NL, -torch.inf)[:, None, None],
+            bias_B1L=bias_NL.masked_fill_(beyond_NL, -torch.inf).repeat_interleave(kv_heads, dim=0)[:, None],
         )
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
@@ -137,21 +137,22 @@ class DecodeAttend:
         return out_THD
 
     def _attend_bucket(self, bucket: _Bucket, layer: int, q_THD: Tensor) -> Tensor:
-        """Attention of one bucket's rows; the query heads of a kv head stand in SDPA's query dimension."""
-        cached = [
-            cache_SKCD[:, :, : bucket.length] for cache_SKCD in (self._cache.k_SKCD[layer], self._cache.v_SKCD[layer])
-        ]
+        """Attention of one bucket's rows.
+
+        Plain batched products, one for each row and kv head over the queries that share it, because
+        scaled_dot_product_attention on several threads rounds a row by the thread that it falls to."""
+        k_SKLD, v_SKLD = (cached[layer][:, :, : bucket.length] for cached in (self._cache.k_SKCD, self._cache.v_SKCD))
         q_NHD = q_THD if bucket.rows_N is None else q_THD[bucket.rows_N]
-        heads, head_dim, kv_heads = q_NHD.shape[1], q_NHD.shape[2], cached[0].shape[1]
+        heads, head_dim, kv_heads = q_NHD.shape[1], q_NHD.shape[2], k_SKLD.shape[1]
         if bucket.span is None:
-            k_NKLD, v_NKLD = (tensor.index_select(0, bucket.slots_N) for tensor in cached)
+            k_NKLD, v_NKLD = (tensor.index_select(0, bucket.slots_N) for tensor in (k_SKLD, v_SKLD))
         else:
-            k_NKLD, v_NKLD = (tensor[bucket.span] for tensor in cached)
+            k_NKLD, v_NKLD = k_SKLD[bucket.span], v_SKLD[bucket.span]
             q_NHD = _spread(q_NHD, bucket.picked_N, k_NKLD.shape[0])
-        q_NKGD = q_NHD.reshape(-1, kv_heads, heads // kv_heads, head_dim)
-        bias = bucket.bias_N11L.expand(-1, 1, heads // kv_heads, -1)
-        out_NKGD = F.scaled_dot_product_attention(q_NKGD, k_NKLD, v_NKLD, attn_mask=bias)
-        out_NHD = out_NKGD.reshape(-1, heads, head_dim)
+        q_BGD = q_NHD.reshape(-1, heads // kv_heads, head_dim)
+        scores_BGL = torch.baddbmm(bucket.bias_B1L, q_BGD, k_NKLD.flatten(0, 1).transpose(1, 2), alpha=head_dim**-0.5)
+        out_BGD = torch.bmm(torch.softmax(scores_BGL, dim=-1), v_NKLD.flatten(0, 1))
+        out_NHD = out_BGD.view(-1, heads, head_dim)
         return out_NHD if bucket.span is None or bucket.picked_N is None else out_NHD[bucket.picked_N]
 
 

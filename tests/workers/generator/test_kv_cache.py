@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -61,7 +62,9 @@ def test_lengths_of_several_buckets_up_to_the_context() -> None:
     check_rows([0, 1, 2, 3, 9, 11], [63, 64, 127, 128, 199, 192])
 
 
-def test_a_row_is_the_same_bit_for_bit_in_any_company() -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_is_the_same_bit_for_bit_in_any_company(threads: int) -> None:
+    torch.set_num_threads(threads)
     slots, positions = [4, 0, 1, 9, 2, 3, 11, 8], [70, 3, 100, 199, 80, 127, 64, 12]
     q, k, v = new_token(8)
     together = DecodeAttend(filled_cache(), slots, positions).attend(0, q, k, v)
@@ -69,6 +72,7 @@ def test_a_row_is_the_same_bit_for_bit_in_any_company() -> None:
         one = slice(row, row + 1)
         alone = DecodeAttend(filled_cache(), slots[one], positions[one]).attend(0, q[one], k[one], v[one])
         assert torch.equal(alone[0], together[row])
+    torch.set_num_threads(1)
 
 
 def test_prompts_are_stored_and_copied() -> None:
