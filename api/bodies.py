@@ -19,6 +19,8 @@ M = TypeVar("M", bound=BaseModel)
 
 #: Larger JSON bodies are parsed in a thread.
 INLINE_BYTES = 32_768
+#: Memory that one compressed body may make the decoder keep; every usual compression level stays below.
+MAX_WINDOW_BYTES = 1 << 23
 
 
 async def read_body(request: Request) -> bytes:
@@ -50,14 +52,19 @@ def parse_json(body: bytes, model: type[M]) -> M:
 
 def unpack_zstd(data: bytes, limit: int) -> bytes:
     """Unpack zstd, stopping as soon as it turns out larger than `limit` bytes."""
-    window = max(1 << 10, min(1 << 27, 1 << limit.bit_length()))
     try:
+        declared = zstandard.frame_content_size(data)
+        if declared > limit:
+            raise _too_large(limit)
+        window = max(MAX_WINDOW_BYTES, declared)
         with zstandard.ZstdDecompressor(max_window_size=window).stream_reader(data, read_across_frames=True) as reader:
             unpacked = reader.read(limit + 1)
     except zstandard.ZstdError as error:
         raise Invalid(f"the body is not valid zstd: {error}") from None
     if len(unpacked) > limit:
         raise _too_large(limit)
+    if len(unpacked) < declared:  # the reader is content with a frame that breaks off
+        raise Invalid(f"the body is not valid zstd: it ends after {len(unpacked)} of {declared} bytes")
     return unpacked
 
 

@@ -207,14 +207,16 @@ def _describe(row: tables.Checkpoint) -> dict[str, Any]:
 def _describe_runs(session: Session, runs: Sequence[tables.Run]) -> list[dict[str, Any]]:
     """Runs as clients see them, with three queries for all of them together."""
     ids = [run.id for run in runs]
-    owners = dict(session.execute(select(tables.Organisation.id, tables.Organisation.name)).tuples().all())
+    names = select(tables.Organisation.id, tables.Organisation.name)
+    names = names.where(tables.Organisation.id.in_({run.org_id for run in runs}))
+    owners: dict[str, str] = {row.id: row.name for row in session.execute(names)}
     latest: dict[tuple[str, str], tables.Checkpoint] = {}
     for row in session.scalars(_live().where(tables.Checkpoint.run_id.in_(ids)).order_by(*_OLDEST_FIRST)):
         latest[row.run_id, row.kind] = row
-    last_request = func.max(tables.Operation.accepted_at)
-    lanes = select(tables.Operation.lane, last_request).where(tables.Operation.lane.in_(ids))
-    asked = dict(session.execute(lanes.group_by(tables.Operation.lane)).tuples().all())
-    return [_describe_run(run, owners, latest, asked.get(run.id)) for run in runs]
+    asked = select(tables.Operation.lane, func.max(tables.Operation.accepted_at).label("at"))
+    asked = asked.where(tables.Operation.lane.in_(ids)).group_by(tables.Operation.lane)
+    last_asked: dict[str, datetime] = {row.lane: row.at for row in session.execute(asked)}
+    return [_describe_run(run, owners, latest, last_asked.get(run.id)) for run in runs]
 
 
 def _describe_run(

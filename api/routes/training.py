@@ -21,6 +21,9 @@ from store import tables
 
 router = APIRouter(prefix="/api/v1")
 
+#: Of a run that is created without saying: that of Tinker's client.
+DEFAULT_RANK = 32
+
 
 @router.post("/create_model")
 async def create_model(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
@@ -28,8 +31,9 @@ async def create_model(request: Request, service: ServiceDep, who: PrincipalDep)
     body = await read_json(request, CreateModelRequest)
     seq = check_sequence(body.model_seq_id, "model_seq_id")
     served_model(service.cards, body.base_model)
-    lora = body.lora_config or LoraConfig(rank=32)
-    check_lora(lora, service.settings.limits.max_rank)
+    max_rank = service.settings.limits.max_rank
+    lora = body.lora_config or LoraConfig(rank=min(DEFAULT_RANK, max_rank))
+    check_lora(lora, max_rank)
     check_family(body.optimizer_config, "optimizer_config")
     spec = RunSpec(
         run_id=run_id_of(body.session_id, seq),

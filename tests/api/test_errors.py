@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import zstandard
+from pydantic import BaseModel, ValidationError
+from weft.wire.codec import encode_train_request
+
+from api.bodies import unpack_zstd
+from api.errors import Invalid, TooLarge, explain, quote
+from tests.api.conftest import PROTOBUF, World
+from tests.api.data import batch
+
+
+def test_quoted_values_stay_on_one_short_line() -> None:
+    assert quote("a\nb") == "'a\\nb'"
+    assert len(quote("x" * 1000)) == 80
+
+
+def test_validation_errors_name_field_and_value() -> None:
+    class Inner(BaseModel):
+        rank: int
+
+    class Outer(BaseModel):
+        lora: Inner
+        name: str
+
+    with pytest.raises(ValidationError) as caught:
+        Outer.model_validate({"lora": {"rank": "many"}})
+    text = explain(caught.value)
+    assert "lora.rank:" in text
+    assert "'many'" in text
+    assert "name: Field required" in text
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "nowhere"), ("POST", "copy_weights"), ("GET", "billing/usage/events"), ("GET", "audit")],
+)
+def test_what_is_not_here_says_so(world: World, method: str, path: str) -> None:
+    reply = world.call(method, path)
+    assert reply.status_code == 404
+    assert reply.json()["code"] == "not_supported"
+    assert path in reply.json()["detail"]
+
+
+def test_a_wrong_method_has_a_body(world: World) -> None:
+    reply = world.call("GET", "create_model")
+    assert reply.status_code == 405
+    assert "GET" in reply.json()["detail"]
+
+
+def test_an_unexpected_error_shows_an_id_and_nothing_inside(world: World, monkeypatch: Any, caplog: Any) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("secret inside")
+
+    monkeypatch.setattr(type(world.service), "read", broken)
+    reply = world.call("GET", "sessions")
+    assert reply.status_code == 500
+    assert "secret inside" not in reply.text
+    assert reply.json()["request_id"] in caplog.text
+    assert world.key not in caplog.text
+
+
+@pytest.mark.parametrize("path", ["create_model", "asample", "optim_step", "retrieve_future", "load_weights"])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 10_000, b'{"a":' * 3000])
+def test_what_is_no_json_object_is_422(world: World, path: str, body: bytes) -> None:
+    reply = world.call("POST", path, content=body)
+    assert reply.status_code == 422
+    assert reply.json()["detail"]
+
+
+def test_a_misspelt_field_is_refused(world: World) -> None:
+    body = {"session_id": "s", "model_seq_id": 0, "base_model": "m", "lora": {}}
+    assert "lora:" in world.post("create_model", body, status=422)["detail"]
+
+
+class TestBodies:
+    def test_a_large_body_is_413_whether_declared_or_not(self, world: World) -> None:
+        large = b"x" * 20_001
+        for content in (large, iter([large[:10_000], large[10_000:]])):
+            reply = world.call("POST", "telemetry", content=content)
+            assert reply.status_code == 413
+            assert "20000 bytes" in reply.json()["detail"]
+
+    def test_a_body_at_the_limit_passes(self, world: World) -> None:
+        assert world.call("POST", "telemetry", content=b"x" * 20_000).json() == {"status": "accepted"}
+
+    def test_zstd(self) -> None:
+        packed = zstandard.compress(b"a" * 1000)
+        assert unpack_zstd(packed, 1000) == b"a" * 1000
+        with pytest.raises(TooLarge, match="999 bytes"):
+            unpack_zstd(packed, 999)
+
+    def test_a_zstd_bomb_is_stopped_early(self) -> None:
+        bomb = zstandard.compress(bytes(100_000_000))
+        assert len(bomb) < 20_000
+        with pytest.raises(TooLarge):
+            unpack_zstd(bomb, 20_000)
+
+    @pytest.mark.parametrize("body", [b"no zstd", zstandard.compress(b"a" * 1000)[:-5]])
+    def test_broken_zstd(self, body: bytes) -> None:
+        with pytest.raises(Invalid, match="zstd"):
+            unpack_zstd(body, 1000)
+
+    def test_compressed_batches_are_taken_and_gzip_is_not(self, world: World) -> None:
+        run = world.run()
+        body = encode_train_request(batch(run, 1))
+        packed = PROTOBUF | {"content-encoding": "zstd"}
+        assert world.call("POST", "forward_backward", content=zstandard.compress(body), headers=packed).is_success
+        reply = world.call("POST", "forward_backward", content=body, headers=PROTOBUF | {"content-encoding": "gzip"})
+        assert reply.status_code == 415

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from tests.api.conftest import CONTEXT, MODEL, World
+from tests.api.data import batch
+from workers.model.tiny import TINY_PATH
+
+FINISHED = {"reason": {"type": "success"}, "detail": None}
+
+
+def test_start_up(world: World) -> None:
+    """What every client asks first, in its order."""
+    assert world.http.get("/api/v1/healthz").json() == {"status": "ok"}
+    config = world.post("client/config", {"sdk_version": "0.38.0"})
+    assert config["custom_loss_server_side"] is False
+    assert config["fwdbwd_max_chunk_len"] == 8
+    assert world.post("client/dynamic_config", {"sdk_version": "0.38.0"})["sample_cancel_enabled"] is True
+    (model,) = world.get("get_server_capabilities")["supported_models"]
+    assert (model["model_name"], model["max_context_length"]) == (MODEL, CONTEXT)
+    assert world.post("telemetry", {"events": []}) == {"status": "accepted"}
+
+
+class TestSessions:
+    def test_heartbeats_until_the_end(self, world: World) -> None:
+        session = world.session()
+        world.post("session_heartbeat", {"session_id": session, "type": "session_heartbeat"})
+        world.post(f"sessions/{session}/finish", FINISHED)
+        world.post(f"sessions/{session}/finish", {"reason": {"type": "errored"}, "detail": "late"})
+        world.post("session_heartbeat", {"session_id": session}, status=410)
+        assert (
+            "ended"
+            in world.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": MODEL}, status=400)[
+                "detail"
+            ]
+        )
+        world.post("session_heartbeat", {"session_id": "unknown"}, status=404)
+
+    def test_a_retry_of_the_same_call_is_the_same_session(self, world: World) -> None:
+        body = {"tags": ["a"], "sdk_version": "0.38.0"}
+
+        def create(idempotency: str, key: str | None = None) -> str:
+            headers = {"x-idempotency-key": idempotency}
+            return str(world.call("POST", "create_session", key=key, json=body, headers=headers).json()["session_id"])
+
+        first = create("retry-1")
+        assert create("retry-1") == first
+        assert create("retry-2") != first
+        assert create("retry-1", world.other_key) != first
+
+    def test_details(self, world: World) -> None:
+        body = {"tags": [], "sdk_version": "1", "display_name": "mine", "user_metadata": {"n": 1}}
+        session = world.post("create_session", body)["session_id"]
+        run = world.run(session)
+        details = world.get(f"sessions/{session}")
+        assert details == {
+            "training_run_ids": [run],
+            "sampler_ids": [],
+            "user_metadata": {"n": "1"},
+            "display_name": "mine",
+        }
+
+    @pytest.mark.parametrize(
+        "changes", [{"display_name": "x" * 257}, {"project_id": "\0"}, {"tags": ["a"] * 65}, {"user_metadata": [1]}]
+    )
+    def test_mistakes(self, world: World, changes: dict[str, object]) -> None:
+        reply = world.call("POST", "create_session", json={"tags": [], "sdk_version": "1"} | changes)
+        assert reply.status_code in (400, 422)
+        assert next(iter(changes)) in reply.json()["detail"]
+
+
+class TestListings:
+    def test_runs_come_in_pages(self, world: World) -> None:
+        session = world.session()
+        runs = [world.run(session, number) for number in range(3)]
+        page = world.get("training_runs?limit=2&offset=0")
+        assert page["cursor"] == {"offset": 0, "limit": 2, "total_count": 3}
+        rest = world.get("training_runs?limit=2&offset=2")
+        listed = [run["training_run_id"] for run in page["training_runs"] + rest["training_runs"]]
+        assert listed == runs[::-1]
+
+    def test_a_run_with_its_latest_checkpoints(self, world: World) -> None:
+        run = world.run(user_metadata={"a": 1})
+        world.checkpoint(run, 1, "early")
+        world.checkpoint(run, 2, "late")
+        world.checkpoint(run, 3, "s", sampler=True)
+        found = world.get(f"training_runs/{run}")
+        assert found["last_checkpoint"]["checkpoint_id"] == "weights/late"
+        assert found["last_sampler_checkpoint"]["tinker_path"] == f"tinker://{run}/sampler_weights/s"
+        assert (found["model_owner"], found["lora_rank"], found["user_metadata"]) == ("acme", 4, {"a": "1"})
+        assert world.get("checkpoints?limit=2")["cursor"]["total_count"] == 3
+
+    def test_project(self, world: World) -> None:
+        session = world.post("create_session", {"tags": [], "sdk_version": "1", "project_id": "p"})["session_id"]
+        run = world.run(session)
+        world.run()
+        assert [r["training_run_id"] for r in world.get("training_runs?project_id=p")["training_runs"]] == [run]
+
+    @pytest.mark.parametrize("query", ["limit=0", "limit=1001", "offset=-1", "limit=x", "access_scope=all"])
+    def test_mistakes(self, world: World, query: str) -> None:
+        assert query.split("=")[0] in world.get(f"training_runs?{query}", status=422)["detail"]
+
+
+class TestCheckpoints:
+    def test_delete_takes_row_and_files(self, world: World) -> None:
+        run = world.run()
+        world.checkpoint(run, 1)
+        with world.database.read() as session:
+            from store.tables import Checkpoint
+
+            ref = session.query(Checkpoint).one().ref
+        world.service.blobs.put(f"{ref}/state.safetensors", b"x")
+        route = f"training_runs/{run}/checkpoints/weights/one"
+        assert world.call("DELETE", route).is_success
+        assert not world.service.blobs.exists(ref)
+        assert world.call("DELETE", route).status_code == 404
+
+    def test_files_that_a_sampler_reads_stay(self, world: World) -> None:
+        session = world.session()
+        run = world.run(session)
+        path = world.checkpoint(run, 1, sampler=True)
+        body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+        world.post("create_sampling_session", body)
+        with world.database.read() as reading:
+            from store.tables import Checkpoint
+
+            ref = reading.query(Checkpoint).one().ref
+        world.service.blobs.put(f"{ref}/adapter.safetensors", b"x")
+        assert world.call("DELETE", f"training_runs/{run}/checkpoints/sampler_weights/one").is_success
+        assert world.service.blobs.exists(ref)
+
+    def test_lives(self, world: World) -> None:
+        run = world.run()
+        world.checkpoint(run, 1)
+        route = f"training_runs/{run}/checkpoints/weights/one/ttl"
+        assert world.call("PUT", route, json={"ttl_seconds": 7200}).json()["expires_at"] is not None
+        assert world.call("PUT", route, json={"ttl_seconds": None}).json()["expires_at"] is None
+        assert world.call("PUT", route, json={"ttl_seconds": 5}).status_code == 400
+        assert world.call("PUT", route, json={}).status_code == 422
+        assert world.call("PUT", route.replace("one", "none"), json={"ttl_seconds": None}).status_code == 404
+
+    @pytest.mark.parametrize("kind", ["optimizer", "external_weights"])
+    def test_unknown_kinds(self, world: World, kind: str) -> None:
+        assert world.call("DELETE", f"training_runs/s:train:0/checkpoints/{kind}/one").status_code == 400
+
+
+class TestWeft:
+    def test_tokenizers_of_models_with_slashes_and_colons(self, world: World) -> None:
+        files = world.get(f"weft/models/{MODEL}/tokenizer")["files"]
+        content = (TINY_PATH / "tokenizer.json").read_bytes()
+        assert files["tokenizer.json"] == hashlib.sha256(content).hexdigest()
+        assert not any("safetensors" in name for name in files)
+        assert world.call("GET", f"weft/models/{MODEL}/tokenizer/tokenizer.json").content == content
+
+    @pytest.mark.parametrize(
+        "route",
+        [
+            "other/model/tokenizer",
+            "other/model/tokenizer/tokenizer.json",
+            f"{MODEL}/tokenizer/model.safetensors",
+            f"{MODEL}/tokenizer/..%2f..%2fconfig.json",
+            f"{MODEL}/tokenizer/%2e%2e",
+        ],
+    )
+    def test_nothing_else_of_the_folder_is_given_out(self, world: World, route: str) -> None:
+        assert world.call("GET", f"weft/models/{route}").status_code == 404
+
+    def test_usage(self, world: World) -> None:
+        run = world.run()
+        request_id = world.train(batch(run, 1))["request_id"]
+        world.finish(request_id, b"x", tokens=3)
+        for query in ("", f"?run_id={run}"):
+            usage = world.get(f"weft/usage{query}")
+            (row,) = usage["rows"]
+            assert (row["run_id"], row["kind"], row["base_model"], row["tokens"]) == (run, "train", MODEL, 3)
+            assert usage["total_nusd"] == row["amount_nusd"] == 1200
+            assert usage["total_usd"] == row["amount_usd"] == "0.000001200"
+            assert usage["price_version"]
+        assert world.get("weft/usage", key=world.other_key)["rows"] == []

@@ -1,0 +1,245 @@
+"""The checks before anything is accepted: each row is one mistake and what its error must say."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from weft.wire import AdamParams, LoraConfig, SampleRequest, TrainBatch
+
+from api.errors import Invalid
+from api.paths import CheckpointPath, check_name, parse_path
+from api.routes.weft import usd
+from api.validate.batches import check_batch, slices
+from api.validate.optimizers import check_adam, check_family
+from api.validate.runs import check_lora, check_metadata, check_sequence, check_text, check_ttl
+from api.validate.samples import check_sample
+from store.settings import Limits
+from tests.api.data import batch, datum
+from workers.model.card import ModelCard
+
+LIMITS = Limits(max_data=4, max_tokens_per_op=40, max_num_samples=4, max_stop_sequences=2)
+RL: dict[str, Any] = {"weights": None, "logprobs": [0.0, -1.0], "advantages": [1.0, 1.0]}
+
+
+def rl(**changes: Any) -> Any:
+    inputs = RL | changes
+    return datum([1, 2], **{k: v if v is None else np.array(v, dtype=np.float32) for k, v in inputs.items()})
+
+
+class TestBatches:
+    GOOD: ClassVar[dict[str, TrainBatch]] = {
+        "one token": batch("r", 1, [datum([1])]),
+        "context length": batch("r", 1, [datum([1] * 16)]),
+        "negative weights": batch("r", 1, [datum([1, 2], weights=np.array([-1.5, 0.25], dtype=np.float32))]),
+        "two targets": batch(
+            "r", 1, [datum([1, 2], target_tokens=[[1, 2], [3, 4]], weights=np.ones((2, 2), dtype=np.float32))]
+        ),
+        "importance_sampling": batch("r", 1, [rl()], loss_fn="importance_sampling"),
+        "ppo with thresholds": batch(
+            "r", 1, [rl()], loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
+        ),
+    }
+
+    @pytest.mark.parametrize("case", GOOD)
+    def test_good(self, case: str, card: ModelCard) -> None:
+        assert check_batch(self.GOOD[case], card, LIMITS) == [len(d.tokens) for d in self.GOOD[case].data]
+
+    BAD: ClassVar[dict[str, tuple[TrainBatch, str]]] = {
+        "no data": (batch("r", 1, []), "empty"),
+        "too many data": (batch("r", 1, [datum([1])] * 5), r"5 data, the limit is 4"),
+        "empty datum": (batch("r", 1, [datum([1]), datum([])]), "datum 1: model_input is empty"),
+        "too long": (batch("r", 1, [datum([1] * 17)]), r"datum 0: model_input has 17 tokens.*16"),
+        "too many tokens": (batch("r", 1, [datum([1] * 16)] * 3), r"48 tokens, the limit is 40"),
+        "token beyond vocabulary": (
+            batch("r", 1, [datum([1]), datum([1, 100], target_tokens=[1, 1])]),
+            r"datum 1: model_input holds token 100 at position 1.*0 to 99",
+        ),
+        "target beyond vocabulary": (
+            batch("r", 1, [datum([1, 2], target_tokens=[2, 100])]),
+            r"datum 0: target_tokens holds token 100 at position 1",
+        ),
+        "negative target": (batch("r", 1, [datum([1], target_tokens=[-1])]), "datum 0.*-1"),
+        "fewer weights": (
+            batch("r", 1, [datum([1, 2]), datum([1, 2], weights=np.ones(1, dtype=np.float32))]),
+            r"datum 1: 'weights'",
+        ),
+        "fewer targets": (batch("r", 1, [datum([1, 2], target_tokens=[1])]), "datum 0.*target_tokens"),
+        "NaN weight": (
+            batch("r", 1, [datum([1, 2], weights=np.array([1, np.nan], dtype=np.float32))]),
+            "datum 0: 'weights'.*nan",
+        ),
+        "infinite advantage": (
+            batch("r", 1, [rl(), rl(advantages=[1.0, np.inf])], loss_fn="ppo"),
+            "datum 1: 'advantages'.*inf",
+        ),
+        "no logprobs": (batch("r", 1, [rl(logprobs=None)], loss_fn="importance_sampling"), "datum 0.*logprobs"),
+        "no targets": (batch("r", 1, [datum([1], target_tokens=None)]), "datum 0.*target_tokens"),
+        "unknown loss": (batch("r", 1, loss_fn="gspo"), "gspo.*cross_entropy"),
+        "unknown config": (batch("r", 1, loss_fn_config={"beta": 1.0}), "beta"),
+        "text in the config": (batch("r", 1, [rl()], loss_fn="ppo", loss_fn_config={"clip_low_threshold": "x"}), "'x'"),
+        "targets that are no integers": (
+            batch("r", 1, [datum([1], target_tokens=np.array([1.0], dtype=np.float32))]),
+            "datum 0: 'target_tokens' must be integers",
+        ),
+    }
+
+    @pytest.mark.parametrize("case", BAD)
+    def test_bad(self, case: str, card: ModelCard) -> None:
+        bad, says = self.BAD[case]
+        with pytest.raises(Invalid, match=says):
+            check_batch(bad, card, LIMITS)
+
+    def test_slices(self) -> None:
+        assert slices([5, 5, 20, 1], 10) == [[0, 2, 10], [2, 3, 20], [3, 4, 1]]
+        assert slices([3], 10) == [[0, 1, 3]]
+
+    @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 40))
+    def test_slices_tile_the_data(self, lengths: list[int], cap: int) -> None:
+        cuts = slices(lengths, cap)
+        assert [i for start, stop, _ in cuts for i in range(start, stop)] == list(range(len(lengths)))
+        assert all(tokens == sum(lengths[start:stop]) for start, stop, tokens in cuts)
+        assert all(tokens <= cap or stop - start == 1 for start, stop, tokens in cuts)
+
+
+class TestSamples:
+    def request(self, params: dict[str, Any] | None = None, tokens: Any = (1, 2, 3), **fields: Any) -> SampleRequest:
+        chunks = [{"type": "encoded_text", "tokens": list(tokens)}]
+        whole = {"prompt": {"chunks": chunks}, "sampling_params": params or {}} | fields
+        return SampleRequest.model_validate(whole)
+
+    @pytest.mark.parametrize(
+        ("tokens", "max_tokens", "most"),
+        [([1] * 3, 5, 5), ([1] * 3, None, 14), ([1] * 3, 1000, 14), ([1] * 16, 1, 1), ([1] * 16, None, 1)],
+    )
+    def test_generation_ends_at_the_context_length(
+        self, card: ModelCard, tokens: list[int], max_tokens: int | None, most: int
+    ) -> None:
+        assert check_sample(self.request({"max_tokens": max_tokens}, tokens), card, LIMITS) == most
+
+    @pytest.mark.parametrize("stop", [None, [], "a", ["a", "b"], [1, 99]])
+    def test_every_form_of_stop(self, card: ModelCard, stop: Any) -> None:
+        check_sample(self.request({"stop": stop}), card, LIMITS)
+
+    BAD: ClassVar[dict[str, tuple[dict[str, Any], dict[str, Any], str]]] = {
+        "empty prompt": ({}, {"tokens": []}, "prompt: empty"),
+        "long prompt": ({}, {"tokens": [1] * 17}, "17 tokens.*16"),
+        "token beyond vocabulary": ({}, {"tokens": [1, 100]}, "token 100 at position 1.*0 to 99"),
+        "too many samples": ({}, {"num_samples": 5}, "1 to 4, got 5"),
+        "top_k 0": ({"top_k": 0}, {}, "top_k.*got 0"),
+        "too many stops": ({"stop": ["a", "b", "c"]}, {}, "3 entries, the limit is 2"),
+        "empty stop": ({"stop": ["a", ""]}, {}, "entry 1 has 0 characters"),
+        "stop token beyond vocabulary": ({"stop": [1, 100]}, {}, "entry 1 is 100"),
+        "top logprobs": ({}, {"topk_sample_logprobs": 3}, "topk_sample_logprobs"),
+        "stability": ({}, {"record_stability_info": True}, "record_stability_info"),
+    }
+
+    @pytest.mark.parametrize("case", BAD)
+    def test_bad(self, case: str, card: ModelCard) -> None:
+        params, fields, says = self.BAD[case]
+        with pytest.raises(Invalid, match=says):
+            check_sample(self.request(params, **fields), card, LIMITS)
+
+    @pytest.mark.parametrize(
+        "chunk",
+        [
+            {"type": "image", "data": "aaaa", "format": "png"},
+            {"type": "image_asset_pointer", "format": "png", "location": "x"},
+            {"type": "dmel", "dmel": "aaaa"},
+        ],
+    )
+    def test_images_and_audio_are_refused_by_name(self, card: ModelCard, chunk: dict[str, Any]) -> None:
+        request = SampleRequest.model_validate({"prompt": {"chunks": [chunk]}, "sampling_params": {}})
+        with pytest.raises(Invalid, match=rf"prompt.chunks.0: {chunk['type']} chunks are not supported"):
+            check_sample(request, card, LIMITS)
+
+
+class TestRuns:
+    @pytest.mark.parametrize("rank", [1, 16])
+    def test_ranks(self, rank: int) -> None:
+        check_lora(LoraConfig(rank=rank), 16)
+
+    @pytest.mark.parametrize(("changes", "says"), [({"rank": 17}, "1 to 16, got 17"), ({"seed": -1}, "seed.*-1")])
+    def test_bad_shapes(self, changes: dict[str, Any], says: str) -> None:
+        with pytest.raises(Invalid, match=says):
+            check_lora(LoraConfig(**{"rank": 4} | changes), 16)
+
+    @pytest.mark.parametrize("ttl", [None, 3600, 10 * 365 * 86_400])
+    def test_lives(self, ttl: int | None) -> None:
+        check_ttl(ttl)
+
+    @pytest.mark.parametrize("ttl", [0, -1, 3599, 10**10])
+    def test_bad_lives(self, ttl: int) -> None:
+        with pytest.raises(Invalid, match=f"got {ttl}"):
+            check_ttl(ttl)
+
+    @pytest.mark.parametrize(("value", "says"), [(None, "required"), (0, "got 0"), (2**31, "got")])
+    def test_bad_sequence_numbers(self, value: int | None, says: str) -> None:
+        with pytest.raises(Invalid, match=says):
+            check_sequence(value, "seq_id", least=1)
+
+    def test_metadata(self) -> None:
+        assert check_metadata(None) == {}
+        assert check_metadata({"a": [1, float("nan")]}) == {"a": [1, None]}
+        for bad in ({"a": "x" * 20_000}, {"a": "\0"}, {"a": 2**70}):
+            with pytest.raises(Invalid, match="user_metadata"):
+                check_metadata(bad)
+
+    def test_text(self) -> None:
+        assert check_text("ab", "tag", 2) == "ab"
+        for bad in ("abc", "\0"):
+            with pytest.raises(Invalid, match="tag"):
+                check_text(bad, "tag", 2)
+
+
+def test_optimizers() -> None:
+    check_family({"type": "adamw"}, "optimizer_config")
+    check_family(None, "optimizer_config")
+    with pytest.raises(Invalid, match=r"dimuon.*adamw"):
+        check_family({"type": "dimuon", "version": 1}, "optimizer_config")
+    with pytest.raises(Invalid, match="eps"):
+        check_adam(AdamParams(eps=0.0))
+
+
+@pytest.mark.parametrize("name", ["a", "step-01_final.v2", "A" * 256, ".hidden"])
+def test_names(name: str) -> None:
+    assert check_name(name, "path") == name
+    assert parse_path(f"tinker://s:train:0/weights/{name}", "path") == CheckpointPath("s:train:0", "weights", name)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "ä", "a" * 257, "a\n", "a\0"])
+def test_bad_names(name: str) -> None:
+    with pytest.raises(Invalid, match="path"):
+        check_name(name, "path")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "s:train:0/weights/a",
+        "http://s:train:0/weights/a",
+        "tinker://s:train:0/weights",
+        "tinker://s:train:0/weights/a/b",
+        "tinker://s:train:0/weights/",
+        "tinker:///weights/a",
+        "tinker://s:train:0/optimizer/a",
+        "tinker://s:train:0/external_weights/a",
+        "tinker://../weights/..",
+        "tinker://s train/weights/a",
+        "TINKER://s:train:0/weights/a",
+    ],
+)
+def test_bad_paths(path: str) -> None:
+    with pytest.raises(Invalid, match="model_path"):
+        parse_path(path, "model_path")
+
+
+@pytest.mark.parametrize(
+    ("nusd", "text"), [(0, "0.000000000"), (1, "0.000000001"), (1_234_500_000, "1.234500000"), (-5, "-0.000000005")]
+)
+def test_dollars_are_exact(nusd: int, text: str) -> None:
+    assert usd(nusd) == text
