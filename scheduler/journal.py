@@ -154,7 +154,7 @@ class Journal:
 
     def _stored_entry(self, lane: str, seq: int) -> _Entry | None:
         """An operation accepted before this process started, or long ago."""
-        if lane in self.runs and seq >= self.runs[lane].next_seq:
+        if lane in self.runs and not self.runs[lane].spent(seq):
             return None
         with self._database.read() as session:
             row = session.scalars(select(tables.Operation).filter_by(lane=lane, seq=seq)).one_or_none()

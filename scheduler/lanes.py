@@ -92,6 +92,10 @@ class RunLane:
             self._refused.add(seq)
         return self._advance()
 
+    def spent(self, seq: int) -> bool:
+        """Whether this number is taken, be it by an operation that waits for a gap before it."""
+        return seq < self.next_seq or seq in self._parked or seq in self._refused
+
     def _advance(self) -> list[Unit]:
         ready: list[Operation] = []
         while self.next_seq in self._parked or self.next_seq in self._refused:

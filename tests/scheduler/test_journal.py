@@ -313,6 +313,9 @@ def test_after_a_restart_everything_accepted_is_there(folder: Path) -> None:
         assert (await outcome(service, ids[0])).payload == b"result"
         assert await service.journal.accept(train(1)) == ids[0]
         assert await service.journal.accept(train(2)) == ids[1]
+        assert await service.journal.accept(train(4)) == ids[2]  # parked: 3 is still missing
+        refused = await service.journal.accept(train(5, body=b"bad"))
+        assert (await outcome(service, refused)).error == "no"
         async with service.worker(service.trainer) as link:
             pass_ = await service.ask(link, PullPass(["m"]))
             assert ops(pass_) == [(0, True), (1, True), (2, False)]
