@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 #: Attention lengths are rounded up to this many positions. Larger: fewer, bigger calls; smaller: less masked work.
@@ -137,10 +138,7 @@ class DecodeAttend:
         return out_THD
 
     def _attend_bucket(self, bucket: _Bucket, layer: int, q_THD: Tensor) -> Tensor:
-        """Attention of one bucket's rows.
-
-        Plain batched products, one for each row and kv head over the queries that share it, because
-        scaled_dot_product_attention on several threads rounds a row by the thread that it falls to."""
+        """Attention of one bucket's rows."""
         k_SKLD, v_SKLD = (cached[layer][:, :, : bucket.length] for cached in (self._cache.k_SKCD, self._cache.v_SKCD))
         q_NHD = q_THD if bucket.rows_N is None else q_THD[bucket.rows_N]
         heads, head_dim, kv_heads = q_NHD.shape[1], q_NHD.shape[2], k_SKLD.shape[1]
@@ -149,11 +147,23 @@ class DecodeAttend:
         else:
             k_NKLD, v_NKLD = k_SKLD[bucket.span], v_SKLD[bucket.span]
             q_NHD = _spread(q_NHD, bucket.picked_N, k_NKLD.shape[0])
-        q_BGD = q_NHD.reshape(-1, heads // kv_heads, head_dim)
-        scores_BGL = torch.baddbmm(bucket.bias_B1L, q_BGD, k_NKLD.flatten(0, 1).transpose(1, 2), alpha=head_dim**-0.5)
-        out_BGD = torch.bmm(torch.softmax(scores_BGL, dim=-1), v_NKLD.flatten(0, 1))
-        out_NHD = out_BGD.view(-1, heads, head_dim)
+        q_NKGD = q_NHD.reshape(-1, kv_heads, heads // kv_heads, head_dim)
+        out_NHD = _weighted_values(q_NKGD, k_NKLD, v_NKLD, bucket.bias_B1L).reshape(-1, heads, head_dim)
         return out_NHD if bucket.span is None or bucket.picked_N is None else out_NHD[bucket.picked_N]
+
+
+def _weighted_values(q_NKGD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, bias_B1L: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D) + bias) v, [N, K, G, D].
+
+    In float32 by plain batched products: scaled_dot_product_attention on several CPU threads rounds a row by the
+    thread that it falls to. In shorter types it is used, for it keeps the scores in float32."""
+    rows, kv_heads, queries, head_dim = q_NKGD.shape
+    if q_NKGD.dtype != torch.float32:
+        bias = bias_B1L.view(rows, kv_heads, 1, -1).expand(-1, -1, queries, -1)
+        return F.scaled_dot_product_attention(q_NKGD, k_NKLD, v_NKLD, attn_mask=bias)
+    k_BDL = k_NKLD.flatten(0, 1).transpose(1, 2)
+    scores_BGL = torch.baddbmm(bias_B1L, q_NKGD.flatten(0, 1), k_BDL, alpha=head_dim**-0.5)
+    return torch.bmm(torch.softmax(scores_BGL, dim=-1), v_NKLD.flatten(0, 1)).view_as(q_NKGD)
 
 
 def _spread(q_NHD: Tensor, picked_N: Tensor | None, width: int) -> Tensor:

@@ -14,6 +14,10 @@ DecodeText = Callable[[Sequence[int]], str]
 WINDOW_MARGIN_TOKENS = 8
 
 
+class NoTokenizer(ValueError):
+    """A request has stop strings and the model's folder has no tokenizer to read text with."""
+
+
 class StopRule:
     """The stop conditions of one request. A new token is checked against token ids first, then the text, then the
     length: a stop token at the last allowed position is a "stop"."""
@@ -27,7 +31,7 @@ class StopRule:
         self._token_ids = frozenset((*eos, *sampling.stop_token_ids))
         self._strings = tuple(text for text in sampling.stop_strings if text)
         if self._strings and decode_text is None:
-            raise ValueError("stop strings need a tokenizer, and this model has none: use stop token ids")
+            raise NoTokenizer("stop strings need a tokenizer, and this model has none: use stop token ids")
         self._decode_text = decode_text
         # Every token spells at least one byte, so a string of n bytes lies within the last n tokens.
         longest = max((len(text.encode()) for text in self._strings), default=0)

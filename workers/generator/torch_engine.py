@@ -24,7 +24,7 @@ from workers.generator.engine import EngineStats, Finished, GenerateRequest, Req
 from workers.generator.kv_cache import KVCache
 from workers.generator.progress import RequestProgress, SequenceProgress, refused, request_fault
 from workers.generator.sampling import SamplingRows, sample
-from workers.generator.stop import DecodeText, StopRule
+from workers.generator.stop import DecodeText, NoTokenizer, StopRule
 from workers.model.adapter import Adapter, load_adapter
 from workers.model.adapter_pool import AdapterPool
 from workers.model.decoder import Decoder
@@ -94,7 +94,7 @@ class TorchEngine:
             return
         try:
             self._queue.append(self._progress(request))
-        except (AdapterUnusable, ValueError) as error:
+        except (AdapterUnusable, NoTokenizer) as error:
             self._finished.append(refused(request.id, str(error)))
         except Exception as error:
             log.exception("request %s: cannot be prepared", request.id)
@@ -269,7 +269,7 @@ class TorchEngine:
             if progress.request.id not in self._running:
                 continue  # another of its sequences failed it, in this very loop
             if not math.isfinite(logprob):
-                self._fail(progress, ArithmeticError("the model's logits are not finite: are the adapter's weights?"))
+                self._fail(progress, NotFinite(adapted=progress.adapter is not None))
                 continue
             try:
                 sequence.accept(token, logprob)
@@ -294,5 +294,17 @@ class TorchEngine:
             self._forget(progress)
 
 
+class NotFinite(ArithmeticError):
+    """A sequence's logits are NaN or infinite."""
+
+    def __init__(self, *, adapted: bool) -> None:
+        super().__init__("the logits are not finite" + ("; are this sampler's weights?" if adapted else ""))
+        self.adapted = adapted
+
+
 def _broken(request_id: str, error: Exception) -> Finished:
-    return Finished(request_id, error=RequestError(f"generation failed: {error}", "server"))
+    """The end of a request that broke. Only what we word ourselves goes to the user: the rest may name files."""
+    if isinstance(error, NotFinite):
+        return Finished(request_id, error=RequestError(str(error), "user" if error.adapted else "server"))
+    message = f"generation failed ({type(error).__name__}); the generator's log has the details"
+    return Finished(request_id, error=RequestError(message, "server"))

@@ -11,8 +11,8 @@ from workers.generator.kv_cache import DecodeAttend, KVCache
 KV_HEADS, HEADS, HEAD_DIM, SLOTS, CONTEXT = 2, 6, 16, 12, 200
 
 
-def filled_cache(seed: int = 0) -> KVCache:
-    cache = KVCache(layers=1, slots=SLOTS, kv_heads=KV_HEADS, context=CONTEXT, head_dim=HEAD_DIM)
+def filled_cache(seed: int = 0, dtype: torch.dtype = torch.float32) -> KVCache:
+    cache = KVCache(layers=1, slots=SLOTS, kv_heads=KV_HEADS, context=CONTEXT, head_dim=HEAD_DIM, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     for tensor in (*cache.k_SKCD, *cache.v_SKCD):
         tensor.normal_(generator=generator)
@@ -86,3 +86,11 @@ def test_prompts_are_stored_and_copied() -> None:
     cache.clear(3)
     assert not cache.v_SKCD[0][3].any()
     assert cache.v_SKCD[0][2].any()
+
+
+def test_bfloat16_is_as_exact_as_its_inputs() -> None:
+    cache, (q, k, v) = filled_cache(dtype=torch.bfloat16), (tensor.bfloat16() for tensor in new_token(3))
+    out = DecodeAttend(cache, [0, 2, 11], [5, 150, 64]).attend(0, q, k, v)
+    for row, (slot, length) in enumerate([(0, 6), (2, 151), (11, 65)]):
+        keys, values = cache.k_SKCD[0][slot, :, :length].float(), cache.v_SKCD[0][slot, :, :length].float()
+        torch.testing.assert_close(out[row].float(), formula(q[row].float(), keys, values), atol=2e-2, rtol=2e-2)
