@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -35,9 +36,14 @@ class RestClient:
     """Every method returns a future at once. A foreign or unknown id is `NotFoundError`."""
 
     def __init__(
-        self, *, base_url: str | None = None, api_key: str | None = None, transport: Transport | None = None
+        self,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        policy: RetryPolicy | None = None,
+        transport: Transport | None = None,
     ) -> None:
-        self._transport = transport or Transport(resolve_endpoint(base_url, api_key), RetryPolicy())
+        self._transport = transport or Transport(resolve_endpoint(base_url, api_key), policy or RetryPolicy())
 
     def _get(self, path: str, answer: type[M], **params: Any) -> APIFuture[M]:
         given = {name: value for name, value in params.items() if value is not None}
@@ -137,6 +143,17 @@ class RestClient:
     async def _stats(self) -> Stats:
         stats: Stats = (await self._transport.send(Call("GET", "/weft/stats"))).json()
         return stats
+
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """For every method `x` there is `x_async`, which is awaited for the result itself."""
+        method = getattr(type(self), name.removesuffix("_async"), None) if name.endswith("_async") else None
+        if method is None:
+            raise AttributeError(f"RestClient has no attribute {name!r}")
+
+        async def twin(*args: Any, **kwargs: Any) -> Any:
+            return await method(self, *args, **kwargs)
+
+        return twin
 
     def close(self) -> APIFuture[None]:
         """Close the connections."""

@@ -1,0 +1,101 @@
+"""What the commands print: one function per answer of the server, from model to table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from itertools import groupby
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from weft.wire.rest import CheckpointsListResponse, TrainingRunsResponse
+from weft.wire.service import GetServerCapabilitiesResponse
+from weft.wire.usage import UsageResponse, UsageRow
+
+
+def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def usage(answer: UsageResponse) -> Table:
+    """A line per run and kind, a sum per run that has several, and the total."""
+    table = _table("run", "model", "kind", "tokens", "USD", right=("tokens", "USD"))
+    table.caption = f"prices: {answer.price_version}"
+    table.caption_justify = "left"
+    rows = sorted(answer.rows, key=lambda row: (row.run_id or "", row.base_model, row.kind))
+    for run_id, group in groupby(rows, key=lambda row: row.run_id):
+        own = list(group)
+        for index, row in enumerate(own):
+            name = (run_id or "(no run)") if index == 0 else ""
+            table.add_row(name, row.base_model, row.kind, f"{row.tokens:,}", row.amount_usd)
+        if len(own) > 1:
+            table.add_row("", "", "sum", *_sums(own), style="dim")
+    table.add_section()
+    table.add_row("total", "", "", f"{sum(row.tokens for row in rows):,}", answer.total_usd, style="bold")
+    return table
+
+
+def _sums(rows: list[UsageRow]) -> tuple[str, str]:
+    return f"{sum(row.tokens for row in rows):,}", usd(sum(row.amount_nusd for row in rows))
+
+
+def usd(amount_nusd: int) -> str:
+    """Billionths of a dollar as dollars with six decimals, rounded half up."""
+    micro = (abs(amount_nusd) + 500) // 1000
+    return f"{'-' if amount_nusd < 0 and micro else ''}{micro // 10**6}.{micro % 10**6:06d}"
+
+
+def models(answer: GetServerCapabilitiesResponse) -> Table:
+    table = _table("model", "context", "train", "sample", right=("context",))
+    for model in answer.supported_models:
+        context = f"{model.max_context_length:,}" if model.max_context_length else ""
+        table.add_row(model.model_name or "", context, _yes(model.trainable), _yes(model.sampleable))
+    return table
+
+
+def _yes(value: bool | None) -> str:
+    return "" if value is None else "yes" if value else "no"
+
+
+def runs(answer: TrainingRunsResponse) -> Table:
+    table = _table("run", "model", "rank", "last request", "last checkpoint", right=("rank",))
+    for run in answer.training_runs:
+        last = run.last_checkpoint.checkpoint_id if run.last_checkpoint else ""
+        rank = "" if run.lora_rank is None else str(run.lora_rank)
+        table.add_row(run.training_run_id, run.base_model, rank, _when(run.last_request_time), last)
+    shown, total = len(answer.training_runs), answer.cursor.total_count
+    table.caption = f"{shown} of {total}" if shown < total else None
+    return table
+
+
+def checkpoints(answer: CheckpointsListResponse) -> Table:
+    table = _table("path", "kind", "size", "saved", "expires", right=("size",))
+    for checkpoint in answer.checkpoints:
+        size = "" if checkpoint.size_bytes is None else f"{checkpoint.size_bytes / 2**20:.1f} MiB"
+        expires = _when(checkpoint.expires_at) if checkpoint.expires_at else "never"
+        table.add_row(checkpoint.tinker_path, checkpoint.checkpoint_type, size, _when(checkpoint.time), expires)
+    return table
+
+
+def _when(moment: datetime) -> str:
+    return moment.astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def stats(answer: Mapping[str, Any]) -> Table:
+    table = _table("statistic", "value", right=("value",))
+    for name, value in _flat(answer):
+        table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
+    return table
+
+
+def _flat(answer: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in answer.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

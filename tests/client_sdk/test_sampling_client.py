@@ -1,0 +1,114 @@
+"""Samplers against a real HTTP stub."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import CancelledError
+
+import pytest
+import weft
+from starlette.responses import JSONResponse
+from weft import ModelInput, SamplingParams, ServiceClient
+
+from tests.client_sdk.stub_server import SESSION, Stub, not_yet, status
+
+PROMPT = ModelInput.from_ints([7, 8, 9])
+PARAMS = SamplingParams(max_tokens=3)
+
+
+def test_samples(service: ServiceClient, stub: Stub) -> None:
+    sampler = service.create_sampling_client(base_model="org/tiny")
+    response = sampler.sample(PROMPT, 2, PARAMS, include_prompt_logprobs=True).result(10)
+
+    assert [(s.tokens, s.logprobs, s.stop_reason) for s in response.sequences] == [
+        ([7, 8, 9], [-1.0] * 3, "length")
+    ] * 2
+    assert [s.sequence_id for s in response.sequences] == ["q0-0", "q0-1"]
+    assert response.prompt_logprobs == [None, -1.0, -1.0]
+    assert response.prompt_cache_hit_tokens == 1
+    assert sampler.get_base_model() == "org/tiny"
+    assert sampler.sampling_session_id == f"{SESSION}:sample:0"
+    [asked] = [asked for asked in stub.asked if asked.path == "/asample"]
+    assert asked.headers["x-tinker-sampling-backpressure"] == "1"
+    assert asked.json["sampling_params"] == {"max_tokens": 3, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
+
+
+def test_numbers_start_at_zero_and_rise(service: ServiceClient, stub: Stub) -> None:
+    sampler = service.create_sampling_client(base_model="org/tiny")
+    for future in [sampler.sample(PROMPT, 1, PARAMS) for _ in range(20)]:
+        future.result(10)
+    assert sorted(body["seq_id"] for body in stub.bodies("/asample")) == list(range(20))
+
+
+def test_back_pressure_is_waited_out_with_the_same_number(service: ServiceClient, stub: Stub) -> None:
+    stub.faults["/asample"] = [status(429)] * 120  # longer than the retry budget
+    service.create_sampling_client(base_model="org/tiny").sample(PROMPT, 1, PARAMS).result(20)
+    assert {body["seq_id"] for body in stub.bodies("/asample")} == {0}
+
+
+def test_a_lost_sample_is_drawn_again_under_a_new_number(service: ServiceClient, stub: Stub) -> None:
+    stub.faults["/retrieve_future"] = [status(410)]
+    service.create_sampling_client(base_model="org/tiny").sample(PROMPT, 1, PARAMS).result(10)
+    assert [body["seq_id"] for body in stub.bodies("/asample")] == [0, 1]
+
+
+def test_a_failed_sample_is_final(service: ServiceClient, stub: Stub) -> None:
+    stub.results["r-x"] = JSONResponse({"error": "prompt too long", "category": "user"})
+    stub.replies["POST /asample"] = {"request_id": "r-x", "sample_sequence_ids": ["q"]}
+    with pytest.raises(weft.RequestFailedError, match="prompt too long"):
+        service.create_sampling_client(base_model="org/tiny").sample(PROMPT, 1, PARAMS).result(10)
+    assert len(stub.bodies("/asample")) == 1
+
+
+def test_cancelling_tells_the_server(service: ServiceClient, stub: Stub) -> None:
+    stub.faults["/retrieve_future"] = [not_yet()] * 10_000
+    future = service.create_sampling_client(base_model="org/tiny").sample(PROMPT, 1, PARAMS)
+    while not stub.bodies("/retrieve_future"):
+        time.sleep(0.01)
+    future.cancel()
+    with pytest.raises(CancelledError):
+        future.result(10)
+    deadline = time.monotonic() + 5
+    while not stub.bodies("/cancel_future") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert stub.bodies("/cancel_future") == [{"request_id": f"r-{SESSION}:sample:0-0"}]
+
+
+def test_compute_logprobs(service: ServiceClient, stub: Stub) -> None:
+    sampler = service.create_sampling_client(model_path="tinker://r:train:0/sampler_weights/a")
+    assert sampler.compute_logprobs(PROMPT, prompt_logprobs_last_n=2).result(10) == [None, -1.0, -1.0]
+    body = stub.bodies("/asample")[0]
+    assert body["sampling_params"]["max_tokens"] == 1
+    assert body["prompt_logprobs"] is True
+    assert body["prompt_logprobs_last_n"] == 2
+    stub.replies[f"GET /samplers/{SESSION}:sample:0"] = {"sampler_id": "s", "base_model": "org/found"}
+    assert sampler.get_base_model() == "org/found"
+
+
+def test_a_sampler_of_a_run_shares_the_sampler_numbers(service: ServiceClient, stub: Stub) -> None:
+    first = service.create_sampling_client(base_model="org/tiny").result(10)
+    training = service.create_lora_training_client("org/tiny")
+    second = training.save_weights_and_get_sampling_client(kind="inflight")
+    second.sample(PROMPT, 1, PARAMS).result(10)
+
+    assert (first.sampling_session_id, second.sampling_session_id) == (f"{SESSION}:sample:0", f"{SESSION}:sample:1")
+    assert second.get_base_model() == "org/tiny"
+    assert stub.bodies("/save_weights_for_sampler") == [
+        {
+            "model_id": f"{SESSION}:train:0",
+            "sampling_session_seq_id": 1,
+            "kind": "inflight",
+            "seq_id": 1,
+            "type": "save_weights_for_sampler",
+        }
+    ]
+
+
+def test_bad_parameters_are_refused_before_anything_is_sent(service: ServiceClient, stub: Stub) -> None:
+    with pytest.raises(ValueError, match="top_p"):
+        SamplingParams(top_p=1.5)
+    with pytest.raises(ValueError, match=r"max_token\n.*not permitted"):
+        SamplingParams(max_token=5)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="base_model"):
+        service.create_sampling_client()
+    assert stub.asked == []
