@@ -100,7 +100,12 @@ def _python_worker(role: str, threads: int, arguments: Sequence[str]) -> WorkerP
     return WorkerProgram(
         role,
         command,
-        {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)},
+        {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        },
     )
 
 

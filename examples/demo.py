@@ -157,7 +157,8 @@ def main() -> int:
     finally:
         if keep:
             console.print(
-                f"the service goes on at {url} (health: {url}/api/v1/healthz; statistics and bills: weft stats, weft usage); stop it with: kill {server.pid}"
+                f"the service goes on at {url} (health: {url}/api/v1/healthz; bills: weft usage);"
+                f" stop it with: kill {server.pid}"
             )
         else:
             os.kill(server.pid, signal.SIGTERM)

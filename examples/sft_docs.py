@@ -5,7 +5,8 @@
 
 A line of the JSONL is {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}.
 Without --data the conversations are made on the spot from the standard library: "What does textwrap.dedent(text) do?"
-and the first sentence of its docstring. Only the assistant's words carry weight; the loss is their sum, reported per token.
+and the first sentence of its docstring. Only the assistant's words carry weight; the loss is their sum, reported per
+token.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import inspect
 import json
 import random
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,89 +25,20 @@ from typing import Any
 import weft
 from weft import types
 
-MODULES = [
-    "argparse",
-    "ast",
-    "asyncio",
-    "base64",
-    "bisect",
-    "calendar",
-    "collections",
-    "colorsys",
-    "copy",
-    "csv",
-    "datetime",
-    "decimal",
-    "difflib",
-    "dis",
-    "email",
-    "enum",
-    "filecmp",
-    "fileinput",
-    "fnmatch",
-    "fractions",
-    "functools",
-    "gettext",
-    "glob",
-    "gzip",
-    "hashlib",
-    "heapq",
-    "hmac",
-    "html",
-    "inspect",
-    "io",
-    "ipaddress",
-    "itertools",
-    "json",
-    "keyword",
-    "linecache",
-    "locale",
-    "logging",
-    "math",
-    "mimetypes",
-    "operator",
-    "os",
-    "pathlib",
-    "pickle",
-    "platform",
-    "pprint",
-    "queue",
-    "random",
-    "re",
-    "sched",
-    "secrets",
-    "shelve",
-    "shlex",
-    "shutil",
-    "signal",
-    "socket",
-    "sqlite3",
-    "statistics",
-    "string",
-    "struct",
-    "subprocess",
-    "tarfile",
-    "tempfile",
-    "textwrap",
-    "threading",
-    "time",
-    "timeit",
-    "token",
-    "tokenize",
-    "traceback",
-    "types",
-    "unicodedata",
-    "urllib.parse",
-    "uuid",
-    "warnings",
-    "wave",
-    "weakref",
-    "zipfile",
-]
+MODULES = """
+argparse ast asyncio base64 bisect calendar collections colorsys copy csv datetime decimal difflib dis email
+enum filecmp fileinput fnmatch fractions functools gettext glob gzip hashlib heapq hmac html inspect io
+ipaddress itertools json keyword linecache locale logging math mimetypes operator os pathlib pickle platform
+pprint queue random re sched secrets shelve shlex shutil signal socket sqlite3 statistics string struct
+subprocess tarfile tempfile textwrap threading time timeit token tokenize traceback types unicodedata
+urllib.parse uuid warnings wave weakref zipfile
+"""
 BATCH = 32
 LEARNING_RATE = 2e-3
 RANK = 16
 MAX_LENGTH = 160
+#: Batches submitted before the first one is waited for, so that the trainer always has the next one at hand.
+AHEAD = 2
 
 Conversation = list[dict[str, str]]
 Step = dict[str, Any]
@@ -113,7 +46,7 @@ Step = dict[str, Any]
 
 def conversations() -> Iterator[Conversation]:
     """Questions and answers about the functions of the standard library, from their own docstrings."""
-    for name in MODULES:
+    for name in MODULES.split():
         module = importlib.import_module(name)
         for attribute, value in sorted(vars(module).items()):
             if attribute.startswith("_") or not callable(value) or not inspect.getdoc(value):
@@ -177,14 +110,19 @@ def run(
     tokenizer = training.get_tokenizer()
     made = [d for d in (datum(tokenizer, c) for c in data) if d is not None]
     rng.shuffle(made)
-    for step in range(steps):
-        batch = [made[(step * BATCH + i) % len(made)] for i in range(BATCH)]
-        backward = training.forward_backward(batch, "cross_entropy")
-        update = training.optim_step(types.AdamParams(learning_rate=LEARNING_RATE))
-        said = sum(float(d.loss_fn_inputs["weights"].to_numpy().sum()) for d in batch)
-        loss = backward.result().metrics["loss:sum"] / said
-        update.result()
-        on_step({"step": step, "of": steps, "loss": loss, "data": len(batch)})
+    ahead: deque[tuple[int, float, Any, Any]] = deque()
+    for step in range(steps + AHEAD):
+        if step < steps:
+            batch = [made[(step * BATCH + i) % len(made)] for i in range(BATCH)]
+            backward = training.forward_backward(batch, "cross_entropy")
+            update = training.optim_step(types.AdamParams(learning_rate=LEARNING_RATE))
+            said = sum(float(d.loss_fn_inputs["weights"].to_numpy().sum()) for d in batch)
+            ahead.append((step, said, backward, update))
+        if step >= AHEAD:
+            done, said, backward, update = ahead.popleft()
+            loss = backward.result().metrics["loss:sum"] / said
+            update.result()
+            on_step({"step": done, "of": steps, "loss": loss, "data": BATCH})
     sampler = training.save_weights_and_get_sampling_client().result()
     question = [{"role": "user", "content": "What does os.path.join(a, *p) do?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
