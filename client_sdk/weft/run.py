@@ -81,7 +81,7 @@ class Run:
         """One JSON operation: submit it in turn (`request` is told its number) and fetch its result."""
 
         async def submit(turn: Turn) -> UntypedAPIFuture:
-            return await self._post(turn, Call("POST", path, encode(request(turn.next_seq()).body())))
+            return await self._post(turn, Call("POST", path, encode(request(turn.next_seq()).body()), patient=True))
 
         future = await self.in_turn(submit)
         return await fetch_result(self.session.transport, future.request_id, lambda got: parse(got, answer))
@@ -111,7 +111,7 @@ class Run:
                 ForwardBackwardInput(part, loss_fn, config), self.model_id, turn.next_seq(), forward_only
             )
             body = await asyncio.to_thread(encode_forward_backward, request)
-            future = await self._post(turn, Call("POST", "/forward_backward", body, PROTOBUF))
+            future = await self._post(turn, Call("POST", "/forward_backward", body, PROTOBUF, patient=True))
             ids.append(future.request_id)
         return ids
 

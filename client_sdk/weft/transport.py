@@ -48,7 +48,7 @@ class Call:
     params: Mapping[str, Any] | None = None
     headers: Mapping[str, str] | None = None
     timeout_s: float = 60.0
-    #: 429 means "later" without end, as for samples under back-pressure.
+    #: 429 means "later" without end: operations and samples are held back while the server's queue is full.
     patient: bool = False
     #: Long polls have their own pool.
     poll: bool = False

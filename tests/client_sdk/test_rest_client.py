@@ -129,7 +129,7 @@ def test_a_tokenizer_file_that_was_not_listed_is_refused(
 
 def cli(stub: Stub, *arguments: str) -> tuple[int, str]:
     options = ["--base-url", stub.base_url, "--api-key", "tml-test"]
-    done = CliRunner().invoke(main, [*options, *arguments], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(main, [*options, *arguments], env={"COLUMNS": "40"})
     return done.exit_code, done.output
 
 
@@ -182,7 +182,8 @@ def test_errors_are_one_line_and_exit_1(stub: Stub) -> None:
 
 
 @pytest.mark.parametrize(
-    ("amount_nusd", "text"), [(0, "0.000000"), (499, "0.000000"), (500, "0.000001"), (1_234_567_000, "1.234567")]
+    ("amount_nusd", "text"),
+    [(0, "0.000000000"), (1, "0.000000001"), (1_234_567_000, "1.234567000"), (-500, "-0.000000500")],
 )
 def test_dollars(amount_nusd: int, text: str) -> None:
     assert usd(amount_nusd) == text

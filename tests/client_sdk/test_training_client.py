@@ -125,6 +125,11 @@ def test_an_operation_of_unknown_fate_breaks_the_lane(service: ServiceClient, st
         training.optim_step(AdamParams()).result(10)
 
 
+def test_a_full_queue_is_waited_out(service: ServiceClient, stub: Stub) -> None:
+    stub.faults["/optim_step"] = [status(429)] * 120  # longer than the retry budget
+    run_of(service).optim_step(AdamParams()).result(20)
+
+
 def test_polls_go_on_through_408_and_outages(service: ServiceClient, stub: Stub) -> None:
     training = run_of(service)
     training.result(10)

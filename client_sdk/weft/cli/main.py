@@ -10,8 +10,8 @@ from typing import Any, ParamSpec
 
 import click
 from pydantic import BaseModel, ValidationError
-from rich.console import Console
 from rich.live import Live
+from rich.table import Table
 
 from weft.cli import tables
 from weft.errors import WeftError
@@ -53,18 +53,20 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON.")
 
 
-def console() -> Console:
-    """Plain: a run id is not markup, and the `:train:` in it is not an emoji."""
-    return Console(emoji=False, markup=False, highlight=False)
+def print_table(table: Table) -> None:
+    """Print without folding: ids and paths are there to be copied, so a narrow terminal wraps whole lines instead."""
+    needed = tables.console(width=10_000).measure(table).maximum
+    terminal = tables.console()
+    tables.console(width=max(needed, terminal.width)).print(table)
 
 
-def show(answer: BaseModel | dict[str, Any], json_: bool, table: Callable[[], Any]) -> None:
+def show(answer: BaseModel | dict[str, Any], json_: bool, table: Callable[[], Table]) -> None:
     """Print `answer` as JSON, or as the table."""
     if json_:
         body = answer.model_dump(mode="json") if isinstance(answer, BaseModel) else answer
         click.echo(json.dumps(body, indent=2))
     else:
-        console().print(table())
+        print_table(table())
 
 
 @main.command()
@@ -80,7 +82,7 @@ def usage(rest: Callable[[], RestClient], run_id: str | None, watch: bool, json_
         answer = client.get_usage(run_id).result()
         show(answer, json_, lambda: tables.usage(answer))
         return
-    with Live(console=console(), auto_refresh=False) as live:
+    with Live(console=tables.console(), auto_refresh=False) as live:
         while True:
             live.update(tables.usage(client.get_usage(run_id).result()), refresh=True)
             time.sleep(WATCH_S)

@@ -8,11 +8,17 @@ from itertools import groupby
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from weft.wire.rest import CheckpointsListResponse, TrainingRunsResponse
 from weft.wire.service import GetServerCapabilitiesResponse
 from weft.wire.usage import UsageResponse, UsageRow
+
+
+def console(width: int | None = None) -> Console:
+    """Plain: a run id is not markup, and the `:train:` in it is not an emoji."""
+    return Console(emoji=False, markup=False, highlight=False, width=width)
 
 
 def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
@@ -32,11 +38,11 @@ def usage(answer: UsageResponse) -> Table:
         own = list(group)
         for index, row in enumerate(own):
             name = (run_id or "(no run)") if index == 0 else ""
-            table.add_row(name, row.base_model, row.kind, f"{row.tokens:,}", row.amount_usd)
+            table.add_row(name, row.base_model, row.kind, f"{row.tokens:,}", usd(row.amount_nusd))
         if len(own) > 1:
             table.add_row("", "", "sum", *_sums(own), style="dim")
     table.add_section()
-    table.add_row("total", "", "", f"{sum(row.tokens for row in rows):,}", answer.total_usd, style="bold")
+    table.add_row("total", "", "", f"{sum(row.tokens for row in rows):,}", usd(answer.total_nusd), style="bold")
     return table
 
 
@@ -45,9 +51,9 @@ def _sums(rows: list[UsageRow]) -> tuple[str, str]:
 
 
 def usd(amount_nusd: int) -> str:
-    """Billionths of a dollar as dollars with six decimals, rounded half up."""
-    micro = (abs(amount_nusd) + 500) // 1000
-    return f"{'-' if amount_nusd < 0 and micro else ''}{micro // 10**6}.{micro % 10**6:06d}"
+    """Billionths of a dollar as dollars, exactly: the lines add up to their total."""
+    dollars, rest = divmod(abs(amount_nusd), 10**9)
+    return f"{'-' if amount_nusd < 0 else ''}{dollars}.{rest:09d}"
 
 
 def models(answer: GetServerCapabilitiesResponse) -> Table:
@@ -94,8 +100,10 @@ def stats(answer: Mapping[str, Any]) -> Table:
 
 
 def _flat(answer: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names with dots for what is nested; members of a list by their place."""
     for name, value in answer.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+        nested = dict(enumerate(value)) if isinstance(value, list) else value
+        if isinstance(nested, Mapping):
+            yield from _flat({str(key): inner for key, inner in nested.items()}, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

@@ -42,7 +42,8 @@ ABSENT = {
     "SessionCancelled", "SessionFailed", "SessionFailedReason", "SessionFailedRequestReason",
     "SessionFailedSamplingSessionReason", "SessionFailedTrainingRunReason", "SessionStatus", "SessionStatusQuery",
     "ActiveSessionStatusQuery", "CancelledSessionStatusQuery", "ClientFinishedSessionStatusQuery",
-    "FailedSessionStatusQuery", "SaveWeightsExternalResponseInternal", "SessionSummary", "Severity", "TelemetryBatch", "TelemetryEvent",
+    "FailedSessionStatusQuery", "SaveWeightsExternalResponseInternal",
+    "SessionSummary", "Severity", "TelemetryBatch", "TelemetryEvent",
     "UnhandledExceptionEvent", "UnloadModelRequest", "UnloadModelResponse", "WhoamiResponse",
 }  # fmt: skip
 
