@@ -8,12 +8,18 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import select
 from sqlalchemy.orm import Session
-from weft.wire import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest, WeightsInfoRequest
+from weft.wire import (
+    LoadWeightsRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+    WeightsInfoRequest,
+)
 
 from api.auth import PrincipalDep
 from api.bodies import parse_json, read_body, read_json
 from api.creation import check_session, create, repeat, run_id_of
-from api.errors import Invalid, quote
+from api.errors import Invalid, NotHere, quote
 from api.lookup import checkpoint_at, served_model
 from api.paths import check_name, parse_path
 from api.state import Service, ServiceDep
@@ -92,6 +98,17 @@ def _unnamed_sampler(body: SaveWeightsForSamplerRequest, session: Session, run: 
             "sampler_kind": body.kind,
         }
     )
+
+
+@router.post("/save_weights_external")
+async def save_weights_external(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """Not here yet. It is one of a run's numbered operations all the same, so its number has to be spent."""
+
+    def check(_body: SaveWeightsExternalRequest, _run: tables.Run) -> Checked:
+        raise NotHere("this server has no external weights: use save_weights_for_sampler")
+
+    raw = await read_body(request)
+    return await submit_json(service, who.org_id, OpKind.SAVE_SAMPLER, raw, SaveWeightsExternalRequest, check)
 
 
 @router.post("/load_weights")

@@ -51,6 +51,7 @@ def test_the_cache_forgets_after_a_few_seconds() -> None:
         ("POST", "optim_step"),
         ("POST", "save_weights"),
         ("POST", "save_weights_for_sampler"),
+        ("POST", "save_weights_external"),
         ("POST", "load_weights"),
         ("POST", "weights_info"),
         ("POST", "create_sampling_session"),
