@@ -25,6 +25,7 @@ from weft.errors import (
     APITimeoutError,
     status_error,
 )
+from weft.pool import Pool
 from weft.retry import Attempts, RetryPolicy
 from weft.version import __version__
 
@@ -32,7 +33,7 @@ log = logging.getLogger("weft")
 
 API = "/api/v1"
 PROTOBUF = "application/x-protobuf"
-MAX_POLLS = 512
+MAX_CALLS, MAX_POLLS = 64, 512
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -67,24 +68,24 @@ class Transport:
             "x-sdk-version": __version__,
             **(headers or {}),
         }
-        self._calls = _client(shared, connections=50)
-        self._polls = _client(shared, connections=MAX_POLLS)
+        self._calls = Pool(shared, MAX_CALLS)
+        self._polls = Pool(shared, MAX_POLLS)
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._calls.aclose()
-        await self._polls.aclose()
+        await self._calls.close()
+        await self._polls.close()
 
     async def once(self, call: Call) -> httpx.Response:
         """Send once, whatever the answer. `APITimeoutError` or `APIConnectionError` if there is none."""
         headers = {"Accept": "application/json", **(call.headers or {})}
         if call.body is not None:
             headers["Content-Type"] = call.content_type
-        client = self._polls if call.poll else self._calls
+        pool = self._polls if call.poll else self._calls
         url = self.endpoint.base_url + API + call.path
         timeout = httpx.Timeout(call.timeout_s, connect=5.0, pool=None)
         try:
-            return await client.request(
+            return await pool.request(
                 call.method, url, content=call.body, params=call.params, headers=headers, timeout=timeout
             )
         except httpx.TimeoutException as error:
@@ -138,11 +139,6 @@ class Transport:
         if not response.is_success:
             raise error_of(response)
         return response
-
-
-def _client(headers: Mapping[str, str], connections: int) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=30)
-    return httpx.AsyncClient(headers=dict(headers), limits=limits, follow_redirects=True)
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
