@@ -32,8 +32,8 @@ from weft.wire.usage import UsageResponse
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "demo-out"
 BASE_MODEL = "weft/tiny-moe"
-RL_STEPS = 30
-SFT_STEPS = 40
+RL_STEPS = 40
+SFT_STEPS = 100
 
 console = Console()
 

@@ -20,7 +20,7 @@ from weft import types
 
 QUESTIONS = 24
 GROUP = 8
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 1e-3
 RANK = 16
 MAX_TOKENS = 6
 
