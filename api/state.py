@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Request
@@ -11,8 +12,10 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from api.polls import LongPolls
+from api.signing import Signer
 from store.blobs import Blobs
 from store.db import Database
+from store.secret import server_secret
 from store.settings import Settings
 from workers.model.card import ModelCard
 
@@ -34,6 +37,14 @@ class Service:
     #: How the machines are doing, in numbers.
     stats: Callable[[], dict[str, Any]]
     polls: LongPolls = field(default_factory=LongPolls)
+
+    @cached_property
+    def secret(self) -> bytes:
+        return server_secret(self.settings.data_dir)
+
+    @cached_property
+    def signer(self) -> Signer:
+        return Signer(self.secret)
 
     async def read(self, work: Callable[[Session], T]) -> T:
         """Run a short read in a thread: a slow disk or database must not hold up everybody's event loop."""

@@ -1,0 +1,52 @@
+"""Links that need no key: a path, an instant when it ends, and a signature over both.
+
+Whoever has the link may read what it names until it expires; nobody can make or change one without the server's
+secret. The route that serves such a path checks `Signer.verify` before it does anything else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from urllib.parse import urlencode
+
+from fastapi import Request
+
+from api.errors import ApiError
+from store.secret import derive
+
+
+class LinkRefused(ApiError):
+    """A signed link that was changed, or has expired. Permanent, so never a status that clients retry."""
+
+    status = 403
+    code = "link_refused"
+
+
+class Signer:
+    """Signs and verifies paths such as `/api/v1/downloads/...` (as `request.url.path` has them: decoded, no query)."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._key = derive(secret, "signed-links")
+
+    def sign(self, path: str, expires: datetime) -> str:
+        """The query string that makes `path` readable until `expires` (rounded down to a second)."""
+        until = str(int(expires.timestamp()))
+        return urlencode({"expires": until, "signature": self._signature(path, until)})
+
+    def verify(self, path: str, query: Mapping[str, str], now: datetime | None = None) -> None:
+        """Raises LinkRefused unless `query` holds a signature for `path` that has not expired."""
+        until, signature = query.get("expires", ""), query.get("signature", "")
+        if not hmac.compare_digest(self._signature(path, until).encode(), signature.encode()):
+            raise LinkRefused("this link is not one that the server has signed: ask for a new one")
+        if (now or datetime.now(UTC)).timestamp() >= int(until):
+            raise LinkRefused("this link has expired: ask for a new one")
+
+    def link(self, request: Request, path: str, expires: datetime) -> str:
+        """The whole URL, on the host that the client of `request` reached this server by."""
+        return f"{str(request.base_url).rstrip('/')}{path}?{self.sign(path, expires)}"
+
+    def _signature(self, path: str, until: str) -> str:
+        return hmac.new(self._key, f"{path}\n{until}".encode(), hashlib.sha256).hexdigest()

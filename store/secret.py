@@ -1,0 +1,48 @@
+"""The server's own secret: what it signs tokens and links with, so that it knows them again after a restart.
+
+It is one file in the data folder that only the server's user can read. Every use derives a key of its own from it, so
+that a signature made for one purpose is worth nothing for another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+FILE_NAME = "server.secret"
+SECRET_BYTES = 32
+
+
+def server_secret(data_dir: Path) -> bytes:
+    """The secret of this data folder, made on first use. Two processes that start at once get the same one."""
+    path = data_dir / FILE_NAME
+    with suppress(FileNotFoundError):
+        return _checked(path)
+    temporary = data_dir / f".{FILE_NAME}.{secrets.token_hex(8)}"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(SECRET_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(temporary, path)  # unlike a rename, this never replaces the secret of another process
+    finally:
+        temporary.unlink()
+    return _checked(path)
+
+
+def derive(secret: bytes, purpose: str) -> bytes:
+    """The 32-byte key for one purpose (HMAC-SHA256 of its name)."""
+    return hmac.digest(secret, purpose.encode(), hashlib.sha256)
+
+
+def _checked(path: Path) -> bytes:
+    secret = path.read_bytes()
+    if len(secret) != SECRET_BYTES:
+        raise ValueError(f"{path.name} holds {len(secret)} bytes instead of {SECRET_BYTES}: restore or delete it")
+    return secret
