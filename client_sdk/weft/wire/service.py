@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -116,6 +116,51 @@ class UntypedAPIFuture(Response):
 class FutureRetrieveRequest(Request):
     request_id: RequestID
     allow_metadata_only: bool = False
+
+
+class SamplingSessionFuturesTarget(Request):
+    """Whose requests to wait for: those of one sampler, or of one clone of it (0: the original)."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+    cloned_sampler_id: SampleSeq = 0
+
+
+class FuturesRetrieveRequest(Request):
+    """Wait for any request of `target` to complete after `prev_cursor`; a `timeout` of 0 only acknowledges.
+
+    `retrieved_request_ids` are results that the client has, which the server need not keep.
+    """
+
+    target: SamplingSessionFuturesTarget
+    prev_cursor: SampleSeq = 0
+    timeout: float | None = None
+    retrieved_request_ids: list[str] = Field(default_factory=list)
+
+
+class FutureFinished(Response):
+    state: Literal["finished"] = "finished"
+    request_id: RequestID
+    response_payload_uncompressed_size: int | None = None
+
+
+class FutureFailed(Response):
+    state: Literal["failed"] = "failed"
+    request_id: RequestID
+
+
+FutureCompletion = Annotated[FutureFinished | FutureFailed, Field(discriminator="state")]
+
+
+class FuturesRetrieveResponse(Response):
+    """What has completed; the results are fetched one by one. `cursor` goes into the next request."""
+
+    completions: list[FutureCompletion]
+    cursor: int
+
+
+class AuthTokenResponse(Response):
+    jwt: str
 
 
 class CancelFutureRequest(Request):

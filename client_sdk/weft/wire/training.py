@@ -39,7 +39,14 @@ class AdamOptimizerConfig(Request):
     type: Literal["adamw"] = "adamw"
 
 
-OptimizerConfig = AdamOptimizerConfig | dict[str, Any]
+class DimuonOptimizerConfig(Request):
+    """The optimizer of a run: DiMuon, momentum whose updates are orthogonalised."""
+
+    type: Literal["dimuon"] = "dimuon"
+    version: Literal[1] = 1
+
+
+OptimizerConfig = AdamOptimizerConfig | DimuonOptimizerConfig | dict[str, Any]
 
 
 class AdamParams(Request):
@@ -51,6 +58,18 @@ class AdamParams(Request):
     eps: Finite = Field(default=1e-12, ge=0)
     weight_decay: Finite = Field(default=0.0, ge=0)
     grad_clip_norm: Finite = Field(default=0.0, ge=0)
+
+
+class DimuonParams(Request):
+    """One DiMuon step. A `grad_clip_norm` that is not positive turns clipping off."""
+
+    type: Literal["dimuon"] = "dimuon"
+    learning_rate: Finite = Field(ge=0)
+    grad_clip_norm: Finite = 0.0
+    beta1: Finite = Field(default=0.9, ge=0, lt=1)
+
+
+OptimParams = AdamParams | DimuonParams
 
 
 class CreateModelRequest(Request):

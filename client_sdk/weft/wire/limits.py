@@ -1,0 +1,67 @@
+"""Bodies of Weft's own answers to "what may I ask for, and what does it cost": limits, prices, balance."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from weft.wire.base import Response
+from weft.wire.usage import UsageKind
+
+
+class ModelLimits(Response):
+    """Tokens are 0 to `vocab_size` - 1; a prompt with what follows it has at most `context_length` tokens."""
+
+    vocab_size: int
+    context_length: int
+
+
+class LossLimits(Response):
+    """What a loss takes: inputs of every datum, and `config` keys, each with its default (None: there is none)."""
+
+    required: list[str]
+    optional: list[str] = Field(default_factory=list)
+    config: dict[str, float | str | None] = Field(default_factory=dict)
+    #: Whether `target_tokens` may be [T, K].
+    multi_target: bool = False
+    #: Whether data must say by provenance spans which sampled sequences they come from.
+    needs_provenance: bool = False
+
+
+class LimitsResponse(Response):
+    """What a server accepts. A limit that an older server does not name is not checked (None)."""
+
+    models: dict[str, ModelLimits]
+    losses: dict[str, LossLimits]
+    optimizers: list[str] = Field(default_factory=lambda: ["adamw"])
+    max_body_bytes: int | None = None
+    #: Per forward / forward_backward request; the client cuts larger operations itself.
+    max_data: int | None = None
+    max_tokens_per_op: int | None = None
+    max_rank: int | None = None
+    max_num_samples: int | None = None
+    max_stop_sequences: int | None = None
+    max_stop_characters: int | None = None
+    max_top_logprobs: int | None = None
+    min_ttl_seconds: int | None = None
+    max_ttl_seconds: int | None = None
+    #: How the client cuts operations, which decides how often an amount is rounded.
+    chunk_data: int = Field(default=1024, ge=1)
+    chunk_bytes: int = Field(default=5_000_000, ge=1)
+
+
+class PricesResponse(Response):
+    """The rates that hold now for one model, in micro-USD per million tokens."""
+
+    base_model: str
+    price_version: str
+    rates_uusd_per_mtok: dict[UsageKind, int]
+
+
+class BalanceResponse(Response):
+    """What was spent, in nano-USD. `balance_nusd` is None where the server keeps no credits."""
+
+    spent_nusd: int
+    spent_this_month_nusd: int
+    #: The month in UTC, as 2026-11.
+    month: str
+    balance_nusd: int | None = None
