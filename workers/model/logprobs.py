@@ -1,12 +1,13 @@
 """Log-probabilities of chosen tokens without ever holding the logits of a whole batch.
 
 Logits of 4k tokens over a 150k vocabulary are 2.4 GB; this holds those of one chunk, in the forward and again,
-recomputed, in the backward. Chunks of a group are cut from the group's own start (LoraRows.slices), so a group's sums
-do not depend on its neighbours.
+recomputed, in the backward. A row with several targets is computed once (rows U, targets P >= U). Chunks of a group
+are cut from the group's own start (LoraRows.slices), so a group's sums do not depend on its neighbours.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,25 +28,44 @@ def target_logprobs(
     lora: LoraRows | None = None,
     chunk: int = 1024,
 ) -> Tensor:
-    """lp_P = log_softmax(logits(hidden[rows]))[targets], float32. `rows_P` ascends (repeats allowed), `lora` counts
-    the rows of `hidden_TD`. Differentiable in hidden; the gradient of an unembed adapter goes to `lora.grads`."""
+    """lp_P = log_softmax(logits(hidden[rows]))[targets], float32. `rows_P` ascends, with a row repeated for each of its
+    targets; `lora` counts the rows of `hidden_TD`. Differentiable in hidden; the gradient of an unembed adapter goes to
+    `lora.grads`."""
     lora = lora if lora is not None else LoraRows([0, len(hidden_TD)], [None])
     if len(rows_P) != len(targets_P) or len(lora) != len(hidden_TD):
         counts = f"{len(rows_P)} rows, {len(targets_P)} targets; {len(hidden_TD)} hidden rows, {len(lora)} of adapters"
         raise ValueError(f"the inputs do not agree: {counts}")
-    selected = lora.select(rows_P)
+    rows_U, row_of_P = torch.unique_consecutive(rows_P, return_inverse=True)
+    selected = lora.select(rows_U)
     trigger = selected.trigger(selected.groups(decoder.unembed.a))
-    head = _Head(decoder, selected, chunk)
-    hidden_PD = hidden_TD.index_select(0, rows_P)
-    return cast(Tensor, _TargetLogprobs.apply(hidden_PD, trigger, targets_P, head))  # type: ignore[no-untyped-call]
+    head = _Head(decoder, selected, chunk, row_of_P)
+    hidden_UD = hidden_TD.index_select(0, rows_U)
+    return cast(Tensor, _TargetLogprobs.apply(hidden_UD, trigger, targets_P, head))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Rows a:b of the head, and the targets p:q that belong to them; `row_of` [q-p] counts from a."""
+
+    a: int
+    b: int
+    p: int
+    q: int
+    row_of: Tensor
+    rows: LoraRows
 
 
 class _Head:
     """The unembedding of one call: how its rows are cut, and the products of one cut."""
 
-    def __init__(self, decoder: Decoder, rows: LoraRows, chunk: int) -> None:
+    def __init__(self, decoder: Decoder, rows: LoraRows, chunk: int, row_of_P: Tensor) -> None:
         self.weight, self.site = decoder.head, decoder.unembed
-        self.cuts = list(rows.slices(chunk))
+        pieces = list(rows.slices(chunk))
+        ends = torch.tensor([b for _, b, _ in pieces], device=row_of_P.device, dtype=row_of_P.dtype)
+        at: list[int] = [0, *torch.searchsorted(row_of_P, ends).tolist()]
+        self.cuts = [
+            _Cut(a, b, at[i], at[i + 1], row_of_P[at[i] : at[i + 1]] - a, of) for i, (a, b, of) in enumerate(pieces)
+        ]
 
     def logits(self, hidden_RD: Tensor, rows: LoraRows) -> tuple[Tensor, list[Tensor]]:
         logits_RV = base_mm(hidden_RD, self.weight)
@@ -60,25 +80,27 @@ class _Head:
 
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_PD: Tensor, trigger: Tensor | None, targets_P: Tensor, head: _Head) -> Tensor:
-        logprobs_P = hidden_PD.new_empty(len(hidden_PD))
-        for a, b, rows in head.cuts:
-            logits_RV, _ = head.logits(hidden_PD[a:b], rows)
-            chosen = torch.log_softmax(logits_RV, dim=-1).gather(1, targets_P[a:b, None])
-            logprobs_P[a:b] = chosen.squeeze(1)
-        ctx.save_for_backward(hidden_PD, targets_P)
+    def forward(ctx: Any, hidden_UD: Tensor, trigger: Tensor | None, targets_P: Tensor, head: _Head) -> Tensor:
+        logprobs_P = hidden_UD.new_empty(len(targets_P))
+        for cut in head.cuts:
+            logits_RV, _ = head.logits(hidden_UD[cut.a : cut.b], cut.rows)
+            all_RV = torch.log_softmax(logits_RV, dim=-1)
+            logprobs_P[cut.p : cut.q] = all_RV[cut.row_of, targets_P[cut.p : cut.q]]
+        ctx.save_for_backward(hidden_UD, targets_P)
         ctx.head = head
         return logprobs_P
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlogprobs_P: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_PD, targets_P = ctx.saved_tensors
-        dhidden_PD = torch.empty_like(hidden_PD)
-        for a, b, rows in ctx.head.cuts:
-            logits_RV, us = ctx.head.logits(hidden_PD[a:b], rows)
-            # d lp / d logits = onehot(target) - softmax
-            dlogits_RV = torch.softmax(logits_RV, dim=-1).mul_(-dlogprobs_P[a:b, None])
-            dlogits_RV.scatter_add_(1, targets_P[a:b, None], dlogprobs_P[a:b, None])
-            dhidden_PD[a:b] = ctx.head.backward(dlogits_RV, hidden_PD[a:b], us, rows)
-        return dhidden_PD, None, None, None
+        hidden_UD, targets_P = ctx.saved_tensors
+        dhidden_UD = torch.empty_like(hidden_UD)
+        for cut in ctx.head.cuts:
+            logits_RV, us = ctx.head.logits(hidden_UD[cut.a : cut.b], cut.rows)
+            dlogprobs, targets = dlogprobs_P[cut.p : cut.q], targets_P[cut.p : cut.q]
+            # d lp / d logits = onehot(target) - softmax, added up over the targets of a row
+            total_R = dlogprobs.new_zeros(cut.b - cut.a).index_add_(0, cut.row_of, dlogprobs)
+            dlogits_RV = torch.softmax(logits_RV, dim=-1).mul_(-total_R[:, None])
+            dlogits_RV.view(-1).index_add_(0, cut.row_of * logits_RV.shape[1] + targets, dlogprobs)
+            dhidden_UD[cut.a : cut.b] = ctx.head.backward(dlogits_RV, hidden_UD[cut.a : cut.b], us, cut.rows)
+        return dhidden_UD, None, None, None

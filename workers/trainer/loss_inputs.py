@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,9 @@ THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 #: A position is taken out of an RL loss by a zero advantage.
 UNUSED_IN_RL = frozenset({"weights", "mask"})
 
+#: Says which positions of a datum make up its sequence ratio (gspo).
+RATIO_MASK = "sequence_ratio_mask"
+
 
 class LossInputError(ValueError):
     """The loss, its configuration or a datum's inputs are not usable; the message names which and why."""
@@ -29,11 +32,17 @@ class LossInputError(ValueError):
 
 @dataclass(frozen=True)
 class LossSpec:
-    """What one loss takes: `required` inputs per datum; `clip`, if it clips the ratio, the default bounds."""
+    """What one loss takes: `required` inputs per datum, `settings` with their defaults (numbers of at least 0)."""
 
     required: tuple[str, ...]
-    clip: tuple[float, float] | None = None
+    settings: Mapping[str, float] = field(default_factory=dict)
     multi_target: bool = False
+
+    @property
+    def clip(self) -> tuple[float, float] | None:
+        """The default bounds, if this loss clips or masks by the ratio."""
+        low, high = (self.settings.get(name) for name in THRESHOLDS)
+        return None if low is None or high is None else (low, high)
 
     @property
     def accepted(self) -> frozenset[str]:
@@ -43,14 +52,22 @@ class LossSpec:
         return names | frozenset(THRESHOLDS) if self.clip else names
 
 
+def _clip(low: float, high: float) -> dict[str, float]:
+    return dict(zip(THRESHOLDS, (low, high), strict=True))
+
+
 _CROSS_ENTROPY = ("target_tokens", "weights")
 _RL = ("target_tokens", "logprobs", "advantages")
 
+#: docs/losses.md says where each default comes from.
 LOSSES: dict[str, LossSpec] = {
     "cross_entropy": LossSpec(_CROSS_ENTROPY, multi_target=True),
     "importance_sampling": LossSpec(_RL),
-    "ppo": LossSpec(_RL, clip=(0.8, 1.2)),
-    "cispo": LossSpec(_RL, clip=(0.0, 4.0)),
+    "ppo": LossSpec(_RL, _clip(0.8, 1.2)),
+    "cispo": LossSpec(_RL, _clip(0.0, 4.0)),
+    "dro": LossSpec(_RL, {"beta": 0.1}),
+    "gspo": LossSpec((*_RL, RATIO_MASK), _clip(1 - 3e-4, 1 + 4e-4)),
+    "stable_reinforce": LossSpec(_RL, {**_clip(0.125, 8.0), "prob_threshold": 0.2, "kl_coeff": 0.01}),
 }
 
 
@@ -77,10 +94,9 @@ def check_loss(
 
 
 def _check_config(loss_fn: str, spec: LossSpec, config: Mapping[str, float | str]) -> None:
-    known = THRESHOLDS if spec.clip else ()
     for key, value in config.items():
-        if key not in known:
-            takes = f"takes {', '.join(known)}" if known else "takes none"
+        if key not in spec.settings:
+            takes = f"takes {', '.join(spec.settings)}" if spec.settings else "takes none"
             raise LossInputError(f"unknown loss_fn_config key {key!r}: {loss_fn} {takes}")
         if isinstance(value, str) or not math.isfinite(value) or value < 0:
             raise LossInputError(f"loss_fn_config {key!r} must be a finite number >= 0, got {value!r}")
@@ -109,6 +125,8 @@ def _check_datum(
         _check_numbers(name, values)
     if spec.clip:
         _check_token_thresholds(spec.clip, config, inputs)
+    if RATIO_MASK in spec.required and not inputs[RATIO_MASK].any() and inputs["advantages"].any():
+        raise LossInputError(f"{RATIO_MASK!r} marks no position, but some advantages are not 0")
 
 
 def _check_targets(spec: LossSpec, loss_fn: str, targets: Array, length: int | None) -> None:

@@ -3,7 +3,8 @@
 Every loss is the plain SUM over the positions it is given: no mean and no normalisation, so that two half batches equal
 one whole batch. Shapes: P positions of one slice, flattened over data (and over K targets per position).
 lp_P = log p(target) now, q_P = `logprobs` when sampled, A_P = `advantages`, r = exp(lp - q).
-Formulas: the "Losses" page of the Tinker docs; its thresholds are absolute bounds on r.
+Formulas: the "Losses" pages of the Tinker docs, whose thresholds are absolute bounds on r, except for
+stable_reinforce, which is ours. docs/losses.md has all of them, with their defaults.
 
 A position with zero advantage is outside an RL loss: it gives neither loss nor gradient, whatever its q (prompt
 positions often carry a placeholder for which exp(lp - q) overflows).
@@ -64,11 +65,67 @@ def cispo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[st
     return loss, metrics
 
 
+def dro(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str, Measure]]:
+    """L = -sum [lp * A - beta / 2 * (lp - q)^2]: no ratio at all, a quadratic pull towards the sampler instead."""
+    log_ratio_P = _log_ratio(lp_P, inputs)
+    beta = _setting("dro", "beta", config)
+    loss = -(lp_P * inputs["advantages"] - 0.5 * beta * log_ratio_P.square()).sum()
+    return loss, {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inputs)}
+
+
+def gspo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str, Measure]]:
+    """L = -sum min(s_t * A, clamp(s_t, low, high) * A), where s_t has the value of its sequence's ratio, the geometric
+    mean of r over the positions that `sequence_ratio_mask` marks, and the gradient of its own lp (GSPO-token,
+    arXiv 2507.18071). `sequence` [P] numbers the sequences; absent, all positions are one."""
+    advantages_P, marked_P = inputs["advantages"], inputs["sequence_ratio_mask"] != 0
+    low, high = _bounds("gspo", inputs, config)
+    log_ratio_P = torch.where(marked_P, lp_P.detach() - inputs["logprobs"], torch.zeros_like(lp_P.detach()))
+    sequence_P = inputs["sequence"] if "sequence" in inputs else torch.zeros_like(lp_P, dtype=torch.int64)
+    sums_S = lp_P.new_zeros(int(sequence_P.max()) + 1).index_add(0, sequence_P, log_ratio_P)
+    sizes_S = torch.zeros_like(sums_S).index_add(0, sequence_P, marked_P.to(sums_S.dtype))
+    mean_P = (sums_S / sizes_S.clamp(min=1))[sequence_P]
+    # Outside the loss the value must not matter, even where exp would overflow.
+    mean_P = torch.where(advantages_P != 0, mean_P, torch.zeros_like(mean_P))
+    ratio_P = (mean_P + lp_P - lp_P.detach()).exp()
+    free_P, clamped_P = ratio_P * advantages_P, ratio_P.clamp(low, high) * advantages_P
+    loss = -torch.minimum(free_P, clamped_P).sum()
+    metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inputs)}
+    metrics["sequence_ratio:mean"] = _mean_over_loss(ratio_P.detach(), inputs)
+    metrics["clip_fraction:mean"] = _mean_over_loss(clamped_P.detach() < free_P.detach(), inputs)
+    return loss, metrics
+
+
+def stable_reinforce(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str, Measure]]:
+    """L = sum [-keep * r * A + kl_coeff * (lp - q)^2]: importance-weighted REINFORCE inside a trust region.
+
+    keep = 0 for a position that has left the region: its ratio is out of [clip_low_threshold, clip_high_threshold]
+    (IcePop's mask, applied to r), or its probability has moved by more than `prob_threshold` in the direction its
+    advantage pushes it (DPPO's mask). Such a position still feels the quadratic pull towards the sampler. The
+    combination and its defaults are ours: Tinker publishes no formula. docs/losses.md tells the reasons."""
+    log_ratio_P, advantages_P = _log_ratio(lp_P, inputs), inputs["advantages"]
+    low, high = _bounds("stable_reinforce", inputs, config)
+    limit = _setting("stable_reinforce", "prob_threshold", config)
+    ratio_P = log_ratio_P.detach().exp()
+    moved_P = lp_P.detach().exp() - inputs["logprobs"].exp()
+    keep_P = (ratio_P >= low) & (ratio_P <= high) & (moved_P * advantages_P.sign() <= limit)
+    # The ratio of a position that is masked may overflow: it must not reach a product.
+    pull_P = torch.where(keep_P, log_ratio_P, torch.zeros_like(log_ratio_P)).exp() * keep_P * advantages_P
+    drift = log_ratio_P.square().sum()
+    loss = -pull_P.sum() + _setting("stable_reinforce", "kl_coeff", config) * drift
+    metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inputs)}
+    metrics["mask_fraction:mean"] = _mean_over_loss(~keep_P, inputs)
+    metrics["squared_log_ratio:mean"] = _mean_over_loss(log_ratio_P.detach().square(), inputs)
+    return loss, metrics
+
+
 LOSS_FUNCTIONS: dict[str, Loss] = {
     "cross_entropy": cross_entropy,
     "importance_sampling": importance_sampling,
     "ppo": ppo,
     "cispo": cispo,
+    "dro": dro,
+    "gspo": gspo,
+    "stable_reinforce": stable_reinforce,
 }
 
 
@@ -87,6 +144,10 @@ def _bounds(loss_fn: str, inputs: Inputs, config: Config) -> tuple[Tensor, Tenso
         for name, default in zip(THRESHOLDS, defaults, strict=True)
     )
     return low, high
+
+
+def _setting(loss_fn: str, name: str, config: Config) -> float:
+    return float(config.get(name, LOSSES[loss_fn].settings[name]))
 
 
 def _ratio_metrics(log_ratio_P: Tensor, inputs: Inputs) -> dict[str, Measure]:

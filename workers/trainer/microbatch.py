@@ -124,7 +124,10 @@ def _loss_inputs(part: Part) -> dict[str, Array]:
         if any(name in datum.inputs for datum in part.data):
             names.append(name)
             fill[name] = float(batch.loss_fn_config.get(name, default))
-    return {name: np.concatenate([_flat(datum, name, fill.get(name, 0.0)) for datum in part.data]) for name in names}
+    inputs = {name: np.concatenate([_flat(datum, name, fill.get(name, 0.0)) for datum in part.data]) for name in names}
+    if batch.loss_fn == "gspo":
+        inputs["sequence"] = np.repeat(np.arange(len(part.data)), [len(datum.tokens) for datum in part.data])
+    return inputs
 
 
 def _flat(datum: ArrayDatum, name: str, missing: float) -> Array:

@@ -15,6 +15,7 @@ from weft.wire.codec import ArrayDatum, TrainBatch, decode_train_output, encode_
 from scheduler.messages import Done, OpKind, Pass, PassOver, RunSpec, Snapshot, TrainOp
 from store.blobs import Blobs
 from workers.model.decoder import Decoder
+from workers.trainer.loss_inputs import LOSSES
 from workers.trainer.state import RunState
 from workers.trainer.trainer import Trainer, TrainerSettings
 
@@ -43,7 +44,23 @@ def ce_data(lengths: Iterable[int], seed: int, vocab_size: int = 96) -> list[Arr
     ]
 
 
+def multi_data(lengths: Iterable[int], seed: int, vocab_size: int = 96, targets: int = 3) -> list[ArrayDatum]:
+    """Cross-entropy data with several weighted targets per position, repeats among them."""
+    rng = np.random.default_rng(seed)
+    return [
+        ArrayDatum(
+            rng.integers(0, vocab_size, n).astype(np.int32),
+            {
+                "target_tokens": rng.integers(0, 7, (n, targets)),
+                "weights": rng.normal(size=(n, targets)).astype(np.float32),
+            },
+        )
+        for n in lengths
+    ]
+
+
 def rl_data(lengths: Iterable[int], seed: int, vocab_size: int = 96) -> list[ArrayDatum]:
+    """With a `sequence_ratio_mask` over all but the first position, which only gspo takes (see `for_loss`)."""
     rng = np.random.default_rng(seed)
     return [
         ArrayDatum(
@@ -52,10 +69,17 @@ def rl_data(lengths: Iterable[int], seed: int, vocab_size: int = 96) -> list[Arr
                 "target_tokens": rng.integers(0, vocab_size, n),
                 "logprobs": rng.uniform(-6, -3, n).astype(np.float32),
                 "advantages": rng.normal(size=n).astype(np.float32),
+                "sequence_ratio_mask": (np.arange(n) > 0).astype(np.float32),
             },
         )
         for n in lengths
     ]
+
+
+def for_loss(data: list[ArrayDatum], loss_fn: str) -> list[ArrayDatum]:
+    """Without the inputs that `loss_fn` does not take."""
+    accepted = LOSSES[loss_fn].accepted
+    return [ArrayDatum(d.tokens, {k: v for k, v in d.inputs.items() if k in accepted}) for d in data]
 
 
 class Bench:
@@ -97,7 +121,7 @@ class Bench:
         kind: OpKind = OpKind.FORWARD_BACKWARD,
         **config: Any,
     ) -> TrainOp:
-        batch = TrainBatch(run_id, 1, loss_fn, config, kind is OpKind.FORWARD, data)
+        batch = TrainBatch(run_id, 1, loss_fn, config, kind is OpKind.FORWARD, for_loss(data, loss_fn))
         return self.op(run_id, kind, encode_train_request(batch), stop=len(data))
 
     def optim(self, run_id: str, **params: float) -> TrainOp:

@@ -31,7 +31,7 @@ def test_accepts() -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "config", "datum", "words"),
     [
-        ("dro", {}, CE, "unknown loss_fn 'dro'"),
+        ("sft", {}, CE, "unknown loss_fn 'sft'"),
         ("ppo", {"clip_low": 0.5}, rl(), "unknown loss_fn_config key 'clip_low'"),
         ("importance_sampling", {"clip_low_threshold": 0.5}, rl(), "takes none"),
         ("ppo", {"clip_low_threshold": "0.5"}, rl(), "finite number"),
@@ -47,10 +47,16 @@ def test_accepts() -> None:
         ("ppo", {}, {k: v[:, None] for k, v in rl().items()}, r"must have shape \[N\]"),
         ("ppo", {"clip_low_threshold": 0.5}, rl(clip_low_threshold=np.ones(2)), "both in loss_fn_config and"),
         ("ppo", {}, rl(clip_low_threshold=np.array([0.5, 1.5])), "above 'clip_high_threshold'"),
+        ("dro", {"beta": -0.1}, rl(), "'beta' must be a finite number >= 0"),
+        ("dro", {"kl_coeff": 0.1}, rl(), "dro takes beta"),
+        ("gspo", {}, rl(), "gspo needs the input 'sequence_ratio_mask'"),
+        ("gspo", {}, rl(sequence_ratio_mask=np.zeros(2)), "marks no position"),
+        ("stable_reinforce", {"beta": 0.1}, rl(), "stable_reinforce takes clip_low_threshold"),
     ],
 )
 def test_refuses_by_name(loss_fn, config, datum, words) -> None:
     good = CE if loss_fn == "cross_entropy" else rl()
+    good = good | ({"sequence_ratio_mask": np.ones(2)} if loss_fn == "gspo" else {})
     with pytest.raises(LossInputError, match=words):
         check_loss(loss_fn, config, [good, datum])
 

@@ -7,34 +7,45 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.trainer.losses import LOSS_FUNCTIONS, cispo, cross_entropy, importance_sampling, ppo
+from workers.trainer.loss_inputs import LOSSES
+from workers.trainer.losses import LOSS_FUNCTIONS, cispo, cross_entropy, dro, gspo, ppo, stable_reinforce
 from workers.trainer.metrics import Measure, merge_measures, metric_values
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "tinker_losses.json").read_text())
-FUNCTION = {"importance_sampling": importance_sampling, "ppo_0.8_1.2": ppo, "cispo_0_4": cispo}
+CLIPPING = sorted(name for name, spec in LOSSES.items() if spec.clip)
+RATIO_LOSSES = sorted(set(LOSSES) - {"cross_entropy"})
 
 
 def rl(lp, q, advantages):
     lp_P = torch.tensor(lp, requires_grad=True)
-    return lp_P, {"logprobs": torch.tensor(q), "advantages": torch.tensor(advantages)}
+    ratio_mask = [float(a != 0) for a in advantages]
+    return lp_P, {
+        "logprobs": torch.tensor(q),
+        "advantages": torch.tensor(advantages),
+        "sequence_ratio_mask": torch.tensor(ratio_mask),
+    }
 
 
 @pytest.mark.parametrize("name", GOLDEN["cases"])
 def test_golden(name: str) -> None:
+    """stable_reinforce without its ratio band is prime-rl's DPPO loss; with the band alone it is INTELLECT-3's."""
     case = GOLDEN["cases"][name]
-    lp_P, inputs = rl(GOLDEN["lp"], GOLDEN["logprobs"], [case["adv"] * m for m in GOLDEN["mask"]])
-    loss, metrics = FUNCTION[name.rpartition("_")[0]](lp_P, inputs, {})
+    q = GOLDEN[case.get("logprobs", "logprobs")]
+    lp_P, inputs = rl(GOLDEN["lp"], q, [case["adv"] * m for m in GOLDEN["mask"]])
+    loss, metrics = LOSS_FUNCTIONS[case["loss_fn"]](lp_P, inputs, case["config"])
     loss.backward()
     assert loss.item() == pytest.approx(case["loss"], abs=2e-5)
     torch.testing.assert_close(lp_P.grad, torch.tensor(case["grad"]), atol=2e-6, rtol=2e-6)
     assert metrics["loss:sum"].total == pytest.approx(case["loss"], abs=2e-5)
+    if "mask_fraction" in case:
+        assert metric_values(metrics)["mask_fraction:mean"] == pytest.approx(case["mask_fraction"])
 
 
 @pytest.mark.parametrize("loss_fn", LOSS_FUNCTIONS)
 def test_every_metric_name_has_one_colon_and_loss_sum_is_there(loss_fn: str) -> None:
     lp_P, inputs = rl([-1.0], [-1.0], [1.0])
     _, metrics = LOSS_FUNCTIONS[loss_fn](lp_P, inputs | {"weights": torch.ones(1)}, {})
-    assert "loss:sum" in metrics
+    assert {"loss:sum", "tokens:sum"} <= metrics.keys()
     assert all(name.count(":") == 1 for name in metrics)
 
 
@@ -73,7 +84,7 @@ def test_cispo_gradient_always_flows_and_is_bounded() -> None:
     assert metric_values(metrics)["clip_fraction:mean"] == 0.5
 
 
-@pytest.mark.parametrize("loss_fn", ["ppo", "cispo"])
+@pytest.mark.parametrize("loss_fn", [name for name in CLIPPING if name != "gspo"])
 def test_thresholds_per_token_equal_config_position_by_position(loss_fn: str) -> None:
     bounds = [(0.9, 1.1), (0.0, 1.2), (0.5, 9.0)]
     lp, q, advantages = [-0.5, -1.0, -2.0], [-1.0, -0.4, -3.5], [1.0, -1.0, 0.5]
@@ -88,7 +99,7 @@ def test_thresholds_per_token_equal_config_position_by_position(loss_fn: str) ->
     assert whole.item() == pytest.approx(sum(parts), rel=1e-6)
 
 
-@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo"])
+@pytest.mark.parametrize("loss_fn", RATIO_LOSSES)
 def test_placeholder_logprobs_at_zero_advantage_do_nothing(loss_fn: str) -> None:
     lp_P, inputs = rl([-3.0, -1.0], [-99999.0, -1.0], [0.0, 2.0])
     loss, metrics = LOSS_FUNCTIONS[loss_fn](lp_P, inputs, {})
@@ -98,6 +109,51 @@ def test_placeholder_logprobs_at_zero_advantage_do_nothing(loss_fn: str) -> None
     assert values["tokens:sum"] == 1
     assert values["mismatch_kl:mean"] == 0.0
     assert values["ratio:mean"] == 1.0
+
+
+def test_dro_pulls_towards_the_sampler() -> None:
+    lp_P, inputs = rl([-1.0], [-3.0], [0.5])
+    loss, _ = dro(lp_P, inputs, {})
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 + 0.5 * 0.1 * 4)
+    assert lp_P.grad.item() == pytest.approx(-0.5 + 0.1 * 2)
+
+
+def test_gspo_ratio_is_the_sequences_and_sequences_are_apart() -> None:
+    """Two sequences: ratios exp(0.1) and exp(-0.1 / 2) = mean over the marked positions; the mask reaches further than
+    the advantages."""
+    lp_P = torch.tensor([-1.0, -2.0, -1.0], requires_grad=True)
+    inputs = {
+        "logprobs": torch.tensor([-1.1, -1.9, -1.0]),
+        "advantages": torch.tensor([1.0, -1.0, 0.0]),
+        "sequence_ratio_mask": torch.tensor([1.0, 1.0, 1.0]),
+        "sequence": torch.tensor([0, 1, 1]),
+    }
+    loss, metrics = gspo(lp_P, inputs, {"clip_low_threshold": 0.0, "clip_high_threshold": 9.0})
+    loss.backward()
+    assert lp_P.grad.tolist() == pytest.approx([-math.exp(0.1), math.exp(-0.05), 0.0])
+    assert metric_values(metrics)["sequence_ratio:mean"] == pytest.approx((math.exp(0.1) + math.exp(-0.05)) / 2)
+
+
+@pytest.mark.parametrize(
+    ("lp", "q", "advantage", "kept"),
+    [
+        pytest.param(-0.1, -0.5, 1.0, False, id="probability-rose-as-pushed"),
+        pytest.param(-0.1, -0.5, -1.0, True, id="probability-rose-against-the-push"),
+        pytest.param(-0.5, -0.1, -1.0, False, id="probability-fell-as-pushed"),
+        pytest.param(-5.0, -8.0, 1.0, False, id="ratio-above"),
+        pytest.param(-8.0, -5.0, -1.0, False, id="ratio-below"),
+        pytest.param(-90.0, -300.0, 1.0, False, id="ratio-overflows"),
+    ],
+)
+def test_stable_reinforce_masks_what_left_the_region_but_pulls_it_back(lp, q, advantage, kept) -> None:
+    lp_P, inputs = rl([lp], [q], [advantage])
+    loss, metrics = stable_reinforce(lp_P, inputs, {})
+    loss.backward()
+    pull = 2 * 0.01 * (lp - q)
+    push = -math.exp(lp - q) * advantage if kept else 0.0
+    assert lp_P.grad.item() == pytest.approx(push + pull, rel=1e-5)
+    assert metric_values(metrics)["mask_fraction:mean"] == (not kept)
 
 
 def test_halves_add_up_to_the_whole() -> None:
