@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from store import audit
 from store.tables import ApiKey, Organisation
 
 _ALPHABET = string.ascii_letters + string.digits
@@ -39,7 +40,9 @@ def create_key(session: Session, org_name: str) -> str:
         session.add(org)
         session.flush()
     secret = f"tml-{_random(8)}_{_random(43)}"
-    session.add(ApiKey(org_id=org.id, prefix=secret[:_PREFIX_LENGTH], secret_sha256=_digest(secret), created_at=now))
+    prefix = secret[:_PREFIX_LENGTH]
+    session.add(ApiKey(org_id=org.id, prefix=prefix, secret_sha256=_digest(secret), created_at=now))
+    audit.record(session, org_id=org.id, key_id=None, event="key_created", target=prefix, at=now)
     session.flush()
     return secret
 
@@ -62,6 +65,7 @@ def revoke(session: Session, key: str) -> int:
         if len(key) > _PREFIX_LENGTH and not hmac.compare_digest(row.secret_sha256, _digest(key)):
             continue
         row.revoked_at = now
+        audit.record(session, org_id=row.org_id, key_id=None, event="key_revoked", target=row.prefix, at=now)
         revoked += 1
     return revoked
 

@@ -56,6 +56,11 @@ class Limits(_Section):
     max_rank: Positive = 128
     max_stop_sequences: Positive = 64
     max_queued_ops_per_org: Positive = 4096
+    #: A larger result is first announced with its size alone, to clients that allow it.
+    inline_result_bytes: Positive = 1024 * 1024
+    #: Telemetry that is kept of one organisation in one day, and for how many days; what is beyond is dropped.
+    telemetry_bytes_per_day: Positive = 16 * 1024 * 1024
+    telemetry_days: Positive = 14
 
 
 class Settings(_Section):
@@ -74,6 +79,11 @@ class Settings(_Section):
     limits: Limits = Field(default_factory=Limits)
     #: Price versions in the form of billing/default_prices.toml; they replace the built-in list (`billing.prices`).
     prices: list[dict[str, Any]] = []
+    #: A session that is not heard of for so long, and has nothing to do, is ended.
+    session_idle_s: Annotated[float, Field(gt=0)] = 3600.0
+    #: Have clients exchange their key for short-lived tokens. Tokens are taken in any case.
+    pjwt_auth_enabled: bool = False
+    jwt_life_s: Annotated[int, Field(ge=120, le=86_400)] = 900
     #: A request for a result waits this long before it answers "try again".
     long_poll_s: Annotated[float, Field(gt=0)] = 30.0
     #: After SIGTERM, running operations may take this long before the workers are stopped.

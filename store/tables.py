@@ -76,7 +76,8 @@ class ApiKey(Base):
 
 
 class Session(Base):
-    """One client process: the owner of runs and samplers. `state` is active | finished | expired."""
+    """One client process: the owner of runs and samplers. `state` is active | finished | expired; `key_id` is the key
+    that made it, which is what "owned" means."""
 
     __tablename__ = "sessions"
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -88,8 +89,11 @@ class Session(Base):
     tags: Mapped[list[str]]
     user_metadata: Mapped[dict[str, Any]]
     finish_reason: Mapped[str | None] = mapped_column(String(32))
+    finish_detail: Mapped[str | None] = mapped_column(String(4096))
+    key_id: Mapped[int | None] = mapped_column(BigInteger)
     created_at: Mapped[datetime]
     last_seen_at: Mapped[datetime]
+    ended_at: Mapped[datetime | None]
 
 
 class Run(Base):
@@ -175,6 +179,7 @@ class Operation(Base):
     error_category: Mapped[str | None] = mapped_column(String(16))
     accepted_at: Mapped[datetime]
     finished_at: Mapped[datetime | None]
+    timings: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.timings
 
 
 class UsageEvent(Base):
@@ -198,3 +203,18 @@ class UsageEvent(Base):
     rate_uusd_per_mtok: Mapped[int] = mapped_column(BigInteger)
     amount_nusd: Mapped[int] = mapped_column(BigInteger)
     recorded_at: Mapped[datetime]
+
+
+class AuditEntry(Base):
+    """Who did what to what; never changed. `event` reads <resource>_<action>, `key_id` is None for the server itself
+    and for the operator's command."""
+
+    __tablename__ = "audit_log"
+    __table_args__ = (Index("ix_audit_log_org_at", "org_id", "at"),)
+    id: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=True)
+    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"))
+    at: Mapped[datetime]
+    key_id: Mapped[int | None] = mapped_column(BigInteger)
+    event: Mapped[str] = mapped_column(String(64))
+    target: Mapped[str] = mapped_column(String(512))
+    detail: Mapped[dict[str, Any]]
