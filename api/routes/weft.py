@@ -1,4 +1,4 @@
-"""Weft's own endpoints, beside Tinker's: tokenizers, usage and statistics."""
+"""Weft's own endpoints, beside Tinker's: limits, prices, usage, statistics and tokenizers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import FileResponse
 from starlette.concurrency import run_in_threadpool
+from weft.wire import BalanceResponse, LimitsResponse, PricesResponse
 
 from api.auth import PrincipalDep
 from api.errors import NotFound, quote
+from api.limits import limits_of
 from api.lookup import run_by_id
+from api.routes.service import CHUNK_BYTES, CHUNK_DATA
 from api.state import Service, ServiceDep
 from billing import usage
-from billing.prices import ANY_MODEL
+from billing.prices import ANY_MODEL, KINDS
 from workers.model.card import ModelCard
 
 router = APIRouter(prefix="/api/v1/weft")
@@ -34,6 +37,39 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "config.json",
 )
+
+
+@router.get("/limits")
+async def limits(service: ServiceDep, who: PrincipalDep) -> LimitsResponse:
+    """What this server accepts, for checks before anything is spent."""
+    settings = service.settings.limits
+    chunk_bytes = min(CHUNK_BYTES, settings.max_body_bytes // 2)
+    return limits_of(service.cards, settings, min(CHUNK_DATA, settings.max_data), chunk_bytes)
+
+
+@router.get("/prices")
+async def prices(service: ServiceDep, who: PrincipalDep, model: str) -> PricesResponse:
+    """The rates for operations on `model` accepted now."""
+    name, now = _card(service, model).name, datetime.now(UTC)
+    rates = {kind: service.prices.rate(name, kind, now) for kind in KINDS}
+    return PricesResponse(
+        base_model=name,
+        price_version=rates["train"].version,
+        rates_uusd_per_mtok={kind: rate.uusd_per_mtok for kind, rate in rates.items()},
+    )
+
+
+@router.get("/balance")
+async def balance(service: ServiceDep, who: PrincipalDep) -> BalanceResponse:
+    """What the organisation has spent. There are no credits, so there is no balance."""
+    month = datetime.now(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+
+    def read(session: Any) -> tuple[int, int]:
+        ever, lately = usage.summary(session, who.org_id), usage.summary(session, who.org_id, since=month)
+        return sum(row.amount_nusd for row in ever), sum(row.amount_nusd for row in lately)
+
+    spent, this_month = await service.read(read)
+    return BalanceResponse(spent_nusd=spent, spent_this_month_nusd=this_month, month=f"{month:%Y-%m}")
 
 
 @router.get("/usage")
