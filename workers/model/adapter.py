@@ -2,7 +2,8 @@
 
 The same class holds a run's gradients and optimizer moments (another arena of the same shape). On disk an adapter is a
 folder: adapter.safetensors (one tensor per name), optional extra.safetensors (the trainer's optimizer state), and
-adapter_config.json, written last so that a folder with it is whole.
+adapter_config.json, written last so that a folder with it is whole. An export in PEFT's or Tinker's layout
+(peft_format.py) is read too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from workers.model.adapter_shape import AdapterShape, Slot
 from workers.model.config import DecoderConfig, read_json
+from workers.model.peft_format import WEIGHTS_FILE, Array, PeftFormatError, read_layout
 
 if TYPE_CHECKING:
     from workers.model.adapter_pool import Block
@@ -134,6 +136,8 @@ def save_adapter(
 def load_adapter(folder: Path, config: DecoderConfig, *, device: str | torch.device = "cpu") -> LoadedAdapter:
     """Read an adapter of a model with this `config`. AdapterFileError names a bad tensor or field."""
     fields = read_json(folder / "adapter_config.json")
+    if fields.get("peft_type") == "LORA":
+        return _load_export(folder, fields, config, device)
     if fields.get("format") != FORMAT:
         raise AdapterFileError(f"{folder}: adapter_config.json has format {fields.get('format')!r}, need {FORMAT!r}")
     try:
@@ -142,15 +146,32 @@ def load_adapter(folder: Path, config: DecoderConfig, *, device: str | torch.dev
     except (KeyError, TypeError, ValueError) as error:
         raise AdapterFileError(f"{folder}: adapter_config.json: bad or missing field: {error}") from error
     adapter = Adapter(shape, torch.zeros(shape.numel, device=device), scale)
-    _fill(adapter, folder / "adapter.safetensors")
+    _fill(adapter, _read_all(folder / "adapter.safetensors"), folder / "adapter.safetensors")
     extra = _read_all(folder / "extra.safetensors") if extra_names else {}
     if sorted(extra) != extra_names:
         raise AdapterFileError(f"{folder}: extra.safetensors holds {sorted(extra)}, adapter_config.json {extra_names}")
     return LoadedAdapter(adapter, base_model, extra, dict(fields.get("details", {})))
 
 
-def _fill(adapter: Adapter, file: Path) -> None:
-    found = _read_all(file)
+def _load_export(
+    folder: Path, fields: Mapping[str, Any], config: DecoderConfig, device: str | torch.device
+) -> LoadedAdapter:
+    """An adapter as peft_format writes it; what it trains is what it has tensors for."""
+    file = folder / WEIGHTS_FILE
+    arrays: dict[str, Array] = {name: tensor.float().numpy() for name, tensor in _read_all(file).items()}
+    try:
+        tensors = read_layout(arrays)
+        rank, alpha, base_model = int(fields["r"]), float(fields["lora_alpha"]), str(fields["base_model_name_or_path"])
+        trained = [any(part in name for name in tensors) for part in (".attn.", ".mlp.", "unembed_")]
+        shape = AdapterShape(config, rank, *trained)
+    except (PeftFormatError, KeyError, TypeError, ValueError) as error:
+        raise AdapterFileError(f"{folder}: {error}") from error
+    adapter = Adapter(shape, torch.zeros(shape.numel, device=device), alpha / rank)
+    _fill(adapter, {name: torch.from_numpy(array) for name, array in tensors.items()}, file)
+    return LoadedAdapter(adapter, base_model)
+
+
+def _fill(adapter: Adapter, found: Mapping[str, Tensor], file: Path) -> None:
     missing, unexpected = sorted(adapter.views.keys() - found.keys()), sorted(found.keys() - adapter.views.keys())
     if missing or unexpected:
         raise AdapterFileError(f"{file}: missing tensors {missing[:3]}, unexpected tensors {unexpected[:3]}")

@@ -1,0 +1,163 @@
+"""Exports: what other tools compute from them, and that they come back bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from tests.workers.model.models import ours, packed, random_adapter, reference
+from workers.model.adapter import Adapter, AdapterFileError, load_adapter
+from workers.model.attend import PackedAttend
+from workers.model.decoder import Decoder
+from workers.model.lora import LoraRows
+from workers.model.peft_format import PeftFormatError, read_layout, write_export
+
+LENGTHS = [7, 12]
+RANK = 6  # not a power of two, so that alpha / rank is no exact float
+
+
+def export(adapter: Adapter, folder: Path) -> Path:
+    arrays = {name: view.numpy() for name, view in adapter.views.items()}
+    write_export(folder, arrays, base_model="tiny", rank=adapter.rank, alpha=adapter.scale * adapter.rank)
+    return folder
+
+
+def our_logprobs(decoder: Decoder, adapter: Adapter) -> torch.Tensor:
+    tokens, positions = packed(LENGTHS, decoder.config.vocab_size)
+    lora = LoraRows([0, len(tokens)], [adapter], [None])
+    with torch.no_grad():
+        hidden = decoder(tokens, positions, PackedAttend(LENGTHS), lora)
+        return torch.log_softmax(decoder.logits(hidden, lora), -1)
+
+
+def their_logprobs(model: Any, decoder: Decoder) -> torch.Tensor:
+    tokens, _ = packed(LENGTHS, decoder.config.vocab_size)
+    with torch.no_grad():
+        logits = torch.cat([model(part[None]).logits[0] for part in tokens.split(LENGTHS)])
+    return torch.log_softmax(logits, -1)
+
+
+@pytest.mark.parametrize(("family", "unembed"), [("qwen3", True), ("llama", True), ("qwen3-tied", False)])
+def test_peft_computes_the_same_from_a_dense_export(family: str, unembed: bool, tmp_path: Path) -> None:
+    model = reference(family)
+    decoder = ours(model, tmp_path / "model")
+    adapter = random_adapter(decoder, RANK, 1, scale=32 / RANK, train_unembed=unembed)
+    folder = export(adapter, tmp_path / "export")
+    theirs = PeftModel.from_pretrained(model, peft_folder(folder)).eval()
+    assert (their_logprobs(theirs, decoder) - our_logprobs(decoder, adapter)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["moe", "moe-mixed"])
+@pytest.mark.parametrize("layout", ["tinker", "peft"])
+def test_merging_an_export_by_hand_gives_the_same_model(family: str, layout: str, tmp_path: Path) -> None:
+    model = reference(family)
+    decoder = ours(model, tmp_path / "model")
+    adapter = random_adapter(decoder, RANK, 2, scale=32 / RANK)
+    folder = export(adapter, tmp_path / "export")
+    folder = peft_folder(folder) if layout == "peft" else folder
+    factors, scale = load_file(folder / "adapter_model.safetensors"), 32 / RANK
+    merged = load_file(tmp_path / "model" / "model.safetensors")
+    used = set()
+    for name in merged:
+        for key, expert in keys_of(name.removesuffix(".weight"), layout):
+            a, b = (factors.get(f"base_model.model.{key}.lora_{x}.weight") for x in "AB")
+            if a is not None and b is not None:
+                used.add(key)
+                a, b = (x if x.ndim == 2 else x[expert % len(x)] for x in (a, b))
+                merged[name] = merged[name] + scale * (b @ a)
+    assert len(used) * 2 == len(factors)
+    assert our_logprobs(decoder, adapter).shape == (sum(LENGTHS), decoder.config.vocab_size)
+    theirs = rebuilt(model, merged, tmp_path / "merged")
+    assert (their_logprobs(theirs, decoder) - our_logprobs(decoder, adapter)).abs().max() < 1e-4
+
+
+def keys_of(module: str, layout: str) -> list[tuple[str, int]]:
+    """The module's names in a layout, as the cookbook maps them: with the index of the expert."""
+    if layout == "peft" or ".experts." not in module:
+        return [(module if layout == "peft" else module.replace("lm_head", "model.unembed_tokens"), 0)]
+    before, expert, last = module.rsplit(".", 2)
+    return [(f"{before}.{ {'gate_proj': 'w1', 'down_proj': 'w2', 'up_proj': 'w3'}[last] }", int(expert))]
+
+
+def peft_folder(folder: Path) -> Path:
+    return folder / "peft" if (folder / "peft").is_dir() else folder
+
+
+def rebuilt(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> Any:
+    from safetensors.torch import save_file
+
+    model.save_pretrained(folder)
+    save_file({name: x.contiguous() for name, x in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    return type(model).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "moe", "moe-mixed"])
+@pytest.mark.parametrize("targets", [{}, {"train_attn": False}, {"train_mlp": False, "train_unembed": False}])
+def test_an_export_comes_back_bit_for_bit(family: str, targets: dict[str, bool], tmp_path: Path) -> None:
+    decoder = ours(reference(family), tmp_path / "model")
+    adapter = random_adapter(decoder, RANK, 3, scale=32 / RANK, **targets)
+    folder = export(adapter, tmp_path / "export")
+    for found in {folder, peft_folder(folder)}:
+        loaded = load_adapter(found, decoder.config)
+        assert torch.equal(loaded.adapter.flat, adapter.flat)
+        assert (loaded.adapter.scale, loaded.base_model) == (adapter.scale, "tiny")
+        assert loaded.adapter.shape == adapter.shape
+
+
+def test_the_files_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    decoder = ours(reference("moe"), tmp_path / "model")
+    folder = export(random_adapter(decoder, 4, 4), tmp_path / "export")
+    peft = load_file(folder / "peft" / "adapter_model.safetensors")
+    at = "base_model.model.model.layers.1.mlp.experts.3"
+    assert peft[f"{at}.gate_proj.lora_A.weight"].shape == (4, 64)
+    assert peft[f"{at}.down_proj.lora_B.weight"].shape == (64, 4)
+    assert all(x.ndim == 2 for x in peft.values())
+    config = json.loads((folder / "peft" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"], config["task_type"]) == (4, 8, "LORA", "CAUSAL_LM")
+    assert config["base_model_name_or_path"] == "tiny"
+    projections = ["down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert config["target_modules"] == projections
+    tinker = load_file(folder / "adapter_model.safetensors")
+    shapes = [tinker[f"base_model.model.model.layers.0.mlp.experts.{w}.lora_A.weight"].shape for w in ("w1", "w2")]
+    assert shapes == [(1, 4, 64), (4, 4, 32)]
+
+
+KEY = "base_model.model.model.layers.0.mlp.experts.{}.{}_proj.lora_{}.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({KEY.format(1, "gate", "A"): np.ones((2, 8), np.float32)}, "different factors"),
+        ({KEY.format(0, "up", "B"): None}, "missing"),
+        ({KEY.format(0, "down", "A"): None, KEY.format(1, "down", "A"): None}, "alone"),
+        ({"base_model.model.model.embed_tokens.lora_A.weight": np.ones((2, 8), np.float32)}, "alone|trained"),
+        ({"model.layers.0.bias": np.ones(2, np.float32)}, "no LoRA factor"),
+    ],
+)
+def test_adapters_of_another_kind_are_refused(change: dict[str, Any], says: str) -> None:
+    found = {
+        KEY.format(e, name, factor): np.full((2, 8) if factor == "A" else (8, 2), 0.5, np.float32)
+        for e in (0, 1)
+        for name in ("gate", "up", "down")
+        for factor in "AB"
+    }
+    read_layout(found)
+    found = {key: x for key, x in {**found, **change}.items() if x is not None}
+    with pytest.raises(PeftFormatError, match=says):
+        read_layout(found)
+
+
+def test_an_export_of_another_model_is_refused(tmp_path: Path) -> None:
+    small = ours(reference("moe"), tmp_path / "small")
+    large = ours(reference("moe", num_experts=8), tmp_path / "large")
+    folder = export(random_adapter(small, 4, 5), tmp_path / "export")
+    with pytest.raises(AdapterFileError, match="the model needs"):
+        load_adapter(folder, large.config)

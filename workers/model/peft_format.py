@@ -1,0 +1,238 @@
+"""Adapters as other tools read them: adapter_model.safetensors with an adapter_config.json. No torch, so that the API
+can write one too.
+
+Two layouts say the same thing, and differ only for experts and for the unembedding (r rank, E experts):
+
+| | PEFT, vLLM | Tinker's tools (the cookbook's build_hf_model, build_lora_adapter) |
+|---|---|---|
+| experts | `mlp.experts.{e}.gate_proj` A [r,d], a pair for each | `mlp.experts.w1` A [1 or E,r,d]; w1 gate, w2 down, w3 up |
+| unembedding | `lm_head` | `model.unembed_tokens` |
+
+An export has Tinker's layout in its root, because every Tinker tool reads the root, and where PEFT's is not the very
+same, PEFT's beside it in `peft/`. Weft shares the hidden-side factor of experts among them: Tinker's layout keeps it
+once, PEFT's repeats it for every expert. Reading takes either and gives back exactly the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+Array = NDArray[np.float32]
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+PEFT_FOLDER = "peft"
+
+_PREFIX = "base_model.model."
+_EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+_EXPERT = re.compile(r"(?P<mlp>.+\.mlp\.experts)\.(?P<expert>\d+)\.(?P<name>gate_proj|up_proj|down_proj)")
+_LAYER = re.compile(r"model\.(?P<layer>layers\.\d+)\.(?P<part>self_attn|mlp\.experts|mlp)\.(?P<name>\w+)")
+_PARTS = {"self_attn": "q_proj k_proj v_proj o_proj", "mlp": "gate_proj up_proj down_proj"}
+_PARTS["mlp.experts"] = _PARTS["mlp"]
+
+
+class PeftFormatError(ValueError):
+    """Tensors that are not an adapter of the kind Weft trains; the message names one."""
+
+
+# ---- writing
+
+
+def write_export(folder: Path, tensors: Mapping[str, Array], *, base_model: str, rank: int, alpha: float) -> None:
+    """Write `tensors` (by their names in `AdapterShape`) as an export into `folder`."""
+    pairs = list(_pairs(tensors))
+    root, peft = _tinker_layout(pairs), _peft_layout(pairs)
+    same = root.keys() == peft.keys()
+    modules = sorted({_module_of(key) for key in root})
+    _write(folder, root, _config(base_model, rank, alpha, modules))
+    if not same:
+        modules = sorted({_module_of(key) for key in peft})
+        _write(folder / PEFT_FOLDER, peft, _config(base_model, rank, alpha, modules))
+
+
+def _write(folder: Path, tensors: Mapping[str, Array], config: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({key: np.ascontiguousarray(x) for key, x in tensors.items()}, folder / WEIGHTS_FILE, {"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _config(base_model: str, rank: int, alpha: float, modules: list[str]) -> dict[str, Any]:
+    whole = round(alpha)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        "lora_alpha": whole if abs(alpha - whole) < 1e-9 * abs(alpha) else alpha,
+        "target_modules": modules,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def _pairs(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
+    """(module as transformers calls it, A, B); of experts 3-D, and [1, ...] where the factor is shared."""
+    for name, a in tensors.items():
+        if name == "unembed_A":
+            yield "lm_head", a, tensors["unembed_B"]
+        elif name.endswith(".attn.qkv_A"):
+            at = name.removesuffix("qkv_A")
+            module = f"model.{at.removesuffix('attn.')}self_attn."
+            for part, part_a in zip("qkv", np.split(a, 3), strict=True):
+                yield f"{module}{part}_proj", part_a, tensors[f"{at}{part}_B"]
+            yield f"{module}o_proj", tensors[f"{at}o_A"], tensors[f"{at}o_B"]
+        elif name.endswith(".mlp.gate_up_A"):
+            yield from _mlp_pairs(name.removesuffix("gate_up_A"), tensors)
+
+
+def _mlp_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
+    gate_a, up_a = np.split(tensors[f"{at}gate_up_A"], 2)
+    gate_b, up_b, down_a, down_b = (tensors[at + name] for name in ("gate_B", "up_B", "down_A", "down_B"))
+    module = f"model.{at}"
+    if gate_b.ndim == 3:
+        module += "experts."
+        gate_a, up_a, down_b = gate_a[None], up_a[None], down_b[None]
+    yield f"{module}gate_proj", gate_a, gate_b
+    yield f"{module}up_proj", up_a, up_b
+    yield f"{module}down_proj", down_a, down_b
+
+
+def _tinker_layout(pairs: list[tuple[str, Array, Array]]) -> dict[str, Array]:
+    found = {}
+    for module, a, b in pairs:
+        before, _, last = module.rpartition(".")
+        if a.ndim == 3:
+            module = f"{before}.{_EXPERT_NAMES[last]}"
+        elif module == "lm_head":
+            module = "model.unembed_tokens"
+        found[f"{_PREFIX}{module}.lora_A.weight"], found[f"{_PREFIX}{module}.lora_B.weight"] = a, b
+    return found
+
+
+def _peft_layout(pairs: list[tuple[str, Array, Array]]) -> dict[str, Array]:
+    found = {}
+    for module, a, b in pairs:
+        if a.ndim == 2:
+            found[f"{_PREFIX}{module}.lora_A.weight"], found[f"{_PREFIX}{module}.lora_B.weight"] = a, b
+            continue
+        before, _, last = module.rpartition(".")
+        for e in range(max(len(a), len(b))):
+            at = f"{_PREFIX}{before}.{e}.{last}"
+            found[f"{at}.lora_A.weight"], found[f"{at}.lora_B.weight"] = a[e % len(a)], b[e % len(b)]
+    return found
+
+
+def _module_of(key: str) -> str:
+    return key.removesuffix(".weight").rpartition(".lora_")[0].rpartition(".")[2]
+
+
+# ---- reading
+
+
+def read_layout(found: Mapping[str, Array]) -> dict[str, Array]:
+    """The tensors of either layout by their names in `AdapterShape`. Raises PeftFormatError."""
+    factors = _stack_experts(_by_module(found))
+    tensors: dict[str, Array] = {}
+    groups: dict[tuple[str, str], dict[str, dict[str, Array]]] = {}
+    for module, pair in factors.items():
+        if pair.keys() != {"A", "B"}:
+            raise PeftFormatError(f"module {module} has lora_{min(pair)} alone")
+        if module in ("lm_head", "model.unembed_tokens"):
+            tensors["unembed_A"], tensors["unembed_B"] = pair["A"], pair["B"]
+            continue
+        at = _LAYER.fullmatch(module)
+        if at is None or at["name"] not in _PARTS[at["part"]].split():
+            raise PeftFormatError(f"module {module} is not one that can be trained here")
+        groups.setdefault((at["layer"], at["part"]), {})[at["name"]] = pair
+    for (layer, part), pairs in groups.items():
+        if pairs.keys() != set(_PARTS[part].split()):
+            raise PeftFormatError(f"{layer}.{part}: has {', '.join(sorted(pairs))}, needs {_PARTS[part]}")
+        tensors.update(_attn(layer, pairs) if part == "self_attn" else _mlp(layer, pairs, part == "mlp.experts"))
+    return tensors
+
+
+def _by_module(found: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
+    modules: dict[str, dict[str, Array]] = {}
+    names = {f"experts.{short}": f"experts.{name}" for name, short in _EXPERT_NAMES.items()}
+    for key, tensor in found.items():
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise PeftFormatError(f"tensor {key} is no LoRA factor")
+        before, dot, last = match["module"].rpartition("experts.")
+        module = before + names.get(dot + last, dot + last)
+        modules.setdefault(module, {})[match["factor"]] = tensor
+    return modules
+
+
+def _stack_experts(modules: dict[str, dict[str, Array]]) -> dict[str, dict[str, Array]]:
+    """2-D factors of single experts, stacked as [E, ...] under the name of all experts."""
+    stacked = {name: pair for name, pair in modules.items() if _EXPERT.fullmatch(name) is None}
+    rows: dict[tuple[str, str], dict[int, Array]] = {}
+    for name, pair in modules.items():
+        match = _EXPERT.fullmatch(name)
+        if match is not None:
+            for factor, tensor in pair.items():
+                rows.setdefault((f"{match['mlp']}.{match['name']}", factor), {})[int(match["expert"])] = tensor
+    for (name, factor), by_expert in rows.items():
+        if sorted(by_expert) != list(range(len(by_expert))):
+            raise PeftFormatError(f"{name}: factors of some experts are missing")
+        try:
+            stacked.setdefault(name, {})[factor] = np.stack([by_expert[e] for e in range(len(by_expert))])
+        except ValueError:
+            raise PeftFormatError(f"{name}: the experts' lora_{factor} differ in shape") from None
+    return stacked
+
+
+def _attn(layer: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
+    at = f"{layer}.attn."
+    found = {f"{at}qkv_A": _concatenate(layer, [pairs[f"{x}_proj"]["A"] for x in "qkv"])}
+    found |= {f"{at}{x}_B": pairs[f"{x}_proj"]["B"] for x in "qkv"}
+    return found | {f"{at}o_A": pairs["o_proj"]["A"], f"{at}o_B": pairs["o_proj"]["B"]}
+
+
+def _mlp(layer: str, pairs: Mapping[str, Mapping[str, Array]], experts: bool) -> dict[str, Array]:
+    at = f"{layer}.mlp."
+    gate, up, down = (pairs[name] for name in ("gate_proj", "up_proj", "down_proj"))
+    gate_a, up_a, down_b = gate["A"], up["A"], down["B"]
+    if experts:
+        gate_a, up_a, down_b = (_shared(layer, x) for x in (gate_a, up_a, down_b))
+    return {
+        f"{at}gate_up_A": _concatenate(layer, [gate_a, up_a]),
+        f"{at}gate_B": gate["B"],
+        f"{at}up_B": up["B"],
+        f"{at}down_A": down["A"],
+        f"{at}down_B": down_b,
+    }
+
+
+def _concatenate(layer: str, factors: list[Array]) -> Array:
+    try:
+        return np.concatenate(factors)
+    except ValueError:
+        raise PeftFormatError(f"{layer}: the lora_A of its projections differ in shape") from None
+
+
+def _shared(layer: str, factor: Array) -> Array:
+    """The one factor [..] that all experts have, of [1 or E, ..]."""
+    if factor.ndim != 3 or any(row.tobytes() != factor[0].tobytes() for row in factor[1:]):
+        raise PeftFormatError(
+            f"{layer}: the experts have different factors on the hidden side; here they share one "
+            "(lora_A of gate_proj and up_proj, lora_B of down_proj)"
+        )
+    shared: Array = factor[0]
+    return shared
