@@ -395,7 +395,7 @@ def _check_repeat(entry: _Entry, new: NewOperation, digest: str) -> None:
 
 def _operation(new: NewOperation, request_id: str) -> Operation:
     plan = dict(new.plan)
-    if new.kind in (OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER):
+    if new.kind in (OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER, OpKind.SAVE_EXTERNAL):
         plan["target_ref"] = f"weights/{request_id}"
     return Operation(
         id=request_id,

@@ -24,6 +24,7 @@ class OpKind(StrEnum):
     OPTIM_STEP = "optim_step"
     SAVE_STATE = "save_state"  # adapter + optimizer into `target_ref`
     SAVE_SAMPLER = "save_sampler"  # adapter only into `target_ref`
+    SAVE_EXTERNAL = "save_external"  # adapter as files for other tools, encrypted if the body asks, into `target_ref`
     LOAD_STATE = "load_state"  # in place, from `source_ref`
 
 

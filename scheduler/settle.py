@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 from billing import usage
 from scheduler.messages import Done, OpKind
 from scheduler.operations import SAMPLE, Operation, Outcome
+from scheduler.references import in_use
 from store import tables
 
 JSON = "application/json"
@@ -24,7 +25,11 @@ PROTOBUF = "application/x-protobuf"
 
 #: Tinker counts a forward as prefill: it reads tokens and trains nothing.
 _TRAIN_KINDS = {OpKind.FORWARD_BACKWARD: "train", OpKind.FORWARD: "prefill"}
-_SAVE_TYPES = {OpKind.SAVE_STATE: "save_weights", OpKind.SAVE_SAMPLER: "save_weights_for_sampler"}
+_SAVE_TYPES = {
+    OpKind.SAVE_STATE: "save_weights",
+    OpKind.SAVE_SAMPLER: "save_weights_for_sampler",
+    OpKind.SAVE_EXTERNAL: "save_weights_external",
+}
 _SAMPLE_KINDS = ("prefill", "cached_prefill", "sample")
 
 
@@ -72,7 +77,7 @@ def _meter(session: Session, op: Operation, done: Done, run_id: str | None, pric
 
 
 def _outcome(session: Session, op: Operation, done: Done, now: datetime, freed: list[str]) -> Outcome:
-    if op.kind in (OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER):
+    if op.kind in _SAVE_TYPES:
         if op.plan.get("sampler_id"):
             return _new_sampler(session, op, now)
         return _new_checkpoint(session, op, done, now, freed)
@@ -92,22 +97,25 @@ def _new_checkpoint(session: Session, op: Operation, done: Done, now: datetime, 
     kind, name = op.plan["kind"], op.plan["name"]
     query = select(tables.Checkpoint).filter_by(run_id=op.lane, kind=kind, name=name)
     row = session.scalars(query).one_or_none()
-    if row is not None and not op.plan.get("overwrite"):
+    expired = row is not None and row.expires_at is not None and row.expires_at <= now
+    if row is not None and not expired and not op.plan.get("overwrite"):
         freed.append(op.plan["target_ref"])
         return Outcome(error=f"a checkpoint named {kind}/{name} exists already: choose another name", category="user")
     if row is None:
         row = tables.Checkpoint(id=op.id, org_id=op.org_id, run_id=op.lane, kind=kind, name=name, public=False)
         session.add(row)
-    else:
-        freed.append(row.ref)
+    older, row.ref = row.ref, op.plan["target_ref"]
     ttl = op.plan.get("ttl_seconds")
-    row.ref = op.plan["target_ref"]
+    row.public = False
     row.size_bytes = done.facts.get("size_bytes", 0)
     row.user_metadata = op.plan.get("user_metadata") or {}
     row.created_at = now
     row.expires_at = now + timedelta(seconds=ttl) if ttl else None
+    if older and not in_use(session, older):
+        freed.append(older)
     session.flush()
-    return _json({"path": f"tinker://{op.lane}/{kind}/{name}", "type": _SAVE_TYPES[OpKind(op.kind)]})
+    result = {"path": f"tinker://{op.lane}/{kind}/{name}", "type": _SAVE_TYPES[OpKind(op.kind)]}
+    return _json(result | ({"size_bytes": row.size_bytes} if op.kind == OpKind.SAVE_EXTERNAL else {}))
 
 
 def _new_sampler(session: Session, op: Operation, now: datetime) -> Outcome:

@@ -3,9 +3,9 @@ can write one too.
 
 Two layouts say the same thing, and differ only for experts and for the unembedding (r rank, E experts):
 
-| | PEFT, vLLM | Tinker's tools (the cookbook's build_hf_model, build_lora_adapter) |
+| | PEFT, vLLM | Tinker, its cookbook |
 |---|---|---|
-| experts | `mlp.experts.{e}.gate_proj` A [r,d], a pair for each | `mlp.experts.w1` A [1 or E,r,d]; w1 gate, w2 down, w3 up |
+| experts | `mlp.experts.{e}.gate_proj` A [r,d], 2-D for each | `mlp.experts.w1` A [1 or E,r,d]; w2 is down, w3 up |
 | unembedding | `lm_head` | `model.unembed_tokens` |
 
 An export has Tinker's layout in its root, because every Tinker tool reads the root, and where PEFT's is not the very

@@ -23,6 +23,7 @@ from scheduler.messages import Done, Failure, OpKind, Pass, PassOver, RunSpec, S
 from store.blobs import BadRef, Blobs
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Computing
+from workers.trainer.external import save_external
 from workers.trainer.optimizer import AdamError
 from workers.trainer.progress import BadOperation, Progress, begin
 from workers.trainer.state import RunState, StateError, create_run, load_run, save_run
@@ -90,6 +91,9 @@ class Trainer:
                 self._create(op)
             elif op.kind is OpKind.LOAD_STATE:
                 self._load(op)
+            elif op.kind is OpKind.SAVE_EXTERNAL:
+                body = self.blobs.get(op.body_ref)
+                facts["size_bytes"] = save_external(self._run(op), self.blobs, op.target_ref, body)
             else:
                 facts["size_bytes"] = save_run(
                     self._run(op), self.blobs, op.target_ref, with_optimizer=op.kind is OpKind.SAVE_STATE

@@ -1,0 +1,44 @@
+"""Which weight folders something still needs. Folders are shared by reference: a checkpoint, its copies, and samplers
+on it all name one folder, so nobody may delete it before asking here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sqlalchemy import Select, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from scheduler.messages import OpKind
+from store import tables
+
+_LOADING = (OpKind.CREATE.value, OpKind.LOAD_STATE.value)
+_SAVING = (OpKind.SAVE_STATE.value, OpKind.SAVE_SAMPLER.value, OpKind.SAVE_EXTERNAL.value)
+
+
+def in_use(session: Session, ref: str) -> bool:
+    """Whether anything that is in the database (pending changes included) needs the folder `ref`."""
+    session.flush()
+    return any(session.scalars(query.where(column == ref).limit(1)).first() for column, query in _queries())
+
+
+def all_in_use(session: Session) -> set[str]:
+    """Every folder that something needs."""
+    return {ref for _, query in _queries() for ref in session.scalars(query.distinct())}
+
+
+def _queries() -> Iterator[tuple[InstrumentedAttribute[str] | Any, Select[Any]]]:
+    """(the column that names a folder, the query of all that are needed)."""
+    checkpoint = tables.Checkpoint.ref
+    yield checkpoint, select(checkpoint)
+    sampler = tables.Sampler.adapter_ref
+    active = select(sampler).join(tables.Session, tables.Session.id == tables.Sampler.session_id)
+    yield sampler, active.where(tables.Session.state == "active")
+    # A live run would be rebuilt from what it was loaded from, until its first snapshot.
+    source = tables.Operation.plan["source_ref"].as_string()
+    loaded = select(source).join(tables.Run, tables.Run.id == tables.Operation.lane)
+    yield source, loaded.where(tables.Operation.kind.in_(_LOADING), source.is_not(None), tables.Run.state == "live")
+    # What a trainer writes before the checkpoint's row is there.
+    target = tables.Operation.plan["target_ref"].as_string()
+    yield target, select(target).where(tables.Operation.kind.in_(_SAVING), tables.Operation.state == "queued")

@@ -1,0 +1,43 @@
+"""Files that only their recipients can read: age encryption (age-encryption.org), for exports that ask for it.
+
+A recipient is a native `age1...` key or an SSH public key. No torch, so that the API can check recipients first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyrage
+
+SUFFIX = ".age"
+#: pyrage has no types of its own.
+Recipient = Any
+
+
+class BadRecipient(ValueError):
+    """Text that is no public key that age can encrypt to."""
+
+
+def parse_recipients(recipients: Sequence[str]) -> list[Recipient]:
+    """Raises BadRecipient, which says which one (counted from 0) without repeating it: it may be a private key."""
+    return [_parse(i, text) for i, text in enumerate(recipients)]
+
+
+def _parse(index: int, text: str) -> Recipient:
+    try:
+        if text.startswith("ssh-"):
+            return pyrage.ssh.Recipient.from_str(text)
+        return pyrage.x25519.Recipient.from_str(text)
+    except pyrage.RecipientError:
+        raise BadRecipient(
+            f"[{index}] is neither an age1... key nor an SSH public key (ssh-ed25519, ssh-rsa)"
+        ) from None
+
+
+def encrypt_folder(folder: Path, recipients: Sequence[Recipient]) -> None:
+    """Put in place of every file under `folder` one with SUFFIX that any of the recipients can read."""
+    for file in [path for path in folder.rglob("*") if path.is_file()]:
+        pyrage.encrypt_file(str(file), f"{file}{SUFFIX}", list(recipients))
+        file.unlink()
