@@ -33,7 +33,8 @@ MUTATING = frozenset({OpKind.CREATE, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP,
 
 
 class RunSpec(msgspec.Struct, frozen=True):
-    """What a trainer must know to hold a run. `alpha / rank` scales the adapter's output."""
+    """What a trainer must know to hold a run. `alpha / rank` scales the adapter's output; `optimizer` is the family of
+    all its steps, adamw or dimuon."""
 
     run_id: str
     base_model: str
@@ -43,6 +44,7 @@ class RunSpec(msgspec.Struct, frozen=True):
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
+    optimizer: str = "adamw"
 
 
 class TrainOp(msgspec.Struct, frozen=True):

@@ -61,6 +61,7 @@ def spec_of(run: tables.Run) -> RunSpec:
         train_attn=run.train_attn,
         train_mlp=run.train_mlp,
         train_unembed=run.train_unembed,
+        optimizer=run.optimizer,
     )
 
 

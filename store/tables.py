@@ -112,6 +112,7 @@ class Run(Base):
     train_attn: Mapped[bool]
     train_mlp: Mapped[bool]
     train_unembed: Mapped[bool]
+    optimizer: Mapped[str] = mapped_column(String(16), server_default="adamw")
     state: Mapped[str] = mapped_column(String(16))
     snapshot_seq: Mapped[int | None] = mapped_column(BigInteger)
     snapshot_ref: Mapped[str | None] = mapped_column(String(256))

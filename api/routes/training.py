@@ -10,11 +10,10 @@ from weft.wire import CreateModelRequest, GetInfoRequest, LoraConfig, OptimStepR
 from api.auth import PrincipalDep
 from api.bodies import read_body, read_json
 from api.creation import check_session, create, run_id_of
-from api.errors import Invalid
 from api.lookup import run_by_id, served_model
 from api.state import ServiceDep
 from api.submit import Checked, submit_json
-from api.validate.optimizers import ADAM_CONFIG, check_adam, check_family
+from api.validate.optimizers import ADAMW, CONFIGS, check_step, family_of
 from api.validate.runs import ALPHA, check_lora, check_metadata, check_sequence, seed_of
 from scheduler.messages import OpKind, RunSpec
 from store import tables
@@ -34,7 +33,6 @@ async def create_model(request: Request, service: ServiceDep, who: PrincipalDep)
     max_rank = service.settings.limits.max_rank
     lora = body.lora_config or LoraConfig(rank=min(DEFAULT_RANK, max_rank))
     check_lora(lora, max_rank)
-    check_family(body.optimizer_config, "optimizer_config")
     spec = RunSpec(
         run_id=run_id_of(body.session_id, seq),
         base_model=body.base_model,
@@ -44,6 +42,7 @@ async def create_model(request: Request, service: ServiceDep, who: PrincipalDep)
         train_attn=lora.train_attn,
         train_mlp=lora.train_mlp,
         train_unembed=lora.train_unembed,
+        optimizer=family_of(body.optimizer_config, "optimizer_config") or ADAMW,
     )
     await service.read(lambda session: check_session(session, who.org_id, body.session_id, spec.run_id))
     metadata = check_metadata(body.user_metadata)
@@ -65,7 +64,7 @@ async def get_info(request: Request, service: ServiceDep, who: PrincipalDep) -> 
         "type": "get_info",
         "model_data": data,
         "model_id": run.id,
-        "optimizer_config": ADAM_CONFIG,
+        "optimizer_config": CONFIGS[run.optimizer],
         "is_lora": True,
         "lora_rank": run.rank,
         "model_name": run.base_model,
@@ -75,10 +74,7 @@ async def get_info(request: Request, service: ServiceDep, who: PrincipalDep) -> 
 @router.post("/optim_step")
 async def optim_step(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     def check(body: OptimStepRequest, run: tables.Run) -> Checked:
-        if body.adam_params is None:
-            check_family(body.optimizer_params, "optimizer_params")
-            raise Invalid("optimizer_params: AdamW takes its parameters under the name adam_params")
-        check_adam(body.adam_params)
+        check_step(body, run.optimizer)
         return Checked()
 
     raw = await read_body(request)

@@ -24,7 +24,7 @@ from api.lookup import checkpoint_at, served_model
 from api.paths import check_name, parse_path
 from api.state import Service, ServiceDep
 from api.submit import Checked, submit_json
-from api.validate.optimizers import ADAM_CONFIG, check_family
+from api.validate.optimizers import CONFIGS, check_same_optimizer, family_of
 from api.validate.runs import check_metadata, check_sequence
 from scheduler.messages import OpKind, RunSpec
 from store import tables
@@ -136,7 +136,7 @@ async def weights_info(request: Request, service: ServiceDep, who: PrincipalDep)
     run = await service.read(read)
     return {
         "base_model": run.base_model,
-        "optimizer_config": ADAM_CONFIG,
+        "optimizer_config": CONFIGS[run.optimizer],
         "is_lora": True,
         "lora_rank": run.rank,
         "train_unembed": run.train_unembed,
@@ -158,6 +158,8 @@ def _load_in_place(body: LoadWeightsRequest, session: Session, run: tables.Run) 
         theirs, ours = getattr(source, field), getattr(run, field)
         if theirs != ours:
             raise Invalid(f"path: that checkpoint has {field} {quote(theirs)}, this model has {quote(ours)}")
+    if body.optimizer:
+        check_same_optimizer(source.optimizer, run.optimizer)
     return Checked({"source_ref": checkpoint.ref, "with_optimizer": body.optimizer, "path": body.path})
 
 
@@ -175,7 +177,7 @@ async def _create_from(service: Service, org_id: str, body: LoadWeightsRequest, 
     session_id = body.session_id or ""
     seq = check_sequence(body.model_seq_id, "model_seq_id")
     run_id = run_id_of(session_id, seq)
-    check_family(body.optimizer_config, "optimizer_config")
+    optimizer = family_of(body.optimizer_config, "optimizer_config")
 
     def read(session: Session) -> tuple[RunSpec, str] | None:
         if check_session(session, org_id, session_id, run_id):
@@ -193,7 +195,10 @@ async def _create_from(service: Service, org_id: str, body: LoadWeightsRequest, 
             train_attn=source.train_attn,
             train_mlp=source.train_mlp,
             train_unembed=source.train_unembed,
+            optimizer=optimizer or source.optimizer,
         )
+        if body.optimizer:
+            check_same_optimizer(source.optimizer, spec.optimizer)
         return spec, checkpoint.ref
 
     found = await service.read(read)

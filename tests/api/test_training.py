@@ -43,7 +43,7 @@ class TestCreate:
                 "at least one",
             ),
             ({"lora_config": {"rank": 4, "seed": -1}}, 400, "seed"),
-            ({"optimizer_config": {"type": "dimuon", "version": 1}}, 400, "'dimuon'"),
+            ({"optimizer_config": {"type": "sgd", "version": 1}}, 400, "'sgd'"),
             ({"model_seq_id": 2**31}, 400, "model_seq_id"),
             ({"session_id": "nowhere"}, 404, "no session 'nowhere'"),
             ({"session_id": "\0"}, 404, "no session"),
@@ -127,7 +127,7 @@ class TestSteps:
     @pytest.mark.parametrize(
         ("changes", "status", "says"),
         [
-            ({"adam_params": None, "optimizer_params": {"type": "dimuon", "learning_rate": 1}}, 400, "'dimuon'"),
+            ({"adam_params": None, "optimizer_params": {"type": "dimuon", "learning_rate": 1}}, 400, "is adamw"),
             ({"adam_params": None}, 422, "adam_params"),
             ({"adam_params": {"learning_rate": -1}}, 422, "adam_params.learning_rate"),
             ({"adam_params": {"learning_rate": "NaN"}}, 422, "adam_params.learning_rate"),

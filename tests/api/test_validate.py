@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from weft.wire import AdamParams, LoraConfig, SampleRequest, TrainBatch
+from weft.wire import AdamParams, LoraConfig, OptimStepRequest, SampleRequest, TrainBatch
 
-from api.errors import Invalid
+from api.errors import Invalid, Malformed
 from api.paths import CheckpointPath, check_name, parse_path
 from api.routes.weft import usd
 from api.validate.batches import check_batch, slices
-from api.validate.optimizers import check_adam, check_family
+from api.validate.optimizers import check_step, family_of
 from api.validate.runs import check_lora, check_metadata, check_sequence, check_text, check_ttl
 from api.validate.samples import check_sample
 from store.settings import Limits
@@ -78,7 +78,7 @@ class TestBatches:
         ),
         "no logprobs": (batch("r", 1, [rl(logprobs=None)], loss_fn="importance_sampling"), "datum 0.*logprobs"),
         "no targets": (batch("r", 1, [datum([1], target_tokens=None)]), "datum 0.*target_tokens"),
-        "unknown loss": (batch("r", 1, loss_fn="gspo"), "gspo.*cross_entropy"),
+        "unknown loss": (batch("r", 1, loss_fn="sft"), "sft.*cross_entropy"),
         "unknown config": (batch("r", 1, loss_fn_config={"beta": 1.0}), "beta"),
         "text in the config": (batch("r", 1, [rl()], loss_fn="ppo", loss_fn_config={"clip_low_threshold": "x"}), "'x'"),
         "targets that are no integers": (
@@ -196,12 +196,33 @@ class TestRuns:
 
 
 def test_optimizers() -> None:
-    check_family({"type": "adamw"}, "optimizer_config")
-    check_family(None, "optimizer_config")
-    with pytest.raises(Invalid, match=r"dimuon.*adamw"):
-        check_family({"type": "dimuon", "version": 1}, "optimizer_config")
-    with pytest.raises(Invalid, match="eps"):
-        check_adam(AdamParams(eps=0.0))
+    assert family_of({"type": "adamw"}, "optimizer_config") == "adamw"
+    assert family_of(None, "optimizer_config") is None
+    assert family_of({"type": "dimuon", "version": 1}, "optimizer_config") == "dimuon"
+    with pytest.raises(Invalid, match=r"'sgd' is not supported.*adamw, dimuon"):
+        family_of({"type": "sgd"}, "optimizer_config")
+    with pytest.raises(Malformed, match="version"):
+        family_of({"type": "dimuon", "version": 2}, "optimizer_config")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "given", "words"),
+    [
+        ("adamw", {"adam_params": AdamParams(eps=0.0)}, "eps: must be above 0"),
+        ("dimuon", {"adam_params": AdamParams()}, "optimizer is dimuon"),
+        ("adamw", {"optimizer_params": {"type": "dimuon", "learning_rate": 1}}, "optimizer is adamw"),
+        ("adamw", {"optimizer_params": {"type": "adamw", "learning_rate": 1}}, "under the name adam_params"),
+        ("dimuon", {"optimizer_params": {"type": "sgd"}}, "'sgd' is not supported"),
+        ("dimuon", {"optimizer_params": {"learning_rate": 1}}, "None is not supported"),
+        ("dimuon", {"optimizer_params": {"type": "dimuon"}}, "learning_rate"),
+        ("dimuon", {"optimizer_params": {"type": "dimuon", "learning_rate": 1, "damping": 2}}, "damping"),
+    ],
+)
+def test_steps_of_another_optimizer_are_refused(optimizer: str, given: dict[str, Any], words: str) -> None:
+    check_step(OptimStepRequest(model_id="m", adam_params=AdamParams()), "adamw")
+    check_step(OptimStepRequest(model_id="m", optimizer_params={"type": "dimuon", "learning_rate": 1}), "dimuon")
+    with pytest.raises((Invalid, Malformed), match=words):
+        check_step(OptimStepRequest(model_id="m", **given), optimizer)
 
 
 @pytest.mark.parametrize("name", ["a", "step-01_final.v2", "A" * 256, ".hidden"])

@@ -122,7 +122,8 @@ class TestLoading:
             ({"path": "tinker://s:train:0/sampler_weights/one"}, 400, "save_weights"),
             ({"path": "weights/one"}, 400, "tinker://"),
             ({"base_model": "other"}, 400, MODEL),
-            ({"optimizer_config": {"type": "dimuon"}}, 400, "dimuon"),
+            ({"optimizer_config": {"type": "sgd"}}, 400, "sgd"),
+            ({"optimizer_config": {"type": "dimuon"}, "optimizer": True}, 400, "state of adamw, the model uses dimuon"),
             ({"model_seq_id": None}, 422, "model_seq_id"),
         ],
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class AdamError(ValueError):
+class OptimizerError(ValueError):
     """A hyperparameter is out of range; the message names it."""
 
 
@@ -34,12 +34,12 @@ class Adam:
         for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise AdamError(f"adam_params.{name} must be finite and >= 0, got {value}")
+                raise OptimizerError(f"adam_params.{name} must be finite and >= 0, got {value}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise AdamError(f"adam_params.{name} must be in [0, 1), got {getattr(self, name)}")
+                raise OptimizerError(f"adam_params.{name} must be in [0, 1), got {getattr(self, name)}")
         if not (math.isfinite(self.eps) and self.eps > 0):
-            raise AdamError(f"adam_params.eps must be finite and > 0, got {self.eps}")
+            raise OptimizerError(f"adam_params.eps must be finite and > 0, got {self.eps}")
 
 
 @dataclass
@@ -58,28 +58,36 @@ class Step:
 def step_many(steps: Sequence[Step]) -> list[dict[str, float]]:
     """Update every run and return its metrics. Runs with equal hyperparameters share one multi-tensor kernel.
 
-    Decoupled weight decay and bias correction as torch.optim.AdamW; clipping as torch.nn.utils.clip_grad_norm_.
+    Decoupled weight decay and bias correction as torch.optim.AdamW.
     """
     if not steps:
         return []
-    norms = [float(norm) for norm in torch._foreach_norm([step.grad for step in steps])]
-    for step, norm in zip(steps, norms, strict=True):
-        limit = step.adam.grad_clip_norm
-        if limit and limit < norm + 1e-6:
-            step.grad.mul_(limit / (norm + 1e-6))
+    norms = clip_gradients([step.grad for step in steps], [step.adam.grad_clip_norm for step in steps])
     groups: dict[Adam, list[Step]] = defaultdict(list)
     for step in steps:
         groups[step.adam].append(step)
     for adam, group in groups.items():
         _fused(adam, group)
-    return [
-        {
-            "grad_norm:mean": norm,
-            "learning_rate:mean": step.adam.learning_rate,
-            "step:max": float(step.step + 1),
-        }
-        for step, norm in zip(steps, norms, strict=True)
-    ]
+    return [step_metrics(norm, s.adam.learning_rate, s.step) for s, norm in zip(steps, norms, strict=True)]
+
+
+def clip_gradients(grads: Sequence[Tensor], limits: Sequence[float]) -> list[float]:
+    """Scale each gradient in place to a global L2 norm of at most its limit (0 = none). Returns the norms before, each
+    computed from its own arena alone. As torch.nn.utils.clip_grad_norm_."""
+    norms = [float(norm) for norm in torch._foreach_norm(list(grads))]
+    for grad, norm, limit in zip(grads, norms, limits, strict=True):
+        if limit and limit < norm + 1e-6:
+            grad.mul_(limit / (norm + 1e-6))
+    return norms
+
+
+def step_metrics(grad_norm: float, learning_rate: float, steps_before: int) -> dict[str, float]:
+    """What every optimizer tells of a step; `grad_norm` is the norm before clipping."""
+    return {
+        "grad_norm:mean": grad_norm,
+        "learning_rate:mean": learning_rate,
+        "step:max": float(steps_before + 1),
+    }
 
 
 def _fused(adam: Adam, group: list[Step]) -> None:

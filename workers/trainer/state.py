@@ -22,11 +22,16 @@ class StateError(ValueError):
     """A checkpoint that cannot become this run's state; the message says what does not agree."""
 
 
+#: What a checkpoint calls the moments of each optimizer, in the order m, v.
+MOMENTS = {"adamw": ("adam_m", "adam_v"), "dimuon": ("dimuon_m",)}
+
+
 @dataclass
 class RunState:
-    """`grad` is None while nothing is accumulated: that is a gradient of zero. `step` counts optimizer steps made.
-    `last_seq` is the last operation that changed the run; `unsaved` is set while no snapshot holds that change, and
-    `unsaved_tokens` counts the tokens trained since the last snapshot."""
+    """`m` and `v` are the optimizer's moments; one that keeps a single moment (dimuon) leaves `v` empty. `grad` is
+    None while nothing is accumulated: that is a gradient of zero. `step` counts optimizer steps made. `last_seq` is the
+    last operation that changed the run; `unsaved` is set while no snapshot holds that change, and `unsaved_tokens`
+    counts the tokens trained since the last snapshot."""
 
     spec: RunSpec
     adapter: Adapter
@@ -55,13 +60,22 @@ def create_run(spec: RunSpec, config: DecoderConfig, device: torch.device) -> Ru
     if spec.rank < 1:
         raise StateError(f"LoRA rank must be at least 1, got {spec.rank}")
     adapter = Adapter.init(_shape(spec, config), spec.seed, scale=spec.alpha / spec.rank, device=device)
-    return RunState(spec, adapter, torch.zeros_like(adapter.flat), torch.zeros_like(adapter.flat))
+    return _with_fresh_optimizer(spec, adapter)
+
+
+def _with_fresh_optimizer(spec: RunSpec, adapter: Adapter) -> RunState:
+    if spec.optimizer not in MOMENTS:
+        raise StateError(f"unknown optimizer {spec.optimizer!r}; this trainer has {', '.join(MOMENTS)}")
+    m = torch.zeros_like(adapter.flat)
+    v = torch.zeros_like(adapter.flat) if len(MOMENTS[spec.optimizer]) == 2 else m.new_empty(0)
+    return RunState(spec, adapter, m, v)
 
 
 def save_run(run: RunState, blobs: Blobs, ref: str, *, with_optimizer: bool) -> int:
     """Write a checkpoint folder at `ref`, whole or not at all. Returns its size in bytes."""
-    extra = {"adam_m": run.m, "adam_v": run.v} if with_optimizer else None
-    details = {"adam_step": run.step} if with_optimizer else None
+    names = MOMENTS[run.spec.optimizer] if with_optimizer else ()
+    extra = dict(zip(names, (run.m, run.v), strict=False))
+    details = {"optimizer": run.spec.optimizer, "step": run.step} if with_optimizer else None
     with blobs.new_folder(ref) as folder:
         save_adapter(run.adapter, folder, base_model=run.spec.base_model, extra=extra, details=details)
     return blobs.size_bytes(ref)
@@ -83,15 +97,21 @@ def load_run(
     if loaded.base_model != spec.base_model:
         raise StateError(f"the checkpoint is of base model {loaded.base_model!r}, the run of {spec.base_model!r}")
     _check_same(spec, loaded.adapter)
-    flat = loaded.adapter.flat
+    run = _with_fresh_optimizer(spec, loaded.adapter)
     if not with_optimizer:
-        return RunState(spec, loaded.adapter, torch.zeros_like(flat), torch.zeros_like(flat))
-    moments = [loaded.extra.get(name) for name in ("adam_m", "adam_v")]
-    step = loaded.details.get("adam_step")
-    if not isinstance(step, int) or any(x is None or x.shape != flat.shape for x in moments):
+        return run
+    names, step = MOMENTS[spec.optimizer], loaded.details.get("step")
+    saved = loaded.details.get("optimizer")
+    if saved is not None and saved != spec.optimizer:
+        raise StateError(f"the checkpoint holds the state of the optimizer {saved}, the run uses {spec.optimizer}")
+    moments = [loaded.extra.get(name) for name in names]
+    if not isinstance(step, int) or any(x is None or x.shape != run.m.shape for x in moments):
         raise StateError("the checkpoint holds no optimizer state (is it one for sampling?)")
-    m, v = (x.to(device) for x in moments if x is not None)
-    return RunState(spec, loaded.adapter, m, v, step)
+    for mine, theirs in zip((run.m, run.v), moments, strict=False):
+        if theirs is not None:
+            mine.copy_(theirs)
+    run.step = step
+    return run
 
 
 def _shape(spec: RunSpec, config: DecoderConfig) -> AdapterShape:

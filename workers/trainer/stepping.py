@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import msgspec
 import torch
 from pydantic import ValidationError
-from weft.wire import AdamParams, OptimStepRequest
+from weft.wire import DimuonParams, OptimStepRequest
 
-from workers.trainer.optimizer import Adam, AdamError, Step, step_many
+from workers.trainer.dimuon import Dimuon, DimuonStep, step_dimuon
+from workers.trainer.optimizer import Adam, OptimizerError, Step, step_many
 from workers.trainer.state import RunState
 
 
@@ -19,27 +20,42 @@ def step_runs(due: Sequence[tuple[RunState, bytes]]) -> list[bytes | Exception]:
 
     An error of the update itself is not caught: runs may be half updated, and a lost trainer is rebuilt by replay."""
     results: list[bytes | Exception] = []
-    steps: list[Step] = []
-    for run, body in due:
+    adams: dict[int, Step] = {}
+    dimuons: dict[int, DimuonStep] = {}
+    for i, (run, body) in enumerate(due):
         try:
-            steps.append(_step(run, _adam(body)))
-            results.append(b"")
-        except AdamError as error:
+            step = _step(run, _params(run, body))
+        except OptimizerError as error:
             results.append(error)
-    ready = [i for i, result in enumerate(results) if not isinstance(result, Exception)]
-    for i, metrics in zip(ready, step_many(steps), strict=True):
+            continue
+        results.append(b"")
+        if isinstance(step, Step):
+            adams[i] = step
+        else:
+            dimuons[i] = step
+    metrics = dict(zip(adams, step_many(list(adams.values())), strict=True))
+    metrics |= dict(zip(dimuons, step_dimuon(list(dimuons.values())), strict=True))
+    for i, found in metrics.items():
         run = due[i][0]
         run.grad = None
         run.step += 1
-        results[i] = msgspec.json.encode({"metrics": metrics})
+        results[i] = msgspec.json.encode({"metrics": found})
     return results
 
 
-def _adam(body: bytes) -> Adam:
+def _params(run: RunState, body: bytes) -> Adam | Dimuon:
+    """The parameters of a step, which must be those of the run's own optimizer."""
     try:
-        params = OptimStepRequest.model_validate_json(body).adam_params or AdamParams()
+        request = OptimStepRequest.model_validate_json(body)
+        if run.spec.optimizer == "dimuon" and request.optimizer_params is not None:
+            muon = DimuonParams.model_validate(request.optimizer_params)
+            return Dimuon(muon.learning_rate, muon.beta1, muon.grad_clip_norm)
     except ValidationError as error:
-        raise AdamError(f"not an optim_step request: {error}") from error
+        raise OptimizerError(f"not an optim_step request of {run.spec.optimizer}: {error}") from error
+    params = request.adam_params
+    if run.spec.optimizer != "adamw" or params is None:
+        given = "adamw" if params is not None else (request.optimizer_params or {}).get("type")
+        raise OptimizerError(f"this run's optimizer is {run.spec.optimizer}, the step is one of {given}")
     return Adam(
         learning_rate=params.learning_rate,
         beta1=params.beta1,
@@ -50,6 +66,8 @@ def _adam(body: bytes) -> Adam:
     )
 
 
-def _step(run: RunState, adam: Adam) -> Step:
+def _step(run: RunState, params: Adam | Dimuon) -> Step | DimuonStep:
     grad = torch.zeros_like(run.adapter.flat) if run.grad is None else run.grad.flat
-    return Step(adam, run.adapter.flat, run.m, run.v, grad, run.step)
+    if isinstance(params, Dimuon):
+        return DimuonStep(params, run.adapter.shape, run.adapter.flat, run.m, grad, run.step)
+    return Step(params, run.adapter.flat, run.m, run.v, grad, run.step)

@@ -24,7 +24,7 @@ from store.blobs import BadRef, Blobs
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Computing
 from workers.trainer.external import save_external
-from workers.trainer.optimizer import AdamError
+from workers.trainer.optimizer import OptimizerError
 from workers.trainer.progress import BadOperation, Progress, begin
 from workers.trainer.state import RunState, StateError, create_run, load_run, save_run
 from workers.trainer.stepping import step_runs
@@ -215,7 +215,7 @@ class NotResident(LookupError):
 
 def failure_of(error: Exception) -> Failure:
     """What the user is told. Everything but a user's own mistake is logged with its trace."""
-    if isinstance(error, BadOperation | AdamError | StateError):
+    if isinstance(error, BadOperation | OptimizerError | StateError):
         return Failure(str(error), "user")
     if not isinstance(error, NotResident):
         traceback.print_exception(error, file=sys.stderr)

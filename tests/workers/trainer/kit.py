@@ -128,6 +128,11 @@ class Bench:
         request = OptimStepRequest(model_id=run_id, adam_params=AdamParams(**{"learning_rate": 1e-2, **params}))
         return self.op(run_id, OpKind.OPTIM_STEP, request.model_dump_json().encode())
 
+    def dimuon(self, run_id: str, **params: float) -> TrainOp:
+        given = {"type": "dimuon", "learning_rate": 1e-2, **params}
+        request = OptimStepRequest(model_id=run_id, optimizer_params=given)
+        return self.op(run_id, OpKind.OPTIM_STEP, request.model_dump_json(exclude_none=True).encode())
+
     def go(self, *ops: TrainOp, release: list[str] | None = None) -> dict[str, Done]:
         """Execute one pass and return its Dones by operation id."""
         sent: list[Any] = []

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workers.trainer.optimizer import Adam, AdamError, Step, step_many
+from workers.trainer.optimizer import Adam, OptimizerError, Step, step_many
 
 SETTINGS = [
     Adam(learning_rate=1e-2),
@@ -71,5 +71,5 @@ def test_zero_gradient_step_decays_momentum_only() -> None:
     "bad", [{"learning_rate": float("nan")}, {"beta1": 1.0}, {"eps": 0.0}, {"grad_clip_norm": -1.0}]
 )
 def test_refuses_by_name(bad: dict[str, float]) -> None:
-    with pytest.raises(AdamError, match=next(iter(bad))):
+    with pytest.raises(OptimizerError, match=next(iter(bad))):
         Adam(**bad)
