@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 from fastapi import FastAPI
 
 from api import errors
 from api.auth import KeyCache
+from api.housekeeping import keep_house
 from api.machines import Machines
-from api.routes import batches, futures, rest, sampling, service, training, weft, weights
+from api.routes import batches, futures, rest, sampling, service, sessions, training, weft, weights
 from api.state import Service
 from billing.prices import PriceList
 from store.blobs import Blobs
@@ -39,10 +41,15 @@ def create_app(
         app.state.supervisor = machines.supervisor
         app.state.stopping = stopping
         machines.start()
+        house = asyncio.create_task(keep_house(holder))
         try:
             yield
         finally:
+            house.cancel()
+            with suppress(asyncio.CancelledError):
+                await house
             await machines.stop()
+            await holder.presence.flush()
 
     return front(lifespan)
 
@@ -54,6 +61,6 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
     )
     app.state.keys = KeyCache()
     errors.install(app)
-    for routes in (service, training, batches, weights, sampling, futures, rest, weft):
+    for routes in (service, sessions, training, batches, weights, sampling, futures, rest, weft):
         app.include_router(routes.router)
     return app

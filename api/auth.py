@@ -1,4 +1,5 @@
-"""Who is asking: an API key (`X-API-Key`, or a bearer token) names the organisation that all lookups are scoped by."""
+"""Who is asking: an API key names the organisation that all lookups are scoped by. It comes in `X-API-Key` or as a
+bearer token, itself or exchanged for a short-lived token (`api.tokens`)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from fastapi import Depends, Request
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.errors import Unauthenticated
-from api.state import Service, service_of
+from api.errors import InvalidToken, Unauthenticated
+from api.state import service_of
+from api.tokens import PREFIX as TOKEN_PREFIX
+from api.tokens import BadToken, owner_urn
 from store.keys import authenticate
 from store.tables import ApiKey
 
@@ -28,10 +31,14 @@ class Principal:
     org_id: str
     key_id: int
 
+    @property
+    def urn(self) -> str:
+        return owner_urn(self.key_id)
+
 
 class KeyCache:
-    """Keys seen in the last seconds, by their SHA-256, so that a busy client costs no read for each request. Only good
-    keys are kept: nobody can fill it from outside, and a new key works at once."""
+    """Keys seen in the last seconds, by their SHA-256 (those of tokens by their number), so that a busy client costs no
+    read for each request. Only good keys are kept: nobody can fill it from outside, and a new key works at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -63,22 +70,28 @@ def presented_key(request: Request) -> str:
 async def principal(request: Request) -> Principal:
     """Authenticate; for `Depends`. Nothing of the request's body has been read by then."""
     secret = presented_key(request)
+    if secret.startswith(TOKEN_PREFIX):
+        return await _by_token(request, secret)
+    return await _by_key(request, secret)
+
+
+async def key_holder(request: Request) -> Principal:
+    """Authenticate by the key itself; a token is refused. For `Depends`."""
+    secret = presented_key(request)
+    if secret.startswith(TOKEN_PREFIX):
+        raise Unauthenticated("this needs the API key itself, not a token that it was exchanged for")
+    return await _by_key(request, secret)
+
+
+async def _by_key(request: Request, secret: str) -> Principal:
     digest = hashlib.sha256(secret.encode()).hexdigest()
-    cache: KeyCache = request.app.state.keys
-    known = cache.get(digest)
-    if known is None:
-        known = await _look_up(service_of(request), secret, digest)
-        cache.put(digest, known)
-    return known
 
-
-async def _look_up(service: Service, secret: str, digest: str) -> Principal:
     def read(session: Session) -> Principal | None:
         org_id = authenticate(session, secret)
         key_id = session.scalar(select(ApiKey.id).where(ApiKey.secret_sha256 == digest))
         return Principal(org_id, key_id) if org_id is not None and key_id is not None else None
 
-    found = await service.read(read)
+    found = await _look_up(request, digest, read)
     if found is None:
         raise Unauthenticated(
             "this API key is unknown or revoked: ask the operator for a key (weftd key create --org NAME)"
@@ -86,4 +99,33 @@ async def _look_up(service: Service, secret: str, digest: str) -> Principal:
     return found
 
 
+async def _by_token(request: Request, token: str) -> Principal:
+    """The signature and the end of a token are checked each time; its key, as other keys, every few seconds."""
+    try:
+        claims = service_of(request).tokens.read(token)
+    except BadToken as error:
+        raise InvalidToken(str(error)) from None
+
+    def read(session: Session) -> Principal | None:
+        key = session.get(ApiKey, claims.key_id)
+        good = key is not None and key.revoked_at is None and key.org_id == claims.org_id
+        return Principal(claims.org_id, claims.key_id) if good else None
+
+    found = await _look_up(request, f"key {claims.key_id} of {claims.org_id}", read)
+    if found is None:
+        raise InvalidToken("the API key that this token was exchanged for is revoked")
+    return found
+
+
+async def _look_up(request: Request, name: str, read: Callable[[Session], Principal | None]) -> Principal | None:
+    cache: KeyCache = request.app.state.keys
+    known = cache.get(name)
+    if known is None:
+        known = await service_of(request).read(read)
+        if known is not None:
+            cache.put(name, known)
+    return known
+
+
 PrincipalDep = Annotated[Principal, Depends(principal)]
+KeyHolderDep = Annotated[Principal, Depends(key_holder)]

@@ -58,6 +58,15 @@ class Unauthenticated(ApiError):
     code = "unauthenticated"
 
 
+class InvalidToken(Unauthenticated):
+    """A token that is no longer good, or never was. Clients exchange their key for another one on this header."""
+
+    code = "invalid_token"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, headers={"www-authenticate": 'Bearer error="invalid_token"'})
+
+
 class NotFound(ApiError):
     """Unknown, or another organisation's: the two look the same."""
 
@@ -77,6 +86,13 @@ class SessionEnded(ApiError):
 
     status = 410
     code = "session_ended"
+
+
+class Gone(ApiError):
+    """The result of an operation that had one. Clients sample again on it."""
+
+    status = 410
+    code = "gone"
 
 
 class TooLarge(ApiError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.orm import Session
 
 from api.errors import Invalid, NotFound, quote
@@ -62,6 +62,12 @@ def checkpoint_at(session: Session, org_id: str, path: CheckpointPath) -> tables
 
 def expired(row: tables.Checkpoint) -> bool:
     return row.expires_at is not None and row.expires_at <= datetime.now(UTC)
+
+
+def live_checkpoints() -> ColumnElement[bool]:
+    """Checkpoints that have not expired, for `where`."""
+    expires = tables.Checkpoint.expires_at
+    return or_(expires.is_(None), expires > datetime.now(UTC))
 
 
 def served_model(cards: Mapping[str, ModelCard], name: str, field: str = "base_model") -> ModelCard:

@@ -12,7 +12,10 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from api.polls import LongPolls
+from api.presence import Presence
 from api.signing import Signer
+from api.telemetry import Telemetry
+from api.tokens import Tokens
 from store.blobs import Blobs
 from store.db import Database
 from store.secret import server_secret
@@ -45,6 +48,19 @@ class Service:
     @cached_property
     def signer(self) -> Signer:
         return Signer(self.secret)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        return Tokens(self.secret, self.settings.jwt_life_s)
+
+    @cached_property
+    def presence(self) -> Presence:
+        return Presence(self.database)
+
+    @cached_property
+    def telemetry(self) -> Telemetry:
+        limits = self.settings.limits
+        return Telemetry(self.settings.data_dir / "telemetry", limits.telemetry_bytes_per_day, limits.telemetry_days)
 
     async def read(self, work: Callable[[Session], T]) -> T:
         """Run a short read in a thread: a slow disk or database must not hold up everybody's event loop."""

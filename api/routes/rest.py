@@ -1,30 +1,28 @@
-"""Listing and managing what is stored: runs, checkpoints, sessions. For RestClient and the command line."""
+"""Listing runs, for RestClient and the command line."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
-from sqlalchemy import Select, func, or_, select
+from fastapi import APIRouter, Query
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
-from weft.wire import SetTtlRequest
 
 from api.auth import PrincipalDep
-from api.bodies import read_json
-from api.lookup import checkpoint_at, run_by_id, session_by_id
-from api.paths import KINDS, CheckpointPath, parse_path
+from api.lookup import live_checkpoints, run_by_id
+from api.routes.checkpoints import OLDEST_FIRST, count, cursor, describe
+from api.session_search import text_values
 from api.state import ServiceDep
-from api.validate.runs import check_text, check_ttl
-from scheduler.messages import OpKind
+from api.validate.runs import check_text
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, le=2**31)]
-#: Within one organisation everybody sees everything, so both scopes are the same.
+#: "owned" is what was made with the key that asks; "accessible" is all of its organisation.
 Scope = Literal["owned", "accessible"]
 
 
@@ -37,171 +35,29 @@ async def training_runs(
     access_scope: Scope = "owned",
     project_id: str | None = None,
 ) -> dict[str, Any]:
-    """Runs of the organisation, newest first."""
+    """Runs, newest first."""
+    check_text(project_id, "project_id", 64)
 
     def read(session: Session) -> dict[str, Any]:
         query = select(tables.Run).filter_by(org_id=who.org_id)
-        check_text(project_id, "project_id", 64)
+        query = query.join(tables.Session, tables.Session.id == tables.Run.session_id)
+        if access_scope == "owned":
+            query = query.where(tables.Session.key_id == who.key_id)
         if project_id is not None:
-            owner = tables.Session.id == tables.Run.session_id
-            query = query.join(tables.Session, owner).where(tables.Session.project_id == project_id)
-        total = _count(session, query)
+            query = query.where(tables.Session.project_id == project_id)
+        total = count(session, query)
         page = session.scalars(query.order_by(tables.Run.created_at.desc(), tables.Run.id).limit(limit).offset(offset))
-        return {"training_runs": _describe_runs(session, page.all()), "cursor": _cursor(offset, limit, total)}
+        return {"training_runs": _describe_runs(session, page.all()), "cursor": cursor(offset, limit, total)}
 
     return await service.read(read)
 
 
 @router.get("/training_runs/{run_id}")
-async def training_run(run_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def training_run(
+    run_id: str, service: ServiceDep, who: PrincipalDep, access_scope: Scope = "owned"
+) -> dict[str, Any]:
+    """One run of the organisation. Whoever knows the id of a run means that one, so the scope does not hide it."""
     return await service.read(lambda session: _describe_runs(session, [run_by_id(session, who.org_id, run_id)])[0])
-
-
-@router.get("/training_runs/{run_id}/checkpoints")
-async def run_checkpoints(run_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
-    """All checkpoints of a run, oldest first."""
-
-    def read(session: Session) -> dict[str, Any]:
-        run_by_id(session, who.org_id, run_id)
-        rows = session.scalars(_live().filter_by(org_id=who.org_id, run_id=run_id).order_by(*_OLDEST_FIRST))
-        return {"checkpoints": [_describe(row) for row in rows]}
-
-    return await service.read(read)
-
-
-@router.get("/checkpoints")
-async def checkpoints(service: ServiceDep, who: PrincipalDep, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
-    """Checkpoints of the organisation, newest first."""
-
-    def read(session: Session) -> dict[str, Any]:
-        query = _live().filter_by(org_id=who.org_id)
-        total = _count(session, query)
-        newest = (tables.Checkpoint.created_at.desc(), tables.Checkpoint.id)
-        rows = session.scalars(query.order_by(*newest).limit(limit).offset(offset))
-        return {"checkpoints": [_describe(row) for row in rows], "cursor": _cursor(offset, limit, total)}
-
-    return await service.read(read)
-
-
-@router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl")
-async def set_ttl(
-    run_id: str, kind: str, name: str, request: Request, service: ServiceDep, who: PrincipalDep
-) -> dict[str, Any]:
-    """Let a checkpoint expire so many seconds from now, or (null) never."""
-    path = parse_path(f"tinker://{run_id}/{kind}/{name}", "path")
-    body = await read_json(request, SetTtlRequest)
-    check_ttl(body.ttl_seconds)
-    ttl = body.ttl_seconds
-    expires = None if ttl is None else datetime.now(UTC) + timedelta(seconds=ttl)
-
-    def write(session: Session) -> None:
-        checkpoint_at(session, who.org_id, path).expires_at = expires
-
-    await service.database.write(write)
-    return {"expires_at": expires}
-
-
-@router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}")
-async def delete_checkpoint(
-    run_id: str, kind: str, name: str, service: ServiceDep, who: PrincipalDep
-) -> dict[str, str]:
-    """Delete a checkpoint. It is gone at once; its files stay for as long as something that runs needs them."""
-    path = parse_path(f"tinker://{run_id}/{kind}/{name}", "path")
-
-    def write(session: Session) -> str | None:
-        row = checkpoint_at(session, who.org_id, path)
-        session.delete(row)
-        return None if _in_use(session, row.ref) else row.ref
-
-    free = await service.database.write(write)
-    if free is not None:
-        service.blobs.delete_tree(free)
-    return {"status": "deleted"}
-
-
-@router.get("/sessions")
-async def sessions(
-    service: ServiceDep,
-    who: PrincipalDep,
-    limit: Limit = 20,
-    offset: Offset = 0,
-    access_scope: Scope = "owned",
-) -> dict[str, Any]:
-    """Ids of the organisation's sessions, newest first."""
-
-    def read(session: Session) -> dict[str, Any]:
-        query = select(tables.Session.id).filter_by(org_id=who.org_id)
-        newest = (tables.Session.created_at.desc(), tables.Session.id)
-        return {"sessions": list(session.scalars(query.order_by(*newest).limit(limit).offset(offset)))}
-
-    return await service.read(read)
-
-
-@router.get("/sessions/{session_id}")
-async def session_details(
-    session_id: str, service: ServiceDep, who: PrincipalDep, access_scope: Scope = "owned"
-) -> dict[str, Any]:
-    def read(session: Session) -> dict[str, Any]:
-        row = session_by_id(session, who.org_id, session_id)
-        runs = select(tables.Run.id).filter_by(session_id=row.id).order_by(tables.Run.model_seq_id)
-        samplers = select(tables.Sampler.id).filter_by(session_id=row.id)
-        return {
-            "training_run_ids": list(session.scalars(runs)),
-            "sampler_ids": list(session.scalars(samplers.order_by(tables.Sampler.sampling_session_seq_id))),
-            "user_metadata": _text_values(row.user_metadata),
-            "display_name": row.display_name,
-        }
-
-    return await service.read(read)
-
-
-_OLDEST_FIRST = (tables.Checkpoint.created_at, tables.Checkpoint.id)
-
-
-def _live() -> Select[Any]:
-    """Checkpoints that have not expired."""
-    expires = tables.Checkpoint.expires_at
-    return select(tables.Checkpoint).where(or_(expires.is_(None), expires > datetime.now(UTC)))
-
-
-def _count(session: Session, query: Select[Any]) -> int:
-    return session.scalar(select(func.count()).select_from(query.subquery())) or 0
-
-
-def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:
-    return {"offset": offset, "limit": limit, "total_count": total}
-
-
-def _in_use(session: Session, ref: str) -> bool:
-    """Whether a sampler reads these files, or a live run would be rebuilt from them."""
-    sampler = (
-        select(tables.Sampler.id)
-        .join(tables.Session, tables.Session.id == tables.Sampler.session_id)
-        .where(tables.Sampler.adapter_ref == ref, tables.Session.state == "active")
-    )
-    loaded = (
-        select(tables.Operation.id)
-        .join(tables.Run, tables.Run.id == tables.Operation.lane)
-        .where(
-            tables.Operation.kind.in_([OpKind.CREATE.value, OpKind.LOAD_STATE.value]),
-            tables.Operation.plan["source_ref"].as_string() == ref,
-            tables.Run.state == "live",
-        )
-    )
-    return any(session.scalars(query.limit(1)).first() is not None for query in (sampler, loaded))
-
-
-def _describe(row: tables.Checkpoint) -> dict[str, Any]:
-    return {
-        "checkpoint_id": f"{row.kind}/{row.name}",
-        "checkpoint_type": KINDS[row.kind],
-        "time": row.created_at,
-        "tinker_path": str(CheckpointPath(row.run_id, row.kind, row.name)),
-        "size_bytes": row.size_bytes,
-        "public": row.public,
-        "user_metadata": _text_values(row.user_metadata),
-        "expires_at": row.expires_at,
-    }
 
 
 def _describe_runs(session: Session, runs: Sequence[tables.Run]) -> list[dict[str, Any]]:
@@ -211,7 +67,8 @@ def _describe_runs(session: Session, runs: Sequence[tables.Run]) -> list[dict[st
     names = names.where(tables.Organisation.id.in_({run.org_id for run in runs}))
     owners: dict[str, str] = {row.id: row.name for row in session.execute(names)}
     latest: dict[tuple[str, str], tables.Checkpoint] = {}
-    for row in session.scalars(_live().where(tables.Checkpoint.run_id.in_(ids)).order_by(*_OLDEST_FIRST)):
+    saved = select(tables.Checkpoint).where(live_checkpoints(), tables.Checkpoint.run_id.in_(ids))
+    for row in session.scalars(saved.order_by(*OLDEST_FIRST)):
         latest[row.run_id, row.kind] = row
     asked = select(tables.Operation.lane, func.max(tables.Operation.accepted_at).label("at"))
     asked = asked.where(tables.Operation.lane.in_(ids)).group_by(tables.Operation.lane)
@@ -234,12 +91,7 @@ def _describe_run(
         "corrupted": False,
         "lora_rank": run.rank,
         "last_request_time": asked or run.last_request_at,
-        "last_checkpoint": _describe(weights) if weights else None,
-        "last_sampler_checkpoint": _describe(sampler) if sampler else None,
-        "user_metadata": _text_values(run.user_metadata),
+        "last_checkpoint": describe(weights) if weights else None,
+        "last_sampler_checkpoint": describe(sampler) if sampler else None,
+        "user_metadata": text_values(run.user_metadata),
     }
-
-
-def _text_values(metadata: dict[str, Any]) -> dict[str, str]:
-    """Clients read metadata back as text, whatever they stored."""
-    return {str(key): value if isinstance(value, str) else str(value) for key, value in metadata.items()}

@@ -1,27 +1,22 @@
-"""The service itself: what clients ask first, their sessions, and what this server can do."""
+"""The service itself: what clients ask first, what this server can do, tokens for keys, and telemetry."""
 
 from __future__ import annotations
 
-import uuid
-from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
-from sqlalchemy import select
 from sqlalchemy.orm import Session
-from weft.wire import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
+from starlette.concurrency import run_in_threadpool
 
-from api.auth import PrincipalDep
+from api.auth import KeyHolderDep, PrincipalDep
 from api.bodies import read_body, read_json
-from api.errors import Invalid, SessionEnded
-from api.lookup import session_by_id
 from api.state import ServiceDep
-from api.validate.runs import check_metadata, check_text
+from api.telemetry import TelemetryBatch
+from api.tokens import Claims
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
 
-MAX_TAGS = 64
 #: Tinker's client cuts data into chunks of so many; within our limits, chunks as large as possible share best.
 CHUNK_DATA = 1024
 CHUNK_BYTES = 5_000_000
@@ -38,7 +33,7 @@ async def client_config(request: Request, service: ServiceDep, who: PrincipalDep
     await read_body(request)
     limits = service.settings.limits
     return {
-        "pjwt_auth_enabled": False,
+        "pjwt_auth_enabled": service.settings.pjwt_auth_enabled,
         "parallel_fwdbwd_chunks": True,
         "proto_compress_fwdbwd": False,
         "fwdbwd_max_chunk_len": min(CHUNK_DATA, limits.max_data),
@@ -83,69 +78,17 @@ async def apikey_me(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     return {"key_id": who.key_id, "name": prefix, "note": None, "details": details}
 
 
-@router.post("/create_session")
-async def create_session(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
-    """A new session. A retry is known by its idempotency key, from which the id then follows."""
-    body = await read_json(request, CreateSessionRequest)
-    if len(body.tags) > MAX_TAGS:
-        raise Invalid(f"tags: {len(body.tags)} tags, the limit is {MAX_TAGS}")
-    now = datetime.now(UTC)
-    key = request.headers.get("x-idempotency-key")
-    new = tables.Session(
-        id=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{who.org_id} {key}") if key else uuid.uuid4()),
-        org_id=who.org_id,
-        state="active",
-        sdk_version=check_text(body.sdk_version, "sdk_version", 64),
-        display_name=check_text(body.display_name, "display_name", 256),
-        project_id=check_text(body.project_id, "project_id", 64),
-        tags=[check_text(tag, f"tags.{index}", 256) for index, tag in enumerate(body.tags)],
-        user_metadata=check_metadata(body.user_metadata),
-        created_at=now,
-        last_seen_at=now,
-    )
-
-    def write(session: Session) -> None:
-        if session.get(tables.Session, new.id) is None:
-            session.add(new)
-
-    await service.database.write(write)
-    return {"type": "create_session", "session_id": new.id}
-
-
-@router.post("/session_heartbeat")
-async def session_heartbeat(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
-    """Keeps a session alive. 410 once it has ended is how its clients learn of it."""
-    body = await read_json(request, SessionHeartbeatRequest)
-    now = datetime.now(UTC)
-
-    def write(session: Session) -> None:
-        row = session_by_id(session, who.org_id, body.session_id)
-        if row.state != "active":
-            raise SessionEnded(f"session {row.id} has ended ({row.state}): create a new one")
-        row.last_seen_at = now
-
-    await service.database.write(write)
-    return {"type": "session_heartbeat"}
-
-
-@router.post("/sessions/{session_id}/finish")
-async def finish_session(session_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
-    """The client is done: what is queued still runs, then its runs are forgotten. The first reason stands."""
-    body = await read_json(request, FinishSessionRequest)
-
-    def write(session: Session) -> list[str]:
-        row = session_by_id(session, who.org_id, session_id)
-        if row.state == "active":
-            row.state, row.finish_reason = "finished", body.reason.type
-        return list(session.scalars(select(tables.Run.id).filter_by(session_id=row.id)))
-
-    for run_id in await service.database.write(write):
-        service.journal.close_run(run_id)
-    return {"status": "finished"}
+@router.post("/auth/token")
+async def auth_token(request: Request, service: ServiceDep, who: KeyHolderDep) -> dict[str, str]:
+    """A short-lived token in exchange for the key that asks."""
+    await read_body(request)
+    return {"jwt": service.tokens.issue(Claims(who.key_id, who.org_id))}
 
 
 @router.post("/telemetry")
-async def telemetry(request: Request, who: PrincipalDep) -> dict[str, str]:
-    """Clients report what they do; it is received, and nothing of it is kept."""
-    await read_body(request)
+async def telemetry(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
+    """Clients report what they do. It is kept for some days and within limits; what is beyond them is dropped, since
+    a client can do nothing about it."""
+    batch = await read_json(request, TelemetryBatch)
+    await run_in_threadpool(service.telemetry.keep, who.org_id, batch)
     return {"status": "accepted"}

@@ -36,7 +36,7 @@ def test_validation_errors_name_field_and_value() -> None:
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "nowhere"), ("POST", "copy_weights"), ("GET", "billing/usage/events"), ("GET", "audit")],
+    [("GET", "nowhere"), ("POST", "oai/api/v1/models")],
 )
 def test_what_is_not_here_says_so(world: World, method: str, path: str) -> None:
     reply = world.call(method, path)
@@ -63,7 +63,9 @@ def test_an_unexpected_error_shows_an_id_and_nothing_inside(world: World, monkey
     assert world.key not in caplog.text
 
 
-@pytest.mark.parametrize("path", ["create_model", "asample", "optim_step", "retrieve_future", "load_weights"])
+@pytest.mark.parametrize(
+    "path", ["create_model", "asample", "optim_step", "retrieve_future", "load_weights", "telemetry"]
+)
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 10_000, b'{"a":' * 3000])
 def test_what_is_no_json_object_is_422(world: World, path: str, body: bytes) -> None:
     reply = world.call("POST", path, content=body)
@@ -85,7 +87,8 @@ class TestBodies:
             assert "20000 bytes" in reply.json()["detail"]
 
     def test_a_body_at_the_limit_passes(self, world: World) -> None:
-        assert world.call("POST", "telemetry", content=b"x" * 20_000).json() == {"status": "accepted"}
+        content = b'{"events": []}'.ljust(20_000)
+        assert world.call("POST", "telemetry", content=content).json() == {"status": "accepted"}
 
     def test_zstd(self) -> None:
         packed = zstandard.compress(b"a" * 1000)

@@ -8,8 +8,6 @@ from tests.api.conftest import CONTEXT, MODEL, World
 from tests.api.data import batch
 from workers.model.tiny import TINY_PATH
 
-FINISHED = {"reason": {"type": "success"}, "detail": None}
-
 
 def test_start_up(world: World) -> None:
     """What every client asks first, in its order."""
@@ -21,54 +19,6 @@ def test_start_up(world: World) -> None:
     (model,) = world.get("get_server_capabilities")["supported_models"]
     assert (model["model_name"], model["max_context_length"]) == (MODEL, CONTEXT)
     assert world.post("telemetry", {"events": []}) == {"status": "accepted"}
-
-
-class TestSessions:
-    def test_heartbeats_until_the_end(self, world: World) -> None:
-        session = world.session()
-        world.post("session_heartbeat", {"session_id": session, "type": "session_heartbeat"})
-        world.post(f"sessions/{session}/finish", FINISHED)
-        world.post(f"sessions/{session}/finish", {"reason": {"type": "errored"}, "detail": "late"})
-        world.post("session_heartbeat", {"session_id": session}, status=410)
-        assert (
-            "ended"
-            in world.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": MODEL}, status=400)[
-                "detail"
-            ]
-        )
-        world.post("session_heartbeat", {"session_id": "unknown"}, status=404)
-
-    def test_a_retry_of_the_same_call_is_the_same_session(self, world: World) -> None:
-        body = {"tags": ["a"], "sdk_version": "0.38.0"}
-
-        def create(idempotency: str, key: str | None = None) -> str:
-            headers = {"x-idempotency-key": idempotency}
-            return str(world.call("POST", "create_session", key=key, json=body, headers=headers).json()["session_id"])
-
-        first = create("retry-1")
-        assert create("retry-1") == first
-        assert create("retry-2") != first
-        assert create("retry-1", world.other_key) != first
-
-    def test_details(self, world: World) -> None:
-        body = {"tags": [], "sdk_version": "1", "display_name": "mine", "user_metadata": {"n": 1}}
-        session = world.post("create_session", body)["session_id"]
-        run = world.run(session)
-        details = world.get(f"sessions/{session}")
-        assert details == {
-            "training_run_ids": [run],
-            "sampler_ids": [],
-            "user_metadata": {"n": "1"},
-            "display_name": "mine",
-        }
-
-    @pytest.mark.parametrize(
-        "changes", [{"display_name": "x" * 257}, {"project_id": "\0"}, {"tags": ["a"] * 65}, {"user_metadata": [1]}]
-    )
-    def test_mistakes(self, world: World, changes: dict[str, object]) -> None:
-        reply = world.call("POST", "create_session", json={"tags": [], "sdk_version": "1"} | changes)
-        assert reply.status_code in (400, 422)
-        assert next(iter(changes)) in reply.json()["detail"]
 
 
 class TestListings:

@@ -1,0 +1,169 @@
+"""Sessions: made, kept alive, ended, listed, found, and moved between projects."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from sqlalchemy import Select, func, select
+from sqlalchemy.orm import Session
+from weft.wire import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
+from weft.wire.sessions import AssignProjectRequest, SessionSearchRequest
+
+from api.auth import Principal, PrincipalDep
+from api.bodies import read_json
+from api.errors import Invalid, NotFound, quote
+from api.lookup import session_by_id
+from api.presence import end, runs_of
+from api.session_search import DEFAULT_PROJECT, search, text_values
+from api.state import ServiceDep
+from api.validate.runs import check_metadata, check_text
+from store import audit, tables
+
+router = APIRouter(prefix="/api/v1")
+
+MAX_TAGS = 64
+MAX_DETAIL = 4096
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0, le=2**31)]
+#: "owned" is what was made with the key that asks; "accessible" is all of its organisation.
+Scope = Literal["owned", "accessible"]
+
+
+@router.post("/create_session")
+async def create_session(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """A new session. A retry is known by its idempotency key, from which the id then follows."""
+    body = await read_json(request, CreateSessionRequest)
+    if len(body.tags) > MAX_TAGS:
+        raise Invalid(f"tags: {len(body.tags)} tags, the limit is {MAX_TAGS}")
+    now = datetime.now(UTC)
+    key = request.headers.get("x-idempotency-key")
+    new = tables.Session(
+        id=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{who.org_id} {key}") if key else uuid.uuid4()),
+        org_id=who.org_id,
+        key_id=who.key_id,
+        state="active",
+        sdk_version=check_text(body.sdk_version, "sdk_version", 64),
+        display_name=check_text(body.display_name, "display_name", 256),
+        project_id=_check_project(body.project_id),
+        tags=[check_text(tag, f"tags.{index}", 256) for index, tag in enumerate(body.tags)],
+        user_metadata=check_metadata(body.user_metadata),
+        created_at=now,
+        last_seen_at=now,
+    )
+
+    def write(session: Session) -> None:
+        if session.get(tables.Session, new.id) is None:
+            session.add(new)
+            _note(session, who, "session_created", new.id, new.project_id)
+
+    await service.database.write(write)
+    return {"type": "create_session", "session_id": new.id}
+
+
+@router.post("/session_heartbeat")
+async def session_heartbeat(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
+    """Keeps a session alive. 410 once it has ended is how its clients learn of it."""
+    body = await read_json(request, SessionHeartbeatRequest)
+    await service.presence.beat(who.org_id, body.session_id)
+    return {"type": "session_heartbeat"}
+
+
+@router.post("/sessions/search")
+async def search_sessions(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """The organisation's sessions that match, newest first, in pages."""
+    body = await read_json(request, SessionSearchRequest)
+    return await service.read(lambda session: search(session, who, body))
+
+
+@router.post("/sessions/{session_id}/finish")
+async def finish_session(session_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
+    """The client is done: what is queued still runs, then its runs are forgotten. The first reason stands."""
+    body = await read_json(request, FinishSessionRequest)
+    detail = check_text(body.detail, "detail", MAX_DETAIL)
+
+    def write(session: Session) -> list[str]:
+        row = session_by_id(session, who.org_id, session_id)
+        end(session, row, "finished", reason=body.reason.type, detail=detail, key_id=who.key_id)
+        return runs_of(session, [row.id])
+
+    runs = await service.database.write(write)
+    service.presence.ended([session_id])
+    for run_id in runs:
+        service.journal.close_run(run_id)
+    return {"status": "finished"}
+
+
+@router.put("/sessions/{session_id}/project")
+async def assign_project(session_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
+    """Move a session, with its runs, checkpoints and usage, into a project."""
+    body = await read_json(request, AssignProjectRequest)
+    project = _check_project(body.project_id)
+
+    def write(session: Session) -> None:
+        row = session_by_id(session, who.org_id, session_id)
+        if row.project_id != project:
+            row.project_id = project
+            _note(session, who, "project_session_assigned", row.id, project)
+
+    await service.database.write(write)
+    return {"project_id": project or DEFAULT_PROJECT}
+
+
+@router.get("/sessions")
+async def sessions(
+    service: ServiceDep, who: PrincipalDep, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
+) -> dict[str, Any]:
+    """Ids of sessions, newest first."""
+
+    def read(session: Session) -> dict[str, Any]:
+        query = _in_scope(select(tables.Session.id), who, access_scope)
+        total = session.scalar(select(func.count()).select_from(query.subquery()))
+        newest = (tables.Session.created_at.desc(), tables.Session.id.desc())
+        page = session.scalars(query.order_by(*newest).limit(limit).offset(offset))
+        return {"sessions": list(page), "cursor": {"offset": offset, "limit": limit, "total_count": total}}
+
+    return await service.read(read)
+
+
+@router.get("/sessions/{session_id}")
+async def session_details(
+    session_id: str, service: ServiceDep, who: PrincipalDep, access_scope: Scope = "owned"
+) -> dict[str, Any]:
+    def read(session: Session) -> dict[str, Any]:
+        row = session_by_id(session, who.org_id, session_id)
+        if access_scope == "owned" and row.key_id != who.key_id:
+            raise NotFound(f"no session {quote(session_id)} of this key: ask with access_scope=accessible")
+        runs = select(tables.Run.id).filter_by(session_id=row.id).order_by(tables.Run.model_seq_id)
+        samplers = select(tables.Sampler.id).filter_by(session_id=row.id)
+        return {
+            "training_run_ids": list(session.scalars(runs)),
+            "sampler_ids": list(session.scalars(samplers.order_by(tables.Sampler.sampling_session_seq_id))),
+            "user_metadata": text_values(row.user_metadata),
+            "display_name": row.display_name,
+            "project_id": row.project_id or DEFAULT_PROJECT,
+            "tags": row.tags,
+        }
+
+    return await service.read(read)
+
+
+def _in_scope(query: Select[Any], who: Principal, scope: Scope) -> Select[Any]:
+    query = query.filter(tables.Session.org_id == who.org_id)
+    return query.filter(tables.Session.key_id == who.key_id) if scope == "owned" else query
+
+
+def _check_project(project_id: str | None) -> str | None:
+    """A project's id; None for the project of everything that was put into no other."""
+    check_text(project_id, "project_id", 64)
+    if project_id is not None and not (project_id.isprintable() and project_id.strip()):
+        raise Invalid(f"project_id: must be 1 to 64 printable characters, got {quote(project_id)}")
+    return None if project_id == DEFAULT_PROJECT else project_id
+
+
+def _note(session: Session, who: Principal, event: str, target: str, project: str | None) -> None:
+    detail = {"project_id": project or DEFAULT_PROJECT}
+    audit.record(session, org_id=who.org_id, key_id=who.key_id, event=event, target=target, detail=detail)

@@ -1,0 +1,82 @@
+"""Short-lived tokens that stand for an API key (JWT, HS256), so that the key itself travels rarely.
+
+A token names its key, and is good for as long as that key is: revoking a key ends its tokens too. Only a key can be
+exchanged for a token; otherwise one stolen token would last for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import jwt
+
+from store.secret import derive
+
+ALGORITHM = "HS256"
+#: Tinker's client takes the identity in a token for true only from issuers of this form.
+ISSUER = "passport-weft"
+#: What every JWT begins with, and no key of ours does.
+PREFIX = "eyJ"
+
+
+class BadToken(Exception):
+    """Not a token of this server, or no longer; the message says which."""
+
+
+@dataclass(frozen=True)
+class Claims:
+    key_id: int
+    org_id: str
+
+
+class Tokens:
+    """Issues and reads the tokens of one server."""
+
+    def __init__(self, secret: bytes, life_s: int) -> None:
+        self._key = derive(secret, "tokens")
+        self._life = timedelta(seconds=life_s)
+
+    def issue(self, claims: Claims, now: datetime | None = None) -> str:
+        now = now or datetime.now(UTC)
+        payload = {
+            "iss": ISSUER,
+            "sub": owner_urn(claims.key_id),
+            "org_id": claims.org_id,
+            "email": "",  # keys belong to an organisation, not to a person
+            "iat": int(now.timestamp()),
+            "exp": int((now + self._life).timestamp()),
+        }
+        return jwt.encode(payload, self._key, ALGORITHM)
+
+    def read(self, token: str) -> Claims:
+        """What a token says. Raises BadToken; whether its key is still good is not asked here."""
+        try:
+            payload = jwt.decode(
+                token,
+                self._key,
+                algorithms=[ALGORITHM],
+                issuer=ISSUER,
+                options={"require": ["iss", "sub", "iat", "exp"]},
+            )
+            return Claims(key_of(payload["sub"]), str(payload["org_id"]))
+        except jwt.ExpiredSignatureError:
+            raise BadToken("this token has expired: exchange your key for a new one (POST /auth/token)") from None
+        except (jwt.PyJWTError, KeyError, ValueError):
+            raise BadToken("this is not a token that the server has issued") from None
+
+
+_URN = "weft:key:"
+
+
+def owner_urn(key_id: int) -> str:
+    """The name of whoever holds a key, as clients see it."""
+    return f"{_URN}{key_id}"
+
+
+def key_of(urn: str) -> int:
+    """The key of an owner's name; ValueError for any other text."""
+    number = urn.removeprefix(_URN)
+    if not urn.startswith(_URN) or not number.isascii() or not number.isdecimal() or len(number) > 18:
+        raise ValueError(f"not an owner: {urn!r}")
+    return int(number)

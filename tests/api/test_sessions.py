@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+
+from api.errors import SessionEnded
+from api.housekeeping import reap
+from api.presence import Presence
+from store import tables
+from store.db import Database
+from store.keys import create_key
+from store.tables import AuditEntry
+from tests.api.conftest import MODEL, World
+from tests.api.data import batch
+
+FINISHED = {"reason": {"type": "success"}, "detail": None}
+
+
+def create(world: World, key: str | None = None, **body: Any) -> str:
+    reply = world.post("create_session", {"tags": [], "sdk_version": "0.38.0"} | body, key=key)
+    return str(reply["session_id"])
+
+
+def stored(world: World, session_id: str) -> tables.Session:
+    with world.database.read() as session:
+        return session.get_one(tables.Session, session_id)
+
+
+def colleague(world: World) -> str:
+    """Another key of the same organisation."""
+    return world.database.write_now(lambda session: create_key(session, "acme"))
+
+
+class TestLife:
+    def test_heartbeats_until_the_end(self, world: World) -> None:
+        session = world.session()
+        world.post("session_heartbeat", {"session_id": session, "type": "session_heartbeat"})
+        world.post(f"sessions/{session}/finish", FINISHED)
+        world.post("session_heartbeat", {"session_id": session}, status=410)
+        body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL}
+        assert "ended" in world.post("create_model", body, status=400)["detail"]
+        world.post("session_heartbeat", {"session_id": "unknown"}, status=404)
+        world.post("session_heartbeat", {"session_id": world.session()}, key=world.other_key, status=404)
+
+    def test_the_first_end_stands(self, world: World) -> None:
+        session = world.session()
+        for type_, detail in (("interrupted", "ctrl-c"), ("errored", "late")):
+            world.post(f"sessions/{session}/finish", {"reason": {"type": type_}, "detail": detail})
+        row = stored(world, session)
+        assert (row.state, row.finish_reason, row.finish_detail) == ("finished", "interrupted", "ctrl-c")
+        assert row.ended_at is not None
+
+    def test_a_retry_of_the_same_call_is_the_same_session(self, world: World) -> None:
+        body = {"tags": ["a"], "sdk_version": "0.38.0"}
+
+        def again(idempotency: str, key: str | None = None) -> str:
+            headers = {"x-idempotency-key": idempotency}
+            return str(world.call("POST", "create_session", key=key, json=body, headers=headers).json()["session_id"])
+
+        first = again("retry-1")
+        assert again("retry-1") == first
+        assert again("retry-2") != first
+        assert again("retry-1", world.other_key) != first
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"display_name": "x" * 257},
+            {"project_id": "\0"},
+            {"project_id": " "},
+            {"project_id": "p" * 65},
+            {"tags": ["a"] * 65},
+            {"tags": ["a" * 257]},
+            {"user_metadata": [1]},
+        ],
+    )
+    def test_mistakes(self, world: World, changes: dict[str, object]) -> None:
+        reply = world.call("POST", "create_session", json={"tags": [], "sdk_version": "1"} | changes)
+        assert reply.status_code in (400, 422)
+        assert next(iter(changes)) in reply.json()["detail"]
+
+
+class TestPresence:
+    def test_signs_of_life_are_written_now_and_then(self, world: World) -> None:
+        session = world.session()
+        before = stored(world, session).last_seen_at
+        world.post("session_heartbeat", {"session_id": session})
+        assert stored(world, session).last_seen_at == before
+        world.http.portal.call(world.service.presence.flush)  # type: ignore[union-attr]
+        assert stored(world, session).last_seen_at > before
+
+    def test_an_end_elsewhere_is_noticed_at_the_next_flush(self, world: World) -> None:
+        session = world.session()
+        presence = Presence(world.database)
+        org_id = stored(world, session).org_id
+
+        async def scenario() -> None:
+            await presence.beat(org_id, session)
+            world.post(f"sessions/{session}/finish", FINISHED)
+            await presence.beat(org_id, session)
+            await presence.flush()
+            with pytest.raises(SessionEnded):
+                await presence.beat(org_id, session)
+
+        asyncio.run(scenario())
+
+    def test_the_silent_are_forgotten(self, world: World) -> None:
+        session = world.session()
+        presence = Presence(world.database)
+        org_id = stored(world, session).org_id
+
+        async def scenario() -> None:
+            await presence.beat(org_id, session)
+            await presence.flush()
+            await presence.flush()
+            assert presence._seen == {}
+
+        asyncio.run(scenario())
+
+
+def age(database: Database, session_id: str, hours: float) -> None:
+    past = datetime.now(UTC) - timedelta(hours=hours)
+    change = update(tables.Session).where(tables.Session.id == session_id).values(last_seen_at=past)
+    database.write_now(lambda session: session.execute(change))
+
+
+class TestReaping:
+    def reap(self, world: World, hours: float = 0) -> list[str]:
+        at = datetime.now(UTC) + timedelta(hours=hours)
+        return list(world.http.portal.call(reap, world.service, at))  # type: ignore[union-attr]
+
+    def test_idle_sessions_end_and_their_runs_are_closed(self, world: World) -> None:
+        idle, alive = world.session(), world.session()
+        run = world.run(idle)
+        with world.database.read() as reading:
+            (creation,) = reading.query(tables.Operation.id).filter_by(lane=run).one()
+        world.finish(creation)
+        path = world.checkpoint(run, 1)
+        world.post("session_heartbeat", {"session_id": alive})
+        world.http.portal.call(world.service.presence.flush)  # type: ignore[union-attr]
+        age(world.database, idle, 1.1)
+        assert self.reap(world) == []  # it worked a moment ago
+        age(world.database, alive, -1)
+        assert self.reap(world, hours=1.1) == [idle]
+        assert stored(world, idle).state == "expired"
+        world.post("session_heartbeat", {"session_id": idle}, status=410)
+        world.post("session_heartbeat", {"session_id": alive})
+        assert "closed" in world.train(batch(run, 2), status=400)["detail"]
+        assert world.get("checkpoints")["checkpoints"][0]["tinker_path"] == path
+
+    def test_queued_work_keeps_a_session(self, world: World) -> None:
+        session = world.session()
+        world.run(session)
+        age(world.database, session, 5)
+        assert self.reap(world, hours=5) == []
+
+    def test_an_expired_session_stays_expired(self, world: World) -> None:
+        session = world.session()
+        age(world.database, session, 2)
+        assert self.reap(world) == [session]
+        world.post(f"sessions/{session}/finish", FINISHED)
+        assert (stored(world, session).state, stored(world, session).finish_reason) == ("expired", None)
+        assert self.reap(world) == []
+
+
+class TestListing:
+    def test_details(self, world: World) -> None:
+        session = create(world, display_name="mine", user_metadata={"n": 1}, project_id="p")
+        run = world.run(session)
+        body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+        sampler = world.post("create_sampling_session", body)["sampling_session_id"]
+        assert world.get(f"sessions/{session}") == {
+            "training_run_ids": [run],
+            "sampler_ids": [sampler],
+            "user_metadata": {"n": "1"},
+            "display_name": "mine",
+            "project_id": "p",
+            "tags": [],
+        }
+
+    def test_scope(self, world: World) -> None:
+        mine, theirs, foreign = create(world), create(world, colleague(world)), create(world, world.other_key)
+        assert world.get("sessions")["sessions"] == [mine]
+        assert world.get("sessions?access_scope=accessible")["sessions"] == [theirs, mine]
+        world.get(f"sessions/{theirs}", status=404)
+        world.get(f"sessions/{theirs}?access_scope=accessible")
+        world.get(f"sessions/{foreign}?access_scope=accessible", status=404)
+
+    def test_pages(self, world: World) -> None:
+        made = [create(world) for _ in range(3)]
+        assert world.get("sessions?limit=2")["sessions"] == made[:0:-1]
+        assert world.get("sessions?limit=2&offset=2") == {
+            "sessions": made[:1],
+            "cursor": {"offset": 2, "limit": 2, "total_count": 3},
+        }
+
+    @pytest.mark.parametrize("query", ["limit=0", "offset=-1", "access_scope=all"])
+    def test_mistakes(self, world: World, query: str) -> None:
+        assert query.split("=")[0] in world.get(f"sessions?{query}", status=422)["detail"]
+
+
+class TestProjects:
+    def test_move(self, world: World) -> None:
+        session = create(world, project_id="a")
+        for project in ("b", "b", "default"):
+            assert world.call("PUT", f"sessions/{session}/project", json={"project_id": project}).is_success
+        assert world.get(f"sessions/{session}")["project_id"] == "default"
+        assert stored(world, session).project_id is None
+        with world.database.read() as reading:
+            events = [(e.event, e.detail["project_id"]) for e in reading.query(AuditEntry).filter_by(target=session)]
+        assert events == [
+            ("session_created", "a"),
+            ("project_session_assigned", "b"),
+            ("project_session_assigned", "default"),
+        ]
+
+    @pytest.mark.parametrize("body", [{}, {"project_id": None}, {"project_id": ""}, {"project_id": "x" * 65}])
+    def test_mistakes(self, world: World, body: dict[str, Any]) -> None:
+        reply = world.call("PUT", f"sessions/{world.session()}/project", json=body)
+        assert reply.status_code in (400, 422)
+        assert "project_id" in reply.json()["detail"]
+
+    def test_a_foreign_session(self, world: World) -> None:
+        path = f"sessions/{create(world)}/project"
+        assert world.call("PUT", path, key=world.other_key, json={"project_id": "p"}).status_code == 404
+
+
+class TestSearch:
+    def found(self, world: World, key: str | None = None, **wanted: Any) -> list[str]:
+        return [s["session_id"] for s in world.post("sessions/search", wanted, key=key)["sessions"]]
+
+    def test_a_summary(self, world: World) -> None:
+        session = create(world, display_name="Night run", user_metadata={"seed": 7})
+        world.checkpoint(world.run(session), 1)
+        (summary,) = world.post("sessions/search", {})["sessions"]
+        created = summary.pop("created_at")
+        assert datetime.fromisoformat(created) == stored(world, session).created_at
+        assert summary == {
+            "session_id": session,
+            "owner": "weft:key:1",
+            "project_id": "default",
+            "status": {"type": "active"},
+            "checkpoints_count": 1,
+            "checkpoint_storage_bytes": 7,
+            "display_name": "Night run",
+            "user_metadata": {"seed": "7"},
+        }
+
+    def test_pages_newest_first(self, world: World) -> None:
+        made = [create(world, display_name="x" if number % 2 else "y") for number in range(6)]
+        pages, cursor = [], None
+        for _ in range(3):
+            page = world.post("sessions/search", {"limit": 2, **({"cursor": cursor} if cursor else {})})
+            pages += [s["session_id"] for s in page["sessions"]]
+            cursor = page["next_cursor"]
+        assert (pages, cursor) == (made[::-1], None)
+        odd = world.post("sessions/search", {"limit": 2, "display_name": "X"})
+        assert [s["session_id"] for s in odd["sessions"]] == [made[5], made[3]]
+        rest = world.post("sessions/search", {"limit": 2, "display_name": "X", "cursor": odd["next_cursor"]})
+        assert ([s["session_id"] for s in rest["sessions"]], rest["next_cursor"]) == ([made[1]], None)
+
+    def test_conditions(self, world: World) -> None:
+        night = create(world, display_name="Große Night", user_metadata={"a": "1", "b": '"2.$'}, project_id="p")
+        day = create(world, display_name="grosse day")
+        assert self.found(world, display_name="night GROSSE") == [night]
+        assert self.found(world, display_name="grosse") == [day, night]
+        assert self.found(world, session_id=day) == [day]
+        assert self.found(world, session_id=day, display_name="night") == [day, night]
+        assert self.found(world, user_metadata={"a": "1", "b": '"2.$'}) == [night]
+        assert self.found(world, user_metadata={"a": "2"}) == []
+        assert self.found(world, project_ids=["p"]) == [night]
+        assert self.found(world, project_ids=["p", "default"]) == [day, night]
+        assert self.found(world, project_ids=[]) == []
+
+    def test_statuses(self, world: World) -> None:
+        done, failed, silent, active = (create(world) for _ in range(4))
+        world.post(f"sessions/{done}/finish", FINISHED)
+        world.post(f"sessions/{failed}/finish", {"reason": {"type": "errored"}, "detail": "boom"})
+        age(world.database, silent, 2)
+        world.http.portal.call(reap, world.service)  # type: ignore[union-attr]
+        assert self.found(world, statuses=[{"type": "active"}]) == [active]
+        assert self.found(world, statuses=[{"type": "client_finished"}]) == [failed, done]
+        finished = {"type": "client_finished", "reasons": ["errored"]}
+        assert self.found(world, statuses=[finished, {"type": "active"}]) == [active, failed]
+        assert self.found(world, statuses=[{"type": "cancelled"}, {"type": "failed"}]) == []
+        statuses = {s["session_id"]: s["status"] for s in world.post("sessions/search", {})["sessions"]}
+        assert statuses[silent] is None
+        assert statuses[failed] == {"type": "client_finished", "reason": {"type": "errored"}, "detail": "boom"}
+
+    def test_owners(self, world: World) -> None:
+        other = colleague(world)
+        mine, theirs, foreign = create(world), create(world, other), create(world, world.other_key)
+        assert self.found(world) == [mine]
+        assert self.found(world, owner={"type": "accessible"}) == [theirs, mine]
+        owner = world.post("sessions/search", {}, key=other)["sessions"][0]["owner"]
+        assert self.found(world, owner={"type": "user", "owner_urns": [owner]}) == [theirs]
+        rival = world.post("sessions/search", {}, key=world.other_key)["sessions"][0]["owner"]
+        assert self.found(world, owner={"type": "user", "owner_urns": [rival]}) == []
+        assert foreign not in self.found(world, session_id=foreign, owner={"type": "accessible"})
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"limit": 0},
+            {"limit": 201},
+            {"statuses": []},
+            {"display_name": ""},
+            {"owner": {"type": "everybody"}},
+            {"owner": {"type": "user", "owner_urns": ["someone"]}},
+            {"cursor": {"last_created_at": "2026-01-01T00:00:00", "last_session_id": "x"}},
+            {"cursor": {"last_created_at": "2026-01-01T00:00:00Z", "last_session_id": "\0"}},
+            {"colour": "red"},
+        ],
+    )
+    def test_mistakes(self, world: World, body: dict[str, Any]) -> None:
+        reply = world.call("POST", "sessions/search", json=body)
+        assert reply.status_code in (400, 422)
+        assert next(iter(body)) in reply.json()["detail"]
+
+    @pytest.mark.parametrize("text", ["\0", "x" * 1000, "é", "'; --"])
+    def test_strange_texts_find_nothing(self, world: World, text: str) -> None:
+        create(world)
+        assert self.found(world, session_id=text) == []
+        assert self.found(world, project_ids=[text]) == []
+        assert self.found(world, user_metadata={text: text}) == []
