@@ -5,6 +5,7 @@ One in use is never evicted; if those in use alone exceed the cap, the cap is ex
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,6 +28,8 @@ class HeldAdapter:
     name: str
     adapter: Adapter
     size_bytes: int
+    #: Negative, and never the same for other weights.
+    weights: int
     users: int = 0
 
 
@@ -35,6 +38,7 @@ class AdapterCache:
         self._load = load
         self._max_bytes = max_bytes
         self._loaded: OrderedDict[str, HeldAdapter] = OrderedDict()
+        self._reads = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._loaded)
@@ -63,7 +67,7 @@ class AdapterCache:
         """Make `name` mean the weights in `folder`, for those who hold it too."""
         fresh = self._read(name, folder)
         loaded = self._loaded.setdefault(name, fresh)
-        loaded.adapter, loaded.size_bytes = fresh.adapter, fresh.size_bytes
+        loaded.adapter, loaded.size_bytes, loaded.weights = fresh.adapter, fresh.size_bytes, fresh.weights
         self._evict()
 
     def _read(self, name: str, folder: Path) -> HeldAdapter:
@@ -72,7 +76,7 @@ class AdapterCache:
         except AdapterFileError as error:
             log.warning("sampler weights %r: %s", name, error)
             raise AdapterUnusable(f"the sampler weights {name!r} are damaged or of another base model") from error
-        return HeldAdapter(name, adapter, adapter.flat.numel() * adapter.flat.element_size())
+        return HeldAdapter(name, adapter, adapter.flat.numel() * adapter.flat.element_size(), -next(self._reads))
 
     def _evict(self) -> None:
         excess = self.size_bytes - self._max_bytes

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from weft.wire.sample_codec import SequenceResult, StopReason, TopkLogprobs
 
 __all__ = [
+    "AltTokens",
     "Engine",
     "EngineStats",
     "Facts",
@@ -29,10 +30,13 @@ __all__ = [
     "SamplingParams",
     "SequenceResult",
     "StopReason",
+    "TargetTokens",
     "TopkLogprobs",
 ]
 
 Logprobs = npt.NDArray[np.float32]
+#: Token ids int64 and their logprobs float32, both [prompt - 1, k].
+AltTokens = tuple[npt.NDArray[np.int64], Logprobs]
 ErrorCategory = Literal["user", "server"]
 
 
@@ -57,12 +61,23 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class TargetTokens:
+    """Tokens whose logprobs to tell: `ids[m]` in place of prompt token `rows[m] + 1`. `rows` ascend; id -1 asks for
+    nothing and gets 0."""
+
+    rows: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class GenerateRequest:
     """`num_samples` continuations of one prompt.
 
     `adapter` names the weights ("" is the base model); equal names are equal weights until `swap_adapter`. The first
-    request with a name brings the folder it is read from.
+    request with a name brings the folder it is read from. `prompt_logprobs_last_n` limits `prompt_logprobs` and
+    `topk_prompt_logprobs` to the last n prompt tokens; `prompt_alt_tokens_k` asks for so many independent draws, at the
+    request's temperature, in place of each prompt token after the first.
     """
 
     id: str
@@ -72,16 +87,22 @@ class GenerateRequest:
     adapter: str = ""
     adapter_folder: Path | None = None
     prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None
     topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_tokens: TargetTokens | None = None
+    prompt_alt_tokens_k: int = 0
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Tokens of a request, for metering: `prefill` were computed, `cached_prefill` reused computed ones."""
+    """Tokens of a request, for metering: `prefill` prompt tokens were computed, `cached_prefill` were not because they
+    had been: `cache_hit` of them by an earlier request, the others for another sample of this one."""
 
     prefill: int = 0
     cached_prefill: int = 0
     sample: int = 0
+    cache_hit: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,26 +117,32 @@ class Finished:
 
     `logprobs[i]` of a sequence is that of `tokens[i]` under softmax(logits / temperature) over the whole vocabulary,
     before any top-k or top-p cut; with temperature 0 it is that of softmax(logits).
-    `prompt_logprobs` has one entry per prompt token, the first NaN; they are those of the unscaled logits.
+    The same holds of the tables in `topk`, which have min(k, vocabulary) columns.
+    `prompt_logprobs` has one entry per prompt token, NaN for the first and for those not asked for. They and all else
+    about the prompt are logprobs of the unscaled logits. `target_logprobs` has an entry for each of the target tokens.
     """
 
     id: str
     sequences: tuple[SequenceResult, ...] = ()
     prompt_logprobs: Logprobs | None = None
     topk_prompt_logprobs: TopkLogprobs | None = None
+    target_logprobs: Logprobs | None = None
+    prompt_alt_tokens: AltTokens | None = None
     facts: Facts = Facts()
     error: RequestError | None = None
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine was made, and what it holds now. `slots_busy / slots_offered`, summed over decode
+    """Totals since the engine was made, and what it holds now: `prefill_tokens` were computed, `cache_hit_tokens` found
+    in the prefix cache. `slots_busy / slots_offered`, summed over decode
     steps, is the share of slots that worked while at least one did."""
 
     decode_steps: int = 0
     slots_busy: int = 0
     slots_offered: int = 0
     prefill_tokens: int = 0
+    cache_hit_tokens: int = 0
     sampled_tokens: int = 0
     running: int = 0
     waiting: int = 0
@@ -135,7 +162,8 @@ class Engine(Protocol):
         """Whether `step` has something to do."""
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Requests start in the order they were added."""
+        """Queue a request. Requests start in the order they were added, but for one that waits a step or more for
+        another which computes the head of its prompt."""
 
     def step(self) -> list[Finished]:
         """Prefill what fits, advance every running sequence by a token, and return what ended."""

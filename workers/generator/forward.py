@@ -1,40 +1,33 @@
-"""The model passes of TorchEngine: prompts packed into one prefill, and one token for every running sequence.
+"""The model passes of TorchEngine: pieces of prompts packed into one prefill, and one token for every running sequence.
 
-Nothing here changes a request: a pass may be repeated, for fewer requests, after one that raised. Writing the same
-keys and values to the same slots twice is harmless.
+A pass may be repeated, for fewer requests, after one that raised: writing the same keys and values to the same slots
+twice is harmless, and so is scoring the same rows of a prompt twice.
 
-Shapes: T packed tokens, R rows that need logits, V vocabulary, N prompt positions, K top tokens.
+A prefill treats every block of a prompt (BLOCK_TOKENS at a multiple of BLOCK_TOKENS) alike, bit for bit, whichever
+piece it comes in: its attention and its products with an adapter are calls of their own, of a shape that follows from
+its place in the prompt; products with the base weights give a row the same bits in any company (`workers.model.lora`).
+
+Shapes: T packed tokens, R rows that need logits, V vocabulary, N tokens of a piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
-from weft.wire.sample_codec import EMPTY_LOGPROB, EMPTY_TOKEN
 
-from workers.generator.engine import Logprobs, TopkLogprobs
+from workers.generator.block_index import BLOCK_TOKENS
 from workers.generator.kv_cache import DecodeAttend, KVCache
+from workers.generator.prefill_attend import Piece, PrefillAttend
 from workers.generator.progress import RequestProgress, SequenceProgress
 from workers.generator.sampling import SamplingRows
-from workers.model.decoder import Decoder, PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.lora import LoraRows
 
-#: Prompt logprobs are computed for so many logits at a time (rows x vocabulary), to bound memory.
+#: A prompt is scored by so many logits at a time (rows x vocabulary), to bound memory.
 MAX_LOGITS = 1 << 24
-
-
-@dataclass(frozen=True)
-class PromptOutcome:
-    """What a prefill gives one request."""
-
-    logits_V: Tensor  # after the last prompt token
-    logprobs: Logprobs | None
-    topk: TopkLogprobs | None
 
 
 class DecodePlan:
@@ -45,7 +38,13 @@ class DecodePlan:
         self.rows = sorted(sequences, key=_adapter_order)
         self.slots = [row.slot for row in self.rows]
         self.lora = lora_rows([(row.owner, 1) for row in self.rows])
-        self.sampling = SamplingRows.of([row.owner.request.sampling for row in self.rows], vocab_size, device)
+        self.sampling = sampling_rows(self.rows, vocab_size, device)
+
+
+def sampling_rows(sequences: Sequence[SequenceProgress], vocab_size: int, device: torch.device) -> SamplingRows:
+    requests = [sequence.owner.request for sequence in sequences]
+    tops = [min(request.topk_sample_logprobs, vocab_size) for request in requests]
+    return SamplingRows.of([request.sampling for request in requests], vocab_size, device, tops)
 
 
 def _adapter_order(sequence: SequenceProgress) -> tuple[str, int]:
@@ -73,57 +72,37 @@ def decode(decoder: Decoder, cache: KVCache, plan: DecodePlan) -> Tensor:
     return decoder.logits(hidden_RD, plan.lora)
 
 
-def prefill(decoder: Decoder, cache: KVCache, work: Sequence[tuple[RequestProgress, int]]) -> list[PromptOutcome]:
-    """Run the prompts of several requests, packed without padding, each into its slot."""
-    prompts = [progress.request.prompt for progress, _ in work]
-    lengths, slots = [len(prompt) for prompt in prompts], [slot for _, slot in work]
-
-    def keep(layer: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        cache.write_prompts(layer, k_TKD, v_TKD, slots, lengths)
-
-    tokens_T = torch.tensor([token for prompt in prompts for token in prompt], device=cache.device)
-    positions_T = torch.cat([torch.arange(length, device=cache.device) for length in lengths])
-    lora = lora_rows([(progress, length) for (progress, _), length in zip(work, lengths, strict=True)])
-    hidden_TD = decoder(tokens_T, positions_T, PackedAttend(lengths, on_kv=keep), lora)
-    last_R = torch.tensor(lengths, device=cache.device).cumsum(0) - 1
-    logits_RV = decoder.logits(hidden_TD[last_R], lora_rows([(progress, 1) for progress, _ in work]))
-    outcomes: list[PromptOutcome] = []
-    for (progress, _), hidden_ND, logits_V in zip(work, torch.split(hidden_TD, lengths), logits_RV, strict=True):
-        outcomes.append(_outcome(decoder, progress, hidden_ND, logits_V))
-    return outcomes
-
-
-def _outcome(decoder: Decoder, progress: RequestProgress, hidden_ND: Tensor, logits_V: Tensor) -> PromptOutcome:
-    request = progress.request
-    if not request.prompt_logprobs and not request.topk_prompt_logprobs:
-        return PromptOutcome(logits_V.clone(), None, None)
-    logprobs, topk = prompt_logprobs(decoder, progress, hidden_ND, request.topk_prompt_logprobs)
-    return PromptOutcome(
-        logits_V.clone(),
-        logprobs if request.prompt_logprobs else None,
-        topk if request.topk_prompt_logprobs else None,
+def prefill(decoder: Decoder, cache: KVCache, batch: Sequence[RequestProgress]) -> list[Tensor]:
+    """Compute positions computed:goal of the prompt of each request, packed without padding, in its first sequence's
+    slot. Returns the logits_V after the last prompt token of each request whose prompt that completes, in order."""
+    pieces = [Piece(progress.sequences[0].slot, progress.computed, progress.goal) for progress in batch]
+    spans = [range(piece.start, piece.stop) for piece in pieces]
+    tokens = [progress.request.prompt[piece.start : piece.stop] for progress, piece in zip(batch, pieces, strict=True)]
+    tokens_T = torch.tensor([token for part in tokens for token in part], device=cache.device)
+    positions_T = torch.tensor([position for span in spans for position in span], device=cache.device)
+    lora = lora_rows(
+        [(progress, b - a) for progress, piece in zip(batch, pieces, strict=True) for a, b in piece.blocks()]
     )
+    hidden_TD = decoder(tokens_T, positions_T, PrefillAttend(cache, pieces), lora)
+    by_request = torch.split(hidden_TD, [len(span) for span in spans])
+    for progress, hidden_ND in zip(batch, by_request, strict=True):
+        _score(decoder, progress, hidden_ND)
+    complete = [
+        (progress, hidden_ND[-1:]) for progress, hidden_ND in zip(batch, by_request, strict=True) if progress.at_end
+    ]
+    if not complete:
+        return []
+    hidden_RD = torch.cat([hidden_1D for _, hidden_1D in complete])
+    return list(decoder.logits(hidden_RD, lora_rows([(progress, 1) for progress, _ in complete])))
 
 
-def prompt_logprobs(
-    decoder: Decoder, progress: RequestProgress, hidden_ND: Tensor, top: int
-) -> tuple[Logprobs, TopkLogprobs]:
-    """Logprobs of each prompt token given those before it, and the `top` most probable tokens of its position.
-    The first token has nothing before it: NaN, and an empty row."""
-    prompt = progress.request.prompt
-    top = min(top, decoder.config.vocab_size)
-    logprobs = np.full(len(prompt), np.nan, dtype=np.float32)
-    ids_NK = np.full((len(prompt), top), EMPTY_TOKEN, dtype=np.int32)
-    top_NK = np.full((len(prompt), top), EMPTY_LOGPROB, dtype=np.float32)
-    chunk = max(1, MAX_LOGITS // decoder.config.vocab_size)
-    for start in range(0, len(prompt) - 1, chunk):
-        stop = min(start + chunk, len(prompt) - 1)
-        targets_R = torch.tensor(prompt[start + 1 : stop + 1], device=hidden_ND.device)
-        logits_RV = decoder.logits(hidden_ND[start:stop], lora_rows([(progress, stop - start)])).float()
-        logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
-        logprobs[start + 1 : stop + 1] = logprobs_RV.gather(1, targets_R[:, None])[:, 0].cpu().numpy()
-        if top:
-            best = logprobs_RV.topk(top, dim=-1)
-            ids_NK[start + 1 : stop + 1] = best.indices.cpu().numpy()
-            top_NK[start + 1 : stop + 1] = best.values.cpu().numpy()
-    return logprobs, TopkLogprobs(ids_NK, top_NK)
+def _score(decoder: Decoder, progress: RequestProgress, hidden_ND: Tensor) -> None:
+    """Compute what the request asks about the prompt positions that this piece predicts, in whole blocks."""
+    first = progress.scores.first_row // BLOCK_TOKENS * BLOCK_TOKENS
+    last = min(progress.goal, len(progress.request.prompt) - 1)
+    chunk = max(1, MAX_LOGITS // (decoder.config.vocab_size * BLOCK_TOKENS)) * BLOCK_TOKENS
+    for start in range(max(first, progress.computed), last, chunk):
+        rows = Piece(-1, start, min(start + chunk, last))
+        hidden_RD = hidden_ND[rows.start - progress.computed : rows.stop - progress.computed]
+        logits_RV = decoder.logits(hidden_RD, lora_rows([(progress, b - a) for a, b in rows.blocks()]))
+        progress.scores.fill(start, logits_RV)

@@ -44,20 +44,17 @@ class KVCache:
     ) -> None:
         shape = (slots, kv_heads, context, head_dim)
         self.slots, self.context = slots, context
-        self.k_SKCD = [_zeros(shape, dtype, torch.device(device)) for _ in range(layers)]
-        self.v_SKCD = [_zeros(shape, dtype, torch.device(device)) for _ in range(layers)]
+        self.k_SKCD = [zeros(shape, dtype, torch.device(device)) for _ in range(layers)]
+        self.v_SKCD = [zeros(shape, dtype, torch.device(device)) for _ in range(layers)]
 
     @property
     def device(self) -> torch.device:
         return self.k_SKCD[0].device
 
-    def write_prompts(
-        self, layer: int, k_TKD: Tensor, v_TKD: Tensor, slots: Sequence[int], lengths: Sequence[int]
-    ) -> None:
-        """Store packed prompts, one after the other in T, from position 0 of their slots."""
-        for cache_SKCD, packed_TKD in ((self.k_SKCD[layer], k_TKD), (self.v_SKCD[layer], v_TKD)):
-            for slot, prompt_LKD in zip(slots, torch.split(packed_TKD, list(lengths)), strict=True):
-                cache_SKCD[slot, :, : prompt_LKD.shape[0]] = prompt_LKD.transpose(0, 1)
+    def write(self, layer: int, slot: int, start: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Store keys and values of consecutive tokens from position `start` of a slot."""
+        for cache_SKCD, new_TKD in ((self.k_SKCD[layer], k_TKD), (self.v_SKCD[layer], v_TKD)):
+            cache_SKCD[slot, :, start : start + new_TKD.shape[0]] = new_TKD.transpose(0, 1)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Give `target` the first `length` positions of `source`."""
@@ -69,9 +66,9 @@ class KVCache:
             cache_SKCD[slot].zero_()
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on the CPU as pages that the system provides when they are touched (torch.zeros touches them all)."""
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)

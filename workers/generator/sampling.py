@@ -25,6 +25,20 @@ def sequence_rng(seed: int | None, sample: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([key, sample], dtype=np.uint64)))
 
 
+def prompt_rng(seed: int | None) -> np.random.Generator:
+    """The uniform numbers of the draws along a prompt: a key that no sequence has."""
+    return sequence_rng(seed, 2**64 - 1)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A token, its logprob, and the likeliest tokens beside it (ids and logprobs) where they are asked for."""
+
+    token: int
+    logprob: float
+    top: tuple[list[int], list[float]] | None = None
+
+
 @dataclass(frozen=True)
 class SamplingRows:
     """The parameters of R rows as tensors, built once per batch composition and used for many steps."""
@@ -35,9 +49,12 @@ class SamplingRows:
     cut: list[int]  # rows that draw after top-k / top-p
     top_k_C: Tensor  # of the cut rows; the vocabulary size where off
     top_p_C: Tensor
+    tops: list[int]  # how many of the likeliest tokens to tell of each row
 
     @staticmethod
-    def of(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> SamplingRows:
+    def of(
+        params: Sequence[SamplingParams], vocab_size: int, device: torch.device, tops: Sequence[int] | None = None
+    ) -> SamplingRows:
         greedy = [row for row, p in enumerate(params) if p.temperature == 0]
         cut = [row for row, p in enumerate(params) if p.temperature != 0 and _cuts(p, vocab_size)]
         whole = set(range(len(params))) - set(greedy) - set(cut)
@@ -49,6 +66,7 @@ class SamplingRows:
             cut=cut,
             top_k_C=torch.tensor([min(k, vocab_size) for k in top_k], dtype=torch.long, device=device),
             top_p_C=torch.tensor([params[row].top_p for row in cut], dtype=torch.float64, device=device),
+            tops=[0] * len(params) if tops is None else list(tops),
         )
 
 
@@ -56,22 +74,34 @@ def _cuts(params: SamplingParams, vocab_size: int) -> bool:
     return 0 < params.top_k < vocab_size or params.top_p < 1.0
 
 
-def sample(logits_RV: Tensor, rows: SamplingRows, uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Draw one token per row: (token ids, their logprobs before any cut). A row whose logits are not finite has
-    a logprob that is not finite either; its token means nothing."""
+def sample(logits_RV: Tensor, rows: SamplingRows, uniforms: Sequence[float]) -> list[Draw]:
+    """Draw one token per row; its logprob is that before any cut. A row whose logits are not finite has a logprob that
+    is not finite either; its token means nothing."""
     logprobs_RV = torch.log_softmax(logits_RV.float() / rows.divisor_R[:, None], dim=-1)
     uniform_R = torch.tensor(uniforms, dtype=torch.float64, device=logits_RV.device)
     tokens_R = torch.empty(len(uniforms), dtype=torch.long, device=logits_RV.device)
     if rows.greedy:
         tokens_R[rows.greedy] = logits_RV[rows.greedy].argmax(-1)
     if rows.free:
-        tokens_R[rows.free] = draw(_rows(logprobs_RV, rows.free), uniform_R[rows.free])
+        tokens_R[rows.free] = _draw_one(_rows(logprobs_RV, rows.free), uniform_R[rows.free])
     if rows.cut:
         logprobs_CK, ids_CK = truncate(logprobs_RV[rows.cut], rows.top_k_C, rows.top_p_C)
-        chosen_C = draw(logprobs_CK, uniform_R[rows.cut])
+        chosen_C = _draw_one(logprobs_CK, uniform_R[rows.cut])
         tokens_R[rows.cut] = ids_CK.gather(1, chosen_C[:, None])[:, 0]
     chosen_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0]
-    return tokens_R.tolist(), chosen_R.tolist()
+    tables = _tables(logprobs_RV, rows.tops)
+    return [Draw(*drawn) for drawn in zip(tokens_R.tolist(), chosen_R.tolist(), tables, strict=True)]
+
+
+def _tables(logprobs_RV: Tensor, tops: list[int]) -> list[tuple[list[int], list[float]] | None]:
+    """The `tops[r]` likeliest tokens of each row, likeliest first; None where that is 0."""
+    tables: list[tuple[list[int], list[float]] | None] = [None] * len(tops)
+    asking = [row for row, top in enumerate(tops) if top]
+    if asking:
+        best = _rows(logprobs_RV, asking).topk(max(tops), dim=-1)
+        for row, ids, values in zip(asking, best.indices.tolist(), best.values.tolist(), strict=True):
+            tables[row] = (ids[: tops[row]], values[: tops[row]])
+    return tables
 
 
 def _rows(matrix_RV: Tensor, rows: list[int]) -> Tensor:
@@ -79,17 +109,21 @@ def _rows(matrix_RV: Tensor, rows: list[int]) -> Tensor:
     return matrix_RV if len(rows) == matrix_RV.shape[0] else matrix_RV[rows]
 
 
-def draw(logprobs_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """Invert the cumulative distribution of each row (which need not be normalised) at a uniform in [0, 1).
+def _draw_one(logprobs_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    return draw(logprobs_RV, uniform_R[:, None])[:, 0]
+
+
+def draw(logprobs_RV: Tensor, uniform_RN: Tensor) -> Tensor:
+    """Invert the cumulative distribution of each row (which need not be normalised) at N uniforms in [0, 1): ids_RN.
 
     Sums run in float64: in float32 the tail of a large vocabulary would be lost.
     """
     cumulative_RV = logprobs_RV.double().exp().cumsum(-1)
-    total_R = cumulative_RV[:, -1]
+    total_R1 = cumulative_RV[:, -1:]
     # The product may round up to the total; the largest float below it belongs to the last token that has any mass.
-    threshold_R = torch.minimum(uniform_R * total_R, torch.nextafter(total_R, torch.zeros_like(total_R)))
-    index_R = torch.searchsorted(cumulative_RV, threshold_R[:, None], right=True)[:, 0]
-    return index_R.clamp_(max=logprobs_RV.shape[-1] - 1)  # not-a-number rows only; the caller drops them
+    threshold_RN = torch.minimum(uniform_RN * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
+    index_RN = torch.searchsorted(cumulative_RV, threshold_RN.contiguous(), right=True)
+    return index_RN.clamp_(max=logprobs_RV.shape[-1] - 1)  # not-a-number rows only; the caller drops them
 
 
 def truncate(logprobs_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """TorchEngine: continuous batching of our own decoder over a static KV cache.
 
 Each step first gives free slots to sequences that wait for one, then prefills queued requests in order (up to a
-budget of prompt tokens, so that running sequences never wait long), then advances every running sequence by one token.
-Sequences join and leave between steps. Requests start first come, first served; who comes first is the queue's affair.
+budget of prompt tokens, so that running sequences never wait long; longer prompts in pieces), then advances every
+running sequence by one token. Sequences join and leave between steps. Prompts that begin as an earlier one did, with
+the same weights, take up what it computed.
 
 What a request gets depends on nothing but itself: its rows see only its slots, its adapter and its random numbers.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,8 +22,11 @@ from workers.generator import forward
 from workers.generator.adapters import AdapterCache, AdapterUnusable
 from workers.generator.engine import EngineStats, Finished, GenerateRequest, RequestError
 from workers.generator.kv_cache import KVCache
+from workers.generator.prefill_queue import PrefillQueue
+from workers.generator.prefix_cache import PrefixCache
 from workers.generator.progress import RequestProgress, SequenceProgress, refused, request_fault
-from workers.generator.sampling import SamplingRows, sample
+from workers.generator.prompt_scores import PromptScores
+from workers.generator.sampling import Draw, SamplingRows, sample
 from workers.generator.stop import DecodeText, NoTokenizer, StopRule
 from workers.model.adapter import Adapter, load_adapter
 from workers.model.adapter_pool import AdapterPool
@@ -33,6 +36,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_PREFILL_TOKENS = 2048
 DEFAULT_ADAPTER_BYTES = 2 << 30
+DEFAULT_PREFIX_BYTES = 512 << 20
 
 
 class TorchEngine:
@@ -47,14 +51,15 @@ class TorchEngine:
         context: int,
         prefill_tokens: int = DEFAULT_PREFILL_TOKENS,
         adapter_bytes: int = DEFAULT_ADAPTER_BYTES,
+        prefix_bytes: int = DEFAULT_PREFIX_BYTES,
         decode_text: DecodeText | None = None,
     ) -> None:
         """`slots` sequences at a time, each of at most `context` tokens. `prefill_tokens` caps the prompt tokens of a
-        step; a longer prompt gets a step of its own."""
+        step; a longer prompt takes several. `adapter_bytes` and `prefix_bytes` are for adapters and for keys and values
+        of prompts, kept after use; with `prefix_bytes` 0 none are."""
         config = decoder.config
         self._decoder = decoder
         self._eos_token_ids = eos_token_ids
-        self._prefill_tokens = prefill_tokens
         self._decode_text = decode_text
         self._pool = AdapterPool()
         self._adapters = AdapterCache(self._load, adapter_bytes)
@@ -69,11 +74,13 @@ class TorchEngine:
             device=weight.device,
         )
         self._free = list(reversed(range(slots)))
-        self._queue: deque[RequestProgress] = deque()  # not prefilled
+        self._prefix = PrefixCache(self._cache, prefix_bytes)
+        self._queue = PrefillQueue(self._prefix, prefill_tokens)
         self._running: dict[str, RequestProgress] = {}  # prefilled, not done
         self._finished: list[Finished] = []
         self._plan: forward.DecodePlan | None = None  # of all running sequences, while they stay the same
-        self._counts = dict.fromkeys(("decode_steps", "slots_busy", "slots_offered", "prefill_tokens", "sampled"), 0)
+        counted = ("decode_steps", "slots_busy", "slots_offered", "prefill_tokens", "cache_hit_tokens", "sampled")
+        self._counts = dict.fromkeys(counted, 0)
 
     # -- the contract
 
@@ -93,7 +100,7 @@ class TorchEngine:
             self._finished.append(refused(request.id, fault))
             return
         try:
-            self._queue.append(self._progress(request))
+            self._queue.add(self._progress(request))
         except (AdapterUnusable, NoTokenizer) as error:
             self._finished.append(refused(request.id, str(error)))
         except Exception as error:
@@ -103,7 +110,7 @@ class TorchEngine:
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         self._survive(list(self._running.values()), self._start_sequences)
-        self._survive(self._next_prefills(), self._prefill)
+        self._survive(self._queue.choose(self._take_slot), self._prefill)
         self._survive(list(self._running.values()), self._start_sequences)
         self._survive(list(self._running.values()), self._decode)
         finished, self._finished = self._finished, []
@@ -127,6 +134,7 @@ class TorchEngine:
             slots_busy=self._counts["slots_busy"],
             slots_offered=self._counts["slots_offered"],
             prefill_tokens=self._counts["prefill_tokens"],
+            cache_hit_tokens=self._counts["cache_hit_tokens"],
             sampled_tokens=self._counts["sampled"],
             running=self._cache.slots - len(self._free),
             waiting=self._waiting(),
@@ -154,12 +162,12 @@ class TorchEngine:
             limit = min(limit, request.sampling.max_tokens)
         rule = StopRule(request.sampling, self._eos_token_ids, limit, self._decode_text)
         adapter = self._adapters.acquire(request.adapter, request.adapter_folder) if request.adapter else None
-        return RequestProgress(request, rule, adapter)
+        return RequestProgress(request, rule, adapter, PromptScores(request, self._decoder.config.vocab_size))
 
     def _forget(self, progress: RequestProgress) -> None:
         """Let go of everything a request holds."""
-        if self._running.pop(progress.request.id, None) is None and progress in self._queue:
-            self._queue.remove(progress)
+        if self._running.pop(progress.request.id, None) is None:
+            self._queue.discard(progress)
         for sequence in list(progress.running()):
             self._free_slot(sequence)
         if progress.adapter is not None:
@@ -195,31 +203,26 @@ class TorchEngine:
 
     # -- prefill
 
-    def _next_prefills(self) -> list[RequestProgress]:
-        """Take requests from the queue while there is a slot for each and the budget lasts. Each has its first slot."""
-        batch: list[RequestProgress] = []
-        tokens = 0
-        while self._queue and self._free:
-            tokens += len(self._queue[0].request.prompt)
-            if batch and tokens > self._prefill_tokens:
-                break
-            progress = self._queue.popleft()
-            progress.start_next(self._free.pop())
-            self._running[progress.request.id] = progress
-            self._plan = None
-            batch.append(progress)
-        return sorted(batch, key=lambda progress: progress.request.adapter)
+    def _take_slot(self) -> int | None:
+        return self._free.pop() if self._free else None
 
     def _prefill(self, batch: list[RequestProgress]) -> None:
-        work = [(progress, progress.sequences[0].slot) for progress in batch]
-        outcomes = forward.prefill(self._decoder, self._cache, work)
-        logits_RV = torch.stack([outcome.logits_V for outcome in outcomes])
-        drawn = self._draw([progress.sequences[0] for progress in batch], logits_RV)
-        for progress, outcome in zip(batch, outcomes, strict=True):
-            progress.prefilled, progress.prompt_logits_V = True, outcome.logits_V
-            progress.prompt_logprobs, progress.topk_prompt_logprobs = outcome.logprobs, outcome.topk
-            self._counts["prefill_tokens"] += len(progress.request.prompt)
-        self._accept([progress.sequences[0] for progress in batch], drawn)
+        batch = sorted(batch, key=lambda progress: progress.request.adapter)
+        complete = [progress for progress in batch if progress.at_end]
+        logits = forward.prefill(self._decoder, self._cache, batch)
+        drawn = self._draw([progress.sequences[0] for progress in complete], torch.stack(logits)) if complete else []
+        for progress in batch:
+            if progress.computed == progress.cache_hit:
+                self._counts["cache_hit_tokens"] += progress.cache_hit
+            self._counts["prefill_tokens"] += progress.goal - progress.computed
+            progress.computed = progress.goal
+            self._queue.save(progress)
+        for progress, logits_V in zip(complete, logits, strict=True):
+            progress.prompt_logits_V = logits_V.clone()
+            self._queue.discard(progress)
+            self._running[progress.request.id] = progress
+            self._plan = None
+        self._accept([progress.sequences[0] for progress in complete], drawn)
 
     def _start_sequences(self, batch: list[RequestProgress]) -> None:
         """Start more sequences of prefilled requests: those which were handed a slot (`_retire`), and as many others
@@ -256,23 +259,21 @@ class TorchEngine:
 
     def _draw(
         self, sequences: Sequence[SequenceProgress], logits_RV: Tensor, rows: SamplingRows | None = None
-    ) -> list[tuple[int, float]]:
+    ) -> list[Draw]:
         if rows is None:
-            params = [sequence.owner.request.sampling for sequence in sequences]
-            rows = SamplingRows.of(params, logits_RV.shape[-1], logits_RV.device)
-        tokens, logprobs = sample(logits_RV, rows, [sequence.uniform for sequence in sequences])
-        return list(zip(tokens, logprobs, strict=True))
+            rows = forward.sampling_rows(sequences, logits_RV.shape[-1], logits_RV.device)
+        return sample(logits_RV, rows, [sequence.uniform for sequence in sequences])
 
-    def _accept(self, sequences: Sequence[SequenceProgress], drawn: list[tuple[int, float]]) -> None:
-        for sequence, (token, logprob) in zip(list(sequences), drawn, strict=True):
+    def _accept(self, sequences: Sequence[SequenceProgress], draws: list[Draw]) -> None:
+        for sequence, drawn in zip(list(sequences), draws, strict=True):
             progress = sequence.owner
             if progress.request.id not in self._running:
                 continue  # another of its sequences failed it, in this very loop
-            if not math.isfinite(logprob):
+            if not math.isfinite(drawn.logprob):
                 self._fail(progress, NotFinite(adapted=progress.adapter is not None))
                 continue
             try:
-                sequence.accept(token, logprob)
+                sequence.accept(drawn)
             except Exception as error:
                 self._fail(progress, error)
                 continue

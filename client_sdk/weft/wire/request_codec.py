@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from weft.wire import weft_wire_pb2 as pb
-from weft.wire.arrays import FLOAT32, INT32, INT64
+from weft.wire.arrays import INT32
 from weft.wire.error import WireError
 from weft.wire.inputs import Datum, DmelChunk, EncodedTextChunk, ImageChunk, ModelInputChunk, ProvenanceSpan
 from weft.wire.inputs import SampledProvenanceSpan as Sampled
 from weft.wire.tensor import TensorData
+from weft.wire.tensor_codec import write_tensor_data
 from weft.wire.train_codec import decode_train_output, write_config
 from weft.wire.training import ForwardBackwardOutput, ForwardBackwardRequest
 
@@ -36,7 +37,7 @@ def _write_datum(message: pb.Datum, datum: Datum, where: str) -> None:
     for index, chunk in enumerate(datum.model_input.chunks):
         _write_chunk(message.model_input.add(), chunk, f"{where}.model_input[{index}]")
     for name, tensor in datum.loss_fn_inputs.items():
-        _write_tensor_data(message.loss_fn_inputs[name], tensor)
+        write_tensor_data(message.loss_fn_inputs[name], tensor)
     for span in datum.model_input_spans or []:
         _write_span(message.model_input_spans.add(), span)
     for span in datum.loss_fn_input_spans or []:
@@ -54,18 +55,6 @@ def _write_chunk(message: pb.Chunk, chunk: ModelInputChunk, where: str) -> None:
         message.dmel.dmel = chunk.dmel
     else:
         raise WireError(f"{where}: {chunk.type} chunks can only be sampled from, not trained on")
-
-
-def _write_tensor_data(message: pb.Tensor, tensor: TensorData) -> None:
-    message.dtype = pb.DTYPE_FLOAT32 if tensor.dtype == "float32" else pb.DTYPE_INT64
-    message.shape.extend(tensor.shape or [])
-    values = tensor.values.astype(FLOAT32 if tensor.dtype == "float32" else INT64, copy=False).tobytes()
-    if tensor.sparse_crow_indices is None:
-        message.dense = values
-        return
-    message.sparse_csr.values = values
-    message.sparse_csr.crow_indices = np.asarray(tensor.sparse_crow_indices, dtype=INT64).tobytes()
-    message.sparse_csr.col_indices = np.asarray(tensor.sparse_col_indices, dtype=INT64).tobytes()
 
 
 def _write_span(message: pb.ProvenanceSpan, span: ProvenanceSpan) -> None:

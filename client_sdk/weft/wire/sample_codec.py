@@ -13,6 +13,8 @@ from google.protobuf.message import DecodeError
 from weft.wire import weft_wire_pb2 as pb
 from weft.wire.arrays import FLOAT32, INT32, Array, read_flat, read_tensor, write_tensor
 from weft.wire.error import WireError
+from weft.wire.tensor import TensorData
+from weft.wire.tensor_codec import read_tensor_data, write_tensor_data
 
 StopReason = Literal["length", "stop"]
 
@@ -52,13 +54,15 @@ class SequenceResult:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """All that one sample request returns. `prompt_logprobs` float32 [prompt], NaN where there is none."""
+    """All that one sample request returns. `prompt_logprobs` float32 [prompt], NaN where there is none;
+    `target_prompt_logprobs` float32 in the shape and layout of the request; `prompt_alt_tokens` ids int64 and logprobs
+    float32, both [prompt - 1, k]."""
 
     sequences: list[SequenceResult]
     prompt_logprobs: npt.NDArray[np.float32] | None = None
     prompt_cache_hit_tokens: int = 0
     topk_prompt_logprobs: TopkLogprobs | None = None
-    target_prompt_logprobs: Array | None = None
+    target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens: tuple[Array, Array] | None = None
 
 
@@ -67,9 +71,10 @@ def encode_sample_response(
     prompt_logprobs: npt.NDArray[np.float32] | None = None,
     prompt_cache_hit_tokens: int = 0,
     topk_prompt_logprobs: TopkLogprobs | None = None,
-    target_prompt_logprobs: npt.ArrayLike | None = None,
+    target_prompt_logprobs: TensorData | None = None,
+    prompt_alt_tokens: tuple[Array, Array] | None = None,
 ) -> bytes:
-    """The bytes of a SampleResponse."""
+    """The bytes of a SampleResponse; what its parts are, `SampleResult` says."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=prompt_cache_hit_tokens)
     for sequence in sequences:
         written = message.sequences.add()
@@ -84,7 +89,11 @@ def encode_sample_response(
     if topk_prompt_logprobs is not None:
         _write_topk(message.topk_prompt_logprobs, topk_prompt_logprobs)
     if target_prompt_logprobs is not None:
-        write_tensor(message.target_prompt_logprobs, target_prompt_logprobs, "target_prompt_logprobs")
+        write_tensor_data(message.target_prompt_logprobs, target_prompt_logprobs)
+    if prompt_alt_tokens is not None:
+        tokens, logprobs = prompt_alt_tokens
+        write_tensor(message.prompt_alt_tokens.tokens, tokens, "prompt_alt_tokens.tokens")
+        write_tensor(message.prompt_alt_tokens.logprobs, logprobs, "prompt_alt_tokens.logprobs")
     return message.SerializeToString()
 
 
@@ -124,7 +133,7 @@ def decode_sample_response(body: bytes) -> SampleResult:
             else None
         ),
         target_prompt_logprobs=(
-            read_tensor(message.target_prompt_logprobs, "target_prompt_logprobs")
+            read_tensor_data(message.target_prompt_logprobs, "target_prompt_logprobs")
             if message.HasField("target_prompt_logprobs")
             else None
         ),

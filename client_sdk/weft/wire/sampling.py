@@ -126,8 +126,8 @@ class SampleResponse:
         self.prompt_cache_hit_tokens = result.prompt_cache_hit_tokens
         self.prompt_logprobs_np = result.prompt_logprobs
         self.topk_prompt_logprobs_np = result.topk_prompt_logprobs
-        targets, alternatives = result.target_prompt_logprobs, result.prompt_alt_tokens
-        self.target_prompt_logprobs = None if targets is None else TensorData.from_numpy(targets)
+        self.target_prompt_logprobs = result.target_prompt_logprobs
+        alternatives = result.prompt_alt_tokens
         self.prompt_alt_tokens = (
             None if alternatives is None else PromptAltTokens(*(TensorData.from_numpy(part) for part in alternatives))
         )

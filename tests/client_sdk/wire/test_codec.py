@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weft.wire import TensorData
 from weft.wire import weft_wire_pb2 as pb
 from weft.wire.codec import (
     ArrayDatum,
@@ -179,8 +180,10 @@ def test_outputs_come_back_as_they_were(shapes: list[tuple[int, ...]]) -> None:
 def test_samples_come_back_as_they_were() -> None:
     topk = TopkLogprobs(np.array([[1, 2]], np.int32), np.array([[-1, -99999]], np.float32))
     sequence = SequenceResult(np.array([4], np.int32), np.array([-0.5], np.float32), "stop", topk)
+    targets = TensorData([-2.0, -3.0], "float32", [2, 9], [0, 1, 2], [8, 3])
+    alternatives = (np.array([[5, 6, 5]]), np.array([[-1, -2, -1]], np.float32))
     body = encode_sample_response(
-        [sequence], np.array([np.nan, -1], np.float32), 3, topk, target_prompt_logprobs=np.zeros((1, 2), np.float32)
+        [sequence], np.array([np.nan, -1], np.float32), 3, topk, targets, prompt_alt_tokens=alternatives
     )
     read = decode_sample_response(body)
     assert read.prompt_cache_hit_tokens == 3
@@ -188,7 +191,10 @@ def test_samples_come_back_as_they_were() -> None:
     assert read.sequences[0].topk is not None
     assert read.sequences[0].topk.tolist() == [[(1, -1.0)]]
     assert read.target_prompt_logprobs is not None
-    assert read.target_prompt_logprobs.shape == (1, 2)
+    assert read.target_prompt_logprobs.to_json() == targets.to_json()
+    assert read.prompt_alt_tokens is not None
+    for got, sent in zip(read.prompt_alt_tokens, alternatives, strict=True):
+        np.testing.assert_array_equal(got, sent)
     np.testing.assert_array_equal(read.prompt_logprobs, np.array([np.nan, -1], np.float32))
 
 

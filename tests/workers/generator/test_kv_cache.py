@@ -79,8 +79,9 @@ def test_prompts_are_stored_and_copied() -> None:
     cache = KVCache(layers=2, slots=4, kv_heads=KV_HEADS, context=32, head_dim=HEAD_DIM)
     _, k, v = new_token(5 + 3)
     for layer in range(2):
-        cache.write_prompts(layer, k, v, slots=[2, 0], lengths=[5, 3])
-    assert torch.equal(cache.k_SKCD[1][0, :, :3].transpose(0, 1), k[5:])
+        cache.write(layer, 2, 0, k[:5], v[:5])
+        cache.write(layer, 0, 4, k[5:], v[5:])
+    assert torch.equal(cache.k_SKCD[1][0, :, 4:7].transpose(0, 1), k[5:])
     cache.copy_prefix(2, 3, 5)
     assert torch.equal(cache.v_SKCD[0][3], cache.v_SKCD[0][2])
     cache.clear(3)

@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from workers.generator.engine import SamplingParams
-from workers.generator.sampling import SamplingRows, draw, sample, sequence_rng, truncate
+from workers.generator.sampling import Draw, SamplingRows, draw, sample, sequence_rng, truncate
 
 PROBS = [0.1, 0.4, 0.05, 0.3, 0.15]  # most probable first: tokens 1, 3, 4, 0, 2
 LOGITS = torch.tensor(PROBS).log()
+
+
+def parts(draws: list[Draw]) -> tuple[list[int], list[float]]:
+    return [drawn.token for drawn in draws], [drawn.logprob for drawn in draws]
 
 
 def kept(top_k: int, top_p: float) -> dict[int, float]:
@@ -43,14 +47,16 @@ def test_truncate_keeps(top_k: int, top_p: float, tokens: set[int]) -> None:
 
 def test_draw_inverts_the_cumulative_distribution() -> None:
     uniforms = [0.0, 0.099, 0.101, 0.499, 0.501, 0.549, 0.551, 0.849, 0.851, 0.9999999]
-    drawn = draw(LOGITS.expand(len(uniforms), -1), torch.tensor(uniforms, dtype=torch.float64))
-    assert drawn.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    columns = torch.tensor(uniforms, dtype=torch.float64)
+    expected = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert draw(LOGITS.expand(len(uniforms), -1), columns[:, None])[:, 0].tolist() == expected
+    assert draw(LOGITS[None], columns[None])[0].tolist() == expected
 
 
 def test_draw_never_takes_what_has_no_mass() -> None:
     logprobs = torch.tensor([[-math.inf, 0.0, -math.inf, -math.inf]])
     for uniform in (0.0, 0.5, math.nextafter(1.0, 0.0)):
-        assert draw(logprobs, torch.tensor([uniform], dtype=torch.float64)).item() == 1
+        assert draw(logprobs, torch.tensor([[uniform]], dtype=torch.float64)).item() == 1
 
 
 def test_reported_logprob_is_of_the_scaled_distribution_before_the_cut() -> None:
@@ -61,7 +67,7 @@ def test_reported_logprob_is_of_the_scaled_distribution_before_the_cut() -> None
         SamplingParams(temperature=2.0, top_p=0.3),
     ]
     rows = SamplingRows.of(params, 5, torch.device("cpu"))
-    tokens, logprobs = sample(LOGITS.expand(4, -1), rows, [0.3] * 4)
+    tokens, logprobs = parts(sample(LOGITS.expand(4, -1), rows, [0.3] * 4))
     for token, logprob, temperature in zip(tokens, logprobs, (1.0, 2.0, 0.5, 2.0), strict=True):
         assert logprob == pytest.approx(torch.log_softmax(LOGITS / temperature, -1)[token].item(), abs=1e-6)
     assert tokens[0] == 1
@@ -73,7 +79,7 @@ def test_reported_logprob_is_of_the_scaled_distribution_before_the_cut() -> None
 def test_degenerate_cuts_are_greedy(params: SamplingParams) -> None:
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(0))
     rows = SamplingRows.of([params] * 64, 50, torch.device("cpu"))
-    tokens, _ = sample(logits, rows, sequence_rng(0, 0).random(64).tolist())
+    tokens, _ = parts(sample(logits, rows, sequence_rng(0, 0).random(64).tolist()))
     assert tokens == logits.argmax(-1).tolist()
 
 
@@ -81,7 +87,7 @@ def test_frequencies_follow_the_truncated_distribution() -> None:
     count = 20_000
     params = [SamplingParams(temperature=0.5, top_k=3)] * count
     rows = SamplingRows.of(params, 5, torch.device("cpu"))
-    tokens, _ = sample(LOGITS.expand(count, -1), rows, sequence_rng(7, 0).random(count).tolist())
+    tokens, _ = parts(sample(LOGITS.expand(count, -1), rows, sequence_rng(7, 0).random(count).tolist()))
     squares = np.array([PROBS[1] ** 2, PROBS[3] ** 2, PROBS[4] ** 2])
     frequencies = np.bincount(tokens, minlength=5)[[1, 3, 4]] / count
     assert np.bincount(tokens, minlength=5)[[0, 2]].sum() == 0
@@ -95,8 +101,7 @@ def test_a_row_draws_the_same_in_any_company() -> None:
     together = sample(logits, SamplingRows.of(params, 300, torch.device("cpu")), uniforms)
     for row in range(40):
         alone_rows = SamplingRows.of([params[row]], 300, torch.device("cpu"))
-        tokens, logprobs = sample(logits[row : row + 1], alone_rows, [uniforms[row]])
-        assert (tokens[0], logprobs[0]) == (together[0][row], together[1][row])
+        assert sample(logits[row : row + 1], alone_rows, [uniforms[row]]) == [together[row]]
 
 
 def test_rngs_are_keyed_by_seed_and_sample() -> None:
@@ -111,8 +116,21 @@ def test_rngs_are_keyed_by_seed_and_sample() -> None:
 def test_a_row_that_is_not_finite_is_told_by_its_logprob() -> None:
     logits = torch.stack([LOGITS, torch.full((5,), math.nan), LOGITS])
     rows = SamplingRows.of([SamplingParams()] * 3, 5, torch.device("cpu"))
-    tokens, logprobs = sample(logits, rows, [0.5, 0.5, 0.5])
+    tokens, logprobs = parts(sample(logits, rows, [0.5, 0.5, 0.5]))
     assert math.isnan(logprobs[1])
     assert tokens[0] == tokens[2] == 1 or logprobs[0] == logprobs[2]
     cut = SamplingRows.of([SamplingParams(top_k=2)] * 3, 5, torch.device("cpu"))
-    assert math.isnan(sample(logits, cut, [0.5, 0.5, 0.5])[1][1])
+    assert math.isnan(sample(logits, cut, [0.5, 0.5, 0.5])[1].logprob)
+
+
+def test_tables_tell_the_likeliest_tokens_of_the_scaled_distribution() -> None:
+    params = [SamplingParams(), SamplingParams(temperature=0.5, top_k=1), SamplingParams()]
+    draws = sample(LOGITS.expand(3, -1), SamplingRows.of(params, 5, torch.device("cpu"), [0, 2, 5]), [0.5] * 3)
+    assert draws[0].top is None
+    assert draws[1].top is not None
+    assert draws[1].top[0] == [1, 3]
+    scaled = torch.log_softmax(LOGITS / 0.5, -1)
+    assert draws[1].top[1] == pytest.approx([scaled[1].item(), scaled[3].item()], abs=1e-6)
+    assert draws[2].top is not None
+    assert draws[2].top[0] == [1, 3, 4, 0, 2]
+    assert dict(zip(*draws[2].top, strict=True))[draws[2].token] == draws[2].logprob

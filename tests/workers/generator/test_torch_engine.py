@@ -133,7 +133,7 @@ def test_a_step_that_raises_costs_only_the_culprit(
     work = getattr(forward, stage)
 
     def breaks(decoder: Decoder, cache: object, batch: object) -> object:
-        rows = batch.rows if isinstance(batch, forward.DecodePlan) else [progress for progress, _ in batch]  # type: ignore[attr-defined]
+        rows = batch.rows if isinstance(batch, forward.DecodePlan) else batch
         owners = [getattr(row, "owner", row) for row in rows]
         if any(len(owner.request.prompt) == 13 for owner in owners):
             raise RuntimeError("out of luck")

@@ -1,0 +1,86 @@
+"""Requests whose prompts are not computed yet, and which of them the next prefill takes.
+
+A prefill takes at most a budget of prompt tokens, so that running sequences never wait long for their next one; a
+longer prompt is computed in pieces of whole blocks, over several steps. Requests start in the order they came, with one
+exception: one whose next block of prompt is being computed by another waits for that, for then it need not compute it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from workers.generator.block_index import BLOCK_TOKENS, BlockKey
+from workers.generator.prefix_cache import PrefixCache
+from workers.generator.progress import RequestProgress
+
+
+class PrefillQueue:
+    def __init__(self, prefix: PrefixCache, budget: int) -> None:
+        """`budget`: prompt tokens of a prefill; at least a block."""
+        self._prefix = prefix
+        self._budget = max(budget, BLOCK_TOKENS)
+        self._waiting: deque[RequestProgress] = deque()
+        self._begun: list[RequestProgress] = []  # they have a slot, with the head of their prompt
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting or self._begun)
+
+    def __iter__(self) -> Iterator[RequestProgress]:
+        yield from self._begun
+        yield from self._waiting
+
+    def add(self, progress: RequestProgress) -> None:
+        self._waiting.append(progress)
+
+    def discard(self, progress: RequestProgress) -> None:
+        """Take a request out: its prompt is done, or it will never be."""
+        if progress in self._begun:
+            self._begun.remove(progress)
+        elif progress in self._waiting:
+            self._waiting.remove(progress)
+
+    def choose(self, take_slot: Callable[[], int | None]) -> list[RequestProgress]:
+        """The requests of the next prefill, with `goal` set to where it takes each. Those that start get a slot from
+        `take_slot` (None: there is none) and what the prefix cache has."""
+        chosen: list[RequestProgress] = []
+        computing: set[BlockKey] = set()
+        left = self._budget
+        for progress in [*self._begun, *self._waiting]:
+            starting = progress.started == 0
+            if starting:
+                self._look_up(progress)
+                if progress.chain.next_key(progress.request.prompt) in computing and progress.may_hit_more:
+                    continue
+            goal = progress.reach(left)
+            if goal == progress.computed:
+                break
+            if starting and not self._start(progress, take_slot):
+                break
+            progress.goal = goal
+            left -= goal - progress.computed
+            key = progress.chain.next_key(progress.request.prompt)
+            if key is not None and self._prefix.capacity:
+                computing.add(key)
+            chosen.append(progress)
+        return chosen
+
+    def save(self, progress: RequestProgress) -> None:
+        """Keep for others what a prefill has computed of this prompt."""
+        self._prefix.save(progress.chain, progress.request.prompt, progress.sequences[0].slot, progress.goal)
+
+    def _look_up(self, progress: RequestProgress) -> None:
+        progress.chain, progress.places = self._prefix.match(
+            progress.weights, progress.request.prompt, progress.hit_limit
+        )
+        progress.computed = progress.cache_hit = len(progress.places) * BLOCK_TOKENS
+
+    def _start(self, progress: RequestProgress, take_slot: Callable[[], int | None]) -> bool:
+        slot = take_slot()
+        if slot is None:
+            return False
+        self._prefix.load(progress.chain, progress.places, slot)
+        progress.start_next(slot)
+        self._waiting.remove(progress)
+        self._begun.append(progress)
+        return True
