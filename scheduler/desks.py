@@ -187,7 +187,7 @@ class GeneratorDesk:
         self._held[op.id] = op
         op.running = True
         adapter_ref = self._journal.sampler(op.lane).adapter_ref
-        return SampleOp(op.id, op.base_model, op.body_ref, samples, adapter_ref)
+        return SampleOp(op.id, op.base_model, op.body_ref, samples, adapter_ref, op.session_id)
 
     def _on(self, message: Any) -> None:
         if isinstance(message, Done):

@@ -130,13 +130,26 @@ class PullSamples(msgspec.Struct, frozen=True, tag=True):
 
 class SampleOp(msgspec.Struct, frozen=True):
     """One sample request of `num_samples` sequences. The body is the JSON of `weft.wire` SampleRequest.
-    `adapter_ref` is a folder of sampler weights ("" samples the base model); equal refs are equal weights."""
+    `adapter_ref` is a folder of sampler weights ("" samples the base model); equal refs are equal weights.
+    Sequence i is known to clients of the session as `sequence_id(op_id, i)`."""
 
     op_id: str
     base_model: str
     body_ref: str
     num_samples: int
     adapter_ref: str = ""
+    session_id: str = ""
+
+
+def sequence_id(op_id: str, sample: int) -> str:
+    """The name of one sampled sequence, unique in its session; training data refer to it."""
+    return f"{op_id}:{sample}"
+
+
+def stability_ref(session_id: str, sequence: str) -> str:
+    """Where the generator leaves the logprobs that sequence `sequence` was sampled with, for stable_reinforce:
+    float32, little-endian, one per token."""
+    return f"stability/{session_id}/{sequence}"
 
 
 class SampleWork(msgspec.Struct, frozen=True, tag=True):

@@ -20,6 +20,7 @@ from api.state import Service, ServiceDep
 from api.submit import accept
 from api.validate.runs import check_sequence
 from api.validate.samples import check_sample, prompt_tokens
+from scheduler.messages import sequence_id
 from scheduler.operations import SAMPLE, NewOperation
 from store import tables
 from workers.model.card import ModelCard
@@ -69,7 +70,7 @@ async def asample(request: Request, service: ServiceDep, who: PrincipalDep) -> d
     card = served_model(service.cards, sampler.base_model, "sampling_session_id")
     check = partial(_checked, service, body, card, sampler, seq)
     request_id = await accept(service, await run_in_threadpool(check) if large else check())
-    sequences = [f"{request_id}:{index}" for index in range(body.num_samples)]
+    sequences = [sequence_id(request_id, sample) for sample in range(body.num_samples)]
     return {"request_id": request_id, "sample_sequence_ids": sequences}
 
 

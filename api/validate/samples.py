@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from weft.wire import EncodedTextChunk, SampleRequest, SamplingParams
+from weft.wire import EncodedTextChunk, SampleRequest, SamplingParams, TensorData
 
 from api.errors import Invalid
 from store.settings import Limits
@@ -35,7 +35,7 @@ def check_sample(request: SampleRequest, card: ModelCard, limits: Limits) -> int
         raise Invalid(f"num_samples: must be 1 to {limits.max_num_samples}, got {request.num_samples}")
     _check_params(request.sampling_params)
     _check_stop(request.sampling_params, card, limits)
-    _check_logprobs(request)
+    _check_logprobs(request, card, int(prompt.size))
     room = longest - int(prompt.size) + 1
     return min(request.sampling_params.max_tokens or room, room)
 
@@ -73,16 +73,35 @@ def _check_stop(params: SamplingParams, card: ModelCard, limits: Limits) -> None
             raise Invalid(f"{where} has {len(stop)} characters; it must have 1 to {MAX_STOP_CHARACTERS}")
 
 
-def _check_logprobs(request: SampleRequest) -> None:
-    if not 0 <= request.topk_prompt_logprobs <= MAX_TOP_LOGPROBS:
-        raise Invalid(f"topk_prompt_logprobs: must be 0 to {MAX_TOP_LOGPROBS}, got {request.topk_prompt_logprobs}")
-    absent = {
-        "topk_sample_logprobs": request.topk_sample_logprobs,
-        "target_prompt_logprobs": request.target_prompt_logprobs is not None,
-        "prompt_alt_tokens_k": request.prompt_alt_tokens_k,
-        "prompt_logprobs_last_n": request.prompt_logprobs_last_n is not None,
-        "record_stability_info": request.record_stability_info,
-    }
-    for field, asked in absent.items():
-        if asked:
-            raise Invalid(f"{field}: this server does not support it; leave it out")
+def _check_logprobs(request: SampleRequest, card: ModelCard, length: int) -> None:
+    """What is asked about tokens beside those sampled; `length` is that of the prompt."""
+    for field in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        value = getattr(request, field)
+        if not 0 <= value <= MAX_TOP_LOGPROBS:
+            raise Invalid(f"{field}: must be 0 to {MAX_TOP_LOGPROBS}, got {value}")
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None:
+        if not request.prompt_logprobs:
+            raise Invalid("prompt_logprobs_last_n: it limits prompt_logprobs, which is not asked for")
+        if not 1 <= last_n <= length - 1:
+            raise Invalid(
+                f"prompt_logprobs_last_n: must be 1 to {length - 1} with {length} prompt tokens, got {last_n}"
+            )
+    if request.target_prompt_logprobs is not None:
+        _check_targets(request.target_prompt_logprobs, card, length)
+
+
+def _check_targets(targets: TensorData, card: ModelCard, length: int) -> None:
+    where, shape = "target_prompt_logprobs", targets.shape or []
+    if targets.dtype != "int64" or len(shape) != 2 or shape[1] < 1:
+        raise Invalid(f"{where}: must be int64 [prompt tokens - 1, K], got {targets.dtype} {shape}")
+    if shape[0] != length - 1:
+        raise Invalid(f"{where}: must have {length - 1} rows, one less than prompt tokens, got {shape[0]}")
+    ids = targets.values.astype(np.int64)
+    if ids.size > MAX_TOP_LOGPROBS * shape[0]:
+        raise Invalid(f"{where}: {ids.size} cells, the limit is {MAX_TOP_LOGPROBS} for each of the {shape[0]} rows")
+    bad = np.flatnonzero((ids < -1) | (ids >= card.vocab_size))
+    if bad.size:
+        raise Invalid(f"{where}: token {int(ids[bad[0]])}; must be -1 (nothing) or 0 to {card.vocab_size - 1}")
+    if not (ids >= 0).any():
+        raise Invalid(f"{where}: it names no token; leave it out")

@@ -105,6 +105,10 @@ class TestBatches:
         assert all(tokens <= cap or stop - start == 1 for start, stop, tokens in cuts)
 
 
+#: For a prompt of three tokens.
+TARGETS: dict[str, Any] = {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}
+
+
 class TestSamples:
     def request(self, params: dict[str, Any] | None = None, tokens: Any = (1, 2, 3), **fields: Any) -> SampleRequest:
         chunks = [{"type": "encoded_text", "tokens": list(tokens)}]
@@ -133,9 +137,46 @@ class TestSamples:
         "too many stops": ({"stop": ["a", "b", "c"]}, {}, "3 entries, the limit is 2"),
         "empty stop": ({"stop": ["a", ""]}, {}, "entry 1 has 0 characters"),
         "stop token beyond vocabulary": ({"stop": [1, 100]}, {}, "entry 1 is 100"),
-        "top logprobs": ({}, {"topk_sample_logprobs": 3}, "topk_sample_logprobs"),
-        "stability": ({}, {"record_stability_info": True}, "record_stability_info"),
+        "top logprobs": ({}, {"topk_sample_logprobs": 101}, "topk_sample_logprobs: must be 0 to 100, got 101"),
+        "alternatives": ({}, {"prompt_alt_tokens_k": 101}, "prompt_alt_tokens_k"),
+        "last n of nothing": ({}, {"prompt_logprobs_last_n": 1}, "prompt_logprobs, which is not asked for"),
+        "last n of more": ({}, {"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "must be 1 to 2 .*got 3"),
+        "float targets": ({}, {"target_prompt_logprobs": TARGETS | {"dtype": "float32"}}, "must be int64"),
+        "targets without columns": (
+            {},
+            {"target_prompt_logprobs": TARGETS | {"shape": [2]}},
+            r"must be int64 \[.*\[2\]",
+        ),
+        "targets of another prompt": ({}, {"target_prompt_logprobs": TARGETS, "tokens": [1, 2]}, "have 1 rows.*got 2"),
+        "target beyond vocabulary": ({}, {"target_prompt_logprobs": TARGETS | {"data": [1, 100]}}, "token 100"),
+        "no target": ({}, {"target_prompt_logprobs": TARGETS | {"data": [-1, -1]}}, "names no token"),
+        "too many targets": (
+            {},
+            {"target_prompt_logprobs": {"data": [1] * 202, "dtype": "int64", "shape": [2, 101]}},
+            "202 cells, the limit is 100",
+        ),
     }
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"target_prompt_logprobs": TARGETS},
+            {"target_prompt_logprobs": TARGETS | {"data": [-1, 99]}},
+            {
+                "target_prompt_logprobs": {
+                    "data": [5],
+                    "dtype": "int64",
+                    "shape": [2, 4000],
+                    "sparse_crow_indices": [0, 0, 1],
+                    "sparse_col_indices": [3999],
+                }
+            },
+            {"prompt_logprobs": True, "prompt_logprobs_last_n": 2, "topk_prompt_logprobs": 100},
+            {"prompt_alt_tokens_k": 100, "topk_sample_logprobs": 100, "record_stability_info": True},
+        ],
+    )
+    def test_everything_that_can_be_asked(self, card: ModelCard, fields: dict[str, Any]) -> None:
+        check_sample(self.request(**fields), card, LIMITS)
 
     @pytest.mark.parametrize("case", BAD)
     def test_bad(self, case: str, card: ModelCard) -> None:

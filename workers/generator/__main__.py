@@ -21,7 +21,12 @@ import torch
 from scheduler.link import WorkerLink
 from store.blobs import Blobs
 from workers.generator.tokenizer import text_decoder
-from workers.generator.torch_engine import DEFAULT_ADAPTER_BYTES, DEFAULT_PREFILL_TOKENS, TorchEngine
+from workers.generator.torch_engine import (
+    DEFAULT_ADAPTER_BYTES,
+    DEFAULT_PREFILL_TOKENS,
+    DEFAULT_PREFIX_BYTES,
+    TorchEngine,
+)
 from workers.generator.worker import Generator
 from workers.model.card import read_card
 from workers.model.decoder import load_decoder
@@ -61,6 +66,7 @@ def _engine(name: str, path: Path, args: argparse.Namespace) -> TorchEngine:
         context=min(args.context, card.context_length),
         prefill_tokens=args.prefill_tokens,
         adapter_bytes=args.adapter_bytes,
+        prefix_bytes=args.prefix_bytes,
         decode_text=text_decoder(path),
     )
     log.info("loaded %s in %.1f s", name, time.monotonic() - began)
@@ -86,6 +92,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, help="most tokens of a sequence")
     parser.add_argument("--prefill-tokens", type=int, default=DEFAULT_PREFILL_TOKENS, help="prompt tokens per step")
     parser.add_argument("--adapter-bytes", type=int, default=DEFAULT_ADAPTER_BYTES, help="adapters kept in memory")
+    parser.add_argument("--prefix-bytes", type=int, default=DEFAULT_PREFIX_BYTES, help="prompts kept; 0 keeps none")
     return parser.parse_args(argv)
 
 

@@ -1,20 +1,41 @@
-"""Between the wire and the engine: a sample body becomes a GenerateRequest, a Finished becomes a Done."""
+"""Between the wire and the engine: the body of a sample becomes an `Order`, a Finished becomes a Done."""
 
 from __future__ import annotations
 
-from weft.wire import SampleRequest
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from weft.wire import SampleRequest, TensorData
 from weft.wire import SamplingParams as WireSamplingParams
 from weft.wire.sample_codec import encode_sample_response
 
-from scheduler.messages import Done, Failure, SampleOp
+from scheduler.messages import Done, Failure, SampleOp, sequence_id, stability_ref
 from store.blobs import Blobs
-from workers.generator.engine import Finished, GenerateRequest, SamplingParams
+from workers.generator.engine import (
+    Finished,
+    GenerateRequest,
+    Logprobs,
+    SamplingParams,
+    SequenceResult,
+    TargetTokens,
+)
 
 
-def read_request(op: SampleOp, blobs: Blobs) -> GenerateRequest:
+@dataclass(frozen=True)
+class Order:
+    """A request, and what its answer needs beside what the engine returns."""
+
+    op: SampleOp
+    request: GenerateRequest
+    targets: TensorData | None  # as they came: the answer has their shape and layout
+    record_stability: bool
+
+
+def read_order(op: SampleOp, blobs: Blobs) -> Order:
     """Read and translate the body of an operation. Raises when it is missing or malformed."""
     body = SampleRequest.model_validate_json(blobs.get(op.body_ref))
-    return GenerateRequest(
+    request = GenerateRequest(
         id=op.op_id,
         prompt=tuple(body.prompt.to_ints()),
         sampling=read_sampling(body.sampling_params),
@@ -22,8 +43,28 @@ def read_request(op: SampleOp, blobs: Blobs) -> GenerateRequest:
         adapter=op.adapter_ref,
         adapter_folder=blobs.path(op.adapter_ref) if op.adapter_ref else None,
         prompt_logprobs=bool(body.prompt_logprobs),
+        prompt_logprobs_last_n=body.prompt_logprobs_last_n,
         topk_prompt_logprobs=body.topk_prompt_logprobs,
+        topk_sample_logprobs=body.topk_sample_logprobs,
+        target_tokens=None if body.target_prompt_logprobs is None else read_targets(body.target_prompt_logprobs),
+        prompt_alt_tokens_k=body.prompt_alt_tokens_k,
     )
+    return Order(op, request, body.target_prompt_logprobs, bool(body.record_stability_info))
+
+
+def read_targets(wire: TensorData) -> TargetTokens:
+    """The cells that a [rows, K] tensor lists, row by row; a dense one lists all."""
+    rows, columns = wire.shape or (0, 0)
+    if wire.sparse_crow_indices is not None:
+        starts = np.asarray(wire.sparse_crow_indices, dtype=np.int64)
+        counts = starts[1:] - starts[:-1]
+    else:
+        counts = np.full(rows, columns, dtype=np.int64)
+    return TargetTokens(np.repeat(np.arange(rows), counts), wire.values.astype(np.int64))
+
+
+def _like(wire: TensorData, values: Logprobs) -> TensorData:
+    return TensorData(values, "float32", wire.shape, wire.sparse_crow_indices, wire.sparse_col_indices)
 
 
 def read_sampling(wire: WireSamplingParams) -> SamplingParams:
@@ -43,16 +84,30 @@ def read_sampling(wire: WireSamplingParams) -> SamplingParams:
     )
 
 
-def answer(finished: Finished) -> Done:
+def answer(order: Order, finished: Finished) -> Done:
     """What the queue is told of a request that ended."""
     if finished.error is not None:
         return failure(finished.id, finished.error.message, finished.error.category)
+    facts, targets = finished.facts, None
+    if order.targets is not None and finished.target_logprobs is not None:
+        targets = _like(order.targets, finished.target_logprobs)
     payload = encode_sample_response(
-        finished.sequences, finished.prompt_logprobs, topk_prompt_logprobs=finished.topk_prompt_logprobs
+        finished.sequences,
+        finished.prompt_logprobs,
+        facts.cache_hit,
+        finished.topk_prompt_logprobs,
+        targets,
+        finished.prompt_alt_tokens,
     )
-    facts = finished.facts
     counts = {"prefill": facts.prefill, "cached_prefill": facts.cached_prefill, "sample": facts.sample}
     return Done(finished.id, payload=payload, facts=counts)
+
+
+def record_stability(op: SampleOp, sequences: Sequence[SequenceResult], blobs: Blobs) -> None:
+    """Leave the logprobs of each sequence where training finds them. Before the answer: who has that may train."""
+    for sample, sequence in enumerate(sequences):
+        logprobs = np.asarray(sequence.logprobs, dtype="<f4")
+        blobs.put(stability_ref(op.session_id, sequence_id(op.op_id, sample)), logprobs.tobytes())
 
 
 def failure(op_id: str, message: str, category: str = "server") -> Done:

@@ -15,7 +15,7 @@ import msgspec
 from scheduler.messages import Cancel, Drain, Occupancy, PullSamples, SampleOp, SampleWork
 from store.blobs import Blobs
 from workers.generator.engine import Engine, Finished
-from workers.generator.requests import answer, failure, read_request
+from workers.generator.requests import Order, answer, failure, read_order, record_stability
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Generator:
         self._blobs = blobs
         self._link = link
         self._slots = slots
-        self._model_of: dict[str, str] = {}  # of every request that has not ended
+        self._orders: dict[str, Order] = {}  # that have not ended
         self._offered = 0  # slots that the server may still fill without asking
         self._draining = False
         self._meter = _OccupancyMeter(link, clock)
@@ -61,7 +61,7 @@ class Generator:
 
     def serve(self) -> None:
         """Work until drained. EOFError when the server is gone."""
-        while not (self._draining and not self._model_of):
+        while not (self._draining and not self._orders):
             self._pull()
             self._receive()
             self._step()
@@ -81,7 +81,7 @@ class Generator:
 
     def _receive(self) -> None:
         """Take everything the server has sent; wait for it when there is nothing else to do."""
-        message = self._link.recv(0 if self._model_of else IDLE_POLL_S)
+        message = self._link.recv(0 if self._orders else IDLE_POLL_S)
         while message is not None:
             self._on(message)
             message = self._link.recv(0)
@@ -93,8 +93,8 @@ class Generator:
                     self._offered -= op.num_samples
                     self._add(op)
             case Cancel():
-                model = self._model_of.get(message.op_id)
-                finished = self._engines[model].cancel(message.op_id) if model is not None else None
+                order = self._orders.get(message.op_id)
+                finished = self._engines[order.op.base_model].cancel(message.op_id) if order is not None else None
                 if finished is not None:
                     self._finish(finished)
             case Drain():
@@ -106,13 +106,13 @@ class Generator:
             self._link.send(failure(op.op_id, f"this generator does not serve {op.base_model}"))
             return
         try:
-            request = read_request(op, self._blobs)
+            order = read_order(op, self._blobs)
         except Exception as error:
             log.exception("sample %s: its body cannot be read", op.op_id)
             self._link.send(failure(op.op_id, f"the request cannot be read: {type(error).__name__}"))
             return
-        self._model_of[op.op_id] = op.base_model
-        engine.add(request)
+        self._orders[op.op_id] = order
+        engine.add(order.request)
 
     def _step(self) -> None:
         for engine in self._engines.values():
@@ -121,8 +121,17 @@ class Generator:
                     self._finish(finished)
 
     def _finish(self, finished: Finished) -> None:
-        self._model_of.pop(finished.id, None)
-        self._link.send(answer(finished))
+        order = self._orders.pop(finished.id, None)
+        if order is None:  # an id that came twice: the first one's request has ended with it
+            return
+        if order.record_stability:
+            try:
+                record_stability(order.op, finished.sequences, self._blobs)
+            except OSError:
+                log.exception("sample %s: its logprobs cannot be recorded", finished.id)
+                self._link.send(failure(finished.id, "the sampled logprobs could not be recorded for training"))
+                return
+        self._link.send(answer(order, finished))
 
 
 class _OccupancyMeter:

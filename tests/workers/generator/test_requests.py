@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from weft.wire import ModelInput, SampleRequest, SequenceResult, decode_sample_response
+from weft.wire import ModelInput, SampleRequest, SequenceResult, TensorData, decode_sample_response
 from weft.wire import SamplingParams as WireSamplingParams
 
 from scheduler.messages import SampleOp
 from store.blobs import Blobs
 from workers.generator.engine import Facts, Finished, RequestError
-from workers.generator.requests import answer, read_request, read_sampling
+from workers.generator.requests import Order, answer, read_order, read_sampling, record_stability
 
 
 @pytest.mark.parametrize(
@@ -34,22 +34,65 @@ def test_body_becomes_a_request(blobs: Blobs) -> None:
         prompt=ModelInput.from_ints([1, 2, 3]), sampling_params=params, num_samples=2, topk_prompt_logprobs=5
     )
     blobs.put("ops/1/body", body.model_dump_json(exclude_none=True).encode())
-    request = read_request(SampleOp("op", "base", "ops/1/body", 2, "samplers/s"), blobs)
+    order = read_order(SampleOp("op", "base", "ops/1/body", 2, "samplers/s"), blobs)
+    request = order.request
+    assert (order.record_stability, order.targets, request.target_tokens) == (False, None, None)
     assert (request.id, request.prompt, request.num_samples) == ("op", (1, 2, 3), 2)
     assert (request.adapter, request.adapter_folder) == ("samplers/s", blobs.path("samplers/s"))
     assert (request.prompt_logprobs, request.topk_prompt_logprobs) == (False, 5)
     assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.top_k) == (4, 8, 3)
 
 
-def test_answers() -> None:
-    sequence = SequenceResult(np.array([4, 5], np.int32), np.array([-1, -2], np.float32), "stop")
+def order_of(blobs: Blobs, **fields: object) -> Order:
+    body = SampleRequest.model_validate(
+        {"prompt": ModelInput.from_ints([1, 2, 3]), "sampling_params": WireSamplingParams(), **fields}
+    )
+    blobs.put("ops/1/body", body.model_dump_json(exclude_none=True).encode())
+    return read_order(SampleOp("op", "base", "ops/1/body", body.num_samples, session_id="s"), blobs)
+
+
+SEQUENCE = SequenceResult(np.array([4, 5], np.int32), np.array([-1, -2], np.float32), "stop")
+
+
+def test_answers(blobs: Blobs) -> None:
+    order = order_of(blobs)
     logprobs = np.array([np.nan, -3], np.float32)
-    done = answer(Finished("op", (sequence,), logprobs, facts=Facts(2, 0, 2)))
-    assert done.facts == {"prefill": 2, "cached_prefill": 0, "sample": 2}
+    alternatives = (np.array([[6, 7]]), np.array([[-1, -2]], np.float32))
+    facts = Facts(2, 40, 2, cache_hit=38)
+    done = answer(order, Finished("op", (SEQUENCE,), logprobs, prompt_alt_tokens=alternatives, facts=facts))
+    assert done.facts == {"prefill": 2, "cached_prefill": 40, "sample": 2}
     result = decode_sample_response(done.payload)
+    assert result.prompt_cache_hit_tokens == 38
     assert result.sequences[0].tokens.tolist() == [4, 5]
     assert result.sequences[0].stop_reason == "stop"
     assert np.array_equal(result.prompt_logprobs, logprobs, equal_nan=True)  # type: ignore[arg-type]
-    failed = answer(Finished("op", error=RequestError("too long", "user")))
+    assert result.prompt_alt_tokens is not None
+    assert result.prompt_alt_tokens[0].tolist() == [[6, 7]]
+    failed = answer(order, Finished("op", error=RequestError("too long", "user")))
     assert failed.failure is not None
     assert (failed.failure.message, failed.failure.category) == ("too long", "user")
+
+
+@pytest.mark.parametrize(
+    ("wire", "rows", "ids"),
+    [
+        pytest.param(TensorData([5, -1, 6, 7], "int64", [2, 2]), [0, 0, 1, 1], [5, -1, 6, 7], id="dense"),
+        pytest.param(TensorData([9, 8, 9], "int64", [2, 50], [0, 1, 3], [49, 0, 2]), [0, 1, 1], [9, 8, 9], id="csr"),
+    ],
+)
+def test_targets_are_answered_in_their_layout(blobs: Blobs, wire: TensorData, rows: list[int], ids: list[int]) -> None:
+    order = order_of(blobs, target_prompt_logprobs=wire)
+    targets = order.request.target_tokens
+    assert targets is not None
+    assert (targets.rows.tolist(), targets.ids.tolist()) == (rows, ids)
+    told = np.arange(len(ids), dtype=np.float32)
+    result = decode_sample_response(answer(order, Finished("op", (SEQUENCE,), target_logprobs=told)).payload)
+    assert result.target_prompt_logprobs is not None
+    assert result.target_prompt_logprobs.to_json() == wire.to_json() | {"data": told.tolist(), "dtype": "float32"}
+
+
+def test_recorded_logprobs_are_found_by_their_sequence(blobs: Blobs) -> None:
+    order = order_of(blobs, record_stability_info=True)
+    assert order.record_stability
+    record_stability(order.op, [SEQUENCE], blobs)
+    assert np.frombuffer(blobs.get("stability/s/op:0"), "<f4").tolist() == [-1, -2]
