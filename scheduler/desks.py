@@ -8,6 +8,7 @@ died is failed instead, so that it cannot take the service down with it.
 from __future__ import annotations
 
 import logging
+from datetime import UTC, datetime
 from typing import Any
 
 from scheduler.compose import compose
@@ -29,6 +30,7 @@ from scheduler.messages import (
     Snapshot,
 )
 from scheduler.operations import SAMPLE, Operation
+from scheduler.timings import Stretch
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ LIVES = 3
 
 class TrainerDesk:
     """Hands out passes. One link at a time: the embedded service has one trainer."""
+
+    worker = "trainer"
 
     def __init__(self, journal: Journal, pass_tokens: int) -> None:
         self._journal = journal
@@ -70,12 +74,30 @@ class TrainerDesk:
         self._models = None
         self._units = units
         self._passes += 1
-        for unit in units:
-            if unit.op is not None:
-                unit.op.running = True
+        self._begin(units)
         model = units[0].send.spec.base_model if units and units[0].send.spec else ""
         model = next((u.op.base_model for u in units if u.op is not None), model)
         self._link.send(Pass(self._passes, model, [u.send for u in units], release))
+
+    def _begin(self, units: list[Unit]) -> None:
+        now = datetime.now(UTC)
+        runs = len({u.send.run_id for u in units})
+        organisations = len({u.op.org_id for u in units if u.op is not None})
+        tokens = sum(u.tokens for u in units)
+        for unit in units:
+            if unit.op is not None:
+                unit.op.running = True
+                if not unit.send.replay:
+                    unit.op.timings.begin(Stretch(self._passes, runs, organisations, tokens, now))
+
+    def _end(self) -> list[Unit]:
+        """The pass is over, one way or the other: nothing is in the trainer's hands. Returns what was."""
+        now = datetime.now(UTC)
+        held, self._units = self._units, []
+        for unit in held:
+            if unit.op is not None and not unit.send.replay:
+                unit.op.timings.end(now)
+        return held
 
     def cancel(self, op: Operation) -> None:
         """Training is never cancelled half way."""
@@ -97,7 +119,7 @@ class TrainerDesk:
             await self._journal.snapshot(message)
         elif isinstance(message, PullPass):
             self._models = message.models
-            self._units = []
+            self._end()
             self.wake()
 
     def _count(self, over: PassOver) -> None:
@@ -112,7 +134,7 @@ class TrainerDesk:
     async def _lost(self) -> None:
         """The trainer is gone, and with it every run's state: queue again what rebuilds them."""
         self.stats["lost"] += 1
-        held, self._units = self._units, []
+        held = self._end()
         suspects = {u.op.id: u.op for u in held if u.op is not None and u.op.outcome is None and not u.send.replay}
         for op in suspects.values():
             op.running = False
@@ -127,6 +149,8 @@ class TrainerDesk:
 
 class GeneratorDesk:
     """Hands out sample requests as slots come free."""
+
+    worker = "generator"
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -151,16 +175,19 @@ class GeneratorDesk:
         """Fill the free slots that the generator has offered."""
         if self._link is None or self._free <= 0:
             return
-        work: list[SampleOp] = []
+        taken: list[Operation] = []
         queue = self._journal.sample_queue
         while self._free > 0:
             model = next((m for m in queue.children() if m in self._models), None)
             op = queue.pop((model,)) if model is not None else None
             if op is None:
                 break
-            work.append(self._take(op))
-        if work:
-            self._link.send(SampleWork(work))
+            self._free -= int(op.plan.get("num_samples", 1))
+            self._held[op.id] = op
+            taken.append(op)
+        if taken:
+            self._begin(taken)
+            self._link.send(SampleWork([self._send(op) for op in taken]))
 
     def cancel(self, op: Operation) -> None:
         if op.id in self._held and self._link is not None:
@@ -181,12 +208,18 @@ class GeneratorDesk:
     def attached(self) -> bool:
         return self._link is not None
 
-    def _take(self, op: Operation) -> SampleOp:
-        samples = int(op.plan.get("num_samples", 1))
-        self._free -= samples
-        self._held[op.id] = op
-        op.running = True
+    def _begin(self, taken: list[Operation]) -> None:
+        now = datetime.now(UTC)
+        samplers = len({op.lane for op in self._held.values()})
+        organisations = len({op.org_id for op in self._held.values()})
+        tokens = sum(op.tokens for op in self._held.values())
+        for op in taken:
+            op.running = True
+            op.timings.begin(Stretch(0, samplers, organisations, tokens, now))
+
+    def _send(self, op: Operation) -> SampleOp:
         adapter_ref = self._journal.sampler(op.lane).adapter_ref
+        samples = int(op.plan.get("num_samples", 1))
         return SampleOp(op.id, op.base_model, op.body_ref, samples, adapter_ref, op.session_id)
 
     def _on(self, message: Any) -> None:
@@ -205,8 +238,10 @@ class GeneratorDesk:
     def _lost(self) -> None:
         self.stats["lost"] += 1
         held, self._held = self._held, {}
+        now = datetime.now(UTC)
         for op in held.values():
             op.running = False
+            op.timings.end(now)
             op.attempts += 1
             if op.attempts >= LIVES:
                 self._journal.finish(Done(op.id, failure=Failure(_gave_up("generator", op))))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -69,6 +69,30 @@ class FairTree(Generic[T]):
         """The first item of one path, or None."""
         node = self._find(path)
         return node.items[0][0] if node and node.items else None
+
+    def ahead(self, path: Path, mine: Callable[[T], bool], most: int = 1000) -> int:
+        """About how many items are served before the first of `path` that is `mine`, if nothing else comes. Counted
+        up to `most`.
+
+        For every item of ours to be served, each sibling on the way that is ready is served about once; the ones that
+        are first in line, once more. Exact when all items cost the same and every queue is long."""
+        nodes = [self._root]
+        for key in path:
+            if key not in nodes[-1].children:
+                return 0
+            nodes.append(nodes[-1].children[key])
+        ahead = next((i for i, (item, _) in enumerate(nodes[-1].items) if mine(item) or i == most), 0)
+        for depth in range(len(path) - 1, -1, -1):
+            entries = {key: entry for *entry, key in nodes[depth].ready}
+            own = entries.pop(path[depth], None)
+            if own is None:
+                return 0
+            turns = ahead
+            for key, entry in entries.items():
+                if ahead >= most:
+                    return most
+                ahead += _count(nodes[depth].children[key], turns + (entry < own))
+        return min(ahead, most)
 
     def children(self, prefix: Path = ()) -> list[str]:
         """The flows directly below `prefix` that have something to do, fairest first."""
@@ -131,3 +155,13 @@ class FairTree(Generic[T]):
         """Drop children that are empty and owe nothing: they would start at the virtual time anyway."""
         if len(node.children) > 2 * len(node.ready) + 64:
             node.children = {k: c for k, c in node.children.items() if c or c.finish > node.virtual}
+
+
+def _count(node: _Node[T], most: int) -> int:
+    """The items at or below `node`, counted up to `most`."""
+    count, stack = 0, [node]
+    while stack and count < most:
+        node = stack.pop()
+        count += len(node.items)
+        stack.extend(node.children[key] for _, _, key in node.ready)
+    return min(count, most)

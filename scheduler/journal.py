@@ -28,6 +28,7 @@ from scheduler.messages import MUTATING, Done, Failure, OpKind, RunSpec, Snapsho
 from scheduler.operations import (
     SAMPLE,
     Draining,
+    Gone,
     NewOperation,
     Operation,
     Outcome,
@@ -69,6 +70,11 @@ class SamplerFacts:
 
 class Desk(Protocol):
     """Where workers come for work (`scheduler.desks`)."""
+
+    worker: str
+
+    @property
+    def attached(self) -> bool: ...
 
     def wake(self) -> None: ...
 
@@ -202,7 +208,7 @@ class Journal:
 
     # ---- waiting
 
-    async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | None:
+    async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | Gone | None:
         """How an operation ended, waiting at most `timeout_s` for it; None when this organisation has no such one."""
         op = self._open.get(request_id) or self._recent.get(request_id)
         if op is None:
@@ -212,10 +218,10 @@ class Journal:
         try:
             await asyncio.wait_for(op.finished.wait(), timeout_s)
         except TimeoutError:
-            return Waiting("active", self._reason(op))
+            return self._waiting(op)
         return op.outcome
 
-    def _stored_outcome(self, org_id: str, request_id: str) -> Outcome | None:
+    def _stored_outcome(self, org_id: str, request_id: str) -> Outcome | Gone | None:
         with self._database.read() as session:
             row = session.get(tables.Operation, request_id)
         if row is None or row.org_id != org_id or row.state == "queued":
@@ -225,16 +231,29 @@ class Journal:
         try:
             return Outcome(self._blobs.get(row.result_ref or ""), row.result_type or "application/json")
         except FileNotFoundError:
-            return Outcome(error="the result of this operation is no longer kept", category="user")
+            return Gone()
 
-    def _reason(self, op: Operation) -> str:
+    def _waiting(self, op: Operation) -> Waiting:
+        """What `op` waits for, and its place."""
+        if op.timings.computed is not None:
+            return Waiting("active", "computed; its result is being stored")
         if op.running:
-            return "running"
+            return Waiting("active", "running")
         lane = self.runs.get(op.lane)
         missing = lane.missing(op) if lane else None
         if missing is not None:
-            return f"waiting for operation {missing} of this run, which has not arrived"
-        return f"queued; {self._queued[op.org_id]} operations of this organisation are open"
+            return Waiting("active", f"waiting for operation {missing} of this run, which has not arrived")
+        worker = "generator" if op.kind == SAMPLE else "trainer"
+        if any(desk.worker == worker and not desk.attached for desk in self.desks):
+            return Waiting("paused_capacity", f"waiting for the {worker}, which is starting; {self._place(op)}")
+        return Waiting("active", f"waiting for the {worker}, which is busy; {self._place(op)}")
+
+    def _place(self, op: Operation) -> str:
+        if op.kind == SAMPLE:
+            ahead = self.sample_queue.ahead(op.path, lambda item: item is op)
+        else:
+            ahead = self.train_queue.ahead(op.path, lambda item: item.op is op and not item.send.replay)
+        return f"about {ahead} pieces of work are ahead of it in fair order" if ahead else "it is next"
 
     # ---- finishing
 
@@ -243,6 +262,7 @@ class Journal:
         op = self._open.get(done.op_id)
         if op is None:
             return
+        op.timings.done(datetime.now(UTC))
         self._background(self._settle(op, done))
 
     def _background(self, work: Coroutine[Any, Any, Any]) -> None:

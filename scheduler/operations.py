@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from scheduler.timings import Timings
+
 SAMPLE = "sample"
 
 
@@ -56,6 +58,11 @@ class Waiting:
 
 
 @dataclass(frozen=True)
+class Gone:
+    """It had a result, which is no longer kept."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How an operation ended: a payload for its client, or an error (`category` is "user" or "server")."""
 
@@ -83,6 +90,7 @@ class Operation:
     running: bool = False
     attempts: int = 0  # times a worker was lost while it ran
     outcome: Outcome | None = None
+    timings: Timings = field(default_factory=Timings)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

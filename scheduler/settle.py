@@ -7,18 +7,18 @@ returns nothing, so a result that arrives twice is never billed twice.
 from __future__ import annotations
 
 import json
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from billing.prices import PriceList
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from billing import usage
+from billing.prices import PriceList
 from scheduler.messages import Done, OpKind
 from scheduler.operations import SAMPLE, Operation, Outcome
 from scheduler.references import in_use
-from store import tables
+from store import audit, tables
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
@@ -53,6 +53,7 @@ def settle(
     row.result_ref = result_ref if outcome.error is None else None
     row.result_type = outcome.content_type
     row.finished_at = now
+    row.timings = op.timings.row(op.accepted_at, datetime.now(UTC))
     return outcome, freed
 
 
@@ -84,6 +85,7 @@ def _outcome(session: Session, op: Operation, done: Done, now: datetime, freed: 
     if op.kind == OpKind.CREATE and "path" not in op.plan:
         return _json({"model_id": op.lane, "type": "create_model"})
     if op.kind in (OpKind.CREATE, OpKind.LOAD_STATE):
+        _note(session, op, "checkpoint_read", op.plan["path"], now, purpose="training", model_id=op.lane)
         return _json({"path": op.plan.get("path"), "model_id": op.lane, "type": "load_weights"})
     return Outcome(done.payload, JSON if op.kind == OpKind.OPTIM_STEP else PROTOBUF)
 
@@ -114,8 +116,18 @@ def _new_checkpoint(session: Session, op: Operation, done: Done, now: datetime, 
     if older and not in_use(session, older):
         freed.append(older)
     session.flush()
-    result = {"path": f"tinker://{op.lane}/{kind}/{name}", "type": _SAVE_TYPES[OpKind(op.kind)]}
+    path = f"tinker://{op.lane}/{kind}/{name}"
+    facts = {"model_id": op.lane, "size_bytes": row.size_bytes, "overwritten": bool(older)}
+    _note(session, op, "checkpoint_created", path, now, **facts)
+    result = {"path": path, "type": _SAVE_TYPES[OpKind(op.kind)]}
     return _json(result | ({"size_bytes": row.size_bytes} if op.kind == OpKind.SAVE_EXTERNAL else {}))
+
+
+def _note(session: Session, op: Operation, event: str, path: str, now: datetime, **detail: Any) -> None:
+    """Into the audit log, as done by whoever made the session."""
+    key_id = session.scalar(select(tables.Session.key_id).where(tables.Session.id == op.session_id))
+    detail["session_id"] = op.session_id
+    audit.record(session, org_id=op.org_id, key_id=key_id, event=event, target=path, detail=detail, at=now)
 
 
 def _new_sampler(session: Session, op: Operation, now: datetime) -> Outcome:

@@ -9,10 +9,10 @@ from weft.wire import CancelFutureRequest, FutureRetrieveRequest
 
 from api.auth import PrincipalDep
 from api.bodies import read_json
-from api.errors import NotFound, quote
+from api.errors import Gone, NotFound, quote
 from api.lookup import plain_id
 from api.state import ServiceDep
-from scheduler.operations import Waiting
+from scheduler import operations
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
@@ -23,17 +23,21 @@ LONGEST_POLL_S = 40.0
 
 @router.post("/retrieve_future")
 async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
-    """The outcome of an operation. While there is none, hold the request; then 408, on which clients ask again."""
+    """The outcome of an operation. While there is none, hold the request; then 408, on which clients ask again.
+
+    A large result is announced by its size when the client allows that: it then asks again, once it has room for it."""
     body = await read_json(request, FutureRetrieveRequest)
     wait_s = min(service.settings.long_poll_s, LONGEST_POLL_S)
     journal = service.journal
     if not plain_id(body.request_id):
         raise NotFound(f"no request {quote(body.request_id)}")
-    stopped = Waiting("active", "the server is restarting; the operation is kept")
+    stopped = operations.Waiting("active", "the server is restarting; the operation is kept")
     outcome = await service.polls.hold(journal.outcome(who.org_id, body.request_id, wait_s), stopped)
     if outcome is None:
         raise NotFound(f"no request {quote(body.request_id)}", request_id=body.request_id)
-    if isinstance(outcome, Waiting):
+    if isinstance(outcome, operations.Gone):
+        raise Gone("the result of this operation is no longer kept", request_id=body.request_id)
+    if isinstance(outcome, operations.Waiting):
         pending = {
             "type": "try_again",
             "request_id": body.request_id,
@@ -43,6 +47,9 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
         return JSONResponse(pending, 408)
     if outcome.error is not None:
         return JSONResponse({"error": outcome.error, "category": outcome.category, "request_id": body.request_id})
+    size = len(outcome.payload)
+    if body.allow_metadata_only and size > service.settings.limits.inline_result_bytes:
+        return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
     return Response(outcome.payload, media_type=outcome.content_type)
 
 

@@ -111,3 +111,32 @@ def test_while_both_are_ready_served_tokens_differ_by_at_most_the_largest_items(
         left[item[0]] -= 1
         if left["a"] and left["b"]:
             assert abs(served["a"] - served["b"]) <= max(a) + max(b)
+
+
+def test_ahead_is_exact_for_equal_costs_and_long_queues() -> None:
+    tree: FairTree[str] = FairTree()
+    for org, run in (("o1", "r1"), ("o2", "r1"), ("o2", "r2"), ("o3", "r1")):
+        for n in range(10):
+            tree.push(("m", org, run), f"{org}.{run}.{n}", 1)
+    for _ in range(5):
+        tree.pop()
+    places = {item: tree.ahead(("m", *item.split(".")[:2]), lambda other, item=item: other == item) for item in tree}
+    order = {item: place for place, item in enumerate(drain(tree))}
+    for item, place in places.items():
+        if order[item] <= 12:
+            assert place == order[item], item
+
+
+@given(st.lists(st.tuples(paths, st.integers(1, 5)), min_size=1, max_size=40))
+def test_ahead_is_0_for_the_next_and_never_more_than_there_is(pushed: list[tuple[tuple[str, ...], int]]) -> None:
+    tree: FairTree[int] = FairTree()
+    for n, (path, cost) in enumerate(pushed):
+        tree.push(path, n, cost)
+    head = tree.peek()
+    assert head is not None
+    for n, (path, _) in enumerate(pushed):
+        ahead = tree.ahead(path, lambda item, n=n: item == n)
+        assert 0 <= ahead < len(pushed)
+        assert (ahead == 0) == (n == head[0])
+        assert tree.ahead(path, lambda item, n=n: item == n, most=3) <= 3
+    assert tree.ahead(("elsewhere",), lambda item: True) == 0

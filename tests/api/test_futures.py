@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import World
+from tests.api.data import batch
+
+PROTOBUF = "application/x-protobuf"
+
+
+@pytest.fixture
+def world(world: World) -> World:
+    limits = world.service.settings.limits.model_copy(update={"inline_result_bytes": 100})
+    object.__setattr__(world.service, "settings", world.service.settings.model_copy(update={"limits": limits}))
+    return world
+
+
+def retrieve(world: World, request_id: str, **options: Any) -> Any:
+    return world.call("POST", "retrieve_future", json={"request_id": request_id, **options})
+
+
+def finished(world: World, payload: bytes) -> str:
+    run = world.run()
+    request_id = str(world.train(batch(run, 1))["request_id"])
+    world.finish(request_id, payload, tokens=1)
+    return request_id
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "announced"),
+    [
+        (100, {"allow_metadata_only": True}, False),
+        (101, {"allow_metadata_only": True}, True),
+        (101, {"allow_metadata_only": False}, False),
+        (101, {}, False),
+    ],
+)
+def test_large_results_are_announced_to_who_allows_it(
+    world: World, size: int, options: dict[str, Any], announced: bool
+) -> None:
+    request_id = finished(world, b"x" * size)
+    for _ in range(2):  # an answer may be lost, so it can be asked for again
+        reply = retrieve(world, request_id, **options)
+        assert reply.status_code == 200
+        if announced:
+            assert reply.json() == {"status": "complete_metadata", "response_payload_size": size}
+        else:
+            assert (reply.content, reply.headers["content-type"]) == (b"x" * size, PROTOBUF)
+    assert retrieve(world, request_id, allow_metadata_only=False).content == b"x" * size
+
+
+def test_one_that_waits_is_408_with_its_state(world: World) -> None:
+    run = world.run()
+    request_id = world.train(batch(run, 2))["request_id"]
+    reply = retrieve(world, request_id, allow_metadata_only=True)
+    assert reply.status_code == 408
+    assert reply.json() == {
+        "type": "try_again",
+        "request_id": request_id,
+        "queue_state": "active",
+        "queue_state_reason": "waiting for operation 1 of this run, which has not arrived",
+    }
+
+
+def test_a_result_that_is_no_longer_kept_is_410(world: World) -> None:
+    request_id = finished(world, b"x")
+    world.service.journal._recent.clear()
+    world.service.blobs.delete(world.operation(request_id).result_ref or "")
+    reply = retrieve(world, request_id)
+    assert reply.status_code == 410
+    assert (reply.json()["code"], reply.json()["request_id"]) == ("gone", request_id)
+
+
+@pytest.mark.parametrize("request_id", ["unknown", "", "\0", "x" * 300, "é"])
+def test_unknown_ones_are_404(world: World, request_id: str) -> None:
+    assert retrieve(world, request_id).status_code == 404
+
+
+def test_foreign_ones_are_404(world: World) -> None:
+    request_id = finished(world, b"x")
+    assert world.outcome(request_id, key=world.other_key).status_code == 404
+    world.service.journal._recent.clear()
+    assert world.outcome(request_id, key=world.other_key).status_code == 404
