@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from weft.wire import LimitsResponse, LossLimits, ModelLimits
 
+from api.validate.optimizers import CONFIGS
 from api.validate.runs import MAX_TTL_S, MIN_TTL_S
 from api.validate.samples import MAX_STOP_CHARACTERS, MAX_TOP_LOGPROBS
 from store.settings import Limits
@@ -24,7 +25,7 @@ def limits_of(cards: Mapping[str, ModelCard], limits: Limits, chunk_data: int, c
     return LimitsResponse(
         models={name: _model(card, limits) for name, card in cards.items()},
         losses={name: _loss(name, spec) for name, spec in LOSSES.items()},
-        optimizers=optimizers(),
+        optimizers=list(CONFIGS),
         max_body_bytes=limits.max_body_bytes,
         max_data=limits.max_data,
         max_tokens_per_op=limits.max_tokens_per_op,
@@ -38,11 +39,6 @@ def limits_of(cards: Mapping[str, ModelCard], limits: Limits, chunk_data: int, c
         chunk_data=chunk_data,
         chunk_bytes=chunk_bytes,
     )
-
-
-def optimizers() -> list[str]:
-    """The optimizers a run may be made with."""
-    return ["adamw"]
 
 
 def _model(card: ModelCard, limits: Limits) -> ModelLimits:

@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft import types as types
+    from weft.admin_client import AdminClient as AdminClient
     from weft.errors import *  # noqa: F403
+    from weft.estimate import CostEstimate as CostEstimate
     from weft.future import APIFuture as APIFuture
+    from weft.loss_handle import LossHandle as LossHandle
+    from weft.plan import Plan as Plan
+    from weft.plan import PlannedSample as PlannedSample
+    from weft.plan import PlannedSave as PlannedSave
+    from weft.plan import PlannedTrain as PlannedTrain
+    from weft.plan import PlannedUpdate as PlannedUpdate
+    from weft.problem import Problem as Problem
     from weft.rest_client import RestClient as RestClient
     from weft.retry import RetryPolicy as RetryPolicy
     from weft.sampling_client import SamplingClient as SamplingClient
@@ -23,6 +32,15 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "APIFuture": "weft.future",
+    "AdminClient": "weft.admin_client",
+    "CostEstimate": "weft.estimate",
+    "LossHandle": "weft.loss_handle",
+    "Plan": "weft.plan",
+    "PlannedSample": "weft.plan",
+    "PlannedSave": "weft.plan",
+    "PlannedTrain": "weft.plan",
+    "PlannedUpdate": "weft.plan",
+    "Problem": "weft.problem",
     "RestClient": "weft.rest_client",
     "RetryPolicy": "weft.retry",
     "SamplingClient": "weft.sampling_client",

@@ -53,7 +53,7 @@ async def run_custom(run: Run, data: Sequence[Datum], loss_fn: CustomLoss) -> Fo
         raise WeftError("forward_backward_custom needs at least one datum")
 
     async def both(turn: Turn) -> tuple[Differentiated, list[str]]:
-        parts = run.parts([_forward_datum(datum) for datum in given])
+        parts = run.parts([forward_datum(datum) for datum in given])
         output = await run.fetch_parts(await run.submit_parts(turn, parts, "cross_entropy", None, True))
         mine = await asyncio.to_thread(differentiate, given, output, loss_fn)
         sizes = np.cumsum([len(part) for part in parts]).tolist()
@@ -64,7 +64,7 @@ async def run_custom(run: Run, data: Sequence[Datum], loss_fn: CustomLoss) -> Fo
     return _with_metrics(await run.fetch_parts(ids), mine)
 
 
-def _forward_datum(datum: Datum) -> Datum:
+def forward_datum(datum: Datum) -> Datum:
     """Only the targets, and weights of the same shape, which the forward pass does not use."""
     targets = _targets(datum)
     shape = targets.to_numpy().shape

@@ -7,6 +7,7 @@ An operation that was accepted survives restarts of the server, so the poll outl
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,12 +20,16 @@ from weft.transport import PROTOBUF, Call, Transport, error_of
 from weft.wire.error import WireError
 from weft.wire.service import FutureRetrieveRequest
 
+log = logging.getLogger("weft")
+
 T = TypeVar("T")
 
 #: A little more than a server holds a poll.
 POLL_TIMEOUT_S = 45.0
 #: A "not yet" that came faster than this did not wait; we do, so that no server is hammered.
 SHORTEST_ROUND_S = 0.05
+#: How often a wait for room on the server is logged.
+PAUSE_LOG_S = 60.0
 
 
 async def fetch_result(transport: Transport, request_id: str, read: Callable[[httpx.Response], T]) -> T:
@@ -52,14 +57,16 @@ async def fetch_result(transport: Transport, request_id: str, read: Callable[[ht
         if failure is None:
             attempts = None
             if is_pending(response):
+                _tell_pause(response)
                 await asyncio.sleep(max(0.0, began + SHORTEST_ROUND_S - time.monotonic()))
                 continue
             return _finish(response, request_id, read)
         attempts = attempts or Attempts(transport.poll_policy, began)
-        await _wait_or_raise(failure, attempts)
+        await wait_or_raise(failure, attempts)
 
 
-async def _wait_or_raise(failure: APIStatusError | APIConnectionError, attempts: Attempts) -> None:
+async def wait_or_raise(failure: APIStatusError | APIConnectionError, attempts: Attempts) -> None:
+    """Wait until it is time to ask again; raise `failure` if it is final."""
     status = failure.status_code if isinstance(failure, APIStatusError) else None
     pause_s = attempts.pause_after(status, time.monotonic())
     if pause_s is None:
@@ -73,6 +80,20 @@ def is_pending(response: httpx.Response) -> bool:
         return True
     body = None if _is_protobuf(response) else _json(response)
     return isinstance(body, dict) and body.get("type") == "try_again"
+
+
+_last_told_s = -PAUSE_LOG_S
+
+
+def _tell_pause(response: httpx.Response) -> None:
+    """Say, now and then, that the server holds us back and why."""
+    global _last_told_s
+    body = _json(response)
+    if not isinstance(body, dict) or body.get("queue_state", "active") == "active":
+        return
+    if time.monotonic() >= _last_told_s + PAUSE_LOG_S:
+        _last_told_s = time.monotonic()
+        log.warning("waiting: %s", body.get("queue_state_reason") or body["queue_state"])
 
 
 def _finish(response: httpx.Response, request_id: str, read: Callable[[httpx.Response], T]) -> T:

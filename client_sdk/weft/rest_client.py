@@ -2,58 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
-from urllib.parse import quote
+import os
+from pathlib import Path
 
-from pydantic import BaseModel
-
-from weft.endpoint import resolve_endpoint
+from weft.admin_client import AdminClient
+from weft.download import download_files
 from weft.future import APIFuture
-from weft.retry import RetryPolicy
-from weft.transport import Call, Transport, encode
+from weft.rest_base import checkpoint_route, part
+from weft.rest_sessions import RestSessions
+from weft.transport import Call, encode
+from weft.wire.limits import BalanceResponse, LimitsResponse, PricesResponse
 from weft.wire.rest import (
     AccessScope,
     CheckpointsListResponse,
     ExternalWeightsUrlsResponse,
-    GetSessionResponse,
-    ListSessionsResponse,
     SetTtlRequest,
     TrainingRun,
     TrainingRunsResponse,
     parse_checkpoint_path,
 )
-from weft.wire.sampling import GetSamplerResponse
 from weft.wire.service import GetServerCapabilitiesResponse
 from weft.wire.training import ModelID
 from weft.wire.usage import Stats, UsageResponse
-from weft.wire.weights import WeightsInfoRequest, WeightsInfoResponse
-
-M = TypeVar("M", bound=BaseModel)
+from weft.wire.weights import CopyWeightsRequest, CopyWeightsResponse, WeightsInfoRequest, WeightsInfoResponse
 
 
-class RestClient:
+class RestClient(RestSessions, AdminClient):
     """Every method returns a future at once. A foreign or unknown id is `NotFoundError`."""
-
-    def __init__(
-        self,
-        *,
-        base_url: str | None = None,
-        api_key: str | None = None,
-        policy: RetryPolicy | None = None,
-        transport: Transport | None = None,
-    ) -> None:
-        self._transport = transport or Transport(resolve_endpoint(base_url, api_key), policy or RetryPolicy())
-
-    def _get(self, path: str, answer: type[M], **params: Any) -> APIFuture[M]:
-        given = {name: value for name, value in params.items() if value is not None}
-        return APIFuture.start(self._transport.ask("GET", path, answer, params=given or None))
-
-    def _do(self, method: str, path: str, body: bytes | None = None) -> APIFuture[None]:
-        return APIFuture.start(self._act(Call(method, path, body)))
-
-    async def _act(self, call: Call) -> None:
-        await self._transport.send(call)
 
     def get_server_capabilities(self) -> APIFuture[GetServerCapabilitiesResponse]:
         """The base models that the server serves."""
@@ -72,7 +47,7 @@ class RestClient:
 
     def get_training_run(self, training_run_id: ModelID, access_scope: AccessScope = "owned") -> APIFuture[TrainingRun]:
         """One run."""
-        return self._get(f"/training_runs/{_part(training_run_id)}", TrainingRun, access_scope=access_scope)
+        return self._get(f"/training_runs/{part(training_run_id)}", TrainingRun, access_scope=access_scope)
 
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
@@ -82,12 +57,11 @@ class RestClient:
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
         """Base model and adapter shape of a checkpoint."""
-        body = encode(WeightsInfoRequest(tinker_path=tinker_path).body())
-        return APIFuture.start(self._transport.ask("POST", "/weights_info", WeightsInfoResponse, body))
+        return self._post("/weights_info", WeightsInfoResponse, WeightsInfoRequest(tinker_path=tinker_path))
 
     def list_checkpoints(self, training_run_id: ModelID) -> APIFuture[CheckpointsListResponse]:
         """All checkpoints of a run."""
-        return self._get(f"/training_runs/{_part(training_run_id)}/checkpoints", CheckpointsListResponse)
+        return self._get(f"/training_runs/{part(training_run_id)}/checkpoints", CheckpointsListResponse)
 
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> APIFuture[CheckpointsListResponse]:
         """Checkpoints of all runs, newest first."""
@@ -99,42 +73,72 @@ class RestClient:
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Delete a checkpoint."""
-        return self._do("DELETE", _checkpoint(tinker_path))
+        return self._do("DELETE", checkpoint_route(tinker_path))
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Let everybody load a checkpoint."""
-        return self._do("POST", f"{_checkpoint(tinker_path)}/publish")
+        return self._do("POST", f"{checkpoint_route(tinker_path)}/publish")
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Keep a checkpoint to ourselves again."""
-        return self._do("DELETE", f"{_checkpoint(tinker_path)}/publish")
+        return self._do("DELETE", f"{checkpoint_route(tinker_path)}/publish")
 
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> APIFuture[None]:
         """Let a checkpoint expire `ttl_seconds` (an hour to ten years) from now, or never (None)."""
-        body = encode(SetTtlRequest(ttl_seconds=ttl_seconds).body())
-        return self._do("PUT", f"{_checkpoint(tinker_path)}/ttl", body)
+        return self._do("PUT", f"{checkpoint_route(tinker_path)}/ttl", SetTtlRequest(ttl_seconds=ttl_seconds))
 
     def get_external_weights_urls(self, tinker_path: str) -> APIFuture[ExternalWeightsUrlsResponse]:
         """Where to fetch the files of an exported checkpoint, one signed URL each."""
-        return self._get(f"{_checkpoint(tinker_path)}/external_weights_urls", ExternalWeightsUrlsResponse)
+        return self._get(f"{checkpoint_route(tinker_path)}/external_weights_urls", ExternalWeightsUrlsResponse)
 
-    def list_sessions(
-        self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
-    ) -> APIFuture[ListSessionsResponse]:
-        """Ids of sessions, newest first."""
-        return self._get("/sessions", ListSessionsResponse, limit=limit, offset=offset, access_scope=access_scope)
+    def download_external_weights(self, tinker_path: str, folder: str | Path) -> APIFuture[list[Path]]:
+        """Fetch the files of an exported checkpoint into `folder`, which is made if it is not there; their paths."""
+        return APIFuture.start(self._download(tinker_path, Path(folder)))
 
-    def get_session(self, session_id: str, access_scope: AccessScope = "owned") -> APIFuture[GetSessionResponse]:
-        """The runs and samplers of a session."""
-        return self._get(f"/sessions/{_part(session_id)}", GetSessionResponse, access_scope=access_scope)
+    async def _download(self, tinker_path: str, folder: Path) -> list[Path]:
+        route = f"{checkpoint_route(tinker_path)}/external_weights_urls"
+        listed = await self._transport.ask("GET", route, ExternalWeightsUrlsResponse)
+        return await download_files(listed.urls, folder)
 
-    def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
-        """What a sampler draws from."""
-        return self._get(f"/samplers/{_part(sampler_id)}", GetSamplerResponse)
+    def copy_weights(
+        self,
+        path: str,
+        destination_project_id: str | None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> APIFuture[str]:
+        """Copy a checkpoint, ours or a published one, into a project (else WEFT_PROJECT_ID); the copy's path.
+
+        The copy keeps its kind, shares the bytes, expires by itself after `ttl_seconds`, and cannot be trained on.
+        """
+        project = destination_project_id or os.environ.get("WEFT_PROJECT_ID") or os.environ.get("TINKER_PROJECT_ID")
+        if not project:
+            raise ValueError("copy_weights needs destination_project_id, or WEFT_PROJECT_ID in the environment")
+        request = CopyWeightsRequest(source_path=path, destination_project_id=project, ttl_seconds=ttl_seconds)
+        return APIFuture.start(self._copy(request, weights_access_token))
+
+    async def _copy(self, request: CopyWeightsRequest, token: str | None) -> str:
+        headers = {"X-Tinker-Weights-Access-Token": token} if token else None
+        body = encode(request.body())
+        copied = await self._transport.ask("POST", "/copy_weights", CopyWeightsResponse, body, headers=headers)
+        return copied.tinker_path
 
     def get_usage(self, run_id: str | None = None) -> APIFuture[UsageResponse]:
         """Tokens and money, by run and kind; of one run if `run_id` is given."""
         return self._get("/weft/usage", UsageResponse, run_id=run_id)
+
+    def get_balance(self) -> APIFuture[BalanceResponse]:
+        """What was spent, ever and this month; `balance_nusd` is None where the server keeps no credits."""
+        return self._get("/weft/balance", BalanceResponse)
+
+    def get_prices(self, base_model: str) -> APIFuture[PricesResponse]:
+        """The rates that hold now for a base model."""
+        return self._get("/weft/prices", PricesResponse, model=base_model)
+
+    def get_limits(self) -> APIFuture[LimitsResponse]:
+        """What the server accepts."""
+        return self._get("/weft/limits", LimitsResponse)
 
     def get_stats(self) -> APIFuture[Stats]:
         """How the server is doing: passes, shared passes, slot occupancy, queue."""
@@ -143,28 +147,3 @@ class RestClient:
     async def _stats(self) -> Stats:
         stats: Stats = (await self._transport.send(Call("GET", "/weft/stats"))).json()
         return stats
-
-    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """For every method `x` there is `x_async`, which is awaited for the result itself."""
-        method = getattr(type(self), name.removesuffix("_async"), None) if name.endswith("_async") else None
-        if method is None:
-            raise AttributeError(f"RestClient has no attribute {name!r}")
-
-        async def twin(*args: Any, **kwargs: Any) -> Any:
-            return await method(self, *args, **kwargs)
-
-        return twin
-
-    def close(self) -> APIFuture[None]:
-        """Close the connections."""
-        return APIFuture.start(self._transport.close())
-
-
-def _part(name: str) -> str:
-    """An id as one part of a path; colons stay readable."""
-    return quote(name, safe=":")
-
-
-def _checkpoint(tinker_path: str) -> str:
-    run_id, kind, name = parse_checkpoint_path(tinker_path)
-    return f"/training_runs/{_part(run_id)}/checkpoints/{kind}/{_part(name)}"

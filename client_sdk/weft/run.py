@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import httpx
+import zstandard
 from pydantic import BaseModel
 
 from weft.chunks import join, split
@@ -110,10 +111,16 @@ class Run:
             request = ForwardBackwardRequest(
                 ForwardBackwardInput(part, loss_fn, config), self.model_id, turn.next_seq(), forward_only
             )
-            body = await asyncio.to_thread(encode_forward_backward, request)
-            future = await self._post(turn, Call("POST", "/forward_backward", body, PROTOBUF, patient=True))
+            call = await asyncio.to_thread(self._forward_call, request)
+            future = await self._post(turn, call)
             ids.append(future.request_id)
         return ids
+
+    def _forward_call(self, request: ForwardBackwardRequest) -> Call:
+        body, headers = encode_forward_backward(request), {}
+        if self.session.config.proto_compress_fwdbwd:
+            body, headers = zstandard.compress(body), {"Content-Encoding": "zstd"}
+        return Call("POST", "/forward_backward", body, PROTOBUF, headers=headers, patient=True)
 
     async def fetch_parts(self, ids: list[str]) -> ForwardBackwardOutput:
         """The joined result of all parts."""

@@ -10,7 +10,8 @@ from weft.errors import APIResponseValidationError
 from weft.future import APIFuture
 from weft.retry import RetryPolicy
 from weft.run import Run
-from weft.sampling_client import Sampler, SamplingClient, make_sampler, refuse_stability_info
+from weft.sampler import Sampler, make_sampler
+from weft.sampling_client import SamplingClient
 from weft.session import Session
 from weft.wire.base import Request
 from weft.wire.training import GetInfoResponse
@@ -132,10 +133,10 @@ class RunWeights:
         """A sampler of the weights as they are when this operation's turn comes.
 
         A "snapshot" keeps these weights; an "inflight" sampler follows the run as later saves update it. `name` is not
-        used: the weights are kept as long as the session.
+        used: the weights are kept as long as the session. `record_stability_info` keeps what the loss
+        stable_reinforce needs.
         """
-        refuse_stability_info(record_stability_info)
-        return SamplingClient(self._session, self._save_ephemeral(kind), retry_config)
+        return SamplingClient(self._session, self._save_ephemeral(kind), retry_config, record_stability_info)
 
     async def save_weights_and_get_sampling_client_async(self, *args: Any, **kwargs: Any) -> SamplingClient:
         """`save_weights_and_get_sampling_client`, once the sampler is made."""
@@ -157,8 +158,9 @@ class RunWeights:
         self, model_path: str, retry_config: RetryPolicy | None = None, record_stability_info: bool = False
     ) -> SamplingClient:
         """A sampler of saved weights, `tinker://<run>/sampler_weights/<name>`."""
-        refuse_stability_info(record_stability_info)
-        return SamplingClient(self._session, make_sampler(self._session, model_path, None), retry_config)
+        return SamplingClient(
+            self._session, make_sampler(self._session, model_path, None), retry_config, record_stability_info
+        )
 
     async def create_sampling_client_async(self, *args: Any, **kwargs: Any) -> SamplingClient:
         """`create_sampling_client`, once the sampler is made."""

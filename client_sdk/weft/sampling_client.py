@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
 from weft.background import background
+from weft.completions import Completions
+from weft.endpoint import Endpoint, resolve_endpoint
 from weft.errors import APIResponseValidationError, GoneError, WeftError
 from weft.future import APIFuture, Pending
 from weft.poll import fetch_result
 from weft.retry import RetryPolicy
-from weft.session import Session
+from weft.sampler import Sampler, SamplerHandle, join_sampler
+from weft.session import JoinedSession, Session
 from weft.tokenizer import fetch_tokenizer, load_tokenizer
-from weft.transport import Call, encode, parse
+from weft.transport import Call, Transport, encode, parse
 from weft.wire.inputs import ModelInput
 from weft.wire.sample_codec import decode_sample_response
 from weft.wire.sampling import (
-    CreateSamplingSessionRequest,
-    CreateSamplingSessionResponse,
     GetSamplerResponse,
     SampleRequest,
     SampleResponse,
@@ -40,40 +41,26 @@ T = TypeVar("T")
 MAX_REDRAWS = 5
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """A sampler that the server has made. Its base model is looked up when it is not known."""
-
-    id: str
-    base_model: str | None = None
-
-
-async def make_sampler(session: Session, model_path: str | None, base_model: str | None) -> Sampler:
-    """Have the server make a sampler of saved weights (`tinker://...`) or of a base model."""
-    session_id = await session.id()
-    request = CreateSamplingSessionRequest(
-        session_id=session_id,
-        sampling_session_seq_id=next(session.sampler_numbers),
-        base_model=base_model,
-        model_path=model_path,
-    )
-    made = await session.transport.ask(
-        "POST", "/create_sampling_session", CreateSamplingSessionResponse, encode(request.body())
-    )
-    return Sampler(made.sampling_session_id, base_model)
-
-
 class SamplingClient(Pending["SamplingClient"]):
     """A sampler of one session. Usable at once; requests wait until the server has made it.
 
     A snapshot sampler's weights never change; an inflight one follows its run. Requests are independent: they may run
-    in any order and as many together as the server has room for.
+    in any order and as many together as the server has room for. It can be pickled, with its API key, for other
+    processes; `get_sampler_handle` does the same without a credential.
     """
 
-    def __init__(self, session: Session, made: Coroutine[Any, Any, Sampler], policy: RetryPolicy | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        made: Coroutine[Any, Any, Sampler],
+        policy: RetryPolicy | None = None,
+        record_stability_info: bool = False,
+    ) -> None:
         self._session = session
         self._policy = policy
+        self._record = record_stability_info
         self._numbers = itertools.count()
+        self._completions: Completions | None = None
         self._sampler = background().run(made)
         self._made = background().run(self._ready())
 
@@ -83,6 +70,30 @@ class SamplingClient(Pending["SamplingClient"]):
 
     async def _get_sampler(self) -> Sampler:
         return await asyncio.shield(asyncio.wrap_future(self._sampler))
+
+    def get_sampler_handle(self) -> str:
+        """A string from which any process makes a client of this sampler, with its own credentials."""
+        return APIFuture.start(self._handle()).result().encoded()
+
+    async def _handle(self) -> SamplerHandle:
+        sampler = await self._get_sampler()
+        return SamplerHandle(
+            base_url=self._session.transport.endpoint.base_url,
+            session_id=await self._session.id(),
+            sampler_id=sampler.id,
+            base_model=sampler.base_model,
+            record_stability_info=self._record,
+        )
+
+    @staticmethod
+    def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
+        """A client of the sampler behind `handle`, whose server gets this process's API key: mind where it is from."""
+        found = SamplerHandle.decoded(handle)
+        return _client_of(found, resolve_endpoint(found.base_url, api_key), None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        handle = APIFuture.start(self._handle()).result()
+        return _client_of, (handle, self._session.transport.endpoint, self._policy)
 
     @property
     def sampling_session_id(self) -> str:
@@ -116,6 +127,7 @@ class SamplingClient(Pending["SamplingClient"]):
             target_prompt_logprobs=target_prompt_logprobs,
             prompt_alt_tokens_k=prompt_alt_tokens_k,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
+            record_stability_info=True if self._record else None,
         )
         return APIFuture.start(self._sample(request))
 
@@ -168,11 +180,16 @@ class SamplingClient(Pending["SamplingClient"]):
 
     async def _sample(self, request: SampleRequest) -> SampleResponse:
         sampler = await self._get_sampler()
-        async with self._session.sample_slots:
+        one_poll = self._session.config.sample_use_retrieve_futures
+        if one_poll and self._completions is None:
+            self._completions = Completions(self._session.transport, sampler.id, sampler.clone)
+        async with contextlib.nullcontext() if one_poll else self._session.sample_slots:
             for _ in range(MAX_REDRAWS):
-                numbered = request.model_copy(update={"sampling_session_id": sampler.id, "seq_id": next(self._numbers)})
+                seq_id = sampler.seq_of(next(self._numbers))
                 try:
-                    return await self._draw(numbered)
+                    return await self._draw(
+                        request.model_copy(update={"sampling_session_id": sampler.id, "seq_id": seq_id})
+                    )
                 except GoneError as error:
                     lost = error
             raise lost
@@ -191,7 +208,12 @@ class SamplingClient(Pending["SamplingClient"]):
             return SampleResponse(result, names)
 
         try:
-            return await fetch_result(transport, future.request_id, read)
+            if self._completions is not None:
+                await self._completions.wait(future.request_id)
+            response = await fetch_result(transport, future.request_id, read)
+            if self._completions is not None:
+                self._completions.retrieved(future.request_id)
+            return response
         except asyncio.CancelledError:
             body = CancelFutureRequest(request_id=future.request_id).model_dump_json().encode()
             background().run(_quietly(transport.ask_once("POST", "/cancel_future", body)))
@@ -215,7 +237,7 @@ async def _cancelling(future: APIFuture[T]) -> T:
         raise
 
 
-def refuse_stability_info(asked: bool) -> None:
-    """Say no to what only the stable_reinforce loss needs."""
-    if asked:
-        raise NotImplementedError("record_stability_info serves the stable_reinforce loss, which Weft does not have")
+def _client_of(handle: SamplerHandle, endpoint: Endpoint, policy: RetryPolicy | None) -> SamplingClient:
+    """A client of a sampler that another client, most often of another process, had made."""
+    session = JoinedSession(Transport(endpoint, policy or RetryPolicy()), handle.session_id)
+    return SamplingClient(session, join_sampler(session, handle), policy, handle.record_stability_info)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
 from weft.endpoint import resolve_endpoint
 from weft.errors import WeftError
+from weft.estimate import CostEstimate
 from weft.future import APIFuture
+from weft.loss_handle import LossHandle, PerDatumLoss, trace
+from weft.loss_upload import upload_loss
+from weft.plan import Plan
+from weft.planning import fetch_estimate, fetch_problems
+from weft.problem import Problem
 from weft.rest_client import RestClient
 from weft.retry import RetryPolicy
-from weft.sampling_client import SamplingClient, make_sampler, refuse_stability_info
+from weft.sampler import make_sampler
+from weft.sampling_client import SamplingClient
 from weft.session import Session
 from weft.training_client import TrainingClient
 from weft.transport import Transport
+from weft.wire.losses import CustomLossInputRank
 from weft.wire.service import GetServerCapabilitiesResponse
-from weft.wire.training import AdamOptimizerConfig, CreateModelRequest, LoraConfig
+from weft.wire.training import AdamOptimizerConfig, CreateModelRequest, LoraConfig, OptimizerConfig
 from weft.wire.weights import LoadWeightsRequest
 
 
@@ -41,7 +50,8 @@ class ServiceClient:
     ) -> None:
         endpoint = resolve_endpoint(base_url, api_key)
         self._transport = Transport(endpoint, retry or RetryPolicy(), default_headers_overrides)
-        self._session = Session(self._transport, user_metadata, project_id, display_name)
+        self._project_id = project_id or os.environ.get("WEFT_PROJECT_ID") or os.environ.get("TINKER_PROJECT_ID")
+        self._session = Session(self._transport, user_metadata, self._project_id, display_name)
 
     def create_lora_training_client(
         self,
@@ -52,9 +62,12 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: dict[str, str] | None = None,
-        optimizer: AdamOptimizerConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
     ) -> TrainingClient:
-        """A new run: a fresh LoRA adapter of this rank on `base_model`. The same seed gives the same start."""
+        """A new run: a fresh LoRA adapter of this rank on `base_model`. The same seed gives the same start.
+
+        `optimizer` is the family whose parameters `optim_step` takes: AdamW, or `DimuonOptimizerConfig()`.
+        """
         lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
 
         def request(session_id: str, number: int) -> CreateModelRequest:
@@ -79,7 +92,7 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
-        optimizer: AdamOptimizerConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
     ) -> TrainingClient:
         """A new run that starts from a checkpoint's adapter, with a fresh optimizer."""
         return self._from_state(path, False, base_model, user_metadata, weights_access_token, optimizer)
@@ -109,7 +122,7 @@ class ServiceClient:
         base_model: str | None,
         user_metadata: dict[str, str] | None,
         token: str | None,
-        optimizer: AdamOptimizerConfig | None,
+        optimizer: OptimizerConfig | None,
     ) -> TrainingClient:
         def request(session_id: str, number: int) -> LoadWeightsRequest:
             return LoadWeightsRequest(
@@ -135,12 +148,55 @@ class ServiceClient:
         """A sampler of saved weights (`model_path`, `tinker://...`) or of a base model."""
         if model_path is None and base_model is None:
             raise ValueError("give model_path or base_model")
-        refuse_stability_info(record_stability_info)
-        return SamplingClient(self._session, make_sampler(self._session, model_path, base_model), retry_config)
+        return SamplingClient(
+            self._session, make_sampler(self._session, model_path, base_model), retry_config, record_stability_info
+        )
 
     async def create_sampling_client_async(self, *args: Any, **kwargs: Any) -> SamplingClient:
         """`create_sampling_client`, once the sampler is made."""
         return await self.create_sampling_client(*args, **kwargs)
+
+    def create_custom_loss(
+        self, fn: PerDatumLoss, input_ranks: Mapping[str, CustomLossInputRank]
+    ) -> APIFuture[LossHandle]:
+        """Make a loss for `TrainingClient.forward_backward_custom`: run by the server if it can, else by this client.
+
+        `fn(logprobs, ...)` takes the logprobs of one datum and the loss inputs that its other parameters name, and
+        returns (loss, metrics): a scalar, and scalars named custom/<name>:sum or :mean. `input_ranks` are the ranks of
+        all parameters: 0, 1 ([T]) or 2 ([T, K]). It may do only what torch.fx can trace: torch and math, no branches
+        on values, no tensors from outside.
+        """
+        return APIFuture.start(upload_loss(self._session, trace(fn, input_ranks)))
+
+    async def create_custom_loss_async(self, *args: Any, **kwargs: Any) -> LossHandle:
+        """`create_custom_loss`, awaited."""
+        return await self.create_custom_loss(*args, **kwargs)
+
+    def copy_weights(
+        self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
+    ) -> APIFuture[str]:
+        """Copy a checkpoint, ours or a published one, into this client's project; the copy's path. See
+        `RestClient.copy_weights`."""
+        rest = self.create_rest_client()
+        return rest.copy_weights(
+            path, self._project_id, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
+        )
+
+    async def copy_weights_async(self, *args: Any, **kwargs: Any) -> str:
+        """`copy_weights`, awaited."""
+        return await self.copy_weights(*args, **kwargs)
+
+    def estimate(self, plan: Plan) -> APIFuture[CostEstimate]:
+        """What `plan` will cost, before anything of it exists."""
+        return APIFuture.start(fetch_estimate(self._transport, plan))
+
+    def validate(self, plan: Plan) -> list[Problem]:
+        """Everything for which the server would refuse `plan`; [] is good. Nothing is computed, nothing is billed."""
+        return APIFuture.start(fetch_problems(self._transport, plan)).result()
+
+    async def validate_async(self, plan: Plan) -> list[Problem]:
+        """`validate`, awaited."""
+        return await APIFuture.start(fetch_problems(self._transport, plan))
 
     def create_rest_client(self) -> RestClient:
         """What is stored and what it cost. Needs no session."""

@@ -47,6 +47,7 @@ class Session:
         self.config = ClientConfigResponse()
         self.model_numbers = itertools.count()
         self.sampler_numbers = itertools.count()
+        self.loss_numbers = itertools.count()
         self.sample_slots = asyncio.Semaphore(MAX_SAMPLES)
         self._request = CreateSessionRequest(
             tags=[tag for tag in os.environ.get("WEFT_TAGS", os.environ.get("TINKER_TAGS", "")).split(",") if tag],
@@ -67,11 +68,14 @@ class Session:
             self._opening = asyncio.ensure_future(self._open())
         return await asyncio.shield(self._opening)
 
+    async def _configure(self) -> None:
+        body = ClientConfigRequest(sdk_version=__version__).model_dump_json().encode()
+        self.config = await self.transport.ask("POST", "/client/config", ClientConfigResponse, body, with_key=True)
+        self.transport.use_tokens = self.config.pjwt_auth_enabled
+
     async def _open(self) -> str:
-        ask = self.transport.ask
-        config = ClientConfigRequest(sdk_version=__version__).model_dump_json().encode()
-        self.config = await ask("POST", "/client/config", ClientConfigResponse, config)
-        made = await ask("POST", "/create_session", CreateSessionResponse, encode(self._request.body()))
+        await self._configure()
+        made = await self.transport.ask("POST", "/create_session", CreateSessionResponse, encode(self._request.body()))
         for level, message in (
             (logging.INFO, made.info_message),
             (logging.WARNING, made.warning_message),
@@ -107,3 +111,22 @@ class Session:
         if self._opening is not None and self._opening.done() and self._opening.exception() is None:
             body = encode(FinishSessionRequest(reason=FinishReason(type=status), detail=detail).body())
             await self.transport.send(Call("POST", f"/sessions/{self._opening.result()}/finish", body))
+
+
+class JoinedSession(Session):
+    """A session that another client opened, and finishes; we only help to keep it alive."""
+
+    def __init__(self, transport: Transport, session_id: str) -> None:
+        super().__init__(transport)
+        self._joined = session_id
+
+    async def _open(self) -> str:
+        await self._configure()
+        self._heart = asyncio.ensure_future(self._beat(self._joined))
+        return self._joined
+
+    async def finish(self, status: FinishType, detail: str | None) -> None:
+        """Leave it."""
+        self._finished = True
+        if self._heart is not None:
+            self._heart.cancel()

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.background import background
 from weft.custom_loss import CustomLoss, require_torch, run_custom
 from weft.errors import APIResponseValidationError
+from weft.estimate import CostEstimate
 from weft.future import APIFuture, Pending
+from weft.loss_handle import LossHandle
+from weft.plan import AnyDatum, Plan, PlannedStep
+from weft.planning import fetch_estimate, fetch_problems, of_run, plan_of
+from weft.problem import Problem
 from weft.run import Run
 from weft.run_weights import RunWeights, base_model_of
 from weft.session import Session
@@ -21,6 +27,7 @@ from weft.wire.training import (
     CreateModelRequest,
     ForwardBackwardOutput,
     GetInfoResponse,
+    OptimParams,
     OptimStepRequest,
     OptimStepResponse,
 )
@@ -96,31 +103,42 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         return APIFuture.start(self._run.forward(given, loss_fn, dict(config or {}), forward_only))
 
     def forward_backward_custom(
-        self, data: Sequence[Datum], loss_fn: CustomLoss, *, loss_type_input: str | None = None
+        self, data: Sequence[Datum], loss_fn: CustomLoss | LossHandle, *, loss_type_input: str | None = None
     ) -> Output:
         """Add the gradient of your own loss: `loss_fn(data, logprobs)` returns a torch scalar and metrics.
 
-        `logprobs[i]` is a torch tensor shaped as the target tokens of `data[i]`. Needs torch.
+        `logprobs[i]` is a torch tensor shaped as the target tokens of `data[i]`. Needs torch, and two passes. A handle
+        of `ServiceClient.create_custom_loss` takes one where the server runs it.
         """
         if loss_type_input not in (None, "logprobs"):
             raise ValueError(f"loss_type_input must be 'logprobs', got {loss_type_input!r}")
+        given = list(data)
+        if isinstance(loss_fn, LossHandle):
+            loss_fn.check(given)
+            if loss_fn.loss_id is not None:
+                return self.forward_backward(given, "custom", {"loss_id": loss_fn.loss_id})
+            loss_fn = loss_fn.run
         require_torch()
-        return APIFuture.start(run_custom(self._run, list(data), loss_fn))
+        return APIFuture.start(run_custom(self._run, given, loss_fn))
 
     async def forward_backward_custom_async(self, *args: Any, **kwargs: Any) -> Output:
         """`forward_backward_custom`; the future, not yet its result."""
         return self.forward_backward_custom(*args, **kwargs)
 
     def optim_step(
-        self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
+        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
     ) -> APIFuture[OptimStepResponse]:
-        """Apply the gradient that has added up, and clear it. `adam_params` is another name of `optim_params`."""
+        """Apply the gradient that has added up, and clear it, with the parameters of the run's optimizer: AdamParams
+        or DimuonParams. `adam_params` is another name of `optim_params`."""
         params = optim_params or adam_params
         if params is None:
-            raise TypeError("optim_step needs AdamParams")
+            raise TypeError("optim_step needs AdamParams or DimuonParams")
 
         def request(seq_id: int) -> OptimStepRequest:
-            return OptimStepRequest(model_id=self._run.model_id, adam_params=params, seq_id=seq_id)
+            adam = params if isinstance(params, AdamParams) else None
+            other = None if isinstance(params, AdamParams) else params.body()
+            model_id = self._run.model_id
+            return OptimStepRequest(model_id=model_id, adam_params=adam, optimizer_params=other, seq_id=seq_id)
 
         return APIFuture.start(self._run.operate("/optim_step", request, OptimStepResponse))
 
@@ -156,3 +174,37 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
     async def _cost(self) -> UsageResponse:
         params = {"run_id": (await self._get_info()).model_id}
         return await self._session.transport.ask("GET", "/weft/usage", UsageResponse, params=params)
+
+    def estimate_cost(self, plan: Plan | PlannedStep) -> APIFuture[CostEstimate]:
+        """What `plan` will cost on this run, before it starts; `cost` says what was used."""
+        return APIFuture.start(self._estimate(plan_of(plan)))
+
+    async def _estimate(self, plan: Plan) -> CostEstimate:
+        plan, _ = of_run(plan, await self._get_info())
+        return await fetch_estimate(self._session.transport, plan)
+
+    def validate(
+        self,
+        planned: Plan | PlannedStep | Sequence[AnyDatum],
+        loss_fn: str | CustomLoss | LossHandle = "cross_entropy",
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> list[Problem]:
+        """Everything for which the server would refuse a plan, one step of it, or `data` with a loss; [] is good.
+
+        Nothing is computed and nothing is billed.
+        """
+        return APIFuture.start(self._validate(planned, loss_fn, loss_fn_config)).result()
+
+    async def validate_async(self, *args: Any, **kwargs: Any) -> list[Problem]:
+        """`validate`, awaited."""
+        return await APIFuture.start(self._validate(*args, **kwargs))
+
+    async def _validate(
+        self, planned: Plan | PlannedStep | Sequence[AnyDatum], loss_fn: Any = "cross_entropy", config: Any = None
+    ) -> list[Problem]:
+        info = await self._get_info()
+        plan, problems = of_run(plan_of(planned, loss_fn, config), info)
+        problems += await fetch_problems(self._session.transport, plan, info.model_id)
+        if isinstance(planned, Plan):
+            return problems
+        return [replace(problem, where=problem.where.removeprefix("steps[0].")) for problem in problems]

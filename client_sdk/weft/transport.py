@@ -27,7 +27,10 @@ from weft.errors import (
 )
 from weft.pool import Pool
 from weft.retry import Attempts, RetryPolicy
+from weft.tokens import Tokens, identity_of
 from weft.version import __version__
+from weft.wire.service import AuthTokenResponse
+from weft.wire.sessions import WhoamiResponse
 
 log = logging.getLogger("weft")
 
@@ -53,6 +56,8 @@ class Call:
     patient: bool = False
     #: Long polls have their own pool.
     poll: bool = False
+    #: Sent with the API key itself even where tokens are used.
+    with_key: bool = False
 
 
 class Transport:
@@ -62,6 +67,9 @@ class Transport:
         self.endpoint = endpoint
         self.policy = policy
         self.poll_policy = replace(policy, budget_s=policy.outage_budget_s)
+        #: Whether the server wants tokens in place of the key; the session's configuration says so.
+        self.use_tokens = False
+        self._tokens = Tokens(self._exchange)
         shared = {
             "X-API-Key": endpoint.api_key,
             "User-Agent": f"weft-python/{__version__}",
@@ -78,7 +86,25 @@ class Transport:
 
     async def once(self, call: Call) -> httpx.Response:
         """Send once, whatever the answer. `APITimeoutError` or `APIConnectionError` if there is none."""
-        headers = {"Accept": "application/json", **(call.headers or {})}
+        if not self.use_tokens or call.with_key:
+            return await self._once(call, {})
+        token = await self._tokens.current()
+        response = await self._once(call, {"X-API-Key": token})
+        if response.status_code != 401 or 'error="invalid_token"' not in response.headers.get("WWW-Authenticate", ""):
+            return response
+        return await self._once(call, {"X-API-Key": await self._tokens.replace(token)})
+
+    async def _exchange(self) -> str:
+        """A token for the key."""
+        return (await self.ask("POST", "/auth/token", AuthTokenResponse, b"{}", with_key=True)).jwt
+
+    async def identity(self) -> WhoamiResponse:
+        """Who the credential speaks for: what the token says that the key is exchanged for, or the key if it is one."""
+        key = self.endpoint.api_key
+        return identity_of(key if key.startswith("eyJ") else await self._tokens.current())
+
+    async def _once(self, call: Call, credential: Mapping[str, str]) -> httpx.Response:
+        headers = {"Accept": "application/json", **credential, **(call.headers or {})}
         if call.body is not None:
             headers["Content-Type"] = call.content_type
         pool = self._polls if call.poll else self._calls

@@ -1,0 +1,183 @@
+"""What is wrong with the data of a planned `forward_backward`: tokens, lengths, shapes, numbers, the loss and its
+settings. Shapes: T tokens of a datum, K targets per position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from weft.chunks import split
+from weft.plan import PlannedTrain, datum_of
+from weft.problem import Problem
+from weft.wire.arrays import Array
+from weft.wire.error import WireError
+from weft.wire.inputs import Datum
+from weft.wire.limits import LimitsResponse, LossLimits, ModelLimits
+from weft.wire.request_codec import estimate_bytes
+
+#: What a custom loss reads is its own business, but that it needs targets.
+CUSTOM = LossLimits(required=["target_tokens"], multi_target=True)
+LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
+
+
+def data_problems(
+    step: PlannedTrain, model: ModelLimits | None, limits: LimitsResponse, where: str
+) -> Iterator[Problem]:
+    """All problems of one step. Without a known `model`, its vocabulary and context are not checked."""
+    loss = _loss(step, limits)
+    if loss is None:
+        known = ", ".join(sorted(limits.losses))
+        yield Problem(f"{where}.loss_fn", "the server has no such loss", known, step.loss_fn)
+    else:
+        yield from _config(step, loss, where)
+    if not step.data:
+        yield Problem(f"{where}.data", "no data")
+    made: list[Datum] = []
+    for index, given in enumerate(step.data):
+        at = f"{where}.data[{index}]"
+        try:
+            datum = datum_of(given)
+        except (ValueError, KeyError, TypeError) as error:
+            yield Problem(at, " ".join(str(error).split()))
+            continue
+        made.append(datum)
+        yield from _datum(datum, loss, model, step.loss_fn_config or {}, at)
+    yield from _sizes(made, limits, where)
+
+
+def _loss(step: PlannedTrain, limits: LimitsResponse) -> LossLimits | None:
+    if not isinstance(step.loss_fn, str):
+        return CUSTOM
+    return limits.losses.get(step.loss_fn)
+
+
+def _config(step: PlannedTrain, loss: LossLimits, where: str) -> Iterator[Problem]:
+    config = step.loss_fn_config or {}
+    at = f"{where}.loss_fn_config"
+    for key, value in config.items():
+        if key not in loss.config:
+            takes = ", ".join(sorted(loss.config)) or "none"
+            yield Problem(f"{at}[{key!r}]", f"{step.loss_fn} has no such setting", takes, key)
+        elif not isinstance(loss.config[key], str) and (
+            isinstance(value, str) or not math.isfinite(value) or value < 0
+        ):
+            yield Problem(f"{at}[{key!r}]", "must be a finite number", ">= 0", value)
+    low, high = (config.get(key, loss.config.get(key)) for key in (LOW, HIGH))
+    if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
+        yield Problem(f"{at}[{LOW!r}]", f"above {HIGH}", high, low)
+
+
+def _datum(
+    datum: Datum, loss: LossLimits | None, model: ModelLimits | None, config: Mapping[str, float | str], where: str
+) -> Iterator[Problem]:
+    tokens = None
+    try:
+        tokens = np.asarray(datum.model_input.to_ints(), dtype=np.int64)
+    except WireError as error:
+        yield Problem(f"{where}.model_input", f"the models served read text only: {error}")
+    if tokens is not None:
+        yield from length_and_ids(tokens, model, f"{where}.model_input")
+    inputs = {}
+    for name, tensor in datum.loss_fn_inputs.items():
+        inputs[name] = tensor.to_numpy()
+        yield from _numbers(inputs[name], f"{where}.loss_fn_inputs[{name!r}]")
+    if loss is not None:
+        yield from _inputs(inputs, loss, config, where)
+        if loss.needs_provenance and datum.model_input_spans is None:
+            yield Problem(where, "this loss needs provenance spans: Datum.with_provenance")
+    yield from _targets(inputs, loss, model, None if tokens is None else tokens.size, where)
+
+
+def length_and_ids(tokens: Array, model: ModelLimits | None, where: str) -> Iterator[Problem]:
+    """Problems of the tokens of a prompt, int64 [T]."""
+    if tokens.size == 0:
+        yield Problem(where, "no tokens")
+    if model is None:
+        return
+    if tokens.size > model.context_length:
+        yield Problem(where, "longer than the context", model.context_length, int(tokens.size))
+    yield from _ids(tokens, model, where)
+
+
+def _ids(ids: Array, model: ModelLimits | None, where: str) -> Iterator[Problem]:
+    """One problem for all tokens out of the vocabulary, which shows the first."""
+    if model is None:
+        return
+    flat = ids.astype(np.int64).reshape(-1)
+    bad = np.flatnonzero((flat < 0) | (flat >= model.vocab_size))
+    if bad.size:
+        what = f"{bad.size} tokens out of the vocabulary, the first at element {int(bad[0])}"
+        yield Problem(where, what, f"0 to {model.vocab_size - 1}", int(flat[bad[0]]))
+
+
+def _numbers(values: Array, where: str) -> Iterator[Problem]:
+    bad = np.flatnonzero(~np.isfinite(values.reshape(-1)))
+    if bad.size:
+        what = f"{bad.size} values that are not finite, the first at element {int(bad[0])}"
+        yield Problem(where, what, None, float(values.reshape(-1)[bad[0]]))
+
+
+def _inputs(
+    inputs: Mapping[str, Array], loss: LossLimits, config: Mapping[str, float | str], where: str
+) -> Iterator[Problem]:
+    for name in loss.required:
+        if name not in inputs:
+            yield Problem(f"{where}.loss_fn_inputs[{name!r}]", "missing: this loss needs it", None, sorted(inputs))
+    if loss is CUSTOM:
+        return
+    known = {*loss.required, *loss.optional}
+    for name in inputs:
+        if name not in known:
+            at = f"{where}.loss_fn_inputs[{name!r}]"
+            yield Problem(at, "this loss takes no such input", ", ".join(sorted(known)), name)
+    for name in (LOW, HIGH):
+        if name in inputs and name in config:
+            yield Problem(f"{where}.loss_fn_inputs[{name!r}]", "given both per token and in loss_fn_config")
+    low, high = (inputs.get(name, config.get(name, loss.config.get(name))) for name in (LOW, HIGH))
+    if LOW in inputs or HIGH in inputs:
+        bounds = [np.asarray(bound, dtype=np.float64) for bound in (low, high)]
+        if bounds[0].size == 1 or bounds[1].size == 1 or bounds[0].shape == bounds[1].shape:
+            if (bounds[0] > bounds[1]).any():
+                yield Problem(f"{where}.loss_fn_inputs", f"{LOW} is above {HIGH} at some positions")
+            if (bounds[0] < 0).any():
+                yield Problem(f"{where}.loss_fn_inputs[{LOW!r}]", "negative ratio bound", 0, float(bounds[0].min()))
+
+
+def _targets(
+    inputs: Mapping[str, Array], loss: LossLimits | None, model: ModelLimits | None, length: int | None, where: str
+) -> Iterator[Problem]:
+    targets = inputs.get("target_tokens")
+    if targets is None:
+        return
+    at = f"{where}.loss_fn_inputs['target_tokens']"
+    if targets.dtype.kind not in "iu":
+        yield Problem(at, "must be integers", "int64", str(targets.dtype))
+        return
+    yield from _ids(targets, model, at)
+    if targets.ndim != 1 and not (targets.ndim == 2 and (loss is None or loss.multi_target)):
+        yield Problem(
+            at,
+            "wrong number of dimensions",
+            "[T] or [T, K]" if loss and loss.multi_target else "[T]",
+            list(targets.shape),
+        )
+    elif length is not None and targets.shape[0] != length:
+        yield Problem(at, "as many positions as the model input has tokens", length, targets.shape[0])
+    for name, values in inputs.items():
+        if loss is not CUSTOM and name != "target_tokens" and values.shape != targets.shape:
+            other = f"{where}.loss_fn_inputs[{name!r}]"
+            yield Problem(other, "another shape than target_tokens", list(targets.shape), list(values.shape))
+
+
+def _sizes(data: list[Datum], limits: LimitsResponse, where: str) -> Iterator[Problem]:
+    """What does not fit into one request, after the client has cut the data."""
+    for index, size in enumerate(estimate_bytes(data)):
+        if limits.max_body_bytes is not None and size > limits.max_body_bytes:
+            yield Problem(f"{where}.data[{index}]", "too many bytes for one request", limits.max_body_bytes, size)
+    most = limits.max_tokens_per_op
+    for part in split(data, limits.chunk_data, limits.chunk_bytes):
+        tokens = sum(sum(len(getattr(chunk, "tokens", ())) for chunk in datum.model_input.chunks) for datum in part)
+        if most is not None and tokens > most:
+            yield Problem(f"{where}.data", "too many tokens in one request of the cut data", most, tokens)
