@@ -12,7 +12,20 @@ from api import errors
 from api.auth import KeyCache
 from api.housekeeping import keep_house
 from api.machines import Machines
-from api.routes import batches, futures, rest, sampling, service, sessions, training, weft, weights
+from api.routes import (
+    batches,
+    checkpoints,
+    copies,
+    downloads,
+    futures,
+    rest,
+    sampling,
+    service,
+    sessions,
+    training,
+    weft,
+    weights,
+)
 from api.state import Service
 from billing.prices import PriceList
 from store.blobs import Blobs
@@ -61,6 +74,19 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
     )
     app.state.keys = KeyCache()
     errors.install(app)
-    for routes in (service, sessions, training, batches, weights, sampling, futures, rest, weft):
+    for routes in (
+        service,
+        sessions,
+        training,
+        batches,
+        weights,
+        sampling,
+        futures,
+        rest,
+        checkpoints,
+        copies,
+        downloads,
+        weft,
+    ):
         app.include_router(routes.router)
     return app

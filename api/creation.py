@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from sqlalchemy.orm import Session
 
+from api.errors import Invalid
 from api.lookup import active_session, run_by_id
 from api.state import Service
 from api.submit import accept, known
@@ -30,6 +31,8 @@ def check_session(session: Session, org_id: str, session_id: str, run_id: str) -
         run_by_id(session, org_id, run_id)
         return True
     active_session(session, org_id, session_id)
+    if session.get(tables.Run, run_id) is not None:
+        raise Invalid(f"model_seq_id: {run_id} is a copy of weights, which cannot be trained; use the next number")
     return False
 
 

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 from api.errors import Invalid, NotFound, quote
 from api.paths import CheckpointPath
 from store import tables
+from store.keys import authenticate
 from workers.model.card import ModelCard
 
 
@@ -56,6 +57,24 @@ def checkpoint_at(session: Session, org_id: str, path: CheckpointPath) -> tables
     query = select(tables.Checkpoint).filter_by(org_id=org_id, run_id=path.run_id, kind=path.kind, name=path.name)
     row = session.scalars(query).one_or_none()
     if row is None or expired(row):
+        raise NotFound(f"no checkpoint {path}")
+    return row
+
+
+def readable_checkpoint(
+    session: Session, org_id: str, path: CheckpointPath, access_token: str | None = None
+) -> tables.Checkpoint:
+    """A checkpoint to load, copy or sample from: of the organisation, of the one whose API key `access_token` is, or
+    published by anybody."""
+    owners = {org_id}
+    if access_token is not None:
+        other = authenticate(session, access_token)
+        if other is None:
+            raise Invalid("weights_access_token: not an API key of this server (the key of whom the weights belong to)")
+        owners.add(other)
+    query = select(tables.Checkpoint).filter_by(run_id=path.run_id, kind=path.kind, name=path.name)
+    row = session.scalars(query).one_or_none()
+    if row is None or expired(row) or not (row.public or row.org_id in owners):
         raise NotFound(f"no checkpoint {path}")
     return row
 

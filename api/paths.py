@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from api.errors import Invalid, quote
 
 #: `kind` of a path -> what Tinker calls the checkpoint's type.
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,256}", re.ASCII)
 _RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)

@@ -35,6 +35,8 @@ def _queries() -> Iterator[tuple[InstrumentedAttribute[str] | Any, Select[Any]]]
     sampler = tables.Sampler.adapter_ref
     active = select(sampler).join(tables.Session, tables.Session.id == tables.Sampler.session_id)
     yield sampler, active.where(tables.Session.state == "active")
+    queued = select(sampler).join(tables.Operation, tables.Operation.lane == tables.Sampler.id)
+    yield sampler, queued.where(tables.Operation.state == "queued")
     # A live run would be rebuilt from what it was loaded from, until its first snapshot.
     source = tables.Operation.plan["source_ref"].as_string()
     loaded = select(source).join(tables.Run, tables.Run.id == tables.Operation.lane)

@@ -11,9 +11,10 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from api.auth import PrincipalDep
+from api.errors import NotFound, quote
 from api.lookup import live_checkpoints, run_by_id
 from api.routes.checkpoints import OLDEST_FIRST, count, cursor, describe
-from api.session_search import text_values
+from api.session_search import DEFAULT_PROJECT, text_values
 from api.state import ServiceDep
 from api.validate.runs import check_text
 from store import tables
@@ -44,7 +45,8 @@ async def training_runs(
         if access_scope == "owned":
             query = query.where(tables.Session.key_id == who.key_id)
         if project_id is not None:
-            query = query.where(tables.Session.project_id == project_id)
+            project = None if project_id == DEFAULT_PROJECT else project_id
+            query = query.where(tables.Session.project_id.is_not_distinct_from(project))
         total = count(session, query)
         page = session.scalars(query.order_by(tables.Run.created_at.desc(), tables.Run.id).limit(limit).offset(offset))
         return {"training_runs": _describe_runs(session, page.all()), "cursor": cursor(offset, limit, total)}
@@ -56,8 +58,13 @@ async def training_runs(
 async def training_run(
     run_id: str, service: ServiceDep, who: PrincipalDep, access_scope: Scope = "owned"
 ) -> dict[str, Any]:
-    """One run of the organisation. Whoever knows the id of a run means that one, so the scope does not hide it."""
-    return await service.read(lambda session: _describe_runs(session, [run_by_id(session, who.org_id, run_id)])[0])
+    def read(session: Session) -> dict[str, Any]:
+        run = run_by_id(session, who.org_id, run_id)
+        if access_scope == "owned" and session.get_one(tables.Session, run.session_id).key_id != who.key_id:
+            raise NotFound(f"no model {quote(run_id)} of this key: ask with access_scope=accessible")
+        return _describe_runs(session, [run])[0]
+
+    return await service.read(read)
 
 
 def _describe_runs(session: Session, runs: Sequence[tables.Run]) -> list[dict[str, Any]]:

@@ -19,8 +19,8 @@ from weft.wire import (
 from api.auth import PrincipalDep
 from api.bodies import parse_json, read_body, read_json
 from api.creation import check_session, create, repeat, run_id_of
-from api.errors import Invalid, NotHere, quote
-from api.lookup import checkpoint_at, served_model
+from api.errors import Invalid, quote
+from api.lookup import readable_checkpoint, served_model
 from api.paths import check_name, parse_path
 from api.state import Service, ServiceDep
 from api.submit import Checked, submit_json
@@ -28,6 +28,7 @@ from api.validate.optimizers import CONFIGS, check_same_optimizer, family_of
 from api.validate.runs import check_metadata, check_sequence
 from scheduler.messages import OpKind, RunSpec
 from store import tables
+from workers.model.encryption import BadRecipient, parse_recipients
 
 router = APIRouter(prefix="/api/v1")
 
@@ -102,13 +103,20 @@ def _unnamed_sampler(body: SaveWeightsForSamplerRequest, session: Session, run: 
 
 @router.post("/save_weights_external")
 async def save_weights_external(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
-    """Not here yet. It is one of a run's numbered operations all the same, so its number has to be spent."""
+    """The adapter as files for other tools (`workers.model.peft_format`), for their recipients only where it names
+    some."""
 
-    def check(_body: SaveWeightsExternalRequest, _run: tables.Run) -> Checked:
-        raise NotHere("this server has no external weights: use save_weights_for_sampler")
+    def check(body: SaveWeightsExternalRequest, run: tables.Run) -> Checked:
+        try:
+            parse_recipients(body.age_encryption_recipients or [])
+        except BadRecipient as error:
+            raise Invalid(f"age_encryption_recipients{error}") from None
+        return Checked(
+            {"kind": "external_weights", "name": check_name(body.path, "path"), "ttl_seconds": body.ttl_seconds}
+        )
 
     raw = await read_body(request)
-    return await submit_json(service, who.org_id, OpKind.SAVE_SAMPLER, raw, SaveWeightsExternalRequest, check)
+    return await submit_json(service, who.org_id, OpKind.SAVE_EXTERNAL, raw, SaveWeightsExternalRequest, check)
 
 
 @router.post("/load_weights")
@@ -131,7 +139,7 @@ async def weights_info(request: Request, service: ServiceDep, who: PrincipalDep)
     path = parse_path(body.tinker_path, "tinker_path")
 
     def read(session: Session) -> tables.Run:
-        return session.get_one(tables.Run, checkpoint_at(session, who.org_id, path).run_id)
+        return session.get_one(tables.Run, readable_checkpoint(session, who.org_id, path).run_id)
 
     run = await service.read(read)
     return {
@@ -166,9 +174,9 @@ def _load_in_place(body: LoadWeightsRequest, session: Session, run: tables.Run) 
 def _source(session: Session, org_id: str, body: LoadWeightsRequest) -> tuple[tables.Checkpoint, tables.Run]:
     """The checkpoint that training goes on from, and the run that it was saved from."""
     path = parse_path(body.path, "path")
-    if path.kind != "weights":
+    if path.kind == "sampler_weights" or (path.kind == "external_weights" and body.optimizer):
         raise Invalid(f"path: {path} holds no training state; load a checkpoint of the kind 'weights' (save_weights)")
-    checkpoint = checkpoint_at(session, org_id, path)
+    checkpoint = readable_checkpoint(session, org_id, path, body.weights_access_token)
     return checkpoint, session.get_one(tables.Run, checkpoint.run_id)
 
 

@@ -72,14 +72,6 @@ class TestSaving:
         assert "snapshot" in world.post("save_weights_for_sampler", body, status=400)["detail"]
 
 
-def test_an_export_is_not_here_and_does_not_hold_up_what_follows(world: World) -> None:
-    run = world.run()
-    refused = world.post("save_weights_external", {"model_id": run, "seq_id": 1, "path": "x"}, status=404)
-    assert refused["code"] == "not_supported"
-    following = world.post("save_weights", {"model_id": run, "seq_id": 2, "path": "y"})["request_id"]
-    assert "has not arrived" not in world.outcome(following).json()["queue_state_reason"]
-
-
 class TestLoading:
     def test_into_a_new_run_with_the_shape_of_the_old_one(self, world: World) -> None:
         session = world.session()

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from workers.model.adapter_shape import AdapterShape, Slot
 from workers.model.config import DecoderConfig, read_json
+from workers.model.encryption import SUFFIX as ENCRYPTED
 from workers.model.peft_format import WEIGHTS_FILE, Array, PeftFormatError, read_layout
 
 if TYPE_CHECKING:
@@ -135,6 +136,8 @@ def save_adapter(
 
 def load_adapter(folder: Path, config: DecoderConfig, *, device: str | torch.device = "cpu") -> LoadedAdapter:
     """Read an adapter of a model with this `config`. AdapterFileError names a bad tensor or field."""
+    if (folder / f"adapter_config.json{ENCRYPTED}").exists():
+        raise AdapterFileError(f"{folder}: is encrypted: only its recipients can read it")
     fields = read_json(folder / "adapter_config.json")
     if fields.get("peft_type") == "LORA":
         return _load_export(folder, fields, config, device)

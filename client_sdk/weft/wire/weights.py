@@ -12,7 +12,9 @@ from weft.wire.training import AdamOptimizerConfig, ModelID, OptimizerConfig
 SamplingClientKind = Literal["snapshot", "inflight"]
 
 #: A name becomes the last part of a checkpoint's path.
-CheckpointName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+CheckpointName = Annotated[
+    str, Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$")
+]
 #: An hour to ten years.
 TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 24 * 3600)]
 

@@ -1,0 +1,60 @@
+"""Archives of checkpoints, for older clients: a tar of the export that save_weights_external would have made.
+
+Made when first asked for, kept while links to it are good, deleted by the reaper. Plain tar: float32 weights do not
+compress. No torch here: the conversion works on numpy arrays.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import orjson
+from safetensors.numpy import load_file
+
+from store.blobs import Blobs
+from workers.model.peft_format import write_export
+
+#: Signed links are good for so long.
+LINKS_LAST = timedelta(hours=1)
+#: Older clients look for this file to know that the archive is whole.
+COMPLETE = "checkpoint_complete"
+ARCHIVES = "archives"
+
+
+def archive_ref(checkpoint_id: str) -> str:
+    return f"{ARCHIVES}/{checkpoint_id}"
+
+
+def make_archive(blobs: Blobs, ref: str, checkpoint_id: str) -> None:
+    """Have the archive of the weights in `ref` at `archive_ref`, and count its age from now. Runs in a thread."""
+    target = blobs.path(archive_ref(checkpoint_id))
+    if target.is_dir():
+        os.utime(target)
+        return
+    source = blobs.path(ref)
+    with blobs.new_folder(archive_ref(checkpoint_id)) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
+        export = source if not (source / "adapter.safetensors").is_file() else _export(source, Path(scratch))
+        with tarfile.open(folder / "checkpoint.tar", "w") as tar:
+            for file in sorted(path for path in export.rglob("*") if path.is_file()):
+                tar.add(file, file.relative_to(export).as_posix(), filter=_nobody)
+            tar.addfile(tarfile.TarInfo(COMPLETE), io.BytesIO())
+
+
+def _export(source: Path, target: Path) -> Path:
+    fields = orjson.loads((source / "adapter_config.json").read_bytes())
+    tensors = load_file(source / "adapter.safetensors")
+    write_export(target, tensors, base_model=fields["base_model"], rank=fields["rank"], alpha=fields["alpha"])
+    return target
+
+
+def _nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Nothing of the server's users goes into an archive."""
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    member.mode = 0o644
+    return member

@@ -1,0 +1,187 @@
+"""Saved weights: listed, published, given a time to live, deleted, and fetched."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import RedirectResponse
+from sqlalchemy import Select, func, select
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+from weft.wire import SetTtlRequest
+
+from api.auth import Principal, PrincipalDep
+from api.bodies import read_json
+from api.errors import Invalid
+from api.exports import LINKS_LAST, make_archive
+from api.lookup import checkpoint_at, live_checkpoints, run_by_id
+from api.paths import KINDS, CheckpointPath, parse_path
+from api.routes.downloads import archive_path, file_path
+from api.session_search import text_values
+from api.state import Service, ServiceDep
+from api.validate.runs import check_ttl
+from scheduler.references import in_use
+from store import audit, tables
+
+router = APIRouter(prefix="/api/v1")
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0, le=2**31)]
+OLDEST_FIRST = (tables.Checkpoint.created_at, tables.Checkpoint.id)
+_NEWEST_FIRST = (tables.Checkpoint.created_at.desc(), tables.Checkpoint.id)
+_ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
+
+@router.get("/checkpoints")
+async def checkpoints(service: ServiceDep, who: PrincipalDep, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
+    """Checkpoints of the organisation, newest first."""
+
+    def read(session: Session) -> dict[str, Any]:
+        query = select(tables.Checkpoint).filter_by(org_id=who.org_id).where(live_checkpoints())
+        total = count(session, query)
+        rows = session.scalars(query.order_by(*_NEWEST_FIRST).limit(limit).offset(offset))
+        return {"checkpoints": [describe(row) for row in rows], "cursor": cursor(offset, limit, total)}
+
+    return await service.read(read)
+
+
+@router.get("/training_runs/{run_id}/checkpoints")
+async def run_checkpoints(run_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """All checkpoints of a run, oldest first."""
+
+    def read(session: Session) -> dict[str, Any]:
+        run_by_id(session, who.org_id, run_id)
+        query = select(tables.Checkpoint).filter_by(org_id=who.org_id, run_id=run_id).where(live_checkpoints())
+        return {"checkpoints": [describe(row) for row in session.scalars(query.order_by(*OLDEST_FIRST))]}
+
+    return await service.read(read)
+
+
+@router.post(_ONE + "/publish")
+async def publish(run_id: str, kind: str, name: str, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
+    """Let every organisation read this checkpoint: load it, copy it, sample from it. Nothing else of the run."""
+    await _set_public(service, who, _path(run_id, kind, name), True)
+    return {"status": "published"}
+
+
+@router.delete(_ONE + "/publish")
+async def unpublish(run_id: str, kind: str, name: str, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
+    """From now on only the own organisation may read it. What others have made of it stays theirs."""
+    await _set_public(service, who, _path(run_id, kind, name), False)
+    return {"status": "unpublished"}
+
+
+async def _set_public(service: Service, who: Principal, path: CheckpointPath, public: bool) -> None:
+    """Saying it twice is no error: a 409 would have clients try again for minutes."""
+
+    def write(session: Session) -> None:
+        row = checkpoint_at(session, who.org_id, path)
+        if row.public != public:
+            row.public = public
+            _note(session, who, "checkpoint_published" if public else "checkpoint_unpublished", path)
+
+    await service.database.write(write)
+
+
+@router.put(_ONE + "/ttl")
+async def set_ttl(
+    run_id: str, kind: str, name: str, request: Request, service: ServiceDep, who: PrincipalDep
+) -> dict[str, Any]:
+    """Let a checkpoint expire so many seconds from now, or (null) never."""
+    path = _path(run_id, kind, name)
+    body = await read_json(request, SetTtlRequest)
+    check_ttl(body.ttl_seconds)
+    ttl = body.ttl_seconds
+    expires = None if ttl is None else datetime.now(UTC) + timedelta(seconds=ttl)
+
+    def write(session: Session) -> None:
+        checkpoint_at(session, who.org_id, path).expires_at = expires
+        _note(session, who, "checkpoint_ttl_set", path, ttl_seconds=ttl)
+
+    await service.database.write(write)
+    return {"expires_at": expires}
+
+
+@router.delete(_ONE)
+async def delete_checkpoint(
+    run_id: str, kind: str, name: str, service: ServiceDep, who: PrincipalDep
+) -> dict[str, str]:
+    """Delete a checkpoint. It is gone at once; its files stay for as long as something else needs them."""
+    path = _path(run_id, kind, name)
+
+    def write(session: Session) -> str | None:
+        row = checkpoint_at(session, who.org_id, path)
+        session.delete(row)
+        _note(session, who, "checkpoint_deleted", path)
+        return None if in_use(session, row.ref) else row.ref
+
+    free = await service.database.write(write)
+    if free is not None:
+        await run_in_threadpool(service.blobs.delete_tree, free)
+    return {"status": "deleted"}
+
+
+@router.get(_ONE + "/external_weights_urls")
+async def external_weights_urls(
+    run_id: str, kind: str, name: str, request: Request, service: ServiceDep, who: PrincipalDep
+) -> dict[str, Any]:
+    """A link for each file of an export, good for an hour without a key."""
+    path = _path(run_id, kind, name)
+    if path.kind != "external_weights":
+        raise Invalid(f"path: {path} is no export: only external weights (save_weights_external) have links")
+    row = await service.read(lambda session: checkpoint_at(session, who.org_id, path))
+    expires = datetime.now(UTC).replace(microsecond=0) + LINKS_LAST
+
+    def links() -> dict[str, str]:
+        folder = service.blobs.path(row.ref)
+        names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+        return {name: service.signer.link(request, file_path(row.id, name), expires) for name in names}
+
+    return {"urls": await run_in_threadpool(links), "expires": expires}
+
+
+@router.get(_ONE + "/archive")
+async def archive(
+    run_id: str, kind: str, name: str, request: Request, service: ServiceDep, who: PrincipalDep
+) -> RedirectResponse:
+    """A link to a tar of the weights as an export, where older clients expect it: in the Location of a redirect."""
+    path = _path(run_id, kind, name)
+
+    row = await service.read(lambda session: checkpoint_at(session, who.org_id, path))
+    await run_in_threadpool(make_archive, service.blobs, row.ref, row.id)
+    expires = datetime.now(UTC).replace(microsecond=0) + LINKS_LAST
+    link = service.signer.link(request, archive_path(row.id), expires)
+    return RedirectResponse(link, 302, {"expires": format_datetime(expires, usegmt=True)})
+
+
+def _path(run_id: str, kind: str, name: str) -> CheckpointPath:
+    return parse_path(f"tinker://{run_id}/{kind}/{name}", "path")
+
+
+def _note(session: Session, who: Principal, event: str, path: CheckpointPath, **detail: Any) -> None:
+    audit.record(session, org_id=who.org_id, key_id=who.key_id, event=event, target=str(path), detail=detail)
+
+
+def count(session: Session, query: Select[Any]) -> int:
+    return session.scalar(select(func.count()).select_from(query.subquery())) or 0
+
+
+def cursor(offset: int, limit: int, total: int) -> dict[str, int]:
+    return {"offset": offset, "limit": limit, "total_count": total}
+
+
+def describe(row: tables.Checkpoint) -> dict[str, Any]:
+    """A checkpoint as clients see it."""
+    return {
+        "checkpoint_id": f"{row.kind}/{row.name}",
+        "checkpoint_type": KINDS[row.kind],
+        "time": row.created_at,
+        "tinker_path": str(CheckpointPath(row.run_id, row.kind, row.name)),
+        "size_bytes": row.size_bytes,
+        "public": row.public,
+        "user_metadata": text_values(row.user_metadata),
+        "expires_at": row.expires_at,
+    }
