@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tarfile
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -35,6 +36,26 @@ async def download_files(urls: Mapping[str, str], folder: Path) -> list[Path]:
             return target
 
         return list(await asyncio.gather(*(fetch(name, url) for name, url in sorted(urls.items()))))
+
+
+async def download_archive(url: str, folder: Path) -> list[Path]:
+    """Fetch a tar and unpack its files into `folder`; nothing of it can land outside."""
+    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".download.") as scratch:
+        archive = Path(scratch) / "archive.tar"
+        async with httpx.AsyncClient(follow_redirects=True, timeout=httpx.Timeout(60.0, connect=5.0)) as http:
+            await _fetch(http, url, archive)
+        return await asyncio.to_thread(_unpack, archive, folder)
+
+
+def _unpack(archive: Path, folder: Path) -> list[Path]:
+    try:
+        with tarfile.open(archive) as tar:
+            members = [member for member in tar.getmembers() if member.isfile()]
+            tar.extractall(folder, members, filter="data")
+    except tarfile.TarError as error:
+        raise APIResponseValidationError(f"the archive cannot be unpacked: {error}") from error
+    return [folder / member.name for member in members]
 
 
 async def _fetch(http: httpx.AsyncClient, url: str, target: Path) -> None:

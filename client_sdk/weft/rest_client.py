@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from weft.admin_client import AdminClient
-from weft.download import download_files
+from weft.download import download_archive, download_files
+from weft.errors import APIResponseValidationError
 from weft.future import APIFuture
 from weft.rest_base import checkpoint_route, part
 from weft.rest_sessions import RestSessions
@@ -14,6 +16,7 @@ from weft.transport import Call, encode
 from weft.wire.limits import BalanceResponse, LimitsResponse, PricesResponse
 from weft.wire.rest import (
     AccessScope,
+    CheckpointArchiveUrlResponse,
     CheckpointsListResponse,
     ExternalWeightsUrlsResponse,
     SetTtlRequest,
@@ -91,11 +94,26 @@ class RestClient(RestSessions, AdminClient):
         """Where to fetch the files of an exported checkpoint, one signed URL each."""
         return self._get(f"{checkpoint_route(tinker_path)}/external_weights_urls", ExternalWeightsUrlsResponse)
 
-    def download_external_weights(self, tinker_path: str, folder: str | Path) -> APIFuture[list[Path]]:
-        """Fetch the files of an exported checkpoint into `folder`, which is made if it is not there; their paths."""
+    def get_checkpoint_archive_url_from_tinker_path(self, tinker_path: str) -> APIFuture[CheckpointArchiveUrlResponse]:
+        """Where to fetch a tar of a run's state or sampler weights, as PEFT files; a signed URL."""
+        return APIFuture.start(self._archive_url(tinker_path))
+
+    async def _archive_url(self, tinker_path: str) -> CheckpointArchiveUrlResponse:
+        call = Call("GET", f"{checkpoint_route(tinker_path)}/archive", follow=False, timeout_s=600.0)
+        response = await self._transport.send(call)
+        if "location" not in response.headers:
+            raise APIResponseValidationError(f"the server does not say where the archive of {tinker_path} is")
+        expires = response.headers.get("expires")
+        when = None if expires is None else parsedate_to_datetime(expires)
+        return CheckpointArchiveUrlResponse(url=str(response.url.join(response.headers["location"])), expires=when)
+
+    def download_checkpoint(self, tinker_path: str, folder: str | Path) -> APIFuture[list[Path]]:
+        """Fetch the files of any checkpoint, adapter weights and config, into `folder`; their paths."""
         return APIFuture.start(self._download(tinker_path, Path(folder)))
 
     async def _download(self, tinker_path: str, folder: Path) -> list[Path]:
+        if parse_checkpoint_path(tinker_path).kind != "external_weights":
+            return await download_archive((await self._archive_url(tinker_path)).url, folder)
         route = f"{checkpoint_route(tinker_path)}/external_weights_urls"
         listed = await self._transport.ask("GET", route, ExternalWeightsUrlsResponse)
         return await download_files(listed.urls, folder)

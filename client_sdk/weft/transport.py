@@ -56,6 +56,8 @@ class Call:
     patient: bool = False
     #: Long polls have their own pool.
     poll: bool = False
+    #: A redirect is an answer: where it points is fetched without our credential.
+    follow: bool = True
     #: Sent with the API key itself even where tokens are used.
     with_key: bool = False
 
@@ -112,7 +114,13 @@ class Transport:
         timeout = httpx.Timeout(call.timeout_s, connect=5.0, pool=None)
         try:
             return await pool.request(
-                call.method, url, content=call.body, params=call.params, headers=headers, timeout=timeout
+                call.method,
+                url,
+                content=call.body,
+                params=call.params,
+                headers=headers,
+                timeout=timeout,
+                follow_redirects=call.follow,
             )
         except httpx.TimeoutException as error:
             raise APITimeoutError(f"{call.method} {url}: no answer within {call.timeout_s:g} s") from error
@@ -142,7 +150,7 @@ class Transport:
             response = await self.once(call)
         except APIConnectionError as error:
             return error, None
-        if response.is_success:
+        if response.is_success or (response.has_redirect_location and not call.follow):
             return response, None
         return error_of(response), _retry_after_s(response)
 

@@ -164,7 +164,7 @@ def _targets(
             list(targets.shape),
         )
     elif length is not None and targets.shape[0] != length:
-        yield Problem(at, "as many positions as the model input has tokens", length, targets.shape[0])
+        yield Problem(at, "must have as many positions as the model input tokens", length, targets.shape[0])
     for name, values in inputs.items():
         if loss is not CUSTOM and name != "target_tokens" and values.shape != targets.shape:
             other = f"{where}.loss_fn_inputs[{name!r}]"

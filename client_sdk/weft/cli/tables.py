@@ -11,6 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from weft.money import usd as usd
+from weft.wire.limits import BalanceResponse, PricesResponse
 from weft.wire.rest import CheckpointsListResponse, TrainingRunsResponse
 from weft.wire.service import GetServerCapabilitiesResponse
 from weft.wire.usage import UsageResponse, UsageRow
@@ -50,10 +52,22 @@ def _sums(rows: list[UsageRow]) -> tuple[str, str]:
     return f"{sum(row.tokens for row in rows):,}", usd(sum(row.amount_nusd for row in rows))
 
 
-def usd(amount_nusd: int) -> str:
-    """Billionths of a dollar as dollars, exactly: the lines add up to their total."""
-    dollars, rest = divmod(abs(amount_nusd), 10**9)
-    return f"{'-' if amount_nusd < 0 else ''}{dollars}.{rest:09d}"
+def balance(answer: BalanceResponse) -> Table:
+    table = _table("", "USD", right=("USD",))
+    table.add_row(f"spent in {answer.month} (UTC)", usd(answer.spent_this_month_nusd))
+    table.add_row("spent ever", usd(answer.spent_nusd))
+    left = "none kept: usage is metered, not prepaid" if answer.balance_nusd is None else usd(answer.balance_nusd)
+    table.add_row("balance", left, style="bold")
+    return table
+
+
+def prices(answer: PricesResponse) -> Table:
+    table = _table("kind", "USD per million tokens", right=("USD per million tokens",))
+    for kind, rate in answer.rates_uusd_per_mtok.items():
+        table.add_row(kind, f"{rate // 10**6}.{rate % 10**6:06d}")
+    table.caption = f"{answer.base_model}, prices: {answer.price_version}"
+    table.caption_justify = "left"
+    return table
 
 
 def models(answer: GetServerCapabilitiesResponse) -> Table:

@@ -116,6 +116,13 @@ class ExternalWeightsUrlsResponse(Response):
     expires: datetime
 
 
+class CheckpointArchiveUrlResponse(Response):
+    """A signed URL of a checkpoint's archive."""
+
+    url: str
+    expires: datetime | None = None
+
+
 class ListSessionsResponse(Response):
     sessions: list[str]
 

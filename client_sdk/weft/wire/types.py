@@ -55,6 +55,7 @@ from weft.wire.losses import (
 from weft.wire.rest import (
     AccessScope,
     Checkpoint,
+    CheckpointArchiveUrlResponse,
     CheckpointsListResponse,
     CheckpointType,
     Cursor,
@@ -214,6 +215,7 @@ __all__ = [
     "CancelFutureRequest",
     "CancelledSessionStatusQuery",
     "Checkpoint",
+    "CheckpointArchiveUrlResponse",
     "CheckpointBillingEvent",
     "CheckpointName",
     "CheckpointType",

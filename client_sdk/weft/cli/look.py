@@ -1,0 +1,102 @@
+"""Commands that look: each asks the server once (or, watching, again and again) and prints a table, or JSON."""
+
+from __future__ import annotations
+
+import time
+
+import click
+from rich.live import Live
+
+from weft.cli import tables
+from weft.cli.shell import Rest, as_json, command, main, show
+from weft.version import __version__
+
+WATCH_S = 2.0
+
+
+@main.command()
+@click.option("--run", "run_id", help="Only this run.")
+@click.option("--watch", is_flag=True, help="Keep showing it.")
+@as_json
+@click.pass_obj
+@command
+def usage(rest: Rest, run_id: str | None, watch: bool, json_: bool) -> None:
+    """Tokens and dollars, by run and kind."""
+    client = rest()
+    if not watch:
+        answer = client.get_usage(run_id).result()
+        show(answer, json_, lambda: tables.usage(answer))
+        return
+    with Live(console=tables.console(), auto_refresh=False) as live:
+        while True:
+            live.update(tables.usage(client.get_usage(run_id).result()), refresh=True)
+            time.sleep(WATCH_S)
+
+
+@main.command()
+@click.argument("run_id", metavar="RUN")
+@as_json
+@click.pass_obj
+@command
+def cost(rest: Rest, run_id: str, json_: bool) -> None:
+    """What RUN has cost so far."""
+    answer = rest().get_usage(run_id).result()
+    show(answer, json_, lambda: tables.usage(answer))
+
+
+@main.command()
+@as_json
+@click.pass_obj
+@command
+def balance(rest: Rest, json_: bool) -> None:
+    """What you have spent, this month and ever, and what is left if the server keeps credits."""
+    answer = rest().get_balance().result()
+    show(answer, json_, lambda: tables.balance(answer))
+
+
+@main.command()
+@click.argument("model")
+@as_json
+@click.pass_obj
+@command
+def prices(rest: Rest, model: str, json_: bool) -> None:
+    """What a million tokens of MODEL cost now."""
+    answer = rest().get_prices(model).result()
+    show(answer, json_, lambda: tables.prices(answer))
+
+
+@main.command()
+@as_json
+@click.pass_obj
+@command
+def models(rest: Rest, json_: bool) -> None:
+    """Base models that the server serves."""
+    answer = rest().get_server_capabilities().result()
+    show(answer, json_, lambda: tables.models(answer))
+
+
+@main.command()
+@click.option("--limit", default=20, show_default=True, help="How many, newest first.")
+@as_json
+@click.pass_obj
+@command
+def runs(rest: Rest, limit: int, json_: bool) -> None:
+    """Training runs."""
+    answer = rest().list_training_runs(limit=limit).result()
+    show(answer, json_, lambda: tables.runs(answer))
+
+
+@main.command()
+@as_json
+@click.pass_obj
+@command
+def stats(rest: Rest, json_: bool) -> None:
+    """How the server is doing: passes, shared passes, slot occupancy, queue."""
+    answer = rest().get_stats().result()
+    show(answer, json_, lambda: tables.stats(answer))
+
+
+@main.command()
+def version() -> None:
+    """Version of this client."""
+    click.echo(f"weft {__version__}")

@@ -1,0 +1,103 @@
+"""Commands about what is stored: checkpoints, and the trace of a session."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from weft.cli import tables
+from weft.cli.shell import Rest, as_json, command, main, show
+from weft.download import download_files
+from weft.wire.rest import parse_checkpoint_path
+
+
+@main.command()
+@click.option("--run", "run_id", help="Only this run.")
+@click.option("--limit", default=100, show_default=True, help="How many, newest first.")
+@as_json
+@click.pass_obj
+@command
+def checkpoints(rest: Rest, run_id: str | None, limit: int, json_: bool) -> None:
+    """Saved weights."""
+    client = rest()
+    listed = client.list_checkpoints(run_id) if run_id else client.list_user_checkpoints(limit)
+    answer = listed.result()
+    show(answer, json_, lambda: tables.checkpoints(answer))
+
+
+@main.command()
+@click.argument("path")
+@click.option("--to", "folder", type=click.Path(path_type=Path), help="Folder; default: named as the checkpoint.")
+@click.pass_obj
+@command
+def download(rest: Rest, path: str, folder: Path | None) -> None:
+    """Fetch the adapter files of the checkpoint at PATH (tinker://...)."""
+    target = folder or Path(parse_checkpoint_path(path).name)
+    for file in rest().download_checkpoint(path, target).result():
+        click.echo(f"{file}  {file.stat().st_size:,} bytes")
+
+
+@main.command()
+@click.argument("path")
+@click.pass_obj
+@command
+def publish(rest: Rest, path: str) -> None:
+    """Let everybody on the server load the checkpoint at PATH."""
+    rest().publish_checkpoint_from_tinker_path(path).result()
+    click.echo(f"{path} is public")
+
+
+@main.command()
+@click.argument("path")
+@click.pass_obj
+@command
+def unpublish(rest: Rest, path: str) -> None:
+    """Keep the checkpoint at PATH to yourself again."""
+    rest().unpublish_checkpoint_from_tinker_path(path).result()
+    click.echo(f"{path} is private")
+
+
+@main.command("set-ttl")
+@click.argument("path")
+@click.option("--seconds", type=int, help="Expire so long from now: an hour to ten years.")
+@click.option("--never", is_flag=True, help="Keep it for ever.")
+@click.pass_obj
+@command
+def set_ttl(rest: Rest, path: str, seconds: int | None, never: bool) -> None:
+    """Let the checkpoint at PATH expire, or not."""
+    if (seconds is None) != never:
+        raise click.UsageError("give either --seconds or --never")
+    rest().set_checkpoint_ttl_from_tinker_path(path, seconds).result()
+    click.echo(f"{path} " + ("never expires" if never else f"expires in {seconds:,} s"))
+
+
+@main.command()
+@click.argument("paths", nargs=-1, required=True)
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@click.pass_obj
+@command
+def delete(rest: Rest, paths: tuple[str, ...], yes: bool) -> None:
+    """Delete the checkpoints at PATHS. There is no undo."""
+    for path in paths:
+        parse_checkpoint_path(path)
+    if not yes:
+        click.confirm(f"Delete {', '.join(paths)}?", abort=True)
+    client = rest()
+    for path in paths:
+        client.delete_checkpoint_from_tinker_path(path).result()
+        click.echo(f"{path} is deleted")
+
+
+@main.command()
+@click.argument("session_id", metavar="SESSION")
+@click.option("--to", "file", type=click.Path(path_type=Path), help="File; default: SESSION.pftrace.")
+@click.pass_obj
+@command
+def trace(rest: Rest, session_id: str, file: Path | None) -> None:
+    """Fetch a trace of SESSION's operations, to be opened in ui.perfetto.dev."""
+    url = rest().export_session_trace(session_id).result()
+    target = file or Path(f"{session_id}.pftrace")
+    asyncio.run(download_files({target.name: url}, target.parent))
+    click.echo(str(target))
