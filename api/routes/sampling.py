@@ -14,7 +14,7 @@ from weft.wire import CreateSamplingSessionRequest, SampleRequest
 from api.auth import PrincipalDep
 from api.bodies import INLINE_BYTES, parse_json, read_body, read_json
 from api.errors import Invalid, quote
-from api.lookup import active_session, checkpoint_at, plain_id, sampler_by_id, served_model
+from api.lookup import active_session, plain_id, readable_checkpoint, sampler_by_id, served_model
 from api.paths import parse_path
 from api.state import Service, ServiceDep
 from api.submit import accept
@@ -106,11 +106,13 @@ def _new_sampler(
         path = parse_path(body.model_path, "model_path")
         if path.kind != "sampler_weights":
             raise Invalid(f"model_path: {path} cannot be sampled; use save_weights_for_sampler and its path")
-        checkpoint = checkpoint_at(session, owner.org_id, path)
+        checkpoint = readable_checkpoint(session, owner.org_id, path)
         run = session.get_one(tables.Run, checkpoint.run_id)
         if base_model is not None and base_model != run.base_model:
             raise Invalid(f"base_model: those weights are of {run.base_model}, not of {quote(base_model)}")
-        ref, run_id, base_model = checkpoint.ref, run.id, run.base_model
+        # Somebody else's published weights are sampled, and paid for, outside of their run.
+        run_id = run.id if run.org_id == owner.org_id else None
+        ref, base_model = checkpoint.ref, run.base_model
     if base_model is None:
         raise Invalid("base_model, model_path: give one of them")
     served_model(service.cards, base_model)

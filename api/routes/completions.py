@@ -1,0 +1,104 @@
+"""One poll for all requests of a sampler: which of them have completed. Results are fetched one by one (`futures`).
+
+The poll waits on an event of the journal. Only a target that was never asked for since the server started is looked up
+in the journal's rows, once.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from fastapi import APIRouter, Request
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+from weft.wire.service import FuturesRetrieveRequest, JoinSamplingSessionRequest
+
+from api.auth import PrincipalDep
+from api.bodies import read_json
+from api.errors import Invalid
+from api.lookup import sampler_by_id
+from api.routes.futures import LONGEST_POLL_S
+from api.state import Service, ServiceDep
+from scheduler.completions import CLIENT_STRIDE, Completion, Target
+from store import tables
+
+router = APIRouter(prefix="/api/v1")
+
+MAX_ACKNOWLEDGED = 10_000
+#: Results are kept for a day (`scheduler.reaper`); what ended before has no news for anybody.
+LOOK_BACK = timedelta(hours=24)
+#: A row is written a little before its completion gets a cursor.
+SLACK = timedelta(seconds=60)
+
+
+@router.post("/join_sampling_session")
+async def join_sampling_session(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """A further client of a sampler gets a number that no other has; the one that made the sampler is 0."""
+    body = await read_json(request, JoinSamplingSessionRequest)
+
+    def write(session: Session) -> int:
+        row = sampler_by_id(session, who.org_id, body.sampling_session_id)
+        row.clients += 1
+        return row.clients
+
+    return {"type": "join_sampling_session", "client_counter": await service.database.write(write)}
+
+
+@router.post("/retrieve_futures")
+async def retrieve_futures(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """Which requests of a sampler's client have completed since its cursor; waits while none has."""
+    body = await read_json(request, FuturesRetrieveRequest)
+    told = body.retrieved_request_ids
+    if len(told) > MAX_ACKNOWLEDGED:
+        raise Invalid(f"retrieved_request_ids: {len(told)} ids, the limit is {MAX_ACKNOWLEDGED}")
+    target = Target(who.org_id, body.target.sampling_session_id, body.target.cloned_sampler_id)
+    journal = service.journal
+    if not journal.completions.follows(target):
+        await _follow(service, target, body.prev_cursor)
+    delete = journal.retrieved(who.org_id, told)
+    if delete:
+        await run_in_threadpool(_delete, service, delete)
+    wait_s = min(service.settings.long_poll_s, LONGEST_POLL_S)
+    if body.timeout is not None:
+        wait_s = max(0.0, min(wait_s, body.timeout))
+    nothing: tuple[list[Completion], int] = ([], body.prev_cursor)
+    found, cursor = await service.polls.hold(journal.completions.after(target, body.prev_cursor, wait_s), nothing)
+    return {"completions": [_shown(completion) for completion in found], "cursor": cursor}
+
+
+def _delete(service: Service, refs: list[str]) -> None:
+    for ref in refs:
+        service.blobs.delete(ref)
+
+
+def _shown(completion: Completion) -> dict[str, Any]:
+    if completion.size_bytes is None:
+        return {"state": "failed", "request_id": completion.request_id}
+    size = completion.size_bytes
+    return {"state": "finished", "request_id": completion.request_id, "response_payload_uncompressed_size": size}
+
+
+async def _follow(service: Service, target: Target, cursor: int) -> None:
+    """Follow a target, with what completed of it before. Raises NotFound when the sampler is not this one's."""
+    await service.read(lambda session: sampler_by_id(session, target.org_id, target.sampler_id))
+    service.journal.completions.follow(target)
+    since = datetime.now(UTC) - LOOK_BACK
+    if cursor:
+        since = max(since, datetime.fromtimestamp(cursor / 1e6, UTC) - SLACK)
+    first = target.client * CLIENT_STRIDE
+    row = tables.Operation
+
+    def read(session: Session) -> list[Completion]:
+        mine = (row.lane == target.sampler_id, row.seq >= first, row.seq < first + CLIENT_STRIDE)
+        query = select(row.id, row.state, row.result_ref).where(*mine, row.finished_at >= since)
+        ended = session.execute(query.order_by(row.finished_at)).all()
+        return [Completion(id, _size(service, ref) if state == "done" else None) for id, state, ref in ended]
+
+    service.journal.completions.add(target, await service.read(read))
+
+
+def _size(service: Service, ref: str | None) -> int | None:
+    """Bytes of a stored result. One that is no longer kept shows as failed: fetching it says so."""
+    return service.blobs.size_bytes(ref) if ref and service.blobs.exists(ref) else None

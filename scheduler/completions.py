@@ -1,0 +1,108 @@
+"""What has completed of each sampler's requests, for clients that wait for all of them with one poll.
+
+A feed is of one target: a sampler and one client of it. Only targets somebody has asked for are kept; what they missed
+before comes from the journal's rows (`api.routes.completions`). An event has a cursor, which only grows: microseconds
+of the clock, so that a cursor from before a restart still says where its client stands. Asking for what is after a
+cursor forgets what is not. Lives in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+
+#: Clients of one sampler number their requests in blocks of so many.
+CLIENT_STRIDE = 1_000_000_000
+#: Completions that one answer names at most.
+MAX_EVENTS = 2000
+#: Targets that are kept; the one that was asked for longest ago is forgotten first, and read anew when it comes back.
+MAX_TARGETS = 4096
+
+
+@dataclass(frozen=True)
+class Target:
+    org_id: str
+    sampler_id: str
+    client: int
+
+    @staticmethod
+    def of(org_id: str, sampler_id: str, seq: int) -> Target:
+        return Target(org_id, sampler_id, seq // CLIENT_STRIDE)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """`size_bytes` of the result; None when the request failed."""
+
+    request_id: str
+    size_bytes: int | None
+
+
+@dataclass
+class _Feed:
+    events: deque[tuple[int, Completion]] = field(default_factory=deque)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    waiters: int = 0
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000
+
+
+class Completions:
+    def __init__(self, now_us: Callable[[], int] = _now_us) -> None:
+        self._now_us = now_us
+        self._last = 0
+        self._feeds: OrderedDict[Target, _Feed] = OrderedDict()
+
+    def follows(self, target: Target) -> bool:
+        return target in self._feeds
+
+    def follow(self, target: Target) -> None:
+        """Keep what completes of this target from now on."""
+        self._feeds.setdefault(target, _Feed())
+        idle = [t for t, feed in self._feeds.items() if not feed.waiters and t != target]
+        for other in idle[: max(0, len(self._feeds) - MAX_TARGETS)]:
+            del self._feeds[other]
+
+    def add(self, target: Target, completions: Iterable[Completion]) -> None:
+        """What the journal's rows say that `follow` came too late for; what is known already is not repeated."""
+        feed = self._feeds[target]
+        known = {completion.request_id for _, completion in feed.events}
+        for completion in completions:
+            if completion.request_id not in known:
+                self.publish(target, completion)
+
+    def publish(self, target: Target, completion: Completion) -> None:
+        """A request has ended, and its outcome can be had."""
+        feed = self._feeds.get(target)
+        if feed is None:
+            return
+        self._last = max(self._last + 1, self._now_us())
+        feed.events.append((self._last, completion))
+        feed.news.set()
+
+    async def after(self, target: Target, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
+        """What has completed since `cursor`, waiting at most `timeout_s` while that is nothing, and the new cursor."""
+        feed = self._feeds[target]
+        self._feeds.move_to_end(target)
+        while feed.events and feed.events[0][0] <= cursor:
+            feed.events.popleft()
+        if not feed.events and timeout_s > 0:
+            await self._wait(feed, timeout_s)
+        events = list(islice(feed.events, MAX_EVENTS))
+        return [completion for _, completion in events], events[-1][0] if events else cursor
+
+    async def _wait(self, feed: _Feed, timeout_s: float) -> None:
+        feed.news.clear()
+        feed.waiters += 1
+        try:
+            await asyncio.wait_for(feed.news.wait(), timeout_s)
+        except TimeoutError:
+            pass
+        finally:
+            feed.waiters -= 1
