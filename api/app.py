@@ -15,6 +15,7 @@ from api.machines import Machines
 from api.routes import (
     batches,
     checkpoints,
+    completions,
     copies,
     downloads,
     futures,
@@ -82,6 +83,7 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         weights,
         sampling,
         futures,
+        completions,
         rest,
         checkpoints,
         copies,

@@ -22,6 +22,7 @@ from sqlalchemy import Update, select, update
 from sqlalchemy.orm import Session
 
 from billing.prices import PriceList
+from scheduler.completions import Completion, Completions, Target
 from scheduler.fair import FairTree
 from scheduler.lanes import RunLane, Unit
 from scheduler.messages import MUTATING, Done, Failure, OpKind, RunSpec, Snapshot
@@ -88,6 +89,7 @@ class Journal:
         self.runs: dict[str, RunLane] = {}
         self.released: list[str] = []  # runs that trainers may forget
         self.desks: list[Desk] = []
+        self.completions = Completions()
         self.draining = False
         self._database = database
         self._blobs = blobs
@@ -274,7 +276,7 @@ class Journal:
         self.finish(Done(op_id=op.id, failure=Failure(message, category)))
 
     async def _settle(self, op: Operation, done: Done) -> None:
-        result_ref = f"results/{op.id[:2]}/{op.id}"
+        result_ref = _result_ref(op.id)
         run_id = self.sampler(op.lane).run_id if op.kind == SAMPLE else op.lane
         try:
             if done.failure is None and done.payload:
@@ -313,6 +315,16 @@ class Journal:
         for ref in freed:
             self._blobs.delete_tree(ref)
         op.finished.set()
+        if op.kind == SAMPLE:
+            target = Target.of(op.org_id, op.lane, op.seq)
+            self.completions.publish(target, Completion(op.id, len(op.outcome.payload) if ok else None))
+
+    def retrieved(self, org_id: str, request_ids: list[str]) -> list[str]:
+        """Their client has these results: forget them. Returns the blobs to delete."""
+        ended = [op for op in map(self._recent.get, request_ids) if op is not None and op.org_id == org_id]
+        for op in ended:
+            del self._recent[op.id]
+        return [_result_ref(op.id) for op in ended if op.kind == SAMPLE]
 
     def _remember(self, op: Operation) -> None:
         self._recent[op.id] = op
@@ -448,6 +460,10 @@ def _row(op: Operation, digest: str) -> tables.Operation:
         plan=op.plan,
         accepted_at=op.accepted_at,
     )
+
+
+def _result_ref(op_id: str) -> str:
+    return f"results/{op_id[:2]}/{op_id}"
 
 
 def _closed(run_id: str) -> Update:

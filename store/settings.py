@@ -84,6 +84,8 @@ class Settings(_Section):
     #: Have clients exchange their key for short-lived tokens. Tokens are taken in any case.
     pjwt_auth_enabled: bool = False
     jwt_life_s: Annotated[int, Field(ge=120, le=86_400)] = 900
+    #: Clients wait for all samples of a sampler with one poll, instead of one each.
+    sample_use_retrieve_futures: bool = True
     #: A request for a result waits this long before it answers "try again".
     long_poll_s: Annotated[float, Field(gt=0)] = 30.0
     #: After SIGTERM, running operations may take this long before the workers are stopped.

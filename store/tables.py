@@ -123,7 +123,7 @@ class Run(Base):
 
 class Sampler(Base):
     """What a sampling client samples from: a base model, with the adapter in `adapter_ref` where there is one.
-    `kind` is snapshot (never changes) | inflight (follows `run_id`) | base."""
+    `kind` is snapshot (never changes) | inflight (follows `run_id`) | base; `clients` counts those that joined it."""
 
     __tablename__ = "samplers"
     id: Mapped[str] = mapped_column(String(128), primary_key=True)
@@ -135,6 +135,7 @@ class Sampler(Base):
     adapter_ref: Mapped[str] = mapped_column(String(256))
     run_id: Mapped[str | None] = mapped_column(String(128))
     kind: Mapped[str] = mapped_column(String(16))
+    clients: Mapped[int] = mapped_column(server_default="0")
     created_at: Mapped[datetime]
 
 

@@ -1,0 +1,127 @@
+"""One poll for all the requests of a sampler's client."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from scheduler.completions import CLIENT_STRIDE, Completions
+from scheduler.messages import Done, Failure
+from tests.api.conftest import World
+from tests.api.test_sampling import sample, sampler
+
+
+def submit(world: World, sampler_id: str, seq: int = 0) -> str:
+    return str(world.post("asample", sample(sampler_id, seq))["request_id"])
+
+
+def poll(world: World, sampler_id: str, cursor: int = 0, client: int = 0, **more: Any) -> Any:
+    target = {"type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": client}
+    return world.post("retrieve_futures", {"target": target, "prev_cursor": cursor, "timeout": 0} | more)
+
+
+def fail(world: World, request_id: str, why: str) -> None:
+    async def settle() -> None:
+        world.service.journal.finish(Done(request_id, failure=Failure(why, "user")))
+        await world.service.journal.flush()
+
+    world.http.portal.call(settle)  # type: ignore[union-attr]
+
+
+def finished(request_id: str, size: int) -> dict[str, Any]:
+    return {"state": "finished", "request_id": request_id, "response_payload_uncompressed_size": size}
+
+
+def test_what_ended_before_and_after_the_first_poll(world: World) -> None:
+    sampler_id = sampler(world, world.session())
+    first, second, third = (submit(world, sampler_id, seq) for seq in range(3))
+    world.finish(first, b"12345", prefill=3, sample=4)
+    answer = poll(world, sampler_id)
+    assert answer["completions"] == [finished(first, 5)]
+    world.finish(second, b"1", prefill=3, sample=4)
+    later = poll(world, sampler_id, answer["cursor"])
+    assert later["completions"] == [finished(second, 1)]
+    assert later["cursor"] > answer["cursor"]
+    world.post("cancel_future", {"request_id": third})
+    assert poll(world, sampler_id, later["cursor"]) == {"completions": [], "cursor": later["cursor"]}
+
+
+def test_failures_are_told_and_their_error_is_fetched(world: World) -> None:
+    sampler_id = sampler(world, world.session())
+    request_id = submit(world, sampler_id)
+    poll(world, sampler_id)
+    fail(world, request_id, "out of luck")
+    assert poll(world, sampler_id)["completions"] == [{"state": "failed", "request_id": request_id}]
+    assert world.error(request_id) == "out of luck"
+
+
+def test_clones_have_feeds_of_their_own(world: World) -> None:
+    sampler_id = sampler(world, world.session())
+    counters = [
+        world.post("join_sampling_session", {"sampling_session_id": sampler_id})["client_counter"] for _ in "ab"
+    ]
+    assert counters == [1, 2]
+    request_id = submit(world, sampler_id, seq=2 * CLIENT_STRIDE + 7)
+    world.finish(request_id, b"1", sample=1)
+    found = [poll(world, sampler_id, client=client)["completions"] for client in (0, 1, 2)]
+    assert found == [[], [], [finished(request_id, 1)]]
+
+
+def test_a_poll_waits_for_the_event_and_no_longer_than_it_may(world: World) -> None:
+    sampler_id = sampler(world, world.session())
+    request_id = submit(world, sampler_id)
+    began = time.monotonic()
+    assert poll(world, sampler_id, timeout=None)["completions"] == []
+    assert 0.15 < time.monotonic() - began < 5  # the settings of these tests hold a poll for 0.2 s
+    threading.Timer(0.05, world.finish, (request_id, b"1")).start()
+    assert poll(world, sampler_id, timeout=None)["completions"] == [finished(request_id, 1)]
+
+
+def test_results_that_were_fetched_are_dropped(world: World) -> None:
+    sampler_id = sampler(world, world.session())
+    request_id = submit(world, sampler_id)
+    world.finish(request_id, b"1", sample=1)
+    ref = world.operation(request_id).result_ref
+    assert ref is not None
+    poll(world, sampler_id, retrieved_request_ids=["unknown"])
+    assert world.service.blobs.exists(ref)
+    poll(world, sampler_id, retrieved_request_ids=[request_id])
+    assert not world.service.blobs.exists(ref)
+    assert world.outcome(request_id).status_code == 410
+
+
+def test_after_a_restart_the_cursor_still_holds(world: World) -> None:
+    sampler_id = sampler(world, world.session())
+    first, second = submit(world, sampler_id, 0), submit(world, sampler_id, 1)
+    poll(world, sampler_id)
+    world.finish(first, b"1", sample=1)
+    cursor = poll(world, sampler_id)["cursor"]
+    world.finish(second, b"2", sample=1)
+    world.service.journal.completions = Completions()
+    told = [completion["request_id"] for completion in poll(world, sampler_id, cursor)["completions"]]
+    assert second in told
+
+
+def test_foreign_and_unknown_targets(world: World) -> None:
+    sampler_id = sampler(world, world.session())
+    poll(world, sampler_id)
+    body = {"target": {"type": "sampling_session", "sampling_session_id": sampler_id}, "timeout": 0}
+    world.post("retrieve_futures", body, key=world.other_key, status=404)
+    world.post("join_sampling_session", {"sampling_session_id": sampler_id}, key=world.other_key, status=404)
+    world.post("retrieve_futures", {"target": {"sampling_session_id": "none"}}, status=404)
+
+
+@pytest.mark.parametrize("wrong", [{"target": {}}, {"prev_cursor": -1}, {"more": 1}])
+def test_mistakes(world: World, wrong: dict[str, Any]) -> None:
+    sampler_id = sampler(world, world.session())
+    body = {"target": {"sampling_session_id": sampler_id}, "timeout": 0} | wrong
+    world.post("retrieve_futures", body, status=422)
+
+
+def test_a_stopping_server_answers_at_once(world: World) -> None:
+    sampler_id = sampler(world, world.session())
+    world.service.polls.release()
+    assert poll(world, sampler_id, timeout=None) == {"completions": [], "cursor": 0}
