@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from workers.trainer.custom_format import CustomLoss, CustomLossError, check_custom_data
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 #: Bounds on the probability ratio exp(lp - q): absolute values, not epsilons. Also legal as per-token inputs.
@@ -21,6 +23,9 @@ THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 #: Accepted beside `logprobs` and `advantages` because published RL data carries them; the formulas do not use them.
 #: A position is taken out of an RL loss by a zero advantage.
 UNUSED_IN_RL = frozenset({"weights", "mask"})
+
+#: The loss_fn whose formula the user has uploaded (custom_format.py).
+CUSTOM = "custom"
 
 #: Says which positions of a datum make up its sequence ratio (gspo).
 RATIO_MASK = "sequence_ratio_mask"
@@ -76,19 +81,52 @@ def check_loss(
     config: Mapping[str, float | str],
     datum_inputs: Sequence[Mapping[str, Array]],
     lengths: Sequence[int] | None = None,
+    custom: CustomLoss | None = None,
 ) -> None:
     """Check an operation's loss, its config and the `loss_fn_inputs` of all its data.
 
-    `lengths` are the numbers of model input tokens; with them, target i must belong to input token i.
+    `lengths` are the numbers of model input tokens; with them, target i must belong to input token i. `custom` is the
+    uploaded loss that a `loss_fn` of "custom" names.
     Raises LossInputError naming the datum index, the field, the limit and the value.
     """
+    if loss_fn == CUSTOM:
+        _check_custom(custom, config, datum_inputs, lengths)
+        return
     spec = LOSSES.get(loss_fn)
     if spec is None:
-        raise LossInputError(f"unknown loss_fn {loss_fn!r}; this server has {', '.join(sorted(LOSSES))}")
+        raise LossInputError(f"unknown loss_fn {loss_fn!r}; this server has {', '.join(sorted([*LOSSES, CUSTOM]))}")
     _check_config(loss_fn, spec, config)
     for index, inputs in enumerate(datum_inputs):
         try:
             _check_datum(loss_fn, spec, config, inputs, None if lengths is None else lengths[index])
+        except LossInputError as error:
+            raise LossInputError(f"datum {index}: {error}") from None
+
+
+def loss_id_of(config: Mapping[str, float | str]) -> str:
+    """The uploaded loss that the config of a custom loss names."""
+    loss_id = config.get("loss_id")
+    if set(config) != {"loss_id"} or not isinstance(loss_id, str):
+        raise LossInputError(f"loss_fn_config of a custom loss is its loss_id alone, a text; got {dict(config)!r:.200}")
+    return loss_id
+
+
+def _check_custom(
+    loss: CustomLoss | None,
+    config: Mapping[str, float | str],
+    datum_inputs: Sequence[Mapping[str, Array]],
+    lengths: Sequence[int] | None,
+) -> None:
+    if loss is None:
+        raise LossInputError(f"no custom loss {loss_id_of(config)!r}")
+    try:
+        check_custom_data(loss, datum_inputs)
+    except CustomLossError as error:
+        raise LossInputError(str(error)) from None
+    spec = LossSpec(_CROSS_ENTROPY, multi_target=True)
+    for index, inputs in enumerate(datum_inputs):
+        try:
+            _check_targets(spec, CUSTOM, inputs["target_tokens"], None if lengths is None else lengths[index])
         except LossInputError as error:
             raise LossInputError(f"datum {index}: {error}") from None
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from weft.wire.codec import ArrayDatum
 
 from workers.model.decoder import Decoder, LoraRows, PackedAttend, target_logprobs
+from workers.trainer.custom_format import CustomLossError
+from workers.trainer.custom_losses import custom_loss
 from workers.trainer.loss_inputs import LOSSES, THRESHOLDS
 from workers.trainer.losses import LOSS_FUNCTIONS
 from workers.trainer.metrics import Measure
@@ -100,18 +102,30 @@ class _Result:
 
 def _loss(part: Part, lp_P: Tensor, trains: bool) -> _Result:
     """The loss of one part and its gradient with respect to the log-probabilities."""
-    batch = part.progress.batch
-    inputs = {name: torch.from_numpy(array).to(lp_P.device) for name, array in _loss_inputs(part).items()}
     leaf_P = lp_P.requires_grad_(trains)
-    with torch.enable_grad() if trains else torch.no_grad():
-        loss, measures = LOSS_FUNCTIONS[batch.loss_fn](leaf_P, inputs, batch.loss_fn_config)
-    if trains:
-        loss.backward()  # type: ignore[no-untyped-call]
+    try:
+        with torch.enable_grad() if trains else torch.no_grad():
+            loss, measures = _evaluate(part, leaf_P)
+            if trains and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        if part.progress.custom is None:
+            raise
+        problem = str(error) if isinstance(error, CustomLossError) else f"the custom loss has no gradient: {error}"
+        return _Result(_outputs(part, lp_P.detach()), {}, torch.zeros_like(lp_P), problem[:1000])
     dlp_P = leaf_P.grad if leaf_P.grad is not None else torch.zeros_like(lp_P)
     problem = _not_finite(part, lp_P.detach(), loss.detach(), dlp_P)
     if problem:
         dlp_P = torch.zeros_like(dlp_P)
     return _Result(_outputs(part, lp_P.detach()), measures, dlp_P, problem)
+
+
+def _evaluate(part: Part, leaf_P: Tensor) -> tuple[Tensor, dict[str, Measure]]:
+    batch, custom = part.progress.batch, part.progress.custom
+    if custom is not None:
+        return custom_loss(custom, leaf_P, part.data)
+    inputs = {name: torch.from_numpy(array).to(leaf_P.device) for name, array in _loss_inputs(part).items()}
+    return LOSS_FUNCTIONS[batch.loss_fn](leaf_P, inputs, batch.loss_fn_config)
 
 
 def _loss_inputs(part: Part) -> dict[str, Array]:

@@ -6,7 +6,7 @@ operation that fails leaves its run as it was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,8 @@ from weft.wire.codec import ArrayDatum, TrainBatch, WireError, decode_train_requ
 
 from scheduler.messages import Failure, OpKind, TrainOp
 from workers.model.adapter import Adapter
-from workers.trainer.loss_inputs import LossInputError, check_loss
+from workers.trainer.custom_format import CustomLoss
+from workers.trainer.loss_inputs import CUSTOM, LossInputError, check_loss, loss_id_of
 from workers.trainer.metrics import Measure, merge_measures, metric_values
 from workers.trainer.routing import balance_metrics
 from workers.trainer.state import RunState
@@ -31,6 +32,7 @@ class Progress:
     run: RunState
     batch: TrainBatch
     grad: Adapter | None
+    custom: CustomLoss | None = None
     parts: list[Part] = field(default_factory=list)
     waiting: int = 0
     ended: bool = False  # the slice that completes the operation has come
@@ -108,12 +110,17 @@ class BadOperation(ValueError):
     """The body of an operation cannot be executed, by the fault of the user."""
 
 
-def begin(op: TrainOp, run: RunState, body: bytes, vocab_size: int) -> Progress:
-    """Decode and check an operation's body. Raises BadOperation naming datum and field."""
+def begin(
+    op: TrainOp, run: RunState, body: bytes, vocab_size: int, custom_loss: Callable[[str], CustomLoss]
+) -> Progress:
+    """Decode and check an operation's body. `custom_loss` finds an uploaded loss by its id.
+
+    Raises BadOperation naming datum and field."""
     try:
         batch = decode_train_request(body)
         lengths = [len(datum.tokens) for datum in batch.data]
-        check_loss(batch.loss_fn, batch.loss_fn_config, [datum.inputs for datum in batch.data], lengths)
+        custom = custom_loss(loss_id_of(batch.loss_fn_config)) if batch.loss_fn == CUSTOM else None
+        check_loss(batch.loss_fn, batch.loss_fn_config, [datum.inputs for datum in batch.data], lengths, custom)
     except (WireError, LossInputError) as error:
         raise BadOperation(str(error)) from error
     for index, datum in enumerate(batch.data):
@@ -121,4 +128,4 @@ def begin(op: TrainOp, run: RunState, body: bytes, vocab_size: int) -> Progress:
             if ids.size == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
                 raise BadOperation(f"datum {index}: {name} must hold token ids from 0 to {vocab_size - 1}")
     trains = op.kind is OpKind.FORWARD_BACKWARD
-    return Progress(op, run, batch, run.new_grad() if trains else None)
+    return Progress(op, run, batch, run.new_grad() if trains else None, custom)

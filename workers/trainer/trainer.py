@@ -23,6 +23,7 @@ from scheduler.messages import Done, Failure, OpKind, Pass, PassOver, RunSpec, S
 from store.blobs import BadRef, Blobs
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Computing
+from workers.trainer.custom_losses import CustomLosses
 from workers.trainer.external import save_external
 from workers.trainer.optimizer import OptimizerError
 from workers.trainer.progress import BadOperation, Progress, begin
@@ -50,6 +51,7 @@ class Trainer:
         self.models, self.blobs, self.settings = dict(models), blobs, settings or TrainerSettings()
         self.runs: dict[str, RunState] = {}
         self._open: dict[str, Progress] = {}  # operations with slices still to come, by run
+        self._custom_losses = CustomLosses(blobs)
 
     def execute(self, pass_: Pass, send: Send) -> None:
         """Execute a pass; `send` gets a Done for each operation as soon as it is finished, Snapshots when due, and
@@ -150,7 +152,8 @@ class Trainer:
 
     def _begin(self, op: TrainOp) -> Progress:
         run = self._run(op)
-        progress = begin(op, run, self.blobs.get(op.body_ref), self._decoder(run.spec).config.vocab_size)
+        vocab_size = self._decoder(run.spec).config.vocab_size
+        progress = begin(op, run, self.blobs.get(op.body_ref), vocab_size, self._custom_losses.get)
         # After the check of the body, so that all slices of a bad operation fail for the same reason.
         if op.start:
             raise NotResident(f"a slice of operation {op.op_id} came without those before it")

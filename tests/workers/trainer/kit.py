@@ -15,7 +15,7 @@ from weft.wire.codec import ArrayDatum, TrainBatch, decode_train_output, encode_
 from scheduler.messages import Done, OpKind, Pass, PassOver, RunSpec, Snapshot, TrainOp
 from store.blobs import Blobs
 from workers.model.decoder import Decoder
-from workers.trainer.loss_inputs import LOSSES
+from workers.trainer.loss_inputs import CUSTOM, LOSSES
 from workers.trainer.state import RunState
 from workers.trainer.trainer import Trainer, TrainerSettings
 
@@ -77,7 +77,9 @@ def rl_data(lengths: Iterable[int], seed: int, vocab_size: int = 96) -> list[Arr
 
 
 def for_loss(data: list[ArrayDatum], loss_fn: str) -> list[ArrayDatum]:
-    """Without the inputs that `loss_fn` does not take."""
+    """Without the inputs that `loss_fn` does not take; a custom loss may be given any."""
+    if loss_fn == CUSTOM:
+        return data
     accepted = LOSSES[loss_fn].accepted
     return [ArrayDatum(d.tokens, {k: v for k, v in d.inputs.items() if k in accepted}) for d in data]
 

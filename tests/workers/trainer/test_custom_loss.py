@@ -1,0 +1,324 @@
+"""Uploaded losses: traced by the official SDK, run by us, equal to what the SDK computes itself; and hostile graphs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, trace_loss
+
+from scheduler.messages import OpKind
+from tests.workers.trainer.kit import Bench, ce_data, multi_data, output, rl_data
+from workers.trainer.custom_format import (
+    MAX_NODES,
+    CustomLoss,
+    CustomLossError,
+    check_custom_data,
+    decode_custom_loss,
+    encode_custom_loss,
+    loss_ref,
+    parse_custom_loss,
+)
+from workers.trainer.custom_graph import run_custom_loss
+
+
+def clipped(logprobs, advantages, q):
+    ratio = torch.exp(logprobs - q)
+    loss = -torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.2) * advantages).sum()
+    outside = ((ratio < 0.8) | (ratio > 1.2)).float()
+    return loss, {"custom/clip:mean": outside.mean(), "custom/loss:sum": loss}
+
+
+def shapes_and_slices(logprobs, advantages, q):
+    n = logprobs.shape[0]
+    best = logprobs.max(dim=0)[0] + torch.sort(q, descending=True)[0][:2].sum()
+    ramp = torch.arange(n, dtype=torch.float32) / max(1, 3) + torch.zeros_like(q) + logprobs.new_zeros(n)
+    steps = (logprobs[1:] - logprobs[:-1]).square().sum() + logprobs[..., None].sum() + (ramp * logprobs).mean()
+    return best + steps * math.sqrt(2.0) + math.log(n), {"custom/n:sum": torch.ones_like(q).sum()}
+
+
+def mask_and_mean(logprobs, advantages, q):
+    chosen = advantages > 0
+    ratio = (logprobs - q)[chosen].mean().exp()
+    kept = torch.where(chosen, logprobs, torch.full_like(q, -float("inf")))
+    return -ratio - torch.logsumexp(kept, dim=0), {"custom/ratio:mean": ratio}
+
+
+def functional(logprobs, advantages, q):
+    terms = F.softplus(logprobs) - F.logsigmoid(q - logprobs) + F.silu(logprobs) + F.gelu(logprobs)
+    joined = torch.cat([terms, F.relu(logprobs + 2)]) + torch.stack([q, advantages]).reshape(-1)
+    smooth = F.huber_loss(logprobs, q, reduction="sum") + F.smooth_l1_loss(logprobs, q)
+    return joined.sum() + smooth + abs(-logprobs).pow(1.5).to(torch.float64).float().sum(), {}
+
+
+def two_ranks(logprobs, weights):
+    return -(torch.log_softmax(logprobs, dim=-1) * weights).sum(), {"custom/k:mean": logprobs.exp().sum(-1).mean()}
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
+    **{
+        fn.__name__: (fn, {"logprobs": 1, "advantages": 1, "q": 1})
+        for fn in (clipped, shapes_and_slices, mask_and_mean, functional)
+    },
+    "two_ranks": (two_ranks, {"logprobs": 2, "weights": 2}),
+}
+
+
+def traced(name: str) -> tuple[LossHandle, CustomLoss]:
+    fn, ranks = LOSSES[name]
+    handle = trace_loss(fn, ranks, "session")
+    return handle, stored(handle)
+
+
+def stored(handle: LossHandle) -> CustomLoss:
+    """Through the JSON of the request, which drops nulls, and the blob."""
+    graph = json.loads(encode_graph(handle).model_dump_json(exclude_none=True))
+    pairs = [(item.name, item.rank) for item in handle.inputs]
+    parse_custom_loss(handle.name, pairs, graph)
+    return decode_custom_loss(encode_custom_loss(handle.name, pairs, graph))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_equals_the_clients_own_run(name: str) -> None:
+    handle, loss = traced(name)
+    shape = (7, 3) if name == "two_ranks" else (7,)
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(shape, generator=generator) for _ in loss.inputs]
+    logprobs = [-inputs[0].abs().requires_grad_() for _ in range(2)]
+    for lp in logprobs:
+        lp.retain_grad()
+    wanted, wanted_metrics = handle.graph(logprobs[0], *inputs[1:])
+    got, metrics = run_custom_loss(loss, [logprobs[1], *inputs[1:]])
+    wanted.backward()
+    got.backward()
+    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(logprobs[1].grad, logprobs[0].grad)
+    assert metrics == pytest.approx({key: float(value.detach()) for key, value in wanted_metrics.items()})
+
+
+def test_a_run_trained_with_an_uploaded_ppo_is_the_run_trained_with_ppo(make_bench: Callable[..., Bench]) -> None:
+    handle, _ = traced("clipped")
+    grads = []
+    for name in ("ppo", "custom"):
+        bench = make_bench(microbatch_tokens=16)
+        upload(bench, handle, "s:loss:0")
+        bench.ok(bench.create("a"))
+        data = rl_data([9, 14, 3], seed=1)
+        for datum in data:
+            datum.inputs["advantages"][0] = 0.5
+            if name == "custom":
+                datum.inputs["q"] = datum.inputs["logprobs"]
+        config = {"loss_id": "s:loss:0"} if name == "custom" else {}
+        op = bench.fb("a", data, name, **config)
+        _, metrics = output(bench.ok(op)[op.op_id])
+        grads.append((bench.run("a").grad.flat, metrics["loss:sum"]))
+        if name == "custom":
+            assert metrics["custom/loss:sum"] == pytest.approx(metrics["loss:sum"])
+            assert 0 < metrics["custom/clip:mean"] <= 1
+    torch.testing.assert_close(grads[0][0], grads[1][0], atol=1e-6, rtol=1e-5)
+    assert grads[0][1] == pytest.approx(grads[1][1], rel=1e-5)
+
+
+def upload(bench: Bench, handle: LossHandle, loss_id: str) -> None:
+    graph = encode_graph(handle).model_dump()
+    pairs = [(item.name, item.rank) for item in handle.inputs]
+    bench.blobs.put(loss_ref(loss_id), encode_custom_loss(handle.name, pairs, graph))
+
+
+def test_a_loss_that_fails_while_it_runs_is_its_users_error_and_leaves_others_alone(bench: Bench) -> None:
+    def shape_mismatch(logprobs, q):
+        return (logprobs[1:] * q).sum(), {}
+
+    upload(bench, trace_loss(shape_mismatch, {"logprobs": 1, "q": 1}, "s"), "s:loss:0")
+    bench.ok(bench.create("a"), bench.create("b"))
+    bad = ce_data([9], seed=1)
+    bad[0].inputs["q"] = np.ones(9, np.float32)
+    ops = [bench.fb("a", bad, "custom", loss_id="s:loss:0"), bench.fb("b", ce_data([5], seed=2))]
+    done = bench.go(*ops)
+    assert done[ops[0].op_id].failure.category == "user"
+    assert "node mul (operator.mul)" in done[ops[0].op_id].failure.message
+    assert done[ops[1].op_id].failure is None
+    assert bench.run("a").grad is None
+
+
+def test_a_forward_and_several_targets(bench: Bench) -> None:
+    handle, _ = traced("two_ranks")
+    upload(bench, handle, "s:loss:1")
+    bench.ok(bench.create("a"))
+    data = multi_data([4, 6], seed=1)
+    op = bench.fb("a", data, "custom", kind=OpKind.FORWARD, loss_id="s:loss:1")
+    logprobs, metrics = output(bench.ok(op)[op.op_id])
+    wanted = [
+        handle.graph(torch.from_numpy(lp), torch.from_numpy(d.inputs["weights"]))
+        for lp, d in zip(logprobs, data, strict=True)
+    ]
+    assert metrics["loss:sum"] == pytest.approx(sum(float(loss) for loss, _ in wanted), rel=1e-5)
+    mean = sum(float(m["custom/k:mean"]) for _, m in wanted) / 2
+    assert metrics["custom/k:mean"] == pytest.approx(mean, rel=1e-5)
+
+
+# ---- hostile graphs
+
+
+def node(op: str, name: str, target: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": kwargs}
+
+
+def ref(name: str) -> dict[str, str]:
+    return {"ref": name}
+
+
+LP = node("placeholder", "logprobs", "logprobs")
+OUT = node("output", "output", "output", {"tuple": [ref("loss"), {"dict": {}}]})
+SUM = node("call_method", "loss", "sum", ref("x"))
+
+
+def graph(*middle: dict[str, Any], last: dict[str, Any] = OUT) -> dict[str, Any]:
+    return {"format": 1, "nodes": [LP, *middle, last]}
+
+
+X = ref("logprobs")
+REFUSED = {
+    "eval": graph(node("call_function", "x", "builtins.eval", "1"), SUM),
+    "bare eval": graph(node("call_function", "x", "eval", "1"), SUM),
+    "import": graph(node("call_function", "x", "builtins.__import__", "os"), SUM),
+    "os": graph(node("call_function", "x", "os.system", "true"), SUM),
+    "load": graph(node("call_function", "x", "torch.load", "/etc/passwd"), SUM),
+    "ops": graph(node("call_function", "x", "torch.ops.aten.add", X, X), SUM),
+    "class": graph(node("call_function", "x", "getattr", X, "__class__"), SUM),
+    "computed attribute": graph(node("call_function", "x", "getattr", X, X), SUM),
+    "three-argument getattr": graph(node("call_function", "x", "getattr", X, "shape", 1), SUM),
+    "dunder method": graph(node("call_method", "x", "__reduce_ex__", X, 2), SUM),
+    "in place": graph(node("call_method", "x", "add_", X, 1), SUM),
+    "set": graph(node("call_method", "x", "set_", X, X), SUM),
+    "numpy": graph(node("call_method", "x", "numpy", X), SUM),
+    "apply": graph(node("call_method", "x", "apply_", X, "f"), SUM),
+    "register_hook": graph(node("call_method", "x", "register_hook", X, "f"), SUM),
+    "random": graph(node("call_function", "x", "torch.randn", 3), SUM),
+    "matmul": graph(node("call_function", "x", "torch.matmul", X, X), SUM),
+    "shift": graph(node("call_function", "x", "operator.lshift", 1, 10**9), SUM),
+    "attrgetter": graph(node("call_function", "x", "operator.attrgetter", "__class__"), SUM),
+    "out": graph(node("call_function", "x", "torch.exp", X, out=X), SUM),
+    "module": graph(node("call_module", "x", "linear", X), SUM),
+    "attribute": graph(node("get_attr", "x", "_tensor_constant0"), SUM),
+    "later reference": graph(node("call_function", "x", "torch.exp", ref("loss")), SUM),
+    "self reference": graph(node("call_function", "x", "torch.exp", ref("x")), SUM),
+    "same name twice": graph(node("call_function", "logprobs", "torch.exp", X), SUM),
+    "name with a path": graph(node("call_function", "../x", "torch.exp", X), SUM),
+    "integer too large": graph(node("call_function", "x", "torch.full", [10**30], 1.0), SUM),
+    "long text": graph(node("call_method", "x", "sum", X, "a" * 1000), SUM),
+    "deep": graph(node("call_function", "x", "torch.tensor", [[[[[[[[1.0]]]]]]]]), SUM),
+    "many arguments": graph(node("call_function", "x", "torch.tensor", [1.0] * 1000), SUM),
+    "too many nodes": graph(*[node("call_function", f"n{i}", "torch.exp", X) for i in range(MAX_NODES)], SUM),
+    "unknown tag": graph(node("call_function", "x", "torch.exp", {"code": "1"}), SUM),
+    "dtype": graph(node("call_method", "x", "to", X, {"dtype": "complex64"}), SUM),
+    "no output": graph(node("call_function", "x", "torch.exp", X), last=SUM),
+    "format": {"format": 2, "nodes": [LP, OUT]},
+    "loss is a number": graph(last=node("output", "output", "output", {"tuple": [1.0, {"dict": {}}]})),
+    "metric name": graph(last=node("output", "output", "output", {"tuple": [X, {"dict": {"loss:sum": X}}]})),
+    "no nodes": {"format": 1, "nodes": []},
+    "nodes of the wrong kind": {"format": 1, "nodes": ["x", 3]},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hostile_graphs_are_refused_when_they_come(name: str) -> None:
+    with pytest.raises(CustomLossError):
+        parse_custom_loss("loss", [("logprobs", 1)], copy.deepcopy(REFUSED[name]))
+
+
+FAILS = {
+    "huge zeros": (graph(node("call_function", "x", "torch.zeros", [2**40]), SUM), "elements"),
+    "huge by two": (graph(node("call_function", "x", "torch.ones", [2**30, 2**30]), SUM), "elements|overflow"),
+    "huge view": (graph(node("call_method", "x", "expand", ref("logprobs"), 2**50, -1), SUM), "elements"),
+    "huge repeat": (graph(node("call_method", "x", "repeat", X, 2**30), SUM), "elements"),
+    "outer of outers": (
+        graph(
+            node("call_method", "a", "repeat", X, 4000),
+            node("call_method", "b", "unsqueeze", ref("a"), 1),
+            node("call_function", "x", "operator.mul", ref("a"), ref("b")),
+            SUM,
+        ),
+        "elements",
+    ),
+    "indices": (
+        graph(
+            node("call_method", "a", "new_zeros", X, 2000, dtype={"dtype": "int64"}),
+            node("call_method", "b", "unsqueeze", ref("a"), 1),
+            node("call_function", "c", "operator.add", ref("a"), ref("b")),
+            node("call_function", "x", "operator.getitem", X, ref("c")),
+            SUM,
+        ),
+        "",
+    ),
+    "power tower": (
+        graph(
+            node("call_function", "a", "operator.pow", 10, 64),
+            node("call_function", "x", "operator.mul", X, ref("a")),
+            SUM,
+        ),
+        "beyond",
+    ),
+    "tuples": (
+        graph(
+            node("call_function", "t0", "getattr", X, "shape"),
+            *[node("call_function", f"t{i + 1}", "operator.add", ref(f"t{i}"), ref(f"t{i}")) for i in range(40)],
+            node("call_function", "x", "torch.zeros", ref("t40")),
+            SUM,
+        ),
+        "tuple of more than",
+    ),
+    "text times number": (graph(node("call_function", "x", "operator.mul", "a", 10**9), SUM), "arithmetic"),
+    "list times number": (graph(node("call_function", "x", "operator.mul", [1], 10**9), SUM), "arithmetic"),
+    "math of a tensor": (graph(node("call_function", "x", "math.exp", X), SUM), "math functions take numbers"),
+    "method of a number": (graph(node("call_method", "x", "sum", 3), SUM), "methods are called on tensors"),
+    "where with one argument": (graph(node("call_function", "x", "torch.where", X), SUM), "gives a tuple|scalar|sum"),
+    "index out of range": (graph(node("call_function", "loss", "operator.getitem", X, 99)), "index 99"),
+    "loss is no scalar": (graph(node("call_function", "loss", "torch.exp", X)), "must be a scalar"),
+    "loss of integers": (graph(node("call_method", "loss", "argmax", X)), "must be floating point"),
+    "deep memory": (
+        graph(
+            node("call_method", "n0", "repeat", X, 1000),
+            *[node("call_function", f"n{i + 1}", "torch.exp", ref(f"n{i}")) for i in range(400)],
+            node("call_method", "loss", "sum", ref("n400")),
+        ),
+        "elements",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_hostile_graphs_fail_before_they_cost_anything(name: str) -> None:
+    hostile, words = FAILS[name]
+    loss = parse_custom_loss("loss", [("logprobs", 1)], copy.deepcopy(hostile))
+    with pytest.raises(CustomLossError, match=words):
+        run_custom_loss(loss, [torch.linspace(-2, -1, 8).requires_grad_()])
+
+
+def test_data_must_have_what_the_loss_reads() -> None:
+    _, loss = traced("clipped")
+    good = {"target_tokens": np.ones(3, np.int64), "advantages": np.ones(3), "q": np.ones(3), "mask": np.ones(3)}
+    check_custom_data(loss, [good])
+    for change, words in (
+        ({"q": np.ones((3, 2))}, "declared rank 1"),
+        ({"q": np.array([1.0, np.nan, 1.0])}, "not finite"),
+        ({"target_tokens": np.ones((3, 2), np.int64)}, "'target_tokens' has shape"),
+    ):
+        with pytest.raises(CustomLossError, match=words):
+            check_custom_data(loss, [good, good | change])
+    with pytest.raises(CustomLossError, match="datum 0: the loss 'clipped' reads 'q'"):
+        check_custom_data(loss, [{k: v for k, v in good.items() if k != "q"}])
+
+
+def test_the_check_needs_no_torch() -> None:
+    code = "import sys, workers.trainer.custom_format; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,57 @@
+"""The uploaded losses that a trainer has met, and what one makes of a part of an operation."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from weft.wire.codec import ArrayDatum
+
+from store.blobs import Blobs
+from workers.trainer.custom_format import CustomLoss, decode_custom_loss, loss_ref
+from workers.trainer.custom_graph import run_custom_loss
+from workers.trainer.metrics import Measure
+
+#: A parsed graph of the largest size takes about a megabyte.
+KEPT = 64
+
+
+class CustomLosses:
+    """Losses by id, read from their blobs and kept while they are in use."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs = blobs
+        self._kept: OrderedDict[str, CustomLoss] = OrderedDict()
+
+    def get(self, loss_id: str) -> CustomLoss:
+        loss = self._kept.pop(loss_id, None) or decode_custom_loss(self._blobs.get(loss_ref(loss_id)))
+        self._kept[loss_id] = loss
+        if len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return loss
+
+
+def custom_loss(loss: CustomLoss, lp_P: Tensor, data: Sequence[ArrayDatum]) -> tuple[Tensor, dict[str, Measure]]:
+    """The sum of the loss over `data`, whose log-probabilities lie end to end in `lp_P`, with a metric for each of its
+    own: `:sum` adds up over data, `:mean` averages over them. Raises CustomLossError naming the datum's node."""
+    total, measures = lp_P.new_zeros(()), {name: Measure(0.0, 0.0) for name in loss.metrics}
+    parts = torch.split(lp_P.cpu(), [datum.inputs["target_tokens"].size for datum in data])
+    for datum, part in zip(data, parts, strict=True):
+        logprobs = part.reshape(datum.inputs["target_tokens"].shape)
+        result, metrics = run_custom_loss(loss, [logprobs, *_inputs(loss, datum)])
+        total = total + result.to(total.dtype).to(total.device)
+        for name, value in metrics.items():
+            measures[name] = Measure(measures[name].total + value, measures[name].weight + 1)
+    known = {"loss:sum": Measure(float(total.detach())), "tokens:sum": Measure(float(lp_P.numel()))}
+    return total, {**known, **measures}
+
+
+def _inputs(loss: CustomLoss, datum: ArrayDatum) -> list[Tensor]:
+    """Copies: nothing that a graph does may reach the batch."""
+    found = []
+    for name, rank in loss.inputs[1:]:
+        array = datum.inputs[name]
+        found.append(torch.tensor(array.reshape(()) if rank == 0 else array))
+    return found
