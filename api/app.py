@@ -13,7 +13,9 @@ from api.auth import KeyCache
 from api.housekeeping import keep_house
 from api.machines import Machines
 from api.routes import (
+    audit,
     batches,
+    billing,
     checkpoints,
     completions,
     copies,
@@ -23,6 +25,7 @@ from api.routes import (
     sampling,
     service,
     sessions,
+    trace,
     training,
     weft,
     weights,
@@ -78,6 +81,9 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
     for routes in (
         service,
         sessions,
+        trace,
+        audit,
+        billing,
         training,
         batches,
         weights,

@@ -85,7 +85,7 @@ def _outcome(session: Session, op: Operation, done: Done, now: datetime, freed: 
     if op.kind == OpKind.CREATE and "path" not in op.plan:
         return _json({"model_id": op.lane, "type": "create_model"})
     if op.kind in (OpKind.CREATE, OpKind.LOAD_STATE):
-        _note(session, op, "checkpoint_read", op.plan["path"], now, purpose="training", model_id=op.lane)
+        _note(session, op, "checkpoint_read", op.plan["path"], now, purpose="training")
         return _json({"path": op.plan.get("path"), "model_id": op.lane, "type": "load_weights"})
     return Outcome(done.payload, JSON if op.kind == OpKind.OPTIM_STEP else PROTOBUF)
 
@@ -117,8 +117,7 @@ def _new_checkpoint(session: Session, op: Operation, done: Done, now: datetime, 
         freed.append(older)
     session.flush()
     path = f"tinker://{op.lane}/{kind}/{name}"
-    facts = {"model_id": op.lane, "size_bytes": row.size_bytes, "overwritten": bool(older)}
-    _note(session, op, "checkpoint_created", path, now, **facts)
+    _note(session, op, "checkpoint_created", path, now, size_bytes=row.size_bytes, overwritten=bool(older))
     result = {"path": path, "type": _SAVE_TYPES[OpKind(op.kind)]}
     return _json(result | ({"size_bytes": row.size_bytes} if op.kind == OpKind.SAVE_EXTERNAL else {}))
 
@@ -126,7 +125,7 @@ def _new_checkpoint(session: Session, op: Operation, done: Done, now: datetime, 
 def _note(session: Session, op: Operation, event: str, path: str, now: datetime, **detail: Any) -> None:
     """Into the audit log, as done by whoever made the session."""
     key_id = session.scalar(select(tables.Session.key_id).where(tables.Session.id == op.session_id))
-    detail["session_id"] = op.session_id
+    detail |= {"model_id": op.lane, "base_model": op.base_model, "session_id": op.session_id}
     audit.record(session, org_id=op.org_id, key_id=key_id, event=event, target=path, detail=detail, at=now)
 
 

@@ -1,0 +1,167 @@
+"""Usage by the hour and stored bytes, in the shapes of Tinker's AdminClient.
+
+Its amounts are floats of dollars. They are the ledger's integers divided once, so rounding them to nine digits gives
+the ledger's nano-dollars back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from pydantic import AwareDatetime
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from api.auth import PrincipalDep
+from api.errors import Invalid
+from api.lookup import live_checkpoints
+from api.session_search import DEFAULT_PROJECT, text_values
+from api.state import ServiceDep
+from api.tokens import owner_urn
+from api.validate.runs import check_text
+from billing.hourly import HOUR, CheckpointRow, TokenRow, checkpoint_rows, hour_of, token_rows
+from store import tables
+
+router = APIRouter(prefix="/api/v1/billing/usage")
+
+LONGEST_WINDOW = timedelta(days=14)
+NUSD_PER_USD = 10**9
+#: What the storage of checkpoints costs: nothing.
+STORAGE_USD_PER_GB_MONTH = 0.0
+
+_INFO: dict[str, dict[str, Any]] = {
+    "train": {"type": "training"},
+    "prefill": {"type": "sampling_prefill", "cached": False},
+    "cached_prefill": {"type": "sampling_prefill", "cached": True},
+    "sample": {"type": "sampling_sample"},
+}
+
+
+@router.get("/events")
+async def usage_events(
+    service: ServiceDep,
+    who: PrincipalDep,
+    starting_on: Annotated[AwareDatetime, Query()],
+    ending_before: Annotated[AwareDatetime, Query()],
+) -> dict[str, Any]:
+    """The organisation's usage in a window, by hour, type, model, session and user, exact as of now."""
+    start, end = _window(starting_on, ending_before)
+
+    def read(session: Session) -> dict[str, Any]:
+        tokens = token_rows(session, who.org_id, start, end)
+        saves = checkpoint_rows(session, who.org_id, start, end)
+        ids = {row.group.session_id for row in tokens} | {row.session_id for row in saves if row.session_id}
+        facts = _sessions(session, ids)
+        events = [_token_event(row, facts) for row in tokens] + [_save_event(row, facts) for row in saves]
+        return {
+            "data": sorted(events, key=lambda event: event["bucket_start"]),
+            "sessions": {name: {"user_metadata": facts[name].metadata or None} for name in sorted(ids & facts.keys())},
+            "cost_data_through": None,  # no invoice reprices what the ledger says
+        }
+
+    return await service.read(read)
+
+
+@router.get("/checkpoints/current")
+async def current_checkpoints(service: ServiceDep, who: PrincipalDep, project_id: str | None = None) -> dict[str, Any]:
+    """What is stored now, by project and owner."""
+    check_text(project_id, "project_id", 64)
+
+    def read(session: Session) -> dict[str, Any]:
+        run, owner, saved = tables.Run, tables.Session, tables.Checkpoint
+        group = (owner.project_id, owner.key_id)
+        query = select(*group, func.count(), func.sum(saved.size_bytes)).select_from(saved)
+        query = query.join(run, run.id == saved.run_id).join(owner, owner.id == run.session_id)
+        query = query.where(saved.org_id == who.org_id, live_checkpoints()).group_by(*group)
+        if project_id is not None:
+            query = query.where(owner.project_id == (None if project_id == DEFAULT_PROJECT else project_id))
+        rows = session.execute(query).all()
+        names = _key_names(session, {key_id for _, key_id, _, _ in rows if key_id is not None})
+        items = [_storage(project, key_id, names, count, int(size or 0)) for project, key_id, count, size in rows]
+        items.sort(key=lambda item: (-item["size_bytes"], item["project_id"] or "", item["org_user_urn"] or ""))
+        return {"effective_rate_usd_per_gigabyte_month": STORAGE_USD_PER_GB_MONTH, "data": items}
+
+    return await service.read(read)
+
+
+def _window(starting_on: datetime, ending_before: datetime) -> tuple[datetime, datetime]:
+    start, end = starting_on.astimezone(UTC), ending_before.astimezone(UTC)
+    for name, at in (("starting_on", start), ("ending_before", end)):
+        if at != hour_of(at):
+            raise Invalid(f"{name}: must be on the hour in UTC, got {at.isoformat()}")
+    if start > datetime.now(UTC):
+        raise Invalid(f"starting_on: must not be in the future, got {start.isoformat()}")
+    if not timedelta(0) < end - start <= LONGEST_WINDOW:
+        raise Invalid(f"ending_before: must be after starting_on and at most 14 days later, got {end.isoformat()}")
+    return start, end
+
+
+class _Facts:
+    """What a bill says of a session."""
+
+    def __init__(self, row: tables.Session, user_name: str | None) -> None:
+        self.metadata = text_values(row.user_metadata)
+        self.envelope = {
+            "user_id": owner_urn(row.key_id) if row.key_id is not None else None,
+            "user_name": user_name,
+            "session_id": row.id,
+            "project_id": row.project_id,
+        }
+
+
+def _sessions(session: Session, ids: Iterable[str]) -> dict[str, _Facts]:
+    rows = list(_in_parts(session, tables.Session, ids))
+    names = _key_names(session, {row.key_id for row in rows if row.key_id is not None})
+    return {row.id: _Facts(row, names.get(row.key_id)) for row in rows}
+
+
+def _in_parts(session: Session, table: type[tables.Session], ids: Iterable[str]) -> Iterable[tables.Session]:
+    """Rows by id, a part at a time: databases limit the parameters of a statement."""
+    wanted = list(ids)
+    for start in range(0, len(wanted), 500):
+        yield from session.scalars(select(table).where(table.id.in_(wanted[start : start + 500])))
+
+
+def _key_names(session: Session, key_ids: set[int]) -> dict[int | None, str]:
+    """Keys by the part of them that may be shown."""
+    query = select(tables.ApiKey.id, tables.ApiKey.prefix).where(tables.ApiKey.id.in_(key_ids))
+    return {key_id: prefix for key_id, prefix in session.execute(query)}
+
+
+def _event(hour: datetime, base_model: str | None, facts: _Facts | None, session_id: str | None) -> dict[str, Any]:
+    envelope = facts.envelope if facts else {"user_id": None, "user_name": None, "session_id": session_id}
+    return {"bucket_start": hour, "bucket_end": hour + HOUR, "base_model": base_model, **envelope}
+
+
+def _token_event(row: TokenRow, facts: dict[str, _Facts]) -> dict[str, Any]:
+    group = row.group
+    event = _event(group.hour, group.base_model, facts.get(group.session_id), group.session_id)
+    return event | {
+        "estimated_cost_usd": row.amount_nusd / NUSD_PER_USD,
+        "effective_rate_usd_per_million_tokens": group.rate_uusd_per_mtok / 10**6,
+        "event_info": {**_INFO[group.kind], "token_count": row.tokens},
+    }
+
+
+def _save_event(row: CheckpointRow, facts: dict[str, _Facts]) -> dict[str, Any]:
+    event = _event(row.hour, row.base_model, facts.get(row.session_id or ""), row.session_id)
+    return event | {"estimated_cost_usd": None, "event_info": {"type": "checkpoint", "count": row.count}}
+
+
+def _storage(
+    project: str | None, key_id: int | None, names: dict[int | None, str], count: int, size_bytes: int
+) -> dict[str, Any]:
+    gigabytes = size_bytes / 10**9
+    return {
+        "project_id": project,
+        "org_user_urn": owner_urn(key_id) if key_id is not None else None,
+        "user_email": None,
+        "user_name": names.get(key_id),
+        "checkpoint_count": count,
+        "size_bytes": size_bytes,
+        "size_gigabytes": gigabytes,
+        "estimated_monthly_cost_usd": gigabytes * STORAGE_USD_PER_GB_MONTH,
+    }

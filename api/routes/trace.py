@@ -1,0 +1,36 @@
+"""Exporting a session's trace: asked for with a key, fetched by a signed link without one."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
+
+from api.auth import PrincipalDep
+from api.lookup import session_by_id
+from api.state import ServiceDep
+from api.traces import trace
+
+router = APIRouter(prefix="/api/v1/sessions")
+
+LINK_LIFE = timedelta(hours=1)
+
+
+@router.get("/{session_id}/trace_export")
+async def trace_export(session_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """A link to the trace. It is drawn when it is fetched, so it is always ready, and as new as the fetch."""
+    row = await service.read(lambda session: session_by_id(session, who.org_id, session_id))
+    path = f"{router.prefix}/{row.id}/trace.pftrace"
+    return {"status": "ready", "url": service.signer.link(request, path, datetime.now(UTC) + LINK_LIFE)}
+
+
+@router.get("/{session_id}/trace.pftrace")
+async def fetch_trace(session_id: str, request: Request, service: ServiceDep) -> StreamingResponse:
+    """The trace, to whoever has the link."""
+    service.signer.verify(request.url.path, request.query_params)
+    headers = {"content-disposition": f'attachment; filename="{session_id}.pftrace"'}
+    return StreamingResponse(
+        trace(service.database, session_id), headers=headers, media_type="application/octet-stream"
+    )
