@@ -61,8 +61,15 @@ class Adapter:
         if flat.shape != (shape.numel,) or flat.dtype != torch.float32:
             raise ValueError(f"an arena of float32 [{shape.numel}] is needed, got {flat.dtype} {list(flat.shape)}")
         self.shape, self.flat, self.scale, self.seat = shape, flat, scale, seat
+        #: As they lie in memory: contiguous, B factors [.., r, out].
+        self.stored: dict[str, Tensor] = {
+            slot.name: flat[slot.offset : slot.offset + slot.numel].view(slot.stored_shape)
+            for slot in shape.slots.values()
+        }
+        #: As everybody writes them: B factors [.., out, r].
         self.views: dict[str, Tensor] = {
-            slot.name: flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in shape.slots.values()
+            slot.name: self.stored[slot.name].transpose(-1, -2) if slot.turned else self.stored[slot.name]
+            for slot in shape.slots.values()
         }
 
     @classmethod

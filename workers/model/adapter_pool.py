@@ -29,14 +29,20 @@ class Block:
         self.free = list(reversed(range(seats)))
         self._views: dict[str, Tensor] = {}
 
-    def view(self, name: str) -> Tensor:
-        """The tensor called `name` of every seat, [seats, *shape]."""
+    def stored(self, name: str) -> Tensor:
+        """The tensor called `name` of every seat as it lies in memory, [seats, *stored_shape]."""
         view = self._views.get(name)
         if view is None:
             slot = self.shape.slots[name]
             part = self.flat[:, slot.offset : slot.offset + slot.numel]
-            view = self._views[name] = part.view(-1, *slot.shape)
+            view = self._views[name] = part.view(-1, *slot.stored_shape)
         return view
+
+    def gather(self, name: str, *index: Tensor) -> Tensor:
+        """The tensor called `name` of the seats (and experts) in `index`, copied; B factors [.., out, r]."""
+        stored = self.stored(name)
+        picked = stored.index_select(0, index[0]) if len(index) == 1 else stored[index]
+        return picked.transpose(-1, -2) if self.shape.slots[name].turned else picked
 
 
 class AdapterPool:

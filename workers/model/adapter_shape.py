@@ -20,12 +20,25 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of the arena: `offset` counts float32 elements; `fan_in` is what init divides by, 0 for a B factor."""
+    """One tensor of the arena: `offset` counts float32 elements; `fan_in` is what init divides by, 0 for a B factor.
+
+    A B factor [.., out, r] lies in memory as [.., r, out]: matrix libraries are up to four times faster with the long
+    side innermost, in its products and above all in those that make its gradient."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
     fan_in: int
+
+    @property
+    def turned(self) -> bool:
+        """Whether memory holds the last two dimensions the other way round."""
+        return self.fan_in == 0
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        *outer, rows, columns = self.shape
+        return (*outer, columns, rows) if self.turned else self.shape
 
     @property
     def numel(self) -> int:

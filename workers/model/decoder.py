@@ -170,7 +170,7 @@ class _Experts(nn.Module):
         self.router_site = Site("", (), ())
 
     def forward(self, x_TD: Tensor, lora: LoraRows | None, on_route: OnRoute | None) -> Tensor:
-        logits_TE = lora_linear(x_TD, self.router, self.router_site, None)
+        logits_TE = lora_linear(x_TD, self.router, self.router_site, lora)
         weights_TK, experts_TK = torch.topk(torch.softmax(logits_TE, dim=-1), self.choices, dim=-1)
         if self.norm_topk:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)

@@ -16,7 +16,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from workers.model.adapter_pool import Block
     from workers.model.lora import Site
-    from workers.model.moe import Names, Routing
+    from workers.model.moe_adapters import Names
+    from workers.model.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class SeatedRows:
 
     def factor(self, name: str) -> Tensor:
         """The tensor called `name` of each row's adapter."""
-        return self.block.view(name).index_select(0, self.seats_R)
+        return self.block.gather(name, self.seats_R)
 
 
 def _times(factor_ROI: Tensor, x_RI: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ class SeatedExperts:
 
     def _factor(self, name: str) -> Tensor:
         """The tensor called `name` of each pair's adapter and expert."""
-        return self._seated.block.view(name)[self._seats_P, self._experts_P]
+        return self._seated.block.gather(name, self._seats_P, self._experts_P)
 
     def gate_up(self, gate_up_PG: Tensor, x_TD: Tensor) -> None:
         seated, names, r = self._seated, self._names, self._seated.block.shape.rank

@@ -1,0 +1,162 @@
+"""Which rows of a packed batch run through which adapter.
+
+Rows are group-major: group g owns rows offsets[g]:offsets[g+1] and one adapter. A group is what isolation is about:
+everything computed with an adapter sees the rows of one group only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from workers.model.adapter import Adapter
+from workers.model.lora_gather import SeatedRows
+
+if TYPE_CHECKING:
+    from workers.model.adapter_pool import Block
+
+#: Groups of at most so many rows are gathered from their pool in a forward that records nothing.
+GATHER_ROWS = 2
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows start:stop belong to one adapter; `grad` takes its gradient, None when it is not trained here."""
+
+    index: int
+    start: int
+    stop: int
+    adapter: Adapter
+    grad: Adapter | None
+
+    @property
+    def scale(self) -> float:
+        return self.adapter.scale
+
+
+class LoraRows:
+    """Which rows of a packed batch run through which adapter.
+
+    `adapters[g]` None is the base model alone. `grads[g]`, of the adapter's shape, receives the gradient by addition.
+    Groups may share one adapter and one arena; they add in group order. `apart` asks for every product of a group to
+    be computed alone, those with the base too (isolation.py).
+    """
+
+    def __init__(
+        self,
+        offsets: Sequence[int],
+        adapters: Sequence[Adapter | None],
+        grads: Sequence[Adapter | None] | None = None,
+        *,
+        apart: bool = False,
+    ) -> None:
+        grads = [None] * len(adapters) if grads is None else grads
+        if len(offsets) != len(adapters) + 1 or len(grads) != len(adapters):
+            raise ValueError(f"{len(offsets)} offsets, {len(adapters)} adapters and {len(grads)} grads do not agree")
+        if offsets[0] != 0 or any(a > b for a, b in pairwise(offsets)):
+            raise ValueError(f"offsets must start at 0 and not decrease: {list(offsets)}")
+        for g, (adapter, grad) in enumerate(zip(adapters, grads, strict=True)):
+            if grad is not None and (adapter is None or grad.flat.shape != adapter.flat.shape):
+                raise ValueError(f"group {g}: the gradient arena does not have the shape of the adapter")
+        self.offsets, self.adapters, self.grads = list(offsets), list(adapters), list(grads)
+        self.apart = apart
+        self._group_of_row: Tensor | None = None
+        self._groups = [
+            Group(g, offsets[g], offsets[g + 1], adapter, grads[g])
+            for g, adapter in enumerate(adapters)
+            if adapter is not None and offsets[g + 1] > offsets[g]
+        ]
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return self.offsets[-1]
+
+    def groups(self, tensor: str) -> list[Group]:
+        """The groups whose adapter has a tensor of this name."""
+        return [group for group in self._groups if tensor in group.adapter.views]
+
+    def forward_groups(self, tensor: str) -> tuple[list[Group], list[SeatedRows]]:
+        """The same for a forward that records nothing: small groups with seated adapters come as rows of their block,
+        the others one by one. Which way a group goes depends on itself alone."""
+        groups, seated = self._by_size
+        return (
+            [group for group in groups if tensor in group.adapter.views],
+            [rows for rows in seated if tensor in rows.block.shape.slots],
+        )
+
+    @cached_property
+    def _by_size(self) -> tuple[list[Group], list[SeatedRows]]:
+        large: list[Group] = []
+        blocks: dict[int, tuple[Block, list[tuple[int, int, float]]]] = {}
+        for group in self._groups:
+            seat = group.adapter.seat
+            if seat is None or group.stop - group.start > GATHER_ROWS:
+                large.append(group)
+                continue
+            _, entries = blocks.setdefault(id(seat.block), (seat.block, []))
+            entries += [(row, seat.index, group.scale) for row in range(group.start, group.stop)]
+        return large, [SeatedRows.of(block, entries) for block, entries in blocks.values()]
+
+    def trigger(self, groups: Sequence[Group]) -> Tensor | None:
+        """A leaf that makes autograd record a product although neither its weights nor, below the first trained
+        linear, its input wants a gradient. None when no group is trained, so that nothing is recorded."""
+        if torch.is_grad_enabled() and any(group.grad is not None for group in groups):
+            return self._leaf
+        return None
+
+    @cached_property
+    def _leaf(self) -> Tensor:
+        return torch.zeros((), requires_grad=True)
+
+    def group_of_row(self, device: torch.device) -> Tensor:
+        """int64 [rows]: the group of each row."""
+        if self._group_of_row is None or self._group_of_row.device != device:
+            sizes = torch.tensor([b - a for a, b in pairwise(self.offsets)])
+            self._group_of_row = torch.repeat_interleave(torch.arange(len(self.adapters)), sizes).to(device)
+        return self._group_of_row
+
+    def select(self, rows: Tensor) -> LoraRows:
+        """The same groups over a subset of the rows, named in ascending order (repeats allowed)."""
+        if len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= len(self) or bool((rows[1:] < rows[:-1]).any())):
+            raise ValueError(f"rows must ascend within 0..{len(self) - 1}")
+        bounds = torch.tensor(self.offsets, device=rows.device)
+        offsets = torch.searchsorted(rows.contiguous(), bounds).tolist()
+        return LoraRows(offsets, self.adapters, self.grads, apart=self.apart)
+
+    def kept_apart(self) -> LoraRows:
+        """The same rows, computed group by group."""
+        return self if self.apart else LoraRows(self.offsets, self.adapters, self.grads, apart=True)
+
+    @cached_property
+    def singles(self) -> list[LoraRows]:
+        """Each group that has rows on its own."""
+        return [
+            LoraRows([0, b - a], [self.adapters[g]], [self.grads[g]])
+            for g, (a, b) in enumerate(pairwise(self.offsets))
+            if b > a
+        ]
+
+    def slices(self, max_rows: int) -> Iterator[tuple[int, int, LoraRows]]:
+        """Cut the rows into runs of about `max_rows`. A group is cut only at multiples of `max_rows` from its own
+        start, so that its sums do not depend on its neighbours; short neighbours share a run unless kept apart."""
+        pieces = [
+            (start, min(start + max_rows, b), g)
+            for g, (a, b) in enumerate(pairwise(self.offsets))
+            for start in range(a, b, max_rows)
+        ]
+        at = 0
+        while at < len(pieces):
+            end = at + 1
+            while not self.apart and end < len(pieces) and pieces[end][1] - pieces[at][0] <= max_rows:
+                end += 1
+            run, first = pieces[at:end], pieces[at][0]
+            offsets = [0, *(stop - first for _, stop, _ in run)]
+            of = [g for _, _, g in run]
+            yield first, run[-1][1], LoraRows(offsets, [self.adapters[g] for g in of], [self.grads[g] for g in of])
+            at = end
