@@ -1,0 +1,93 @@
+"""Tokens in place of the key, when the server wants them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from typing import Any
+
+import pytest
+import weft
+from starlette.responses import JSONResponse, Response
+from weft import ServiceClient
+from weft.tokens import Tokens, claims_of, identity_of
+
+from tests.client_sdk.stub_server import Asked, Stub
+
+
+def jwt(number: int = 0, life_s: float = 100.0) -> str:
+    now = time.time()
+    claims = {"sub": f"user:{number}", "org_id": "org:1", "email": "a@b", "iat": now, "exp": now + life_s}
+    payload = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
+    return f"eyJ0.{payload}.sig{number}"
+
+
+def test_claims() -> None:
+    assert identity_of(jwt(3)).model_dump() == {"user_urn": "user:3", "org_urn": "org:1", "email": "a@b"}
+    for broken in ("", "a.b", "eyJ.W10.x", "eyJ.!!!.x"):
+        with pytest.raises(weft.APIResponseValidationError):
+            claims_of(broken)
+
+
+def test_renewed_at_half_of_its_life_or_when_refused() -> None:
+    now, made = 0.0, 0
+
+    async def fetch() -> str:
+        nonlocal made
+        made += 1
+        return jwt(made)
+
+    async def story() -> list[str]:
+        nonlocal now
+        tokens = Tokens(fetch, lambda: now)
+        seen = list(await asyncio.gather(*(tokens.current() for _ in range(5))))
+        now = 49.0
+        seen.append(await tokens.current())
+        now = 51.0
+        seen.append(await tokens.current())
+        seen.append(await tokens.replace(seen[-1]))
+        seen.append(await tokens.replace(seen[-2]))
+        return [claims_of(token)["sub"] for token in seen]
+
+    assert asyncio.run(story()) == ["user:1"] * 6 + ["user:2", "user:3", "user:3"]
+
+
+@pytest.fixture
+def exchanging(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    """A stub that gives tokens, and numbers them."""
+    given: list[Any] = []
+
+    def token(asked: Asked) -> Response:
+        given.append(asked)
+        return JSONResponse({"jwt": jwt(len(given))})
+
+    monkeypatch.setattr(stub, "on_auth_token", token, raising=False)
+    return stub
+
+
+def test_only_the_exchange_sees_the_key(service: ServiceClient, exchanging: Stub) -> None:
+    exchanging.config = {"pjwt_auth_enabled": True}
+    service.create_lora_training_client("org/tiny").result(10)
+    with_key = {asked.path for asked in exchanging.asked if asked.headers["x-api-key"] == "tml-test"}
+    assert with_key == {"/client/config", "/auth/token"}
+    assert exchanging.paths().count("/auth/token") == 1
+
+
+def test_a_refused_token_is_replaced_once(service: ServiceClient, exchanging: Stub) -> None:
+    exchanging.config = {"pjwt_auth_enabled": True}
+    service.create_lora_training_client("org/tiny").result(10)
+    refusal = {"www-authenticate": 'Bearer error="invalid_token"'}
+    exchanging.faults["/weft/usage"] = [JSONResponse({"detail": "expired"}, 401, refusal)]
+    exchanging.replies["GET /weft/usage"] = {"rows": [], "total_nusd": 0, "total_usd": "0", "price_version": "v"}
+    assert service.create_rest_client().get_usage().result(10).total_nusd == 0
+    exchanging.faults["/weft/usage"] = [JSONResponse({"detail": "expired"}, 401, refusal) for _ in range(2)]
+    with pytest.raises(weft.AuthenticationError, match="expired"):
+        service.create_rest_client().get_usage().result(10)
+
+
+def test_whoami(service: ServiceClient, exchanging: Stub) -> None:
+    assert service.create_rest_client().whoami().result(10).user_urn == "user:1"
+    own = weft.RestClient(base_url=exchanging.base_url, api_key=jwt(9))
+    assert own.whoami().result(10).user_urn == "user:9"
