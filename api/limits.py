@@ -19,12 +19,15 @@ from workers.trainer.loss_inputs import LOSSES, LossSpec
 #: A loss that cannot do without the sampler's recorded data.
 NEEDS_PROVENANCE = frozenset({"stable_reinforce"})
 
+#: A loss that its user has uploaded, and that says by itself what it reads.
+CUSTOM = LossLimits(required=["target_tokens"], config={"loss_id": None}, multi_target=True, other_inputs=True)
+
 
 def limits_of(cards: Mapping[str, ModelCard], limits: Limits, chunk_data: int, chunk_bytes: int) -> LimitsResponse:
     """Everything a client may want to check by. `chunk_*` are the sizes at which clients cut operations."""
     return LimitsResponse(
         models={name: _model(card, limits) for name, card in cards.items()},
-        losses={name: _loss(name, spec) for name, spec in LOSSES.items()},
+        losses={**{name: _loss(name, spec) for name, spec in LOSSES.items()}, "custom": CUSTOM},
         optimizers=list(CONFIGS),
         max_body_bytes=limits.max_body_bytes,
         max_data=limits.max_data,

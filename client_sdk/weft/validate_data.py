@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from weft.chunks import split
+from weft.loss_handle import LossHandle
 from weft.plan import PlannedTrain, datum_of
 from weft.problem import Problem
 from weft.wire.arrays import Array
@@ -18,7 +19,7 @@ from weft.wire.limits import LimitsResponse, LossLimits, ModelLimits
 from weft.wire.request_codec import estimate_bytes
 
 #: What a custom loss reads is its own business, but that it needs targets.
-CUSTOM = LossLimits(required=["target_tokens"], multi_target=True)
+CUSTOM = LossLimits(required=["target_tokens"], multi_target=True, other_inputs=True)
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 
 
@@ -44,7 +45,16 @@ def data_problems(
             continue
         made.append(datum)
         yield from _datum(datum, loss, model, step.loss_fn_config or {}, at)
+        if isinstance(step.loss_fn, LossHandle):
+            yield from _reads(step.loss_fn, datum, at)
     yield from _sizes(made, limits, where)
+
+
+def _reads(handle: LossHandle, datum: Datum, where: str) -> Iterator[Problem]:
+    try:
+        handle.check([datum])
+    except ValueError as error:
+        yield Problem(where, str(error).removeprefix("data[0]."))
 
 
 def _loss(step: PlannedTrain, limits: LimitsResponse) -> LossLimits | None:
@@ -60,9 +70,7 @@ def _config(step: PlannedTrain, loss: LossLimits, where: str) -> Iterator[Proble
         if key not in loss.config:
             takes = ", ".join(sorted(loss.config)) or "none"
             yield Problem(f"{at}[{key!r}]", f"{step.loss_fn} has no such setting", takes, key)
-        elif not isinstance(loss.config[key], str) and (
-            isinstance(value, str) or not math.isfinite(value) or value < 0
-        ):
+        elif loss.config[key] is not None and (isinstance(value, str) or not math.isfinite(value) or value < 0):
             yield Problem(f"{at}[{key!r}]", "must be a finite number", ">= 0", value)
     low, high = (config.get(key, loss.config.get(key)) for key in (LOW, HIGH))
     if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
@@ -125,7 +133,7 @@ def _inputs(
     for name in loss.required:
         if name not in inputs:
             yield Problem(f"{where}.loss_fn_inputs[{name!r}]", "missing: this loss needs it", None, sorted(inputs))
-    if loss is CUSTOM:
+    if loss.other_inputs:
         return
     known = {*loss.required, *loss.optional}
     for name in inputs:
@@ -166,7 +174,7 @@ def _targets(
     elif length is not None and targets.shape[0] != length:
         yield Problem(at, "must have as many positions as the model input tokens", length, targets.shape[0])
     for name, values in inputs.items():
-        if loss is not CUSTOM and name != "target_tokens" and values.shape != targets.shape:
+        if not (loss and loss.other_inputs) and name != "target_tokens" and values.shape != targets.shape:
             other = f"{where}.loss_fn_inputs[{name!r}]"
             yield Problem(other, "another shape than target_tokens", list(targets.shape), list(values.shape))
 

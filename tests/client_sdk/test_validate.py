@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from weft import AdamParams, Datum, ModelInput, Plan, PlannedSample, PlannedSave, PlannedTrain, PlannedUpdate, Problem
+from weft.loss_handle import trace
 from weft.types import DimuonParams, LimitsResponse, LossLimits, ModelLimits, PromptProvenanceSpan, TensorData
 from weft.validate import validate
 
@@ -18,6 +19,7 @@ LIMITS = LimitsResponse(
     losses={
         "cross_entropy": LossLimits(required=["target_tokens", "weights"], multi_target=True),
         "ppo": LossLimits(required=RL, optional=["mask", *THRESHOLDS], config=THRESHOLDS),
+        "custom": LossLimits(required=["target_tokens"], config={"loss_id": None}, other_inputs=True),
         "stable_reinforce": LossLimits(required=RL, needs_provenance=True),
     },
     optimizers=["adamw", "dimuon"],
@@ -125,6 +127,19 @@ def rl(**inputs: Any) -> Datum:
 )
 def test_rl_settings(inputs: dict[str, Any], config: dict[str, Any], where: list[str]) -> None:
     assert places(PlannedTrain([rl(**inputs)], "ppo", config)) == where
+
+
+def test_custom_losses() -> None:
+    def nll(logprobs: Any, weights: Any) -> Any:
+        return -(logprobs * weights).sum(), {}
+
+    handle = trace(nll, {"logprobs": 1, "weights": 1})
+    assert places(PlannedTrain([datum([1]), datum([1], weights=None)], handle)) == ["steps[0].data[1]"]
+    assert places(PlannedTrain([datum([1, 100], mine=np.ones(3))], lambda data, logprobs: None)) == [
+        "steps[0].data[0].model_input",
+        "steps[0].data[0].loss_fn_inputs['target_tokens']",
+    ]
+    assert places(PlannedTrain([datum([1])], "custom", {"loss_id": "L1"})) == []
 
 
 def test_provenance() -> None:

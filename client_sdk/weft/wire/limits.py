@@ -16,13 +16,15 @@ class ModelLimits(Response):
 
 
 class LossLimits(Response):
-    """What a loss takes: inputs of every datum, and `config` keys, each with its default (None: there is none)."""
+    """What a loss takes: inputs of every datum, and `config` keys, each with its default (None: not a number)."""
 
     required: list[str]
     optional: list[str] = Field(default_factory=list)
     config: dict[str, float | str | None] = Field(default_factory=dict)
     #: Whether `target_tokens` may be [T, K].
     multi_target: bool = False
+    #: Whether data may have inputs that are not named here.
+    other_inputs: bool = False
     #: Whether data must say by provenance spans which sampled sequences they come from.
     needs_provenance: bool = False
 
