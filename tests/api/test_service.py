@@ -13,7 +13,7 @@ def test_start_up(world: World) -> None:
     """What every client asks first, in its order."""
     assert world.http.get("/api/v1/healthz").json() == {"status": "ok"}
     config = world.post("client/config", {"sdk_version": "0.38.0"})
-    assert config["custom_loss_server_side"] is False
+    assert config["custom_loss_server_side"] is True
     assert config["fwdbwd_max_chunk_len"] == 8
     assert world.post("client/dynamic_config", {"sdk_version": "0.38.0"})["sample_cancel_enabled"] is True
     (model,) = world.get("get_server_capabilities")["supported_models"]
@@ -91,7 +91,7 @@ class TestCheckpoints:
         assert world.call("PUT", route, json={}).status_code == 422
         assert world.call("PUT", route.replace("one", "none"), json={"ttl_seconds": None}).status_code == 404
 
-    @pytest.mark.parametrize("kind", ["optimizer", "external_weights"])
+    @pytest.mark.parametrize("kind", ["optimizer"])
     def test_unknown_kinds(self, world: World, kind: str) -> None:
         assert world.call("DELETE", f"training_runs/s:train:0/checkpoints/{kind}/one").status_code == 400
 
