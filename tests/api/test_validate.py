@@ -289,7 +289,6 @@ def test_bad_names(name: str) -> None:
         "tinker://s:train:0/weights/",
         "tinker:///weights/a",
         "tinker://s:train:0/optimizer/a",
-        "tinker://s:train:0/external_weights/a",
         "tinker://../weights/..",
         "tinker://s train/weights/a",
         "TINKER://s:train:0/weights/a",
