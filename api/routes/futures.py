@@ -5,13 +5,15 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
 from weft.wire import CancelFutureRequest, FutureRetrieveRequest
 
 from api.auth import PrincipalDep
 from api.bodies import read_json
 from api.errors import Gone, NotFound, quote
+from api.json_forms import PROTOBUF, only_json, sample_result, train_result
 from api.lookup import plain_id
-from api.state import ServiceDep
+from api.state import Service, ServiceDep
 from scheduler import operations
 from store import tables
 
@@ -50,7 +52,15 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
     size = len(outcome.payload)
     if body.allow_metadata_only and size > service.settings.limits.inline_result_bytes:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
+    if outcome.content_type == PROTOBUF and only_json(request.headers.get("accept", "")):
+        return await run_in_threadpool(_as_json, service, body.request_id, outcome.payload)
     return Response(outcome.payload, media_type=outcome.content_type)
+
+
+def _as_json(service: Service, request_id: str, payload: bytes) -> Response:
+    with service.database.read() as session:
+        kind = session.get_one(tables.Operation, request_id).kind
+    return JSONResponse(sample_result(payload) if kind == operations.SAMPLE else train_result(payload))
 
 
 @router.post("/cancel_future")
