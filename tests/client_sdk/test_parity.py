@@ -1,0 +1,43 @@
+"""Every public method of the official SDK is there, with the same arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import tinker
+import weft
+from tinker.lib.public_interfaces.admin_client import AdminClient
+from tinker.lib.public_interfaces.api_future import APIFuture
+from tinker.lib.public_interfaces.rest_client import RestClient
+
+#: Tinker's own console, telemetry and insides.
+NOT_OURS = {"get_console_url", "get_telemetry", "holder", "create", "on_queue_state_change"}
+CLIENTS = {
+    "ServiceClient": tinker.ServiceClient,
+    "TrainingClient": tinker.TrainingClient,
+    "SamplingClient": tinker.SamplingClient,
+    "RestClient": RestClient,
+    "AdminClient": AdminClient,
+    "APIFuture": APIFuture,
+}
+
+
+def methods() -> Iterator[tuple[str, str]]:
+    for client, theirs in CLIENTS.items():
+        for name in dir(theirs):
+            if not name.startswith("_") and name not in NOT_OURS:
+                yield client, name
+
+
+@pytest.mark.parametrize(("client", "name"), methods())
+def test_same_name_same_arguments(client: str, name: str) -> None:
+    ours, theirs = getattr(weft, client), getattr(CLIENTS[client], name)
+    if name.endswith("_async") and not hasattr(ours, name):
+        assert hasattr(ours, name.removesuffix("_async"))  # RestBase makes the twin
+        return
+    if callable(theirs) and not name.endswith("_async"):
+        assert list(inspect.signature(getattr(ours, name)).parameters) == list(inspect.signature(theirs).parameters)
+    else:
+        assert hasattr(ours, name)
