@@ -15,6 +15,7 @@ from weft.wire import SetTtlRequest
 
 from api.auth import Principal, PrincipalDep
 from api.bodies import read_json
+from api.client_versions import readable_kinds
 from api.errors import Invalid
 from api.exports import LINKS_LAST, make_archive
 from api.lookup import checkpoint_at, live_checkpoints, run_by_id
@@ -36,11 +37,14 @@ _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
 @router.get("/checkpoints")
-async def checkpoints(service: ServiceDep, who: PrincipalDep, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
+async def checkpoints(
+    request: Request, service: ServiceDep, who: PrincipalDep, limit: Limit = 100, offset: Offset = 0
+) -> dict[str, Any]:
     """Checkpoints of the organisation, newest first."""
+    shown = tables.Checkpoint.kind.in_(readable_kinds(request))
 
     def read(session: Session) -> dict[str, Any]:
-        query = select(tables.Checkpoint).filter_by(org_id=who.org_id).where(live_checkpoints())
+        query = select(tables.Checkpoint).filter_by(org_id=who.org_id).where(live_checkpoints(), shown)
         total = count(session, query)
         rows = session.scalars(query.order_by(*_NEWEST_FIRST).limit(limit).offset(offset))
         return {"checkpoints": [describe(row) for row in rows], "cursor": cursor(offset, limit, total)}
@@ -49,12 +53,13 @@ async def checkpoints(service: ServiceDep, who: PrincipalDep, limit: Limit = 100
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
-async def run_checkpoints(run_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def run_checkpoints(run_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """All checkpoints of a run, oldest first."""
+    shown = tables.Checkpoint.kind.in_(readable_kinds(request))
 
     def read(session: Session) -> dict[str, Any]:
         run_by_id(session, who.org_id, run_id)
-        query = select(tables.Checkpoint).filter_by(org_id=who.org_id, run_id=run_id).where(live_checkpoints())
+        query = select(tables.Checkpoint).filter_by(org_id=who.org_id, run_id=run_id).where(live_checkpoints(), shown)
         return {"checkpoints": [describe(row) for row in session.scalars(query.order_by(*OLDEST_FIRST))]}
 
     return await service.read(read)

@@ -1,0 +1,106 @@
+"""Makes `docs/compatibility.md` of `tests/compat/results.json`: `python -m tests.compat.page`.
+
+Which calls there are comes from the newest SDK itself, so a method that no test drives shows up as one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.compat.tour import RESULTS, ROOT
+
+PAGE = ROOT / "docs" / "compatibility.md"
+SIGNS = {"ok": "yes", "fail": "**no**", "absent": "–"}
+#: The parts of the page, and how the names of their calls begin.
+PARTS = {
+    "ServiceClient": "ServiceClient.",
+    "TrainingClient": "TrainingClient.",
+    "SamplingClient": "SamplingClient.",
+    "RestClient and AdminClient": "RestClient.",
+    "The `tinker` command": "tinker ",
+}
+SMOKE = Path(__file__).with_name("smoke")
+#: Methods that ask nothing of a server, and those that the SDK itself calls.
+LOCAL = {"get_telemetry", "get_console_url", "on_queue_state_change", "create"}
+
+INTRODUCTION = """\
+# Compatibility with Tinker's SDK and command line
+
+Made by `make compat` from a tour of a real server, in which every version of the unmodified `tinker` package makes each
+call from an environment of its own. The tour is `tests/compat/smoke`, whose file for each call is named beside it;
+CI takes it with the versions marked *.
+
+yes: the call works and its result was checked. –: that version does not have it. Every method has a deprecated `_async`
+twin that sends the same; the last rows drive a loop of them.
+"""
+
+
+def page(results: dict[str, dict[str, str]], in_ci: Iterable[str]) -> str:
+    """The whole page. `results`: by version and call, `ok`, `fail` or `absent`."""
+    versions = sorted(results, key=lambda version: [int(part) for part in version.split(".")])
+    calls = list(dict.fromkeys(call for version in reversed(versions) for call in results[version]))
+    parts = [INTRODUCTION]
+    for title, prefix in PARTS.items():
+        rows = [call for call in calls if call.startswith(prefix)]
+        parts.append(_table(title, sorted(rows), versions, results, set(in_ci)))
+    rest = [call for call in calls if not call.startswith(tuple(PARTS.values()))]
+    parts.append(_table("Everything else", rest, versions, results, set(in_ci)))
+    return "\n".join(parts)
+
+
+def _table(
+    title: str, calls: list[str], versions: list[str], results: dict[str, dict[str, str]], in_ci: set[str]
+) -> str:
+    heads = [version + ("\\*" if version in in_ci else "") for version in versions]
+    lines = [f"## {title}", "", f"| call | {' | '.join(heads)} | test |", "|---" * (len(heads) + 2) + "|"]
+    for call in calls:
+        signs = [SIGNS[results[version].get(call, "absent")] for version in versions]
+        lines.append(f"| {_shown(call)} | {' | '.join(signs)} | {driver(call)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(call: str) -> str:
+    """`Class.method: in which way` with the method as code."""
+    name, colon, way = call.partition(": ")
+    plain = " " in name and not name.startswith("tinker ")
+    code = name if plain else f"`{name.split('.', 1)[-1]}`"
+    return f"{code}: {way}" if colon else code
+
+
+@functools.cache
+def driver(call: str) -> str:
+    """The file of the tour that makes this call."""
+    told = call.removeprefix("tinker ") if call.startswith("tinker ") else call
+    for name in (told, call.partition(":")[0]):
+        for path in sorted(SMOKE.glob("*.py")):
+            if f'"{name}' in path.read_text():
+                return path.name
+    return ""
+
+
+def undriven(calls: Iterable[str]) -> set[str]:
+    """Public methods of the SDK installed here that no call of the tour names."""
+    import tinker
+    from tinker.lib.public_interfaces.rest_client import RestClient
+
+    driven = {call.partition(":")[0] for call in calls}
+    missing = set()
+    for owner in (tinker.ServiceClient, tinker.TrainingClient, tinker.SamplingClient, RestClient):
+        for name, _ in inspect.getmembers(owner, inspect.isfunction):
+            if not name.startswith("_") and not name.endswith("_async") and name not in LOCAL:
+                missing.add(f"{owner.__name__}.{name}")
+    return missing - driven
+
+
+def main() -> None:
+    from tests.compat.environments import IN_CI
+
+    PAGE.write_text(page(json.loads(Path(RESULTS).read_text()), IN_CI))
+
+
+if __name__ == "__main__":
+    main()

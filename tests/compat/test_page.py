@@ -1,0 +1,34 @@
+"""docs/compatibility.md is what the last tour found, and leaves no method of the SDK out."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from tests.compat.environments import IN_CI
+from tests.compat.page import PAGE, page, undriven
+from tests.compat.tour import RESULTS
+
+RECORDED = json.loads(RESULTS.read_text())
+
+
+def test_the_page_is_made_of_the_recorded_results() -> None:
+    assert PAGE.read_text() == page(RECORDED, IN_CI), "run: make compat"
+
+
+def test_the_recorded_results_name_the_calls_of_the_tour() -> None:
+    """Calls are named in the tour's own code, so one that was added since shows without running it."""
+    sources = [path.read_text() for path in (Path(__file__).parent / "smoke").glob("*.py")]
+    named = set(re.findall(r'"((?:[A-Z][A-Za-z]+Client\.[a-z_]+)(?:: [^"{}]+)?)"', "\n".join(sources)))
+    assert named
+    assert named <= RECORDED["0.38.0"].keys(), "run: make compat"
+
+
+def test_every_public_method_of_the_newest_sdk_is_driven() -> None:
+    assert undriven(RECORDED["0.38.0"]) == set()
+
+
+def test_no_call_failed_in_any_version() -> None:
+    failed = {(version, call) for version, row in RECORDED.items() for call, result in row.items() if result == "fail"}
+    assert failed == set()
