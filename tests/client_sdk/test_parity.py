@@ -31,7 +31,7 @@ def methods() -> Iterator[tuple[str, str]]:
                 yield client, name
 
 
-@pytest.mark.parametrize(("client", "name"), methods())
+@pytest.mark.parametrize(("client", "name"), list(methods()))
 def test_same_name_same_arguments(client: str, name: str) -> None:
     ours, theirs = getattr(weft, client), getattr(CLIENTS[client], name)
     if name.endswith("_async") and not hasattr(ours, name):
