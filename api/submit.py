@@ -42,6 +42,8 @@ class Checked:
 
     plan: dict[str, Any] = field(default_factory=dict)
     tokens: int = 0
+    #: What is kept instead of what was sent, completed with what the server knows.
+    body: bytes | None = None
 
 
 #: Judges a request to a run, in a thread. Raises an ApiError to refuse it.
@@ -92,7 +94,8 @@ async def submit(
         kind=kind,
         base_model=run.base_model,
         tokens=checked.tokens,
-        body=body,
+        body=body if checked.body is None else checked.body,
+        sent=body,
         plan=checked.plan,
         refused=refused.detail if refused is not None else None,
     )

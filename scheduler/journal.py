@@ -108,7 +108,7 @@ class Journal:
         """Make `new` (and `rows`) durable, queue it, and return its request id. A repeat returns the first id.
 
         Raises SequenceReused, QueueFull, Draining, RunClosed."""
-        digest = hashlib.sha256(new.body).hexdigest()
+        digest = hashlib.sha256(new.body if new.sent is None else new.sent).hexdigest()
         entry = self._entries.get((new.lane, new.seq)) or self._stored_entry(new.lane, new.seq)
         if entry is not None:
             _check_repeat(entry, new, digest)
@@ -158,7 +158,7 @@ class Journal:
             return
         lane = self.runs.get(new.lane)
         if lane is None or lane.closing:
-            raise RunClosed(f"run {new.lane} is closed: its session has ended")
+            raise RunClosed(f"run {new.lane} is closed: its session has ended, or it is a copy of weights")
 
     def _stored_entry(self, lane: str, seq: int) -> _Entry | None:
         """An operation accepted before this process started, or long ago."""

@@ -35,7 +35,8 @@ class NewOperation:
     `plan` holds what its kind needs: `slices` [[start, stop, tokens], ...]; `spec`, `source_ref`, `with_optimizer`,
     `path` of a create or load; `kind`, `name`, `ttl_seconds`, `overwrite`, `user_metadata` of a named save;
     `sampler_id`, `sampling_session_seq_id`, `sampler_kind` of an unnamed one; `num_samples` of a sample.
-    `refused` says why the front turns an ordered operation away: it only spends its number, and fails with that."""
+    `sent` is what the client sent, where `body` is not that: repeats are known by it. `refused` says why the front
+    turns an ordered operation away: it only spends its number, and fails with that."""
 
     org_id: str
     session_id: str
@@ -47,6 +48,7 @@ class NewOperation:
     body: bytes = b""
     plan: dict[str, Any] = field(default_factory=dict)
     refused: str | None = None
+    sent: bytes | None = None
 
 
 @dataclass(frozen=True)

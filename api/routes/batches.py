@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
 from google.protobuf.message import DecodeError
 from starlette.concurrency import run_in_threadpool
 from weft.wire import weft_wire_pb2 as pb
+from weft.wire.arrays import write_tensor
 from weft.wire.codec import WireError, decode_train_request
 
 from api.auth import PrincipalDep
@@ -18,6 +20,8 @@ from api.lookup import served_model
 from api.state import Service, ServiceDep
 from api.submit import Address, Checked, submit
 from api.validate.batches import check_batch, slices
+from api.validate.custom_losses import uploaded_loss
+from api.validate.provenance import with_recorded_logprobs
 from scheduler.messages import OpKind
 from store import tables
 
@@ -65,8 +69,21 @@ def _check(service: Service, message: pb.ForwardBackwardRequest, body: bytes, ru
         batch = decode_train_request(body)
     except WireError as error:
         raise Invalid(str(error)) from None
-    cuts = slices(check_batch(batch, card, limits), service.settings.trainer.slice_tokens)
-    return Checked({"slices": cuts}, sum(tokens for _, _, tokens in cuts))
+    custom = uploaded_loss(batch, run.session_id, service.blobs)
+    recorded: dict[int, Any] = {}
+    if batch.loss_fn == "stable_reinforce":
+        batch, recorded = with_recorded_logprobs(batch, run.session_id, service.blobs)
+    cuts = slices(check_batch(batch, card, limits, custom), service.settings.trainer.slice_tokens)
+    tokens = sum(tokens for _, _, tokens in cuts)
+    return Checked({"slices": cuts}, tokens, _completed(body, recorded) if recorded else None)
+
+
+def _completed(body: bytes, logprobs: Mapping[int, Any]) -> bytes:
+    """The body with the logprobs that were recorded for it, as if the client had sent them."""
+    message = _parse(body)
+    for index, values in logprobs.items():
+        write_tensor(message.data[index].loss_fn_inputs["logprobs"], values, f"data[{index}].logprobs")
+    return message.SerializeToString()
 
 
 def _check_claims(message: pb.ForwardBackwardRequest) -> None:

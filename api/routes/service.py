@@ -39,7 +39,7 @@ async def client_config(request: Request, service: ServiceDep, who: PrincipalDep
         "fwdbwd_max_chunk_len": min(CHUNK_DATA, limits.max_data),
         "fwdbwd_max_chunk_bytes_count": min(CHUNK_BYTES, limits.max_body_bytes // 2),
         "sample_use_retrieve_futures": service.settings.sample_use_retrieve_futures,
-        "custom_loss_server_side": False,
+        "custom_loss_server_side": True,
         "sample_join_sampling_session": True,
     }
 

@@ -14,21 +14,25 @@ import numpy.typing as npt
 from weft.wire.codec import TrainBatch
 
 from api.errors import Invalid
+from api.validate.provenance import check_spans
 from store.settings import Limits
 from workers.model.card import ModelCard
+from workers.trainer.custom_format import CustomLoss
 from workers.trainer.loss_inputs import LossInputError, check_loss
 
 
-def check_batch(batch: TrainBatch, card: ModelCard, limits: Limits) -> list[int]:
-    """Check a decoded batch. Returns the number of tokens of each datum. Raises Invalid naming datum and field."""
+def check_batch(batch: TrainBatch, card: ModelCard, limits: Limits, custom: CustomLoss | None = None) -> list[int]:
+    """Check a decoded batch; `custom` is the uploaded loss that it names. Returns the number of tokens of each datum.
+    Raises Invalid naming datum and field."""
     lengths = [len(datum.tokens) for datum in batch.data]
     _check_lengths(lengths, card, limits)
     _check_ids([datum.tokens for datum in batch.data], card.vocab_size, "model_input")
     try:
-        check_loss(batch.loss_fn, batch.loss_fn_config, [datum.inputs for datum in batch.data], lengths)
+        check_loss(batch.loss_fn, batch.loss_fn_config, [datum.inputs for datum in batch.data], lengths, custom)
     except LossInputError as error:
         raise Invalid(str(error)) from None
     _check_ids([datum.inputs["target_tokens"].reshape(-1) for datum in batch.data], card.vocab_size, "target_tokens")
+    check_spans(batch)
     return lengths
 
 

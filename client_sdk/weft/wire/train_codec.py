@@ -29,14 +29,18 @@ from weft.wire.arrays import (
     write_tensor,
 )
 from weft.wire.error import WireError
+from weft.wire.inputs import PromptProvenanceSpan, ProvenanceSpan, ProvenanceSpans, SampledProvenanceSpan
 
 
 @dataclass(frozen=True)
 class ArrayDatum:
-    """One datum: the model's input tokens int32 [T] and, by name, the loss's inputs, float32 or int64, dense."""
+    """One datum: the model's input tokens int32 [T] and, by name, the loss's inputs, float32 or int64, dense. Spans,
+    where given, say of what samples the tokens and targets are copies."""
 
     tokens: npt.NDArray[np.int32]
     inputs: dict[str, Array]
+    model_input_spans: ProvenanceSpans | None = None
+    loss_fn_input_spans: ProvenanceSpans | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,31 @@ def _read_datum(datum: pb.Datum, where: str) -> ArrayDatum:
     inputs = {
         name: read_tensor(tensor, f"{where}.loss_fn_inputs[{name!r}]") for name, tensor in datum.loss_fn_inputs.items()
     }
-    return ArrayDatum(tokens=tokens, inputs=inputs)
+    return ArrayDatum(
+        tokens=tokens,
+        inputs=inputs,
+        model_input_spans=[_read_span(s, f"{where}.model_input_spans") for s in datum.model_input_spans] or None,
+        loss_fn_input_spans=[_read_span(s, f"{where}.loss_fn_input_spans") for s in datum.loss_fn_input_spans] or None,
+    )
+
+
+def _read_span(span: pb.ProvenanceSpan, where: str) -> ProvenanceSpan:
+    arm = span.WhichOneof("span")
+    if arm is None:
+        raise WireError(f"{where}: a span is neither prompt_tokens nor sampled_tokens")
+    found = span.sampled_tokens if arm == "sampled_tokens" else span.prompt_tokens
+    if not found.sequence_id or found.offset < 0 or found.length < 0:
+        raise WireError(
+            f"{where}: a span needs a sequence_id, and offset and length of at least 0; "
+            f"got {found.sequence_id!r:.80}, {found.offset}, {found.length}"
+        )
+    kind = SampledProvenanceSpan if arm == "sampled_tokens" else PromptProvenanceSpan
+    return kind(sequence_id=found.sequence_id, offset=found.offset, length=found.length)
+
+
+def write_span(message: pb.ProvenanceSpan, span: ProvenanceSpan) -> None:
+    arm = message.sampled_tokens if isinstance(span, SampledProvenanceSpan) else message.prompt_tokens
+    arm.sequence_id, arm.offset, arm.length = span.sequence_id, span.offset, span.length
 
 
 def _read_chunk(chunk: pb.Chunk, where: str) -> npt.NDArray[np.int32]:
@@ -110,6 +138,10 @@ def encode_train_request(batch: TrainBatch) -> bytes:
         written.model_input.add().encoded_text.tokens = np.ascontiguousarray(datum.tokens, dtype=INT32).tobytes()
         for name, array in datum.inputs.items():
             write_tensor(written.loss_fn_inputs[name], array, f"data[{index}].loss_fn_inputs[{name!r}]")
+        for span in datum.model_input_spans or []:
+            write_span(written.model_input_spans.add(), span)
+        for span in datum.loss_fn_input_spans or []:
+            write_span(written.loss_fn_input_spans.add(), span)
     return message.SerializeToString()
 
 

@@ -1,0 +1,78 @@
+"""Uploading a custom loss. The work is done when the request is answered; the future is there for Tinker's client."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+from weft.wire import CreateCustomLossRequest
+
+from api.auth import PrincipalDep
+from api.bodies import parse_json, read_body
+from api.errors import Invalid, TooLarge
+from api.lookup import active_session
+from api.state import ServiceDep
+from api.validate.custom_losses import MAX_GRAPH_BYTES, MAX_LOSSES, checked_loss
+from api.validate.runs import check_sequence
+from store import tables
+from workers.trainer.custom_format import loss_ref
+
+router = APIRouter(prefix="/api/v1")
+
+KIND = "create_custom_loss"
+
+
+@router.post("/create_custom_loss")
+async def create_custom_loss(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """Keep a loss for the runs of its session. Idempotent on (session, custom_loss_seq_id)."""
+    raw = await read_body(request)
+    if len(raw) > MAX_GRAPH_BYTES:
+        raise TooLarge(f"the body is {len(raw)} bytes, the limit of a custom loss is {MAX_GRAPH_BYTES}")
+    body = await run_in_threadpool(parse_json, raw, CreateCustomLossRequest)
+    number = check_sequence(body.custom_loss_seq_id, "custom_loss_seq_id")
+    if number >= MAX_LOSSES:
+        raise Invalid(f"custom_loss_seq_id: {number}; a session may have {MAX_LOSSES} custom losses, from 0 on")
+    await service.read(lambda session: active_session(session, who.org_id, body.session_id))
+    stored = await run_in_threadpool(checked_loss, body)
+    lane, digest = f"{body.session_id}:loss", hashlib.sha256(raw).hexdigest()
+    loss_id, request_id = f"{lane}:{number}", uuid.uuid4().hex
+    result_ref = f"results/{request_id[:2]}/{request_id}"
+    now = datetime.now(UTC)
+    row = tables.Operation(
+        id=request_id,
+        org_id=who.org_id,
+        session_id=body.session_id,
+        lane=lane,
+        seq=number,
+        kind=KIND,
+        base_model="",
+        state="done",
+        tokens=0,
+        body_ref=loss_ref(loss_id),
+        body_sha256=digest,
+        plan={},
+        result_ref=result_ref,
+        result_type="application/json",
+        accepted_at=now,
+        finished_at=now,
+    )
+
+    def write(session: Session) -> str:
+        there = session.scalars(select(tables.Operation).filter_by(lane=lane, seq=number)).one_or_none()
+        if there is None:
+            service.blobs.put(loss_ref(loss_id), stored)
+            service.blobs.put(result_ref, orjson.dumps({"loss_id": loss_id, "type": KIND}))
+            session.add(row)
+            return request_id
+        if there.body_sha256 != digest:
+            raise Invalid(f"custom_loss_seq_id: {number} is another loss already; use the next number")
+        return there.id
+
+    return {"request_id": await service.database.write(write)}

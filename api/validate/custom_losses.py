@@ -1,0 +1,51 @@
+"""Uploaded losses: the check of one before it is kept, and finding it again."""
+
+from __future__ import annotations
+
+from weft.wire import CreateCustomLossRequest
+from weft.wire.codec import TrainBatch
+
+from api.errors import Invalid, quote
+from store.blobs import BadRef, Blobs
+from workers.trainer.custom_format import (
+    CustomLoss,
+    CustomLossError,
+    decode_custom_loss,
+    encode_custom_loss,
+    loss_ref,
+    parse_custom_loss,
+)
+from workers.trainer.loss_inputs import CUSTOM, LossInputError, loss_id_of
+
+#: Of one session. A loss is some kilobytes, and a session makes each of its losses once.
+MAX_LOSSES = 256
+MAX_GRAPH_BYTES = 256 * 1024
+
+
+def checked_loss(body: CreateCustomLossRequest) -> bytes:
+    """The loss as it is kept. Raises Invalid with what a custom loss may not do."""
+    pairs = [(item.name, int(item.rank)) for item in body.inputs]
+    graph = body.graph.model_dump(mode="json")
+    try:
+        parse_custom_loss(body.name, pairs, graph)
+    except CustomLossError as error:
+        raise Invalid(str(error)) from None
+    return encode_custom_loss(body.name, pairs, graph)
+
+
+def uploaded_loss(batch: TrainBatch, session_id: str, blobs: Blobs) -> CustomLoss | None:
+    """The loss that a batch names, which must be of this session; None when it has one of the built-in losses."""
+    if batch.loss_fn != CUSTOM:
+        return None
+    try:
+        loss_id = loss_id_of(batch.loss_fn_config)
+        if not loss_id.startswith(f"{session_id}:loss:") or "/" in loss_id:
+            raise BadRef(loss_id)
+        return decode_custom_loss(blobs.get(loss_ref(loss_id)))
+    except LossInputError as error:
+        raise Invalid(str(error)) from None
+    except (BadRef, FileNotFoundError):
+        raise Invalid(
+            f"loss_id: no custom loss {quote(batch.loss_fn_config['loss_id'])} in this session; "
+            "losses are made with create_custom_loss, for the session that makes them"
+        ) from None
