@@ -26,18 +26,29 @@ COMPLETE = "checkpoint_complete"
 ARCHIVES = "archives"
 
 
-def archive_ref(checkpoint_id: str) -> str:
-    return f"{ARCHIVES}/{checkpoint_id}"
+def archive_ref(ref: str) -> str:
+    """Where the archive of the weights in `ref` is: new weights, be it under an old name, have a new one."""
+    return f"{ARCHIVES}/{ref.rpartition('/')[2]}"
 
 
-def make_archive(blobs: Blobs, ref: str, checkpoint_id: str) -> None:
+def make_archive(blobs: Blobs, ref: str) -> None:
     """Have the archive of the weights in `ref` at `archive_ref`, and count its age from now. Runs in a thread."""
-    target = blobs.path(archive_ref(checkpoint_id))
+    target = blobs.path(archive_ref(ref))
     if target.is_dir():
         os.utime(target)
         return
-    source = blobs.path(ref)
-    with blobs.new_folder(archive_ref(checkpoint_id)) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
+    try:
+        with blobs.new_folder(archive_ref(ref)) as folder:
+            _fill(blobs.path(ref), folder)
+    except OSError:
+        if not target.is_dir():  # else somebody was faster with the same files
+            raise
+
+
+def _fill(source: Path, folder: Path) -> None:
+    if not source.is_dir():
+        raise FileNotFoundError(f"the weights in {source} are gone")
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         export = source if not (source / "adapter.safetensors").is_file() else _export(source, Path(scratch))
         with tarfile.open(folder / "checkpoint.tar", "w") as tar:
             for file in sorted(path for path in export.rglob("*") if path.is_file()):

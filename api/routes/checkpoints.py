@@ -156,7 +156,7 @@ async def archive(
     path = _path(run_id, kind, name)
 
     row = await service.read(lambda session: checkpoint_at(session, who.org_id, path))
-    await run_in_threadpool(make_archive, service.blobs, row.ref, row.id)
+    await run_in_threadpool(make_archive, service.blobs, row.ref)
     expires = datetime.now(UTC).replace(microsecond=0) + LINKS_LAST
     link = service.signer.link(request, archive_path(row.id), expires)
     return RedirectResponse(link, 302, {"expires": format_datetime(expires, usegmt=True)})

@@ -39,7 +39,7 @@ async def file(checkpoint_id: str, name: str, request: Request, service: Service
 @router.get("/{checkpoint_id}/checkpoint.tar")
 async def archive(checkpoint_id: str, request: Request, service: ServiceDep) -> FileResponse:
     row = await _checkpoint(request, service, checkpoint_id)
-    folder = service.blobs.path(archive_ref(row.id)).resolve()
+    folder = service.blobs.path(archive_ref(row.ref)).resolve()
     return _serve(folder, folder / _ARCHIVE)
 
 

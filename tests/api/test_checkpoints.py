@@ -131,6 +131,20 @@ class TestArchive:
         assert found["base_model.model.model.unembed_tokens.lora_B.weight"].shape == (100, 4)
         assert standard["base_model.model.lm_head.lora_A.weight"].shape == (4, 8)
 
+    def test_weights_that_replace_others_have_an_archive_of_their_own(self, world: World) -> None:
+        run = world.run()
+        found = []
+        for seq in (1, 2):
+            body = {"model_id": run, "seq_id": seq, "path": "one", "overwrite": True}
+            request_id = world.post("save_weights", body)["request_id"]
+            world.finish(request_id)
+            path = world.outcome(request_id).json()["path"]
+            (folder_of(world, path) / "which").write_text(str(seq))
+            link = world.call("GET", f"{route(path)}/archive", follow_redirects=False).headers["location"]
+            with tarfile.open(fileobj=io.BytesIO(world.http.get(link).content)) as tar:
+                found.append(tar.extractfile("which").read())  # type: ignore[union-attr]
+        assert found == [b"1", b"2"]
+
     def test_not_for_others(self, world: World) -> None:
         path = world.checkpoint(world.run(), 1)
         world.post(f"{route(path)}/publish")
