@@ -20,11 +20,14 @@ from workers.model.attend import Attend, PackedAttend
 from workers.model.card import weight_files
 from workers.model.config import DecoderConfig, RopeConfig, read_config
 from workers.model.logprobs import target_logprobs
-from workers.model.lora import LoraRows, Site, lora_linear
+from workers.model.lora import LoraRows, Site, lora_linear, own_rows
 from workers.model.moe import Names, expert_block
 from workers.model.weights import copy_weights
 
 __all__ = ["Attend", "Decoder", "DecoderConfig", "LoraRows", "PackedAttend", "load_decoder", "target_logprobs"]
+
+#: Rotary angles are computed for so many positions at a time.
+ROTARY_BLOCK = 256
 
 #: Told of every mixture layer: layer index and the chosen experts [tokens, choices].
 OnRoute = Callable[[int, Tensor], None]
@@ -45,12 +48,14 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"):
         super().__init__()
         self.config, self.dtype = config, dtype
+        self.isolation = "padded"  # or "per-segment": what isolation.settle found this machine to need
         with torch.device(device):
             self.embed = _frozen(dtype, config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList(_Layer(config, layer, dtype) for layer in range(config.num_layers))
             self.norm = _frozen(torch.float32, config.hidden_size)
             self.head = self.embed if config.tie_embeddings else _frozen(dtype, config.vocab_size, config.hidden_size)
             self.inverse_wavelengths = nn.Buffer(rope_frequencies(config.rope, config.head_dim), persistent=False)
+            self._angles: Tensor = nn.Buffer(torch.empty(2, 0, config.head_dim), persistent=False)
         self.unembed = Site("unembed_A", ("unembed_B",), (config.vocab_size,))
 
     @property
@@ -68,17 +73,36 @@ class Decoder(nn.Module):
         """Hidden states [T, D] float32 after the final norm."""
         if lora is not None and len(lora) != len(tokens_T):
             raise ValueError(f"the adapters cover {len(lora)} rows, the batch has {len(tokens_T)} tokens")
+        lora = self.arranged(lora)
         x_TD = F.embedding(tokens_T, self.embed).float()
-        angles = positions_T[:, None].float() * self.inverse_wavelengths
-        turn = torch.cat((angles, angles), dim=-1)[:, None, :]
-        rotary = (turn.cos(), turn.sin())
+        rotary = self._rotary(positions_T)
         for layer in self.layers:
             x_TD = layer(x_TD, rotary, attend, lora, on_route)
         return F.rms_norm(x_TD, self.norm.shape, self.norm, self.config.norm_eps)
 
     def logits(self, hidden_RD: Tensor, lora: LoraRows | None = None) -> Tensor:
         """Logits [R, V] float32 of selected rows; `lora` counts those rows (`LoraRows.select`)."""
-        return lora_linear(hidden_RD, self.head, self.unembed, lora)
+        return lora_linear(hidden_RD, self.head, self.unembed, self.arranged(lora))
+
+    def arranged(self, lora: LoraRows | None) -> LoraRows | None:
+        """The rows as this machine can compute them with isolation."""
+        return lora.kept_apart() if lora is not None and self.isolation == "per-segment" else lora
+
+    def _rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of each token's angles, [T, 1, head_dim] each.
+
+        From a table that grows by whole blocks: the value at a position must not depend on where a token stands in the
+        batch, as it does when a vectorised cos rounds the ends of a tensor differently."""
+        last = int(positions_T.max()) if len(positions_T) else 0
+        while last >= self._angles.shape[1]:
+            with torch.inference_mode(False), torch.no_grad():
+                start = self._angles.shape[1]
+                positions = torch.arange(start, start + ROTARY_BLOCK, device=self.device).float()
+                angles = positions[:, None] * self.inverse_wavelengths
+                turn = torch.cat((angles, angles), dim=-1)
+                self._angles = torch.cat((self._angles, torch.stack((turn.cos(), turn.sin()))), dim=1)
+        cos, sin = self._angles[:, positions_T]
+        return cos[:, None], sin[:, None]
 
 
 class _Layer(nn.Module):
@@ -152,6 +176,9 @@ class _Mlp(nn.Module):
         self.down_site = Site(names.down_a, (names.down_b,), (d,))
 
     def forward(self, x_TD: Tensor, lora: LoraRows | None, on_route: OnRoute | None) -> Tensor:
+        if lora is not None and lora.apart:
+            own = zip(own_rows(x_TD, lora), lora.singles, strict=True)
+            return torch.cat([self(x, single, on_route) for x, single in own])
         gate, up = lora_linear(x_TD, self.gate_up, self.gate_up_site, lora).chunk(2, dim=-1)
         return lora_linear(F.silu(gate) * up, self.down, self.down_site, lora)
 

@@ -35,6 +35,8 @@ def target_logprobs(
     if len(rows_P) != len(targets_P) or len(lora) != len(hidden_TD):
         counts = f"{len(rows_P)} rows, {len(targets_P)} targets; {len(hidden_TD)} hidden rows, {len(lora)} of adapters"
         raise ValueError(f"the inputs do not agree: {counts}")
+    if decoder.isolation == "per-segment":
+        lora = lora.kept_apart()
     rows_U, row_of_P = torch.unique_consecutive(rows_P, return_inverse=True)
     selected = lora.select(rows_U)
     trigger = selected.trigger(selected.groups(decoder.unembed.a))

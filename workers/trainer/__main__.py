@@ -24,6 +24,7 @@ from scheduler.link import WorkerLink
 from scheduler.messages import Drain, Pass, PullPass
 from store.blobs import Blobs
 from workers.model.decoder import Decoder, load_decoder
+from workers.model.isolation import settle
 from workers.trainer.trainer import Trainer, TrainerSettings
 
 #: How often an idle trainer looks whether it was told to stop.
@@ -72,6 +73,7 @@ def load_models(models: Sequence[str]) -> dict[str, Decoder]:
         began = time.monotonic()
         decoders[name] = load_decoder(Path(path))
         _log(f"loaded {name} in {time.monotonic() - began:.1f} s")
+        _log(f"{name}: tenants are computed {settle(decoders[name])}")
     return decoders
 
 
