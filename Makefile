@@ -13,10 +13,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 ROOMS := api billing migrations scheduler store workers client_sdk/weft examples bench tests
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test compat cookbook lint format clean
 
 help:
-	@echo "make setup | demo | test | lint | format | clean"
+	@echo "make setup | demo | test | compat | cookbook | lint | format | clean"
 
 setup: $(STAMP)
 
@@ -37,6 +37,15 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
+# Every version of the official SDK against a real server; writes docs/compatibility.md.
+compat: setup
+	$(BIN)/python -m tests.compat.tour
+	$(BIN)/python -m tests.compat.page
+
+# Published recipes of tinker_cookbook, offline, against a real server.
+cookbook: setup
+	$(BIN)/python -m tests.cookbook
+
 lint: setup
 	$(BIN)/ruff check $(ROOMS)
 	$(BIN)/ruff format --check $(ROOMS)
@@ -47,4 +56,4 @@ format: setup
 	$(BIN)/ruff format $(ROOMS)
 
 clean:
-	rm -rf $(VENV) build demo-data demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .compat .cookbook build demo-data demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
