@@ -21,6 +21,9 @@ from store.db import Database
 
 #: Results are kept for a day after they were written.
 RESULTS_LAST = timedelta(hours=24)
+#: Logprobs recorded for stable_reinforce are kept for a day after they were last trained on, and so are custom losses
+#: after they were made, or until their session is over.
+RECORDINGS_LAST = timedelta(hours=24)
 #: Archives outlive the links to them, which are good for an hour.
 ARCHIVES_LAST = timedelta(hours=2)
 #: Ids that one query asks for.
@@ -53,16 +56,20 @@ class Reaper:
         weights = {f"weights/{path.name}" for path in self._listed("weights")}
         snapshots = {f"runs/{path.name}": path.name for path in self._listed("runs")}
         bodies = {path.name: path for path in self._old("ops/*", RESULTS_LAST)}
+        losses = {path.name: path for path in self._old("losses", RECORDINGS_LAST)}
         with self._database.read() as session:
             live = _live(session)
             unneeded = weights - all_in_use(session)
             unneeded |= {ref for ref, run_id in snapshots.items() if run_id not in live}
             needed = _needed_bodies(session, bodies)
+            sessions = {run_id.partition(":")[0] for run_id in live} | _active(session)
         gone = sorted(unneeded & self._unneeded)
         self._unneeded = unneeded - set(gone)
         for ref in gone:
             self._blobs.delete_tree(ref)
         files = [path for name, path in bodies.items() if name not in needed]
+        files += [path for name, path in losses.items() if name.partition(":")[0] not in sessions]
+        files += self._old("stability/*", RECORDINGS_LAST)
         for path in (*files, *self._old("results/*", RESULTS_LAST), *self._old("archives", ARCHIVES_LAST)):
             ref = path.relative_to(self._blobs.root).as_posix()
             self._blobs.delete_tree(ref)
@@ -88,6 +95,10 @@ class Reaper:
 
 def _live(session: Session) -> set[str]:
     return set(session.scalars(select(tables.Run.id).where(tables.Run.state == "live")))
+
+
+def _active(session: Session) -> set[str]:
+    return set(session.scalars(select(tables.Session.id).where(tables.Session.state == "active")))
 
 
 def _needed_bodies(session: Session, op_ids: Iterable[str]) -> set[str]:

@@ -154,3 +154,13 @@ def test_results_archives_and_bodies_by_age(world: World) -> None:
     os.utime(old, ((NOW - timedelta(hours=3)).timestamp(),) * 2)
     world.folder("archives/new")
     assert sorted(world.reaper.sweep()) == ["archives/old", "ops/aa/aa2", "results/aa/aa2"]
+
+
+def test_recordings_go_after_a_day_and_custom_losses_with_their_session(world: World) -> None:
+    world.add(world.session("s"), world.session("t", "finished"), world.session("u", "finished"), world.run("u"))
+    for session in ("s", "t", "u"):
+        world.file(f"losses/{session}:loss:0", hours_old=30)
+    world.file("losses/t:loss:1", hours_old=1)
+    world.file("stability/s/op:0", hours_old=30)
+    world.file("stability/s/op:1", hours_old=20)
+    assert sorted(world.reaper.sweep()) == ["losses/t:loss:0", "stability/s/op:0"]

@@ -1,0 +1,85 @@
+"""create_custom_loss, and operations that name what was made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.api.conftest import World
+from tests.api.data import batch, datum
+from workers.trainer.custom_format import decode_custom_loss
+
+
+def body(session: str, number: int = 0, function: str = "torch.exp") -> dict[str, Any]:
+    nodes = [
+        {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+        {"op": "call_function", "name": "e", "target": function, "args": [{"ref": "logprobs"}]},
+        {"op": "call_method", "name": "loss", "target": "sum", "args": [{"ref": "e"}]},
+        {
+            "op": "output",
+            "name": "output",
+            "target": "output",
+            "args": [{"tuple": [{"ref": "loss"}, {"dict": {"custom/e:sum": {"ref": "loss"}}}]}],
+        },
+    ]
+    return {
+        "session_id": session,
+        "custom_loss_seq_id": number,
+        "name": "e",
+        "inputs": [{"name": "logprobs", "rank": 1}],
+        "graph": {"format": 1, "nodes": nodes},
+        "type": "create_custom_loss",
+    }
+
+
+def test_a_loss_is_made_once_and_named_by_its_session(world: World) -> None:
+    session = world.session()
+    request_id = world.post("create_custom_loss", body(session))["request_id"]
+    assert world.outcome(request_id).json() == {"loss_id": f"{session}:loss:0", "type": "create_custom_loss"}
+    assert world.post("create_custom_loss", body(session))["request_id"] == request_id
+    stored = world.service.blobs.get(f"losses/{session}:loss:0")
+    assert decode_custom_loss(stored).loss == "loss"
+    again = world.post("create_custom_loss", body(session, function="torch.log"), status=400)
+    assert "another loss already" in again["detail"]
+
+
+def test_refusals(world: World) -> None:
+    session = world.session()
+    refused = world.post("create_custom_loss", body(session, function="torch.load"), status=400)["detail"]
+    assert "'torch.load' is not one that a custom loss may call" in refused
+    assert "a session may have 256" in world.post("create_custom_loss", body(session, 256), status=400)["detail"]
+    world.post("create_custom_loss", body(session), key=world.other_key, status=404)
+    world.post("create_custom_loss", body("nobody"), status=404)
+    malformed = body(session)
+    malformed["inputs"] = []
+    world.post("create_custom_loss", malformed, status=422)
+    large = body(session)
+    large["graph"]["nodes"][0]["target"] = "x" * 300_000
+    assert world.call("POST", "create_custom_loss", json=large).status_code == 413
+    extra = body(session) | {"surprise": 1}
+    world.post("create_custom_loss", extra, status=422)
+
+
+def test_operations_name_a_loss_of_their_own_session(world: World) -> None:
+    session, elsewhere = world.session(), world.session()
+    run, other = world.run(session), world.run(elsewhere)
+    world.post("create_custom_loss", body(session))
+    config: dict[str, float | str] = {"loss_id": f"{session}:loss:0"}
+    data = [datum([1, 2, 3])]
+    good = world.train(batch(run, 1, data, loss_fn="custom", loss_fn_config=config))
+    assert world.operation(good["request_id"]).state == "queued"
+    for target, wrong, words in (
+        (other, config, "no custom loss"),
+        (run, {"loss_id": f"{session}:loss:1"}, "no custom loss"),
+        (run, {"loss_id": f"{session}:loss:../../x"}, "no custom loss"),
+        (run, {}, "its loss_id alone"),
+        (run, {"loss_id": 3.0}, "its loss_id alone"),
+        (run, config | {"beta": 1.0}, "its loss_id alone"),
+    ):
+        number = 2 if target == other else world.service.journal.runs[run].next_seq
+        number = 1 if target == other else number
+        reply = world.train(batch(target, number, data, loss_fn="custom", loss_fn_config=dict(wrong)))
+        assert words in world.error(reply["request_id"])
+    two = [datum([1, 2], target_tokens=[[1, 2], [3, 4]], weights=[[1.0, 1.0], [1.0, 1.0]])]
+    number = world.service.journal.runs[run].next_seq
+    reply = world.train(batch(run, number, two, loss_fn="custom", loss_fn_config=config))
+    assert "declared rank 1" in world.error(reply["request_id"])
