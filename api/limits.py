@@ -16,8 +16,8 @@ from store.settings import Limits
 from workers.model.card import ModelCard
 from workers.trainer.loss_inputs import LOSSES, LossSpec
 
-#: A loss that cannot do without the sampler's recorded data.
-NEEDS_PROVENANCE = frozenset({"stable_reinforce"})
+#: Inputs that the sampler has recorded for whoever asked, by loss.
+RECORDED = {"stable_reinforce": ["logprobs"]}
 
 #: A loss that its user has uploaded, and that says by itself what it reads.
 CUSTOM = LossLimits(required=["target_tokens"], config={"loss_id": None}, multi_target=True, other_inputs=True)
@@ -54,5 +54,5 @@ def _loss(name: str, spec: LossSpec) -> LossLimits:
         optional=sorted(spec.accepted - set(spec.required)),
         config=dict(spec.settings),
         multi_target=spec.multi_target,
-        needs_provenance=name in NEEDS_PROVENANCE,
+        recorded=RECORDED.get(name, []),
     )

@@ -4,7 +4,7 @@ settings. Shapes: T tokens of a datum, K targets per position."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from weft.chunks import split
 from weft.loss_handle import LossHandle
 from weft.plan import PlannedTrain, datum_of
 from weft.problem import Problem
+from weft.validate_spans import span_problems
 from weft.wire.arrays import Array
 from weft.wire.error import WireError
 from weft.wire.inputs import Datum
@@ -92,10 +93,10 @@ def _datum(
         inputs[name] = tensor.to_numpy()
         yield from _numbers(inputs[name], f"{where}.loss_fn_inputs[{name!r}]")
     if loss is not None:
-        yield from _inputs(inputs, loss, config, where)
-        if loss.needs_provenance and datum.model_input_spans is None:
-            yield Problem(where, "this loss needs provenance spans: Datum.with_provenance")
+        spans = datum.loss_fn_input_spans is not None
+        yield from _inputs(inputs, loss, config, loss.recorded if spans else (), where)
     yield from _targets(inputs, loss, model, None if tokens is None else tokens.size, where)
+    yield from span_problems(datum, inputs, loss, where)
 
 
 def length_and_ids(tokens: Array, model: ModelLimits | None, where: str) -> Iterator[Problem]:
@@ -128,10 +129,14 @@ def _numbers(values: Array, where: str) -> Iterator[Problem]:
 
 
 def _inputs(
-    inputs: Mapping[str, Array], loss: LossLimits, config: Mapping[str, float | str], where: str
+    inputs: Mapping[str, Array],
+    loss: LossLimits,
+    config: Mapping[str, float | str],
+    recorded: Collection[str],
+    where: str,
 ) -> Iterator[Problem]:
     for name in loss.required:
-        if name not in inputs:
+        if name not in inputs and name not in recorded:
             yield Problem(f"{where}.loss_fn_inputs[{name!r}]", "missing: this loss needs it", None, sorted(inputs))
     if loss.other_inputs:
         return

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from weft import AdamParams, Datum, ModelInput, Plan, PlannedSample, PlannedSave, PlannedTrain, PlannedUpdate, Problem
 from weft.loss_handle import trace
-from weft.types import DimuonParams, LimitsResponse, LossLimits, ModelLimits, PromptProvenanceSpan, TensorData
+from weft.types import DimuonParams, LimitsResponse, LossLimits, ModelLimits, TensorData
+from weft.types import PromptProvenanceSpan as Prompt
+from weft.types import SampledProvenanceSpan as Sampled
 from weft.validate import validate
 
 THRESHOLDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
@@ -19,8 +22,9 @@ LIMITS = LimitsResponse(
     losses={
         "cross_entropy": LossLimits(required=["target_tokens", "weights"], multi_target=True),
         "ppo": LossLimits(required=RL, optional=["mask", *THRESHOLDS], config=THRESHOLDS),
+        "gspo": LossLimits(required=[*RL, "sequence_ratio_mask"]),
         "custom": LossLimits(required=["target_tokens"], config={"loss_id": None}, other_inputs=True),
-        "stable_reinforce": LossLimits(required=RL, needs_provenance=True),
+        "stable_reinforce": LossLimits(required=RL, recorded=["logprobs"]),
     },
     optimizers=["adamw", "dimuon"],
     max_body_bytes=10_000,
@@ -142,10 +146,31 @@ def test_custom_losses() -> None:
     assert places(PlannedTrain([datum([1])], "custom", {"loss_id": "L1"})) == []
 
 
-def test_provenance() -> None:
-    assert places(PlannedTrain([rl()], "stable_reinforce")) == ["steps[0].data[0]"]
-    spans = [PromptProvenanceSpan("q", 0, 2)]
-    assert places(PlannedTrain([rl().with_provenance(spans, spans)], "stable_reinforce")) == []
+def spans(*parts: tuple[type, int]) -> list[Any]:
+    return [kind("q", 0, length) for kind, length in parts]
+
+
+def test_provenance_stands_in_for_what_was_recorded() -> None:
+    lacking = datum([1, 2], weights=None, advantages=[0.0, 1.0])
+    assert places(PlannedTrain([lacking], "stable_reinforce")) == [f"{INPUT}['logprobs']"]
+    told = lacking.with_provenance(spans((Prompt, 2)), spans((Prompt, 1), (Sampled, 1)))
+    assert places(PlannedTrain([told], "stable_reinforce")) == []
+    assert places(PlannedTrain([told], "ppo")) == [f"{INPUT}['logprobs']"]
+    assert places(PlannedTrain([rl()], "stable_reinforce")) == []
+
+
+def test_spans_that_do_not_fit() -> None:
+    short = replace(rl(), model_input_spans=spans((Prompt, 1)), loss_fn_input_spans=spans((Sampled, 3)))
+    where = ["steps[0].data[0].model_input_spans", "steps[0].data[0].loss_fn_input_spans"]
+    assert places(PlannedTrain([short], "ppo")) == where
+    prompt_only = rl().with_provenance(spans((Prompt, 2)), spans((Prompt, 2)))
+    assert places(PlannedTrain([prompt_only], "ppo")) == []
+    assert places(PlannedTrain([prompt_only], "stable_reinforce")) == [f"{INPUT}['advantages']"]
+
+
+def test_a_ratio_mask_that_marks_nothing() -> None:
+    assert places(PlannedTrain([rl(sequence_ratio_mask=[0.0, 0.0])], "gspo")) == [f"{INPUT}['sequence_ratio_mask']"]
+    assert places(PlannedTrain([rl(sequence_ratio_mask=[0.0, 1.0])], "gspo")) == []
 
 
 @pytest.mark.parametrize(

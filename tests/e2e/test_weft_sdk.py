@@ -168,6 +168,28 @@ def test_custom_losses_here_and_there_are_the_built_in_one(service: ServiceClien
         np.testing.assert_allclose(logprobs, found[0][1], atol=1e-4)
 
 
+def test_stable_reinforce_from_what_was_recorded(run: weft.TrainingClient) -> None:
+    """Spans in place of logprobs: the server knows what it sampled with, and the first step finds a ratio of 1."""
+    sampler = run.save_weights_and_get_sampling_client(record_stability_info=True)
+    drawn = sampler.sample(PROMPT, 3, SamplingParams(max_tokens=6, seed=2, stop=[])).result(60)
+    size, data = PROMPT.length, []
+    for sequence in drawn.sequences:
+        name, tokens = sequence.sequence_id, [*PROMPT.to_ints(), *sequence.tokens]
+        inputs = {"target_tokens": tokens[1:], "advantages": [0.0] * (size - 1) + [1.0] * 6}
+        prompt, sampled = types.PromptProvenanceSpan, types.SampledProvenanceSpan
+        data.append(
+            Datum(ModelInput.from_ints(tokens[:-1]), inputs).with_provenance(
+                [prompt(name, 0, size), sampled(name, 0, 5)], [prompt(name, 1, size - 1), sampled(name, 0, 6)]
+            )
+        )
+    assert run.validate(data, "stable_reinforce", {"kl_coeff": 0.01}) == []
+    metrics = run.forward_backward(data, "stable_reinforce", {"kl_coeff": 0.01}).result(60).metrics
+    assert metrics["loss:sum"] == pytest.approx(-18.0, abs=1e-2)
+    assert [problem.where for problem in run.validate(data, "ppo")] == [
+        f"data[{index}].loss_fn_inputs['logprobs']" for index in range(3)
+    ]
+
+
 def test_dimuon(service: ServiceClient) -> None:
     config = types.DimuonOptimizerConfig()
     run = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5, optimizer=config).result(60)

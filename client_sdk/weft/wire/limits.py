@@ -25,8 +25,8 @@ class LossLimits(Response):
     multi_target: bool = False
     #: Whether data may have inputs that are not named here.
     other_inputs: bool = False
-    #: Whether data must say by provenance spans which sampled sequences they come from.
-    needs_provenance: bool = False
+    #: Required inputs that a datum may lack where its provenance spans say what was recorded when it was sampled.
+    recorded: list[str] = Field(default_factory=list)
 
 
 class LimitsResponse(Response):
