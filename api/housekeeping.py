@@ -47,9 +47,10 @@ async def keep_house(service: Service) -> None:
 async def reap(service: Service, now: datetime | None = None) -> list[str]:
     """End the sessions that are idle for too long, and close their runs. Checkpoints stay."""
     before = (now or datetime.now(UTC)) - timedelta(seconds=service.settings.session_idle_s)
+    working = service.journal.working_sessions()
 
     def write(session: Session) -> tuple[list[str], list[str]]:
-        ended = end_idle(session, before)
+        ended = end_idle(session, before, working)
         return ended, runs_of(session, ended)
 
     ended, runs = await service.database.write(write)

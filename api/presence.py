@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from sqlalchemy import exists, or_, select, update
+from sqlalchemy import exists, select, update
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
@@ -99,14 +99,15 @@ def runs_of(session: Session, session_ids: Iterable[str]) -> list[str]:
     return list(session.scalars(query))
 
 
-def end_idle(session: Session, before: datetime) -> list[str]:
-    """Expire the sessions that neither were heard of nor had anything to do since `before`, in a write. Returns them.
+def end_idle(session: Session, before: datetime, working: set[str]) -> list[str]:
+    """Expire the sessions that neither were heard of nor asked for anything since `before`, in a write; but those that
+    are `working` have time until they are done. Returns them.
 
-    A sampler that was handed to another process is used without signs of life of its own: its work counts."""
+    A sampler that was handed to another process is used without signs of life of its own: its requests count."""
     op = tables.Operation
-    busy = exists().where(op.session_id == tables.Session.id, or_(op.state == "queued", op.accepted_at > before))
-    query = select(tables.Session).where(tables.Session.state == "active", tables.Session.last_seen_at < before, ~busy)
-    idle = list(session.scalars(query.limit(FLUSH_ROWS)))
+    asked = exists().where(op.session_id == tables.Session.id, op.accepted_at > before)
+    query = select(tables.Session).where(tables.Session.state == "active", tables.Session.last_seen_at < before, ~asked)
+    idle = [row for row in session.scalars(query) if row.id not in working][:FLUSH_ROWS]
     for row in idle:
         end(session, row, "expired", reason=None, detail=None, key_id=None)
     return [row.id for row in idle]

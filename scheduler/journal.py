@@ -409,6 +409,13 @@ class Journal:
             desk.cancel(op)
         return True
 
+    def working_sessions(self) -> set[str]:
+        """Sessions with operations that can go on; one that waits for a number that never came cannot."""
+        lanes = self.runs
+        return {
+            op.session_id for op in self._open.values() if op.lane not in lanes or lanes[op.lane].missing(op) is None
+        }
+
     def queue_lengths(self) -> dict[str, int]:
         return {
             "open": len(self._open),

@@ -56,8 +56,9 @@ def authenticate(session: Session, secret: str) -> str | None:
     return key.org_id
 
 
-def revoke(session: Session, key: str) -> int:
-    """Revoke by prefix (or by the whole key). Returns how many keys were revoked by this call."""
+def revoke(session: Session, key: str, by: int | None = None) -> int:
+    """Revoke by prefix (or by the whole key), at the wish of the key `by` (None: the operator). Returns how many keys
+    were revoked by this call."""
     rows = session.scalars(select(ApiKey).where(ApiKey.prefix == key[:_PREFIX_LENGTH], ApiKey.revoked_at.is_(None)))
     now = datetime.now(UTC)
     revoked = 0
@@ -65,7 +66,7 @@ def revoke(session: Session, key: str) -> int:
         if len(key) > _PREFIX_LENGTH and not hmac.compare_digest(row.secret_sha256, _digest(key)):
             continue
         row.revoked_at = now
-        audit.record(session, org_id=row.org_id, key_id=None, event="key_revoked", target=row.prefix, at=now)
+        audit.record(session, org_id=row.org_id, key_id=by, event="key_revoked", target=row.prefix, at=now)
         revoked += 1
     return revoked
 

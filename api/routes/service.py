@@ -8,12 +8,12 @@ from fastapi import APIRouter, Request
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from api.auth import KeyHolderDep, PrincipalDep
+from api.auth import KeyHolderDep, PrincipalDep, presented_key
 from api.bodies import read_body, read_json
 from api.state import ServiceDep
 from api.telemetry import TelemetryBatch
 from api.tokens import Claims
-from store import tables
+from store import keys, tables
 
 router = APIRouter(prefix="/api/v1")
 
@@ -67,15 +67,23 @@ async def get_server_capabilities(service: ServiceDep, who: PrincipalDep) -> dic
 
 @router.get("/auth/apikey/me")
 async def apikey_me(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
-    """The key that asks: its public prefix and its organisation."""
+    """The key that asks: its public prefix and its organisation. Keys belong to no person, so there is no email."""
 
     def read(session: Session) -> tuple[str, str]:
         key = session.get_one(tables.ApiKey, who.key_id)
         return key.prefix, session.get_one(tables.Organisation, who.org_id).name
 
     prefix, org_name = await service.read(read)
-    details = {"org_details": {"name": org_name}, "user_details": {"email": None}}
-    return {"key_id": who.key_id, "name": prefix, "note": None, "details": details}
+    details = {"org_details": {"name": org_name}, "user_details": {"email": ""}}
+    return {"key_id": who.key_id, "name": prefix, "note": "", "details": details}
+
+
+@router.delete("/auth/apikey/me")
+async def revoke_me(request: Request, service: ServiceDep, who: KeyHolderDep) -> dict[str, str]:
+    """Revoke the key that asks, and with it all tokens that it was exchanged for."""
+    secret = presented_key(request)
+    await service.database.write(lambda session: keys.revoke(session, secret, by=who.key_id))
+    return {"status": "revoked"}
 
 
 @router.post("/auth/token")

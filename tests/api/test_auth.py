@@ -61,6 +61,7 @@ def test_the_cache_forgets_after_a_few_seconds() -> None:
         ("POST", "cancel_future"),
         ("GET", "get_server_capabilities"),
         ("GET", "auth/apikey/me"),
+        ("DELETE", "auth/apikey/me"),
         ("GET", "training_runs"),
         ("GET", "training_runs/x"),
         ("GET", "training_runs/x/checkpoints"),
@@ -94,6 +95,16 @@ def test_a_revoked_key_stops_working(world: World) -> None:
     world.database.write_now(lambda session: revoke(session, world.key))
     world.http.app.state.keys = KeyCache()  # type: ignore[attr-defined]
     world.get("weft/stats", status=401)
+
+
+def test_a_key_can_revoke_itself_and_a_token_cannot(world: World) -> None:
+    token = world.post("auth/token")["jwt"]
+    assert world.call("DELETE", "auth/apikey/me", key=token).status_code == 401
+    assert world.call("DELETE", "auth/apikey/me").is_success
+    world.http.app.state.keys = KeyCache()  # type: ignore[attr-defined]
+    for credential in (world.key, token):
+        world.get("sessions", key=credential, status=401)
+    world.get("sessions", key=world.other_key)
 
 
 def test_the_key_describes_itself(world: World) -> None:

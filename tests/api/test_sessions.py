@@ -158,6 +158,18 @@ class TestReaping:
         age(world.database, session, 5)
         assert self.reap(world, hours=5) == []
 
+    def test_what_waits_for_a_number_that_never_came_does_not_keep_it(self, world: World) -> None:
+        session = world.session()
+        run = world.run(session)
+        with world.database.read() as reading:
+            (creation,) = reading.query(tables.Operation.id).filter_by(lane=run).one()
+        world.finish(creation)
+        parked = world.train(batch(run, 2))["request_id"]
+        age(world.database, session, 5)
+        assert self.reap(world, hours=5) == [session]
+        world.http.portal.call(world.service.journal.flush)  # type: ignore[union-attr]
+        assert "session ended before operation 1" in world.error(parked)
+
     def test_an_expired_session_stays_expired(self, world: World) -> None:
         session = world.session()
         age(world.database, session, 2)

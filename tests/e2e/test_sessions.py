@@ -182,6 +182,25 @@ def test_who_asks(server: Weftd) -> None:
     assert rest(server, "rival").whoami().result().org_urn != me.org_urn
 
 
+def test_log_in_and_out(server: Weftd, tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TINKER_API_KEY"}
+    env |= {"TINKER_BASE_URL": server.url, "HOME": str(tmp_path)}
+
+    def tinker_auth(command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        arguments = [str(BIN / "tinker"), "auth", command]
+        return subprocess.run(arguments, env=env, input=stdin, capture_output=True, text=True)
+
+    wrong = tinker_auth("login", "tml-wrong\n")
+    assert wrong.returncode != 0
+    assert "unknown or revoked" in wrong.stdout + wrong.stderr
+    entered = tinker_auth("login", server.key() + "\n")
+    assert entered.returncode == 0, entered.stdout + entered.stderr
+    assert "(acme)" in entered.stdout
+    assert "weft:key:" in tinker_auth("whoami").stdout
+    assert tinker_auth("logout").returncode == 0
+    assert tinker_auth("whoami").returncode != 0
+
+
 def test_a_token_is_a_key(server: Weftd, worked: str) -> None:
     token = httpx.post(f"{server.url}/api/v1/auth/token", headers={"x-api-key": server.key()}).json()["jwt"]
     headers = {"x-api-key": token}
