@@ -220,7 +220,7 @@ class GeneratorDesk:
     def _send(self, op: Operation) -> SampleOp:
         adapter_ref = self._journal.sampler(op.lane).adapter_ref
         samples = int(op.plan.get("num_samples", 1))
-        return SampleOp(op.id, op.base_model, op.body_ref, samples, adapter_ref, op.session_id)
+        return SampleOp(op.id, op.base_model, op.body_ref, samples, adapter_ref, op.session_id, op.org_id)
 
     def _on(self, message: Any) -> None:
         if isinstance(message, Done):

@@ -139,6 +139,7 @@ class SampleOp(msgspec.Struct, frozen=True):
     num_samples: int
     adapter_ref: str = ""
     session_id: str = ""
+    org_id: str = ""
 
 
 def sequence_id(op_id: str, sample: int) -> str:

@@ -152,6 +152,7 @@ def test_a_repeated_prompt_is_a_cache_hit_and_billed_as_one(official: Official, 
     assert again.sequences[0].logprobs == first.sequences[0].logprobs
     resumed = types.ModelInput.from_ints(given.to_ints() + first.sequences[0].tokens)
     assert sampler.sample(resumed, 1, params).result().prompt_cache_hit_tokens == 96
+    assert base(official, "curious").sample(given, 1, params).result().prompt_cache_hit_tokens == 0
 
 
 # -- cancelling, back-pressure, many at once
@@ -186,10 +187,8 @@ def small(own_weftd: Callable[..., Weftd], tmp_path: Path, text: str) -> Weftd:
 
 def test_a_cancelled_sample_that_waited_is_not_billed(own_weftd: Callable[..., Weftd], tmp_path: Path) -> None:
     server = small(own_weftd, tmp_path, "[generator]\nslots = 1\n")
-    sampler = tinker.ServiceClient(base_url=server.url, api_key=server.key("a")).create_sampling_client(
-        base_model=BASE_MODEL
-    )
-    sampler = sampler.result()
+    service = tinker.ServiceClient(base_url=server.url, api_key=server.key("a"))
+    sampler = service.create_sampling_client(base_model=BASE_MODEL).result()
     running = sampler.sample(prompt(), 1, types.SamplingParams(max_tokens=1500, stop=[]))
     time.sleep(0.3)
     waiting = sampler.sample(prompt(40), 1, types.SamplingParams(max_tokens=7, stop=[])).future()
@@ -218,6 +217,21 @@ def test_many_in_flight(official: Official) -> None:
     done, _ = wait_all(futures, timeout=120)
     assert len(done) == 500
     assert all(len(future.result().sequences[0].tokens) == 2 for future in futures)
+
+
+def test_samples_in_flight_outlive_a_killed_server(own_weftd: Callable[..., Weftd]) -> None:
+    server = own_weftd()
+    service = tinker.ServiceClient(base_url=server.url, api_key=server.key("a"))
+    sampler = service.create_sampling_client(base_model=BASE_MODEL).result()
+    params = types.SamplingParams(max_tokens=300, seed=2, stop=[])
+    calm = sampler.sample(prompt(), 1, params).result().sequences[0].tokens
+    futures = [sampler.sample(prompt(), 1, params) for _ in range(40)]
+    done = futures[0].result().sequences[0].tokens
+    server.kill()
+    server.start()
+    assert [future.result().sequences[0].tokens for future in futures] == [calm] * 40
+    assert done == calm
+    assert usage(server, "a")["sample"] == 41 * 300
 
 
 # -- clients of one sampler

@@ -28,7 +28,7 @@ class HeldAdapter:
     name: str
     adapter: Adapter
     size_bytes: int
-    #: Negative, and never the same for other weights.
+    #: Never 0, and never the same for other weights.
     weights: int
     users: int = 0
 
@@ -76,7 +76,7 @@ class AdapterCache:
         except AdapterFileError as error:
             log.warning("sampler weights %r: %s", name, error)
             raise AdapterUnusable(f"the sampler weights {name!r} are damaged or of another base model") from error
-        return HeldAdapter(name, adapter, adapter.flat.numel() * adapter.flat.element_size(), -next(self._reads))
+        return HeldAdapter(name, adapter, adapter.flat.numel() * adapter.flat.element_size(), next(self._reads))
 
     def _evict(self) -> None:
         excess = self.size_bytes - self._max_bytes

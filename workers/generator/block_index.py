@@ -1,8 +1,9 @@
 """Which blocks of prompts a `PrefixCache` keeps, and where. Pure: no tensors here.
 
-A block is `BLOCK_TOKENS` prompt tokens at a multiple of `BLOCK_TOKENS`, after one exact history: the adapter's weights
-and all tokens before it. Blocks that follow each other form a `Chain`. The index evicts the least recently used block;
-whoever uses a block uses those before it right after it, so a block always outlives those that follow it.
+A block is `BLOCK_TOKENS` prompt tokens at a multiple of `BLOCK_TOKENS`, after one exact history: a tenant, the
+adapter's weights and all tokens before it. Tenants share nothing, for a hit would tell one what another has asked. Blocks that
+follow each other form a `Chain`. The index evicts the least recently used block; whoever uses a block uses those before
+it right after it, so a block always outlives those that follow it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from dataclasses import dataclass, field
 
 BLOCK_TOKENS = 32
 
-#: What a block follows (an adapter's weights, or the block before) and its tokens.
-BlockKey = tuple[int, tuple[int, ...]]
+#: Where chains begin: a tenant, and what tells the weights from all others.
+Root = tuple[str, int]
+#: What a block follows (a root, or the block before, by its id) and its tokens.
+BlockKey = tuple[Root | int, tuple[int, ...]]
 
 
 @dataclass
 class Chain:
     """The blocks at the head of one prompt, as far as they were found or added."""
 
-    tail: int  # id of the last block; before any, of the weights (0 or negative)
+    tail: Root | int
     keys: list[BlockKey] = field(default_factory=list)
 
     def next_key(self, prompt: Sequence[int]) -> BlockKey | None:
@@ -44,10 +47,10 @@ class BlockIndex:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def match(self, weights: int, prompt: Sequence[int], limit: int) -> tuple[Chain, list[int]]:
+    def match(self, root: Root, prompt: Sequence[int], limit: int) -> tuple[Chain, list[int]]:
         """The longest chain of `prompt` within its first `limit` tokens, and the places of its blocks. It does not
         count as use."""
-        chain, places = Chain(weights), []
+        chain, places = Chain(root), []
         while (len(chain.keys) + 1) * BLOCK_TOKENS <= limit:
             key = chain.next_key(prompt)
             found = self._blocks.get(key) if key is not None else None

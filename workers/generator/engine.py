@@ -74,6 +74,7 @@ class TargetTokens:
 class GenerateRequest:
     """`num_samples` continuations of one prompt.
 
+    Only prompts of one `tenant` reuse what was computed of another.
     `adapter` names the weights ("" is the base model); equal names are equal weights until `swap_adapter`. The first
     request with a name brings the folder it is read from. `prompt_logprobs_last_n` limits `prompt_logprobs` and
     `topk_prompt_logprobs` to the last n prompt tokens; `prompt_alt_tokens_k` asks for so many independent draws, at the
@@ -84,6 +85,7 @@ class GenerateRequest:
     prompt: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     num_samples: int = 1
+    tenant: str = ""
     adapter: str = ""
     adapter_folder: Path | None = None
     prompt_logprobs: bool = False

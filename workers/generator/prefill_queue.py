@@ -71,7 +71,7 @@ class PrefillQueue:
 
     def _look_up(self, progress: RequestProgress) -> None:
         progress.chain, progress.places = self._prefix.match(
-            progress.weights, progress.request.prompt, progress.hit_limit
+            progress.cache_root, progress.request.prompt, progress.hit_limit
         )
         progress.computed = progress.cache_hit = len(progress.places) * BLOCK_TOKENS
 

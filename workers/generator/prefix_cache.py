@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from workers.generator.block_index import BLOCK_TOKENS, BlockIndex, Chain
+from workers.generator.block_index import BLOCK_TOKENS, BlockIndex, Chain, Root
 from workers.generator.kv_cache import KVCache, zeros
 
 
@@ -36,9 +36,9 @@ class PrefixCache:
         """Most blocks it keeps."""
         return self._index.capacity
 
-    def match(self, weights: int, prompt: Sequence[int], limit: int) -> tuple[Chain, list[int]]:
+    def match(self, root: Root, prompt: Sequence[int], limit: int) -> tuple[Chain, list[int]]:
         """The kept blocks at the head of `prompt`, within its first `limit` tokens, for `load`."""
-        return self._index.match(weights, prompt, limit)
+        return self._index.match(root, prompt, limit)
 
     def load(self, chain: Chain, places: Sequence[int], slot: int) -> None:
         """Copy the blocks that `match` found, just now, to the head of a slot."""

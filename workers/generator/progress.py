@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workers.generator.adapters import HeldAdapter
-from workers.generator.block_index import BLOCK_TOKENS, Chain
+from workers.generator.block_index import BLOCK_TOKENS, Chain, Root
 from workers.generator.engine import (
     Facts,
     Finished,
@@ -80,7 +80,7 @@ class RequestProgress:
     scores: PromptScores
     sequences: list[SequenceProgress] = field(default_factory=list)
     started: int = 0  # sequences[:started] have or had a slot
-    chain: Chain = field(default_factory=lambda: Chain(0))  # the prompt's blocks in the prefix cache
+    chain: Chain = field(default_factory=lambda: Chain(("", 0)))  # the prompt's blocks in the prefix cache
     places: list[int] = field(default_factory=list)  # of those that were there when it started
     cache_hit: int = 0  # prompt tokens that they cover
     computed: int = 0  # prompt tokens that are in the slot
@@ -95,9 +95,9 @@ class RequestProgress:
         return len(self.sequences) - self.started
 
     @property
-    def weights(self) -> int:
-        """What tells the adapter's weights from all others; 0 is the base model."""
-        return self.adapter.weights if self.adapter is not None else 0
+    def cache_root(self) -> Root:
+        """Whose prompts, computed with which weights, begin as this one's may."""
+        return self.request.tenant, self.adapter.weights if self.adapter is not None else 0
 
     @property
     def hit_limit(self) -> int:

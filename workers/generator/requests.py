@@ -40,6 +40,7 @@ def read_order(op: SampleOp, blobs: Blobs) -> Order:
         prompt=tuple(body.prompt.to_ints()),
         sampling=read_sampling(body.sampling_params),
         num_samples=body.num_samples,
+        tenant=op.org_id,
         adapter=op.adapter_ref,
         adapter_folder=blobs.path(op.adapter_ref) if op.adapter_ref else None,
         prompt_logprobs=bool(body.prompt_logprobs),

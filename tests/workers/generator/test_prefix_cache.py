@@ -116,6 +116,14 @@ def test_adapters_do_not_share(make_engine: MakeEngine, adapters: dict[str, Path
     assert run(engine, replace(base, id="again"))["again"].facts.cache_hit == 2 * B
 
 
+def test_tenants_do_not_share(make_engine: MakeEngine) -> None:
+    engine = make_engine(context=200)
+    mine = asking("mine", prompt(2 * B + 1), tenant="a")
+    run(engine, mine)
+    assert run(engine, replace(mine, id="other", tenant="b"))["other"].facts.cache_hit == 0
+    assert run(engine, replace(mine, id="again"))["again"].facts.cache_hit == 2 * B
+
+
 def test_swapped_weights_forget(make_engine: MakeEngine, adapters: dict[str, Path]) -> None:
     engine = make_engine(context=200)
     request = asking("r", prompt(2 * B + 1), adapter="policy", adapter_folder=adapters["a0"])
@@ -191,14 +199,14 @@ def tokens_of(*blocks: int) -> list[int]:
 
 
 def add(index: BlockIndex, weights: int, *blocks: int) -> Chain:
-    chain, _ = index.match(weights, tokens_of(*blocks), B * len(blocks))
+    chain, _ = index.match(("", weights), tokens_of(*blocks), B * len(blocks))
     for _ in range(len(blocks) - len(chain.keys)):
         index.extend(chain, tokens_of(*blocks))
     return chain
 
 
 def found(index: BlockIndex, weights: int, *blocks: int) -> int:
-    return len(index.match(weights, tokens_of(*blocks), B * len(blocks))[1])
+    return len(index.match(("", weights), tokens_of(*blocks), B * len(blocks))[1])
 
 
 def test_least_recently_used_leaves_go_first() -> None:
@@ -207,7 +215,7 @@ def test_least_recently_used_leaves_go_first() -> None:
     add(index, 0, 1, 9)
     add(index, 0, 8)  # takes the place of 1-2-3's last block
     assert (found(index, 0, 1, 2, 3), found(index, 0, 1, 9), found(index, 0, 8)) == (2, 2, 1)
-    index.use(index.match(0, tokens_of(1, 2), 2 * B)[0])
+    index.use(index.match(("", 0), tokens_of(1, 2), 2 * B)[0])
     add(index, 0, 7)
     assert (found(index, 0, 1, 2), found(index, 0, 1, 9)) == (2, 1)
 
@@ -227,7 +235,7 @@ def test_no_place_is_used_twice_and_no_block_outlives_the_one_before(asked: list
         assert len(index) <= 5
         kept = index._blocks
         assert len({place for _, place in kept.values()}) == len(kept)
-        ids = {id for id, _ in kept.values()} | {0, -1}
+        ids = {id for id, _ in kept.values()} | {("", 0), ("", -1)}
         assert all(parent in ids for parent, _ in kept)
 
 
