@@ -74,10 +74,11 @@ def _shown(call: str) -> str:
 @functools.cache
 def driver(call: str) -> str:
     """The file of the tour that makes this call."""
-    told = call.removeprefix("tinker ") if call.startswith("tinker ") else call
-    for name in (told, call.partition(":")[0]):
+    method = call.partition(":")[0]
+    told = call.removeprefix("tinker ")
+    for text in (f'"{told}"', f'f"{method}: {{', f'"{method}"'):
         for path in sorted(SMOKE.glob("*.py")):
-            if f'"{name}' in path.read_text():
+            if text in path.read_text():
                 return path.name
     return ""
 
