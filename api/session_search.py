@@ -20,6 +20,7 @@ from api.auth import Principal
 from api.errors import Invalid, quote
 from api.lookup import live_checkpoints, plain_id
 from api.tokens import key_of, owner_urn
+from api.validate.times import check_utc
 from store import tables
 
 #: The project of sessions that were put into no other.
@@ -68,6 +69,7 @@ def _after(query: Select[Any], cursor: SessionSearchCursor | None) -> Select[Any
         return query
     if not plain_id(cursor.last_session_id):
         raise Invalid(f"cursor.last_session_id: not a session, got {quote(cursor.last_session_id)}")
+    check_utc(cursor.last_created_at, "cursor.last_created_at")
     same_time = and_(S.created_at == cursor.last_created_at, S.id < cursor.last_session_id)
     return query.where(or_(S.created_at < cursor.last_created_at, same_time))
 

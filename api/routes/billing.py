@@ -22,6 +22,7 @@ from api.session_search import DEFAULT_PROJECT, text_values
 from api.state import ServiceDep
 from api.tokens import owner_urn
 from api.validate.runs import check_text
+from api.validate.times import check_utc
 from billing.hourly import HOUR, CheckpointRow, TokenRow, checkpoint_rows, hour_of, token_rows
 from store import tables
 
@@ -88,7 +89,7 @@ async def current_checkpoints(service: ServiceDep, who: PrincipalDep, project_id
 
 
 def _window(starting_on: datetime, ending_before: datetime) -> tuple[datetime, datetime]:
-    start, end = starting_on.astimezone(UTC), ending_before.astimezone(UTC)
+    start, end = check_utc(starting_on, "starting_on"), check_utc(ending_before, "ending_before")
     for name, at in (("starting_on", start), ("ending_before", end)):
         if at != hour_of(at):
             raise Invalid(f"{name}: must be on the hour in UTC, got {at.isoformat()}")

@@ -112,6 +112,8 @@ def test_two_rates_in_one_hour_are_two_rows(world: World) -> None:
         ("?starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-01T00:00:01Z", "on the hour"),
         ("?starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-15T01:00:00Z", "14 days"),
         ("?starting_on=2026-01-01T01:00:00Z&ending_before=2026-01-01T01:00:00Z", "after starting_on"),
+        ("?starting_on=0001-01-01T00:00:00%2B01:00&ending_before=2026-01-01T00:00:00Z", "years 1 to 9999"),
+        ("?starting_on=2026-01-01T00:00:00Z&ending_before=9999-12-31T23:00:00-01:00", "years 1 to 9999"),
         ("?starting_on=2999-01-01T00:00:00Z&ending_before=2999-01-01T01:00:00Z", "future"),
         ("?starting_on=2026-01-01T00:00:00%2B00:30&ending_before=2026-01-01T01:00:00Z", "on the hour"),
     ],

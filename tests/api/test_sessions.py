@@ -325,6 +325,7 @@ class TestSearch:
             {"owner": {"type": "user", "owner_urns": ["someone"]}},
             {"cursor": {"last_created_at": "2026-01-01T00:00:00", "last_session_id": "x"}},
             {"cursor": {"last_created_at": "2026-01-01T00:00:00Z", "last_session_id": "\0"}},
+            {"cursor": {"last_created_at": "0001-01-01T00:00:00+02:00", "last_session_id": "x"}},
             {"colour": "red"},
         ],
     )
