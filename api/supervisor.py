@@ -86,7 +86,8 @@ def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[Wor
     for name, path in models.items():
         common += ["--model", f"{name}={path}"]
     trainer = ["--snapshot-every-tokens", str(settings.trainer.snapshot_every_tokens)]
-    generator = ["--slots", str(settings.generator.slots)]
+    generator = ["--slots", str(settings.generator.slots), "--prefill-tokens", str(settings.generator.prefill_tokens)]
+    generator += ["--prefix-bytes", str(settings.generator.prefix_cache_bytes)]
     return [
         _python_worker("trainer", settings.trainer.threads, [*common, *trainer]),
         _python_worker("generator", settings.generator.threads, [*common, *generator]),

@@ -42,6 +42,10 @@ class GeneratorSettings(_Section):
     threads: Positive = Field(default_factory=_half_the_cores)
     #: Sequences that are decoded at the same time.
     slots: Positive = 32
+    #: Prompt tokens computed between two decode steps; longer prompts are computed in pieces.
+    prefill_tokens: Positive = 2048
+    #: Memory, of each base model, for prompts that later ones may begin with; 0 keeps none.
+    prefix_cache_bytes: Annotated[int, Field(ge=0)] = 512 << 20
 
 
 class Limits(_Section):

@@ -264,5 +264,6 @@ def test_the_commands_of_the_embedded_workers(tmp_path: Path) -> None:
     ]
     assert generator.command[3:] == [
         *("workers.generator", "--data-dir", str(tmp_path), "--model", "a/b=/models/b", "--slots", "32"),
+        *("--prefill-tokens", "2048", "--prefix-bytes", str(512 << 20)),
         *("--threads", str(settings.generator.threads)),
     ]

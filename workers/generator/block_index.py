@@ -1,9 +1,9 @@
 """Which blocks of prompts a `PrefixCache` keeps, and where. Pure: no tensors here.
 
 A block is `BLOCK_TOKENS` prompt tokens at a multiple of `BLOCK_TOKENS`, after one exact history: a tenant, the
-adapter's weights and all tokens before it. Tenants share nothing, for a hit would tell one what another has asked. Blocks that
-follow each other form a `Chain`. The index evicts the least recently used block; whoever uses a block uses those before
-it right after it, so a block always outlives those that follow it.
+adapter's weights and all tokens before it. Tenants share nothing, for a hit would tell one what another has asked.
+Blocks that follow each other form a `Chain`. The index evicts the least recently used block; whoever uses a block uses
+those before it right after it, so a block always outlives those that follow it.
 """
 
 from __future__ import annotations
