@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from workers.trainer.custom_bounds import Call, elements_bound, indexed_elements, placed
 from workers.trainer.custom_format import WRITING, CustomLoss, CustomLossError, Node
 from workers.trainer.custom_names import DTYPES, FUNCTIONS, MATH, METHODS
 
@@ -25,8 +26,6 @@ ELEMENTS_FREE = 65_536
 MAX_TUPLE = 64
 MAX_NUMBER = 2.0**63
 _CPU = torch.device("cpu")
-
-Call = Callable[..., Any]
 
 
 def run_custom_loss(loss: CustomLoss, inputs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
@@ -64,7 +63,7 @@ class _Budget:
         self.limit = self.left = elements
 
     def spend(self, elements: int) -> None:
-        self.left -= elements
+        self.left -= max(1, elements)
         if self.left < 0:
             raise CustomLossError(
                 f"it would bring the elements computed for this datum above {self.limit} "
@@ -78,61 +77,12 @@ def _run(node: Node, values: Mapping[str, Any], budget: _Budget) -> Any:
     kwargs = {key: _decoded(arg, values) for key, arg in (node.kwargs or {}).items() if key not in _PLACES}
     if node.op == "call_method" and not (args and isinstance(args[0], Tensor)):
         raise CustomLossError("methods are called on tensors")
-    if node.target in _SIZED:
-        on_meta = [_meta(arg) for arg in args]
-        budget.spend(_elements(call(*on_meta, **_meta(kwargs), **_place(node.target, "meta"))))
-    else:
-        budget.spend(_broadcast_bound([*args, *kwargs.values()]))
-    return _admitted(call(*args, **kwargs, **_place(node.target, "cpu")))
+    budget.spend(elements_bound(node.target, call, args, kwargs))
+    return _admitted(call(*args, **kwargs, **placed(node.target, "cpu")))
 
 
 #: Keywords that say where a tensor lies, which the server decides, and those that are known to say nothing.
 _PLACES = frozenset({"device", "layout", "memory_format", "pin_memory", "requires_grad", *WRITING})
-_FACTORIES = frozenset({"torch.zeros", "torch.ones", "torch.full", "torch.arange", "torch.tensor"})
-_GROWING = frozenset(
-    {"broadcast_to", "tile", "repeat_interleave", "outer", "index_select", "gather", "take_along_dim", "unflatten"}
-    | {"expand", "repeat", "new_zeros", "new_ones", "new_full", "quantile", "diff"}
-)
-#: Calls whose result may be larger than their operands broadcast: they are tried without memory first.
-_SIZED = _FACTORIES | _GROWING | {f"torch.{name}" for name in _GROWING} | {"torch.nn.functional.pad"}
-
-
-def _place(target: str, device: str) -> dict[str, str]:
-    return {"device": device} if target in _FACTORIES else {}
-
-
-def _meta(value: Any) -> Any:
-    """The same arguments without their data."""
-    if isinstance(value, Tensor):
-        return value.detach().to("meta")
-    if isinstance(value, tuple | list):
-        return type(value)(_meta(item) for item in value) if type(value) in (tuple, list) else value
-    if isinstance(value, dict):
-        return {key: _meta(item) for key, item in value.items()}
-    return value
-
-
-def _elements(value: Any) -> int:
-    """Counted from shapes: an element count of torch can overflow."""
-    if isinstance(value, Tensor):
-        return math.prod(value.shape)
-    return sum(_elements(item) for item in value) if isinstance(value, tuple | list) else 1
-
-
-def _broadcast_bound(args: Sequence[Any]) -> int:
-    """At least as many elements as any elementwise, reducing or joining call can make of `args`."""
-    tensors: list[Tensor] = []
-    stack = list(args)
-    while stack:
-        value = stack.pop()
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, tuple | list):
-            stack.extend(value)
-    product = 1
-    for dim in range(1, max((t.ndim for t in tensors), default=0) + 1):
-        product *= max((t.shape[-dim] for t in tensors if t.ndim >= dim), default=1) or 1
-    return product + sum(math.prod(t.shape) for t in tensors)
 
 
 def _decoded(arg: Any, values: Mapping[str, Any]) -> Any:
@@ -214,7 +164,7 @@ def _getitem(value: Any, index: Any) -> Any:
     if any(isinstance(part, Tensor) and part.dtype != torch.bool for part in parts):
         if any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts):
             raise CustomLossError("index with integers or with a mask, not with both at once")
-        made = _elements(value.to("meta")[_meta(index)])
+        made = indexed_elements(value, index)
         if made > ELEMENTS_PER_POSITION * max(1, value.numel()):
             raise CustomLossError(f"it would make {made} elements of {value.numel()}")
     return value[index]

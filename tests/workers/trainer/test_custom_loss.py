@@ -260,6 +260,15 @@ FAILS = {
         ),
         "",
     ),
+    "a range that runs backwards earns nothing": (
+        graph(
+            node("call_function", "a", "torch.arange", 0, -(2**50)),
+            node("call_function", "b", "torch.arange", 0, -(2**50), 1),
+            node("call_function", "x", "torch.zeros", 2**24),
+            SUM,
+        ),
+        "bound|elements",
+    ),
     "power tower": (
         graph(
             node("call_function", "a", "operator.pow", 10, 64),
