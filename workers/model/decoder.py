@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from workers.model.attend import Attend, PackedAttend
 from workers.model.card import weight_files
 from workers.model.config import DecoderConfig, RopeConfig, read_config
 from workers.model.logprobs import target_logprobs
 from workers.model.lora import LoraRows, Site, lora_linear, own_rows
+from workers.model.memory import Saving, choose_saving
 from workers.model.moe import Names, expert_block
 from workers.model.weights import copy_weights
 
@@ -49,6 +54,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.isolation = "padded"  # or "per-segment": what isolation.settle found this machine to need
+        #: What a forward may keep for its backward; None asks for the memory at hand (memory.py).
+        self.activation_budget_bytes: int | None = None
         with torch.device(device):
             self.embed = _frozen(dtype, config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList(_Layer(config, layer, dtype) for layer in range(config.num_layers))
@@ -76,8 +83,15 @@ class Decoder(nn.Module):
         lora = self.arranged(lora)
         x_TD = F.embedding(tokens_T, self.embed).float()
         rotary = self._rotary(positions_T)
-        for layer in self.layers:
-            x_TD = layer(x_TD, rotary, attend, lora, on_route)
+        saving = Saving.KEEP
+        if torch.is_grad_enabled() and lora is not None and any(grad is not None for grad in lora.grads):
+            saving = choose_saving(self.config, len(tokens_T), self.device, self.activation_budget_bytes)
+        with save_on_cpu(pin_memory=True) if saving is Saving.OFFLOAD else nullcontext():
+            for layer in self.layers:
+                if saving is Saving.KEEP:
+                    x_TD = layer(x_TD, rotary, attend, lora, on_route)
+                else:
+                    x_TD = _recomputed(layer, x_TD, rotary, attend, lora, on_route)
         return F.rms_norm(x_TD, self.norm.shape, self.norm, self.config.norm_eps)
 
     def logits(self, hidden_RD: Tensor, lora: LoraRows | None = None) -> Tensor:
@@ -204,6 +218,26 @@ class _Experts(nn.Module):
         if on_route is not None:
             on_route(self.layer, experts_TK)
         return expert_block(x_TD, weights_TK, experts_TK, self.gate_up, self.down, self.names, lora)
+
+
+def _recomputed(
+    layer: nn.Module,
+    x_TD: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    attend: Attend,
+    lora: LoraRows | None,
+    on_route: OnRoute | None,
+) -> Tensor:
+    """Run a layer so that the backward computes it again. `on_route` is told the first time only."""
+    runs = 0
+
+    def run(x_TD: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        out: Tensor = layer(x_TD, rotary, attend, lora, on_route if runs == 1 else None)
+        return out
+
+    return cast(Tensor, checkpoint(run, x_TD, use_reentrant=False, preserve_rng_state=False))
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -1,0 +1,91 @@
+"""Layers computed again in the backward: the same bits, less memory; and when that is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.model.models import ours, packed, random_adapter, reference
+from workers.model import decoder as decoder_module
+from workers.model.adapter import Adapter
+from workers.model.decoder import Decoder, LoraRows, PackedAttend, target_logprobs
+from workers.model.memory import Saving, choose_saving, free_bytes, kept_bytes
+
+CPU = torch.device("cpu")
+
+
+def train(decoder: Decoder, lengths: list[int]) -> tuple[Tensor, list[Tensor], int, list[tuple[int, list[int]]]]:
+    """Logprobs, gradients, the bytes autograd kept between forward and backward, and what on_route was told."""
+    tokens, positions = packed(lengths, 96, seed=1)
+    adapters = [random_adapter(decoder, 4, seed=1), random_adapter(decoder, 3, seed=2, train_attn=False)]
+    grads = [Adapter.zeros(adapter.shape) for adapter in adapters]
+    rows = LoraRows([0, lengths[0], sum(lengths)], adapters, grads)
+    weights = {weight.untyped_storage().data_ptr() for weight in [*decoder.parameters(), *(a.flat for a in adapters)]}
+    kept: dict[int, int] = {}
+    told: list[tuple[int, list[int]]] = []
+
+    def keep(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        hidden = decoder(
+            tokens, positions, PackedAttend(lengths), rows, lambda at, experts: told.append((at, experts.tolist()))
+        )
+    kept_by_layers = sum(kept.values())
+    logprobs = target_logprobs(decoder, hidden, torch.arange(len(tokens)), (tokens * 7 + 3) % 96, rows)
+    (logprobs * (tokens % 5 - 1.5)).sum().backward()
+    return logprobs.detach(), [grad.flat for grad in grads], kept_by_layers, told
+
+
+@pytest.mark.parametrize("family", ["moe", "moe-mixed", "qwen3", "llama-tied"])
+@pytest.mark.parametrize("isolation", ["padded", "per-segment"])
+def test_recomputing_changes_no_bit_and_keeps_less(family: str, isolation: str, tmp_path: Path) -> None:
+    decoder = ours(reference(family), tmp_path)
+    decoder.isolation = isolation
+    plain = train(decoder, [120, 9])
+    decoder.activation_budget_bytes = 0
+    frugal = train(decoder, [120, 9])
+    assert torch.equal(plain[0], frugal[0])
+    for one, other in zip(plain[1], frugal[1], strict=True):
+        assert torch.equal(one, other)
+    assert plain[3] == frugal[3]
+    assert frugal[2] < plain[2] / 4
+
+
+def test_inputs_kept_on_the_host_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = ours(reference("moe"), tmp_path)
+    plain = train(decoder, [120, 9])
+    monkeypatch.setattr(decoder_module, "choose_saving", lambda *_: Saving.OFFLOAD)
+    monkeypatch.setattr(decoder_module, "save_on_cpu", lambda pin_memory: torch.autograd.graph.save_on_cpu())
+    offloaded = train(decoder, [120, 9])
+    assert torch.equal(plain[0], offloaded[0])
+    assert all(torch.equal(one, other) for one, other in zip(plain[1], offloaded[1], strict=True))
+
+
+@pytest.mark.parametrize("family", ["moe", "moe-wide", "qwen3"])
+def test_the_estimate_is_near_what_is_kept(family: str, tmp_path: Path) -> None:
+    decoder = ours(reference(family), tmp_path)
+    kept = train(decoder, [120, 9])[2]
+    estimate = 129 * decoder.config.num_layers * kept_bytes(decoder.config)
+    assert 0.5 < estimate / kept < 2
+
+
+def test_the_choice_follows_the_memory_at_hand(tmp_path: Path) -> None:
+    config = ours(reference("qwen3"), tmp_path).config
+    one = config.num_layers * kept_bytes(config)
+    assert choose_saving(config, 1000, CPU) is Saving.KEEP
+    assert choose_saving(config, 1000, CPU, 1000 * one) is Saving.KEEP
+    assert choose_saving(config, 1001, CPU, 1000 * one) is Saving.RECOMPUTE
+    assert choose_saving(config, 1001, torch.device("cuda"), 1000 * one) is Saving.RECOMPUTE
+    assert choose_saving(config, 1000, CPU, 1000) is Saving.RECOMPUTE
+    assert choose_saving(config, 1000, torch.device("cuda"), 1000) is Saving.OFFLOAD
+    large = replace(config, num_layers=10**6, hidden_size=4096)
+    assert choose_saving(large, 1 << 20, CPU) is Saving.RECOMPUTE
+    assert 0 < free_bytes(CPU) < 1 << 50
