@@ -1,0 +1,308 @@
+"""What sharing one training pass costs: ratios on a small mixture of experts with random weights, on the CPU.
+
+    python bench/trainer.py [--json FILE] [--threads 1] [--rounds 5] [--quick]
+    python bench/trainer.py --curves [--json FILE] [--plot docs/performance.png]
+
+One interleaved run per case: every variant in turn, round after round, CPU time of the process, the minimum of the
+rounds. So a neighbour on the machine or a drift of its clock hits all variants alike. A step is forward, loss and
+backward; no optimizer, no service. Token embeddings have unit size, so that tokens choose different experts as they do
+in a trained model (with embeddings of 0.02 all tokens of a random model crowd on the same few).
+
+- batched: N tenants with an adapter each, in one pass;
+- one: the same tokens as one group with one adapter;
+- base: frozen, gradients of the inputs alone: what no adapter can beat;
+- sequential: the N tenants one after another, through the same code; peft: the same through transformers and peft
+  (experts_implementation grouped_mm, adapters on attention and experts). Of these at most four tenants are timed and
+  the time is scaled: neither gets slower with N;
+- apart: every group's products alone, the fallback where rows depend on their neighbours; unpadded: packed, without
+  the padding that keeps tenants apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from serving import claim, machine
+
+from workers.model import base_mm
+from workers.model.adapter import Adapter, AdapterShape
+from workers.model.config import DecoderConfig
+from workers.model.decoder import Decoder, LoraRows, PackedAttend, target_logprobs
+
+CONFIG = DecoderConfig(
+    architecture="Qwen3MoeForCausalLM",
+    vocab_size=1024,
+    hidden_size=256,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    intermediate_size=512,
+    context_length=4096,
+    num_experts=16,
+    experts_per_token=4,
+    moe_intermediate_size=128,
+    norm_topk=True,
+)
+#: A tenant's tokens come in sequences of at most so many.
+SEQUENCE = 128
+TIMED_ALONE = 4
+
+#: (tenants, tokens each), and which variants besides batched, one and base.
+CASES: dict[tuple[int, int], tuple[str, ...]] = {
+    (64, 16): ("sequential", "peft", "unpadded", "apart"),
+    (64, 64): ("sequential", "unpadded"),
+    (64, 256): ("peft",),
+    (16, 256): ("unpadded",),
+    (16, 16): (),
+}
+#: (what, case, numerator, denominator, target): a time over a time, higher is better for us.
+TARGETS = (
+    ("N=64 x 64 tokens: one adapter / batched", (64, 64), "one", "batched", 0.95),
+    ("N=64 x 256 tokens: one adapter / batched", (64, 256), "one", "batched", 0.95),
+    ("N=64 x 16 tokens: one adapter / batched", (64, 16), "one", "batched", 0.90),
+    ("N=16 x 256 tokens: frozen base / batched", (16, 256), "base", "batched", 0.85),
+    ("N=64 x 16 tokens: peft in turn / batched", (64, 16), "peft", "batched", 8.0),
+    ("N=64 x 256 tokens: peft in turn / batched", (64, 256), "peft", "batched", 1.5),
+    ("N=64 x 16 tokens: ourselves in turn / batched", (64, 16), "sequential", "batched", 3.0),
+    ("N=64 x 16 tokens: without padding / batched", (64, 16), "unpadded", "batched", 0.95),
+    ("N=64 x 64 tokens: without padding / batched", (64, 64), "unpadded", "batched", 0.95),
+    ("N=16 x 256 tokens: without padding / batched", (16, 256), "unpadded", "batched", 0.95),
+)
+
+
+def toy() -> Decoder:
+    """The model, with weights drawn from a fixed seed."""
+    decoder, generator = Decoder(CONFIG), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in decoder.named_parameters():
+            if "norm" in name:
+                weight.fill_(1.0)
+            else:
+                std = 1.0 if name == "embed" else 0.05 if "router" in name else 0.02
+                weight.normal_(0.0, std, generator=generator)
+    return decoder
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`tenants` times `tokens_each` packed tokens."""
+
+    tenants: int
+    tokens_each: int
+
+    @property
+    def lengths(self) -> list[int]:
+        full, rest = divmod(self.tokens_each, SEQUENCE)
+        return ([SEQUENCE] * full + [rest] * (rest > 0)) * self.tenants
+
+    @property
+    def tokens_T(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.tokens_each)
+        return torch.randint(0, CONFIG.vocab_size, (self.tenants * self.tokens_each,), generator=generator)
+
+
+def step(decoder: Decoder, batch: Batch, rows: LoraRows | None) -> None:
+    """Forward, the sum of the tokens' log-probabilities, backward."""
+    lengths, tokens_T = batch.lengths, batch.tokens_T
+    positions_T = torch.cat([torch.arange(n) for n in lengths])
+    hidden_TD = decoder(tokens_T, positions_T, PackedAttend(lengths), rows)
+    logprobs = target_logprobs(decoder, hidden_TD, torch.arange(len(tokens_T)), tokens_T.roll(-1), rows)
+    logprobs.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def frozen_step(decoder: Decoder, batch: Batch) -> None:
+    """The same without adapters; the embedding gets a gradient, or there would be no backward."""
+    decoder.embed.requires_grad_(True)
+    try:
+        step(decoder, batch, None)
+    finally:
+        decoder.embed.requires_grad_(False)
+        decoder.embed.grad = None
+
+
+def variants(decoder: Decoder, batch: Batch, rank: int, names: tuple[str, ...]) -> dict[str, Callable[[], None]]:
+    shape = AdapterShape(CONFIG, rank, train_unembed=False)
+    adapters = [Adapter.init(shape, seed, scale=4.0) for seed in range(batch.tenants)]
+    grads = [Adapter.zeros(shape) for _ in adapters]
+    offsets = [i * batch.tokens_each for i in range(batch.tenants + 1)]
+    few = min(TIMED_ALONE, batch.tenants)
+    single = Batch(1, batch.tokens_each)
+
+    def batched() -> None:
+        step(decoder, batch, LoraRows(offsets, adapters, grads))
+
+    def apart() -> None:
+        decoder.isolation = "per-segment"
+        batched()
+        decoder.isolation = "padded"
+
+    def unpadded() -> None:
+        padded, base_mm.MIN_ROWS = base_mm.MIN_ROWS, 0
+        batched()
+        base_mm.MIN_ROWS = padded
+
+    def sequential() -> None:
+        for adapter, grad in zip(adapters[:few], grads[:few], strict=True):
+            step(decoder, single, LoraRows([0, single.tokens_each], [adapter], [grad]))
+
+    every: dict[str, Callable[[], None]] = {
+        "batched": batched,
+        "one": lambda: step(decoder, batch, LoraRows([0, offsets[-1]], adapters[:1], grads[:1])),
+        "base": lambda: frozen_step(decoder, batch),
+        "sequential": sequential,
+        "apart": apart,
+        "unpadded": unpadded,
+    }
+    if "peft" in names:
+        every["peft"] = peft_step(single, rank, few)
+    return {name: every[name] for name in ("batched", "one", "base", *names)}
+
+
+def peft_step(batch: Batch, rank: int, times: int) -> Callable[[], None]:
+    """One tenant's step through transformers and peft, `times` over."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    c = CONFIG
+    config = Qwen3MoeConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        intermediate_size=c.intermediate_size,
+        num_experts=c.num_experts,
+        num_experts_per_tok=c.experts_per_token,
+        moe_intermediate_size=c.moe_intermediate_size,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3MoeForCausalLM._from_config(config, experts_implementation="grouped_mm", attn_implementation="sdpa")
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=1.0)
+    lora = LoraConfig(
+        r=rank,
+        lora_alpha=4 * rank,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    tuned = get_peft_model(model, lora)
+    tokens_BL = batch.tokens_T.view(-1, min(SEQUENCE, batch.tokens_each))
+
+    def run() -> None:
+        for _ in range(times):
+            logits = tuned(input_ids=tokens_BL, use_cache=False).logits
+            targets = tokens_BL.flatten().roll(-1)
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").backward()
+
+    return run
+
+
+def measure(works: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Least CPU seconds of each, after one round that is not counted."""
+    best = dict.fromkeys(works, float("inf"))
+    for count in range(rounds + 1):
+        for name, work in works.items():
+            gc.collect()
+            began = time.process_time()
+            work()
+            if count:
+                best[name] = min(best[name], time.process_time() - began)
+    return best
+
+
+def run_case(decoder: Decoder, batch: Batch, rank: int, names: tuple[str, ...], rounds: int) -> dict[str, float]:
+    """CPU milliseconds of each variant for all tenants."""
+    seconds = measure(variants(decoder, batch, rank, names), rounds)
+    few = min(TIMED_ALONE, batch.tenants)
+    scaled = {"sequential": batch.tenants / few, "peft": batch.tenants / few}
+    return {name: round(1e3 * took * scaled.get(name, 1.0), 1) for name, took in seconds.items()}
+
+
+def table(threads: int, rounds: int, quick: bool) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    decoder = toy()
+    cases = {}
+    for (tenants, tokens), names in CASES.items():
+        if quick and tenants * tokens > 1024:
+            continue
+        cases[(tenants, tokens)] = run_case(decoder, Batch(tenants, tokens), 8, names, rounds)
+        print(f"threads {threads}, {tenants} x {tokens}: {cases[(tenants, tokens)]}", flush=True)
+    claims = []
+    for name, case, above, below, target in TARGETS:
+        if case in cases:
+            value = cases[case][above] / cases[case][below]
+            claims.append(claim(name, value, target, value >= target))
+            print(f"  {name}: {value:.2f} (target {target})", flush=True)
+    times = {f"{tenants}x{tokens}": case for (tenants, tokens), case in cases.items()}
+    return {"threads": threads, "cpu_ms": times, "claims": claims}
+
+
+def curves(rounds: int) -> dict[str, Any]:
+    """How the cost per token grows with tenants, with tokens per tenant and with the rank; 1 thread."""
+    torch.set_num_threads(1)
+    decoder = toy()
+    axes: dict[str, list[tuple[Batch, int, int]]] = {
+        "tenants (16 tokens each, rank 8)": [(Batch(n, 16), 8, n) for n in (1, 4, 16, 64, 256)],
+        "tokens per tenant (16 tenants, rank 8)": [(Batch(16, t), 8, t) for t in (16, 64, 256, 1024)],
+        "rank (16 tenants, 64 tokens each)": [(Batch(16, 64), r, r) for r in (4, 8, 16, 32, 64)],
+    }
+    found: dict[str, Any] = {}
+    for axis, points in axes.items():
+        found[axis] = []
+        for batch, rank, at in points:
+            took = run_case(decoder, batch, rank, (), rounds)
+            tokens = batch.tenants * batch.tokens_each
+            found[axis].append({"at": at, **{name: round(1e3 * ms / tokens, 2) for name, ms in took.items()}})
+            print(axis, found[axis][-1], flush=True)
+    return found
+
+
+def plot(found: dict[str, Any], file: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(found), figsize=(11, 3.2), sharey=True)
+    for ax, (title, points) in zip(axes, found.items(), strict=True):
+        for name, style in (("batched", "o-"), ("one", "s--"), ("base", ":")):
+            ax.plot([p["at"] for p in points], [p[name] for p in points], style, label=name)
+        ax.set(xscale="log", yscale="log", xlabel=title, xticks=[p["at"] for p in points])
+        ax.set_xticklabels([str(p["at"]) for p in points])
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("CPU µs per token")
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=80)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="the small cases only")
+    parser.add_argument("--curves", action="store_true", help="growth curves instead of the table")
+    parser.add_argument("--plot", type=Path, help="with --curves: draw them here")
+    args = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine()}
+    if args.curves:
+        result["cpu_us_per_token"] = curves(args.rounds)
+        if args.plot:
+            plot(result["cpu_us_per_token"], args.plot)
+    else:
+        result["runs"] = [table(threads, args.rounds, args.quick) for threads in args.threads]
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
