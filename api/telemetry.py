@@ -6,6 +6,7 @@ Bounded: a day's file stops growing at a limit, and days that are old are delete
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import threading
@@ -13,7 +14,6 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 #: Tinker's client sends at most 100 events at a time.
@@ -45,7 +45,9 @@ class Telemetry:
         """Append the events that still fit today. Returns how many."""
         now = now or datetime.now(UTC)
         client = batch.model_dump(exclude={"events"}, exclude_none=True)
-        lines = [orjson.dumps({"at": now, **client, "event": event}) + b"\n" for event in batch.events]
+        about = {"at": now.isoformat(), **client}
+        # Not orjson, which refuses some JSON: integers beyond 64 bits, lone surrogates.
+        lines = [json.dumps({**about, "event": event}).encode() + b"\n" for event in batch.events]
         path = self._folder / now.date().isoformat() / f"{org_id}.jsonl"
         with self._lock:
             room = self._bytes_per_day - (path.stat().st_size if path.exists() else 0)

@@ -1,9 +1,10 @@
-"""forward and forward_backward: one endpoint, protobuf in, with `forward_only` to tell them apart."""
+"""forward and forward_backward: one endpoint, protobuf in, with `forward_only` to tell them apart; and as JSON."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,8 +15,9 @@ from weft.wire.arrays import write_tensor
 from weft.wire.codec import WireError, decode_train_request
 
 from api.auth import PrincipalDep
-from api.bodies import read_body
-from api.errors import Invalid, Unreadable
+from api.bodies import parse_json, read_body
+from api.errors import Invalid, Unreadable, quote
+from api.json_forms import PROTOBUF, train_body
 from api.lookup import served_model
 from api.state import Service, ServiceDep
 from api.submit import Address, Checked, submit
@@ -27,7 +29,6 @@ from store import tables
 
 router = APIRouter(prefix="/api/v1")
 
-PROTOBUF = "application/x-protobuf"
 #: Values that the inputs of one operation may unfold to. Sparse tensors can claim far more than they carry.
 MAX_VALUES = 2**26
 
@@ -36,8 +37,11 @@ MAX_VALUES = 2**26
 async def forward_backward(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """One chunk of data. What is wrong with the data is told through the future: Tinker's client sends the first
     chunk only after the others were answered, and would wait for ever for one that was answered with an error."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != PROTOBUF:
-        raise Unreadable(f"forward_backward takes {PROTOBUF} (tinker 0.38 and later), not JSON: update the client")
+    form = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if form == "application/json":
+        return await _submit_json(service, who.org_id, await read_body(request), forward_only=False)
+    if form != PROTOBUF:
+        raise Unreadable(f"forward_backward takes {PROTOBUF} or application/json, not {quote(form)}")
     body = await read_body(request)
     message = await run_in_threadpool(_parse, body)
     address = Address(model_id=message.model_id, seq_id=message.seq_id)
@@ -47,6 +51,26 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
         return _check(service, message, body, run)
 
     future, _ = await submit(service, who.org_id, address, kind, body, check)
+    return future
+
+
+@router.post("/forward")
+async def forward(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """The JSON form of a forward_backward that is `forward_only`, which has an address of its own."""
+    return await _submit_json(service, who.org_id, await read_body(request), forward_only=True)
+
+
+async def _submit_json(service: Service, org_id: str, raw: bytes, forward_only: bool) -> dict[str, Any]:
+    """The operation of a JSON body, which is kept and executed in its protobuf form."""
+
+    def check(run: tables.Run) -> Checked:
+        body = train_body(raw, forward_only)
+        checked = _check(service, _parse(body), body, run)
+        return checked if checked.body is not None else replace(checked, body=body)
+
+    address = await run_in_threadpool(parse_json, raw, Address)
+    kind = OpKind.FORWARD if forward_only else OpKind.FORWARD_BACKWARD
+    future, _ = await submit(service, org_id, address, kind, raw, check)
     return future
 
 

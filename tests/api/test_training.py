@@ -95,7 +95,8 @@ class TestBatches:
     @pytest.mark.parametrize(
         ("content", "headers", "status"),
         [
-            (b"{}", {"content-type": "application/json"}, 415),
+            (b"{}", {"content-type": "application/json"}, 422),
+            (b"{}", {"content-type": "text/plain"}, 415),
             (b"\x0a\xff\xff", PROTOBUF, 400),
             (b"", PROTOBUF, 400),
         ],

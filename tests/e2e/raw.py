@@ -35,8 +35,8 @@ class RawClient:
         self.session_id = created["session_id"]
         self._runs = 0
 
-    def json(self, path: str, **fields: Any) -> Any:
-        reply = self.http.post(f"/{path}", json=fields)
+    def json(self, endpoint: str, /, **fields: Any) -> Any:
+        reply = self.http.post(f"/{endpoint}", json=fields)
         assert reply.status_code == 200, reply.text
         return reply.json()
 

@@ -27,9 +27,9 @@ class EncodedTextChunk(Request):
     @classmethod
     def _plain(cls, tokens: Any) -> Any:
         """Arrays, tensors and tuples of integers are taken as lists."""
-        if isinstance(tokens, list):
-            return tokens
-        return tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+        if hasattr(tokens, "tolist"):
+            return tokens.tolist()
+        return list(tokens) if isinstance(tokens, tuple | range) else tokens
 
     @property
     def length(self) -> int:

@@ -1,0 +1,115 @@
+"""Whatever is sent to the API, the server answers with an error of the client's, and goes on."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from weft.wire.codec import ArrayDatum
+
+from tests.e2e.api_document import PREFIX, document
+from tests.e2e.conftest import BASE_MODEL, Weftd
+from tests.e2e.raw import Post, RawClient, train_post
+
+pytestmark = pytest.mark.server
+
+API = schemathesis.openapi.from_dict(document())
+#: Examples of each operation. All of them together take well below a minute.
+EXAMPLES = 12
+#: Statuses that say that the server is at fault; 503 is a server that is stopping.
+FAULTS = range(500, 600)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server of its own, with something behind the ids that requests name."""
+
+    client: RawClient
+    known: dict[str, Any]
+    turn: Iterator[int]
+
+    def fill_in(self, given: Any) -> Any:
+        """Every other time, ids that exist, so that requests get past the look-up."""
+        if not isinstance(given, dict) or next(self.turn) % 2:
+            return given
+        return {name: self.known.get(name, value) for name, value in given.items()}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    server = Weftd(tmp_path_factory.mktemp("fuzzed")).start()
+    client = RawClient(server, "fuzz")
+    run_id = client.new_run()
+    sampler = client.json(
+        "create_sampling_session", session_id=client.session_id, sampling_session_seq_id=0, base_model=BASE_MODEL
+    )
+    saved = client.json("save_weights", model_id=run_id, path="there", seq_id=1, type="save_weights")
+    client.result(saved["request_id"])
+    path = f"tinker://{run_id}/weights/there"
+    known = {
+        "session_id": client.session_id,
+        "model_id": run_id,
+        "run_id": run_id,
+        "base_model": BASE_MODEL,
+        "sampling_session_id": sampler["sampling_session_id"],
+        "sampler_id": sampler["sampling_session_id"],
+        "request_id": saved["request_id"],
+        "path": path,
+        "tinker_path": path,
+        "source_path": path,
+        "kind": "weights",
+        "name": "there",
+    }
+    yield Target(client, known, itertools.count())
+    assert httpx.get(f"{server.url}{PREFIX}/healthz").json() == {"status": "ok"}
+    assert server.stop() == 0
+    assert "internal error" not in server.log()
+
+
+@API.parametrize()
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
+def test_no_request_is_a_fault_of_the_server(case: schemathesis.Case, target: Target) -> None:
+    case.body = target.fill_in(case.body)
+    if not case.path.endswith("/finish"):
+        case.path_parameters = target.fill_in(case.path_parameters)
+    reply = case.call(base_url=f"http://{target.client.address}", headers={"X-API-Key": target.client.key})
+    assert reply.status_code not in FAULTS, f"{case.method} {case.formatted_path}: {reply.text}"
+    if reply.status_code == 400:
+        assert reply.content, "the SDK takes a 400 without a body for a proxy's, and retries"
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32), st.integers(1, 12))
+def test_broken_protobuf_is_refused(target: Target, seed: int, changes: int) -> None:
+    """A valid forward_backward with bytes changed, taken out and put in."""
+    tokens = np.arange(40, 50, dtype=np.int32)
+    inputs = {"target_tokens": tokens.astype(np.int64), "weights": np.ones(10, dtype=np.float32)}
+    post = train_post(target.known["run_id"], 10**6, [ArrayDatum(tokens, inputs)], forward_only=True)
+    body, chance = bytearray(post.body), random.Random(seed)
+    for _ in range(changes):
+        at = chance.randrange(len(body))
+        body[at : at + chance.randrange(3)] = chance.randbytes(chance.randrange(3))
+    reply = target.client.post(Post(post.path, bytes(body), post.content_type))
+    assert reply.status_code not in FAULTS, reply.text
+
+
+def test_the_document_has_every_route() -> None:
+    paths = document()["paths"]
+    assert len(paths) >= 50
+    assert all(re.match(r"/api/v1/", path) for path in paths)
