@@ -42,6 +42,10 @@ def lora_linear(x_TI: Tensor, weight_OI: Tensor, site: Site, rows: LoraRows | No
     if rows is not None and rows.apart:
         own = zip(own_rows(x_TI, rows), rows.singles, strict=True)
         return torch.cat([lora_linear(x, weight_OI, site, single) for x, single in own])
+    if x_TI.is_cuda:
+        from workers.model.gpu.linear import lora_linear as on_device  # Triton: only a GPU needs it
+
+        return on_device(x_TI, weight_OI, site, rows)
     groups = rows.groups(site.a) if rows is not None else []
     trigger = rows.trigger(groups) if rows is not None else None
     if torch.is_grad_enabled() and (trigger is not None or x_TI.requires_grad):

@@ -42,6 +42,10 @@ def expert_block(
     if rows is not None and rows.apart:
         own = zip(*(own_rows(t, rows) for t in (x_TD, weights_TK, experts_TK)), rows.singles, strict=True)
         return torch.cat([expert_block(x, w, e, gate_up_EGD, down_EDF, names, single) for x, w, e, single in own])
+    if x_TD.is_cuda:
+        from workers.model.gpu.experts import expert_block as on_device  # Triton: only a GPU needs it
+
+        return on_device(x_TD, weights_TK, experts_TK, gate_up_EGD, down_EDF, names, rows)
     routing = Routing(experts_TK, gate_up_EGD.shape[0])
     groups = rows.groups(names.gate_up_a) if rows is not None else []
     trigger = rows.trigger(groups) if rows is not None else None

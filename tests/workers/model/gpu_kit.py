@@ -1,0 +1,88 @@
+"""Where the CUDA code is tested: on the device when there is one, else on the CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+#: Triton reads this when a kernel is defined, so it must be set before the kernels are imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from workers.model.adapter import Adapter, AdapterShape
+from workers.model.config import DecoderConfig
+from workers.model.lora_rows import LoraRows
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+CONFIG = DecoderConfig(
+    architecture="Qwen3MoeForCausalLM",
+    vocab_size=80,
+    hidden_size=40,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=24,
+    intermediate_size=72,
+    context_length=128,
+    num_experts=5,
+    experts_per_token=2,
+    moe_intermediate_size=24,
+)
+DENSE = DecoderConfig(**{**CONFIG.__dict__, "architecture": "Qwen3ForCausalLM", "num_experts": 0})
+
+
+def adapter(config: DecoderConfig, rank: int, seed: int, **targets: bool) -> Adapter:
+    """An adapter none of whose factors is zero."""
+    made = Adapter.init(AdapterShape(config, rank, **targets), seed, scale=0.5 + seed, device=DEVICE)
+    generator = torch.Generator().manual_seed(seed)
+    for slot in made.shape.slots.values():
+        if not slot.fan_in:
+            made.view(slot.name).copy_(0.3 * torch.randn(slot.shape, generator=generator))
+    return made
+
+
+def gradient(of: Adapter, seed: int) -> Adapter:
+    """An arena that already holds something, as that of a second microbatch does."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    return Adapter(of.shape, torch.randn(of.flat.shape, generator=generator).to(DEVICE), of.scale)
+
+
+def twice(rows: LoraRows) -> tuple[LoraRows, LoraRows]:
+    """The same rows with gradient arenas of their own each."""
+    copies = []
+    for _ in range(2):
+        arenas = {id(grad): Adapter(grad.shape, grad.flat.clone(), grad.scale) for grad in rows.grads if grad}
+        grads = [arenas[id(grad)] if grad else None for grad in rows.grads]
+        copies.append(LoraRows(rows.offsets, rows.adapters, grads))
+    return copies[0], copies[1]
+
+
+def assert_same_grads(found: Sequence[Adapter | None], wanted: Sequence[Adapter | None], tolerance: float) -> None:
+    """Name by name, relative to the largest entry."""
+    for group, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        if ours is None or theirs is None:
+            assert ours is theirs
+            continue
+        for name, view in ours.views.items():
+            error = (view - theirs.views[name]).abs().max() / theirs.views[name].abs().max()
+            assert error < tolerance, f"group {group}: {name} differs by {float(error):.1e}"
+
+
+def mixed_rows(config: DecoderConfig, sizes: Sequence[int] = (3, 0, 40, 7, 18, 1)) -> LoraRows:
+    """Ragged groups: mixed ranks beyond one block, an empty group, a base-only one, one that is not trained, and two
+    that share an adapter and its arena."""
+    ranks = [4, 8, 20, None, 4, 1]
+    adapters = [adapter(config, rank, seed) if rank else None for seed, rank in enumerate(ranks)]
+    grads = [gradient(of, seed) if of else None for seed, of in enumerate(adapters)]
+    adapters[4], grads[4] = adapters[0], grads[0]
+    grads[5] = None
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + size)
+    return LoraRows(offsets, adapters, grads)

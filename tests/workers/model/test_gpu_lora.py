@@ -1,0 +1,157 @@
+"""The CUDA path of linears and experts against the CPU path, kernel by kernel through autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.model.gpu_kit import (
+    CONFIG,
+    DENSE,
+    DEVICE,
+    adapter,
+    assert_same_grads,
+    gradient,
+    mixed_rows,
+    twice,
+)
+from workers.model.gpu import experts as gpu_experts
+from workers.model.gpu import linear as gpu_linear
+from workers.model.lora import Site, lora_linear
+from workers.model.lora_rows import LoraRows
+from workers.model.moe import Names, expert_block
+
+QKV = Site(
+    "layers.0.attn.qkv_A",
+    ("layers.0.attn.q_B", "layers.0.attn.k_B", "layers.0.attn.v_B"),
+    (DENSE.q_size, DENSE.kv_size, DENSE.kv_size),
+)
+DOWN = Site("layers.0.mlp.down_A", ("layers.0.mlp.down_B",), (DENSE.hidden_size,))
+NAMES = Names.of_layer(0)
+
+#: Base in bfloat16: the same rounding of the base in both, so only sums of float32 differ (on CUDA: in TF32).
+TOLERANCE = 1e-5 if DEVICE.type == "cpu" else 2e-3
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def close(found: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> None:
+    assert found.shape == wanted.shape
+    assert found.dtype == wanted.dtype
+    error = (found - wanted).abs().max() / wanted.abs().max()
+    assert error < tolerance, f"differs by {float(error):.1e}"
+
+
+def through(linear: Callable[..., Tensor], site: Site, rows: LoraRows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Output and input gradient of a linear."""
+    inner = {QKV.a: DENSE.hidden_size, DOWN.a: DENSE.intermediate_size}[site.a]
+    weight = (0.2 * random(sum(site.sizes), inner, seed=1)).to(dtype)
+    x = random(len(rows), inner, seed=2).requires_grad_()
+    y = linear(x, weight, site, rows)
+    y.backward(random(*y.shape, seed=3))
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("site", [QKV, DOWN], ids=["qkv", "down"])
+def test_linear_is_that_of_the_cpu(site: Site, dtype: torch.dtype) -> None:
+    ours, theirs = twice(mixed_rows(DENSE))
+    y, dx = through(gpu_linear.lora_linear, site, ours, dtype)
+    wanted_y, wanted_dx = through(lora_linear, site, theirs, dtype)
+    close(y, wanted_y)
+    close(dx, wanted_dx)
+    assert_same_grads(ours.grads, theirs.grads, TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_forward_alone_is_that_with_gradients(dtype: torch.dtype) -> None:
+    rows, weight = mixed_rows(DENSE), (0.2 * random(sum(QKV.sizes), DENSE.hidden_size)).to(dtype)
+    x = random(len(rows), DENSE.hidden_size)
+    recorded = gpu_linear.lora_linear(x, weight, QKV, rows)
+    with torch.inference_mode():
+        plain = gpu_linear.lora_linear(x, weight, QKV, rows)
+    assert torch.equal(plain, recorded.detach())
+
+
+def test_groups_without_the_tensor_get_the_base() -> None:
+    only_mlp = adapter(DENSE, 4, 0, train_attn=False)
+    rows = LoraRows([0, 5, 9], [only_mlp, None])
+    weight, x = random(sum(QKV.sizes), DENSE.hidden_size), random(9, DENSE.hidden_size)
+    close(gpu_linear.lora_linear(x, weight, QKV, rows), x @ weight.t())
+
+
+def test_rank_beyond_one_block() -> None:
+    wide = adapter(DENSE, 130, 0)
+    ours, theirs = twice(LoraRows([0, 20], [wide], [gradient(wide, 0)]))
+    y, dx = through(gpu_linear.lora_linear, DOWN, ours, torch.float32)
+    wanted_y, wanted_dx = through(lora_linear, DOWN, theirs, torch.float32)
+    close(y, wanted_y)
+    close(dx, wanted_dx)
+    assert_same_grads(ours.grads, theirs.grads, TOLERANCE)
+
+
+def block(
+    of: Callable[..., Tensor], rows: LoraRows | None, dtype: torch.dtype, tokens: int, crowd: bool = False
+) -> list[Tensor]:
+    """Output, input gradient and router gradient of an expert block; in a `crowd` all tokens choose two experts."""
+    e, f, d, k = CONFIG.num_experts, CONFIG.moe_intermediate_size, CONFIG.hidden_size, CONFIG.experts_per_token
+    gate_up, down = (0.2 * random(e, 2 * f, d, seed=1)).to(dtype), (0.2 * random(e, d, f, seed=2)).to(dtype)
+    scores = random(tokens, e, seed=3)
+    if crowd:
+        scores[:, [1, 4]] += 100
+    weights, experts = torch.topk(torch.softmax(scores, -1), k, dim=-1)
+    x, weights = random(tokens, d, seed=4).requires_grad_(), weights.detach().requires_grad_()
+    out = of(x, weights, experts, gate_up, down, NAMES, rows)
+    out.backward(random(*out.shape, seed=5))
+    assert x.grad is not None
+    assert weights.grad is not None
+    return [out.detach(), x.grad, weights.grad]
+
+
+@pytest.mark.parametrize("crowd", [False, True], ids=["spread", "crowded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_are_those_of_the_cpu(dtype: torch.dtype, crowd: bool) -> None:
+    ours, theirs = twice(mixed_rows(CONFIG))
+    tolerance = TOLERANCE if dtype == torch.float32 else 2e-2  # rows of one expert round apart in bfloat16
+    found = block(gpu_experts.expert_block, ours, dtype, len(ours), crowd)
+    for mine, wanted in zip(found, block(expert_block, theirs, dtype, len(theirs), crowd), strict=True):
+        close(mine, wanted, tolerance)
+    assert_same_grads(ours.grads, theirs.grads, tolerance)
+
+
+def test_experts_without_adapters() -> None:
+    for mine, wanted in zip(
+        block(gpu_experts.expert_block, None, torch.float32, 12),
+        block(expert_block, None, torch.float32, 12),
+        strict=True,
+    ):
+        close(mine, wanted)
+
+
+def test_a_group_is_the_same_alone_and_among_others() -> None:
+    """Bit for bit, of the low-rank kernels: tiles hold rows of one run, and nothing is split along a sum."""
+    rows = mixed_rows(CONFIG)
+    start, stop = rows.offsets[2], rows.offsets[3]
+    crowd, _ = twice(rows)
+    alone, _ = twice(LoraRows([0, stop - start], [rows.adapters[2]], [rows.grads[2]]))
+    weight = torch.zeros(sum(QKV.sizes), CONFIG.hidden_size, device=DEVICE)
+    x, dy = random(len(rows), CONFIG.hidden_size), random(len(rows), sum(QKV.sizes))
+    outputs = []
+    for of, part in ((crowd, slice(None)), (alone, slice(start, stop))):
+        leaf = x[part].clone().requires_grad_()
+        y = gpu_linear.lora_linear(leaf, weight, QKV, of)
+        y.backward(dy[part])
+        assert leaf.grad is not None
+        outputs.append((y.detach(), leaf.grad))
+    (y, dx), (own_y, own_dx) = outputs
+    assert torch.equal(y[start:stop], own_y)
+    assert torch.equal(dx[start:stop], own_dx)
+    assert crowd.grads[2] is not None
+    assert alone.grads[0] is not None
+    assert torch.equal(crowd.grads[2].flat, alone.grads[0].flat)

@@ -1,0 +1,175 @@
+"""Triton kernels of the low-rank products, for many adapters in one launch ("virtual experts": group x expert).
+
+Every factor lies in memory as [rows, wide], a few rows (the rank, or a multiple of it where factors are stacked) over
+the long side. So three kernels are the whole of LoRA, dense and in experts, forward and backward:
+
+    shrink   u = x W^T                 x A^T forward,  dy B^T backward
+    expand   y += scale * u W          u B forward,    du A backward
+    outer    dW += scale * u^T y       the gradients of B and of A
+
+Factors are found by address, one int64 per group, so adapters are neither stacked nor copied and ranks may be mixed.
+A run is the consecutive rows of one expert and one group, number expert * num_groups + group; a dense product has one
+expert. No block holds rows of two runs, nothing is split along a sum and there are no atomics: what a run gets depends
+on its own rows alone. Sums are kept in float32. Launched by launch.py; checked in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _block(run, first_block, run_start, index, BLOCK_M: tl.constexpr):
+    """Rows of block `index`, and which of them belong to the run."""
+    row = tl.load(run_start + run) + (index - tl.load(first_block + run)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return row.to(tl.int64), row < tl.load(run_start + run + 1)
+
+
+@triton.jit
+def shrink(
+    x,
+    stride_x,
+    u,
+    stride_u,
+    addresses,
+    ranks,
+    scales,
+    block_run,
+    first_block,
+    run_start,
+    num_runs,
+    num_groups,
+    wide,
+    part,
+    STACK: tl.constexpr,
+    SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """u[m, part * rank + i] = x[m] . W[i] for i < STACK * rank, times the group's scale if SCALED."""
+    index = tl.program_id(0)
+    run = tl.load(block_run + index)
+    if run < num_runs:
+        group, expert = run % num_groups, run // num_groups
+        rank = tl.load(ranks + group)
+        i = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+        real = i < STACK * rank
+        w = tl.load(addresses + group).to(tl.pointer_type(tl.float32)) + expert.to(tl.int64) * STACK * rank * wide
+        row, own = _block(run, first_block, run_start, index, BLOCK_M)
+        total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        for start in range(0, wide, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            x_mk = tl.load(x + row[:, None] * stride_x + k[None], own[:, None] & (k < wide)[None], 0.0)
+            w_ki = tl.load(w + i[None].to(tl.int64) * wide + k[:, None], real[None] & (k < wide)[:, None], 0.0)
+            total = tl.dot(x_mk.to(tl.float32), w_ki, total, input_precision=PRECISION)
+        if SCALED:
+            total = total * tl.load(scales + group)
+        tl.store(u + row[:, None] * stride_u + part * rank + i[None], total, own[:, None] & real[None])
+
+
+@triton.jit
+def expand(
+    y,
+    stride_y,
+    u,
+    stride_u,
+    addresses,
+    ranks,
+    scales,
+    block_run,
+    first_block,
+    run_start,
+    num_runs,
+    num_groups,
+    wide,
+    part,
+    STACK: tl.constexpr,
+    SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """y[m, n] += sum over i < STACK * rank of u[m, part * rank + i] W[i, n], times the group's scale if SCALED."""
+    index = tl.program_id(0)
+    run = tl.load(block_run + index)
+    if run < num_runs:
+        group, expert = run % num_groups, run // num_groups
+        rank = tl.load(ranks + group)
+        w = tl.load(addresses + group).to(tl.pointer_type(tl.float32)) + expert.to(tl.int64) * STACK * rank * wide
+        row, own = _block(run, first_block, run_start, index, BLOCK_M)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = n < wide
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, STACK * rank, BLOCK_R):
+            i = start + tl.arange(0, BLOCK_R)
+            real = i < STACK * rank
+            u_mi = tl.load(u + row[:, None] * stride_u + part * rank + i[None], own[:, None] & real[None], 0.0)
+            w_in = tl.load(w + i[:, None].to(tl.int64) * wide + n[None], real[:, None] & inside[None], 0.0)
+            total = tl.dot(u_mi, w_in, total, input_precision=PRECISION)
+        if SCALED:
+            total = total * tl.load(scales + group)
+        at, mask = y + row[:, None] * stride_y + n[None], own[:, None] & inside[None]
+        tl.store(at, (tl.load(at, mask, 0.0).to(tl.float32) + total).to(y.dtype.element_ty), mask)
+
+
+@triton.jit
+def outer(
+    u,
+    stride_u,
+    y,
+    stride_y,
+    addresses,
+    ranks,
+    scales,
+    owner_start,
+    owner_groups,
+    run_start,
+    num_owners,
+    num_groups,
+    wide,
+    part,
+    STACK: tl.constexpr,
+    SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dW[i, n] += sum over the rows m of u[m, part * rank + i] y[m, n], times the group's scale if SCALED.
+
+    One owner is one gradient arena: groups owner_groups[owner_start[o]:owner_start[o + 1]] add to it in that order, as
+    they would in launches of their own."""
+    owner, expert = tl.program_id(0) % num_owners, tl.program_id(0) // num_owners
+    first, last = tl.load(owner_start + owner), tl.load(owner_start + owner + 1)
+    group = tl.load(owner_groups + first)
+    rank = tl.load(ranks + group)
+    rows = tl.load(owner_start) * 0
+    for at in range(first, last):
+        run = expert * num_groups + tl.load(owner_groups + at)
+        rows += tl.load(run_start + run + 1) - tl.load(run_start + run)
+    i = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    if (rows > 0) & (tl.program_id(2) * BLOCK_R < STACK * rank):
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        real, inside = i < STACK * rank, n < wide
+        w = tl.load(addresses + group).to(tl.pointer_type(tl.float32)) + expert.to(tl.int64) * STACK * rank * wide
+        dw, mask = w + i[:, None].to(tl.int64) * wide + n[None], real[:, None] & inside[None]
+        dw_in = tl.load(dw, mask, 0.0)
+        for at in range(first, last):
+            group = tl.load(owner_groups + at)
+            run = expert * num_groups + group
+            stop = tl.load(run_start + run + 1)
+            total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+            for start in range(tl.load(run_start + run), stop, BLOCK_M):
+                row = start + tl.arange(0, BLOCK_M).to(tl.int64)
+                own = row < stop
+                u_im = tl.load(u + row[None] * stride_u + part * rank + i[:, None], real[:, None] & own[None], 0.0)
+                y_mn = tl.load(y + row[:, None] * stride_y + n[None], own[:, None] & inside[None], 0.0)
+                total = tl.dot(u_im, y_mn.to(tl.float32), total, input_precision=PRECISION)
+            if SCALED:
+                total = total * tl.load(scales + group)
+            dw_in += total
+        tl.store(dw, dw_in, mask)

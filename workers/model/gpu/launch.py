@@ -1,0 +1,149 @@
+"""Launches of the low-rank kernels: one for each rank class of the groups that have the tensor.
+
+`u` is [rows, stack * max_rank] float32; a group uses the first stack * rank columns of its rows, part beside part.
+Block shapes follow from the rank class alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from workers.model.gpu import kernels
+from workers.model.gpu.runs import Blocks, RankClass, Runs, Table
+
+
+class Precision(NamedTuple):
+    """How tensor cores multiply float32. "tf32" keeps 10 bits of each factor, more than bfloat16's 7; "ieee" all."""
+
+    name: str
+
+    @classmethod
+    def beside(cls, weights: torch.dtype) -> Precision:
+        """What suits a base of this dtype."""
+        return cls("ieee" if weights == torch.float32 else "tf32")
+
+
+class Place(NamedTuple):
+    """Which rows a product runs over: of the batch itself, or of (expert, group) runs."""
+
+    table: Table
+    runs: Runs
+    blocks: Sequence[tuple[RankClass, Blocks]]
+
+    @classmethod
+    def dense(cls, table: Table, name: str) -> Place:
+        return cls(table, table.runs, table.blocks(name))
+
+    @classmethod
+    def experts(cls, table: Table, runs: Runs, name: str) -> Place:
+        return cls(table, runs, [(each, runs.blocks(each.active_G)) for each in table.classes(name)])
+
+
+def shrink(
+    x: Tensor, u: Tensor, place: Place, name: str, precision: Precision, *, part: int = 0, stack: int = 1, scaled: bool
+) -> None:
+    """u[:, part] = x W^T of each row's group (and expert), for the tensor W called `name`."""
+    _check(x, u)
+    wide, table = x.shape[1], place.table
+    for each, blocks in place.blocks:
+        if len(x):
+            grid = (len(blocks.run), each.rank_blocks(stack))
+            kernels.shrink[grid](
+                x,
+                x.stride(0),
+                u,
+                u.stride(0),
+                table.weights(name),
+                *_where(table, blocks, place.runs),
+                wide,
+                part,
+                STACK=stack,
+                SCALED=scaled,
+                PRECISION=precision.name,
+                BLOCK_M=blocks.block_rows,
+                BLOCK_R=each.block,
+                BLOCK_K=64,
+            )
+
+
+def expand(
+    y: Tensor, u: Tensor, place: Place, name: str, precision: Precision, *, part: int = 0, stack: int = 1, scaled: bool
+) -> None:
+    """y += u[:, part] W in place."""
+    _check(y, u)
+    wide, table = y.shape[1], place.table
+    for each, blocks in place.blocks:
+        if len(y):
+            width = _wide_block(each.block)
+            grid = (len(blocks.run), -(-wide // width))
+            kernels.expand[grid](
+                y,
+                y.stride(0),
+                u,
+                u.stride(0),
+                table.weights(name),
+                *_where(table, blocks, place.runs),
+                wide,
+                part,
+                STACK=stack,
+                SCALED=scaled,
+                PRECISION=precision.name,
+                BLOCK_M=blocks.block_rows,
+                BLOCK_R=each.block,
+                BLOCK_N=width,
+            )
+
+
+def outer(
+    u: Tensor, y: Tensor, place: Place, name: str, precision: Precision, *, part: int = 0, stack: int = 1, scaled: bool
+) -> None:
+    """Add u[:, part]^T y over each group's rows (of each expert) to the gradient of the tensor called `name`."""
+    _check(y, u)
+    wide, table = y.shape[1], place.table
+    for each, blocks in place.blocks:
+        owners = each.owners
+        if len(y) and owners.count:
+            width = _wide_block(each.block)
+            grid = (owners.count * place.runs.num_experts, -(-wide // width), each.rank_blocks(stack))
+            kernels.outer[grid](
+                u,
+                u.stride(0),
+                y,
+                y.stride(0),
+                table.grads(name),
+                table.ranks_G,
+                table.scales_G,
+                owners.start,
+                owners.groups,
+                place.runs.start,
+                owners.count,
+                place.runs.num_groups,
+                wide,
+                part,
+                STACK=stack,
+                SCALED=scaled,
+                PRECISION=precision.name,
+                BLOCK_M=blocks.block_rows,
+                BLOCK_R=each.block,
+                BLOCK_N=width,
+            )
+
+
+def _where(table: Table, blocks: Blocks, runs: Runs) -> tuple[Tensor | int, ...]:
+    num_runs = runs.num_experts * runs.num_groups
+    return table.ranks_G, table.scales_G, blocks.run, blocks.first, runs.start, num_runs, runs.num_groups
+
+
+def _wide_block(rank_block: int) -> int:
+    """Columns of the long side at a time: what leaves the sums in registers."""
+    return 128 if rank_block <= 32 else 64
+
+
+def _check(x: Tensor, u: Tensor) -> None:
+    """The kernels read rows whose elements are neighbours."""
+    if x.stride(1) != 1 or u.stride(1) != 1 or u.dtype != torch.float32:
+        raise ValueError(f"rows must be contiguous and u float32: strides {x.stride()}, {u.stride()}, {u.dtype}")

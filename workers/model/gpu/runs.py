@@ -1,0 +1,196 @@
+"""Where the kernels find rows, factors and gradients: tables on the device, built once per batch or once per layer.
+
+Nothing here waits for the device: block maps are sized by what the host knows and surplus blocks do nothing.
+
+Shapes: G groups of the batch, E experts, R = E * G runs, P rows, N names of adapter tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.model.adapter import Adapter
+from workers.model.lora_rows import LoraRows
+
+#: Rows of a block where one group has many, and where runs of an (expert, group) pair are short.
+DENSE_ROWS = 32
+EXPERT_ROWS = 16
+
+#: Ranks are computed in blocks of 16, 32, 64 or 128: tensor cores take no less, and a group's own rank decides.
+MIN_RANK_BLOCK = 16
+MAX_RANK_BLOCK = 128
+
+
+class Blocks(NamedTuple):
+    """Rows cut into blocks of `block_rows`, none across two runs. `run` [blocks] is R where there is nothing to do;
+    `first` [R + 1] counts the blocks before each run."""
+
+    block_rows: int
+    run: Tensor
+    first: Tensor
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Rows start[i]:start[i + 1] belong to run i = expert * num_groups + group; `rows` are all rows."""
+
+    start: Tensor  # int64 [R + 1]
+    num_groups: int
+    num_experts: int
+    rows: int
+    block_rows: int
+
+    def blocks(self, active_G: Tensor) -> Blocks:
+        """The blocks of the groups in `active_G`."""
+        size = self.block_rows
+        counts_EG = self.start.diff().view(self.num_experts, self.num_groups)
+        needed_R = (torch.div(counts_EG + size - 1, size, rounding_mode="floor") * active_G).flatten()
+        first = torch.nn.functional.pad(needed_R.cumsum(0), (1, 0))
+        runs = min(self.num_experts * self.num_groups, self.rows)
+        most = max(1, self.rows // size + runs)
+        numbers = torch.arange(most, device=self.start.device)
+        return Blocks(size, torch.searchsorted(first[1:].contiguous(), numbers, right=True), first)
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The gradient arenas of a batch: groups `groups[start[o]:start[o + 1]]` add to arena o, in order."""
+
+    count: int
+    start: Tensor
+    groups: Tensor
+
+
+@dataclass(frozen=True)
+class RankClass:
+    """Groups whose ranks are computed in blocks of `block`. A launch is for one class, so that how a group is computed
+    follows from its own rank; `most` is the largest rank. `owners` are the arenas of those groups that are trained."""
+
+    block: int
+    most: int
+    active_G: Tensor  # bool
+    owners: Owners
+
+    def rank_blocks(self, stack: int) -> int:
+        """How many blocks hold `stack` factors of the largest rank."""
+        return -(-stack * self.most // self.block)
+
+
+class Table:
+    """The adapters of one batch. A LoraRows has one for as long as it lives."""
+
+    def __init__(self, rows: LoraRows, device: torch.device) -> None:
+        # Not the rows themselves: they are the weak key under which this is kept.
+        self._adapters, self._grads, self._device = rows.adapters, rows.grads, device
+        ranks = [0 if adapter is None else adapter.rank for adapter in rows.adapters]
+        self.max_rank = max(ranks, default=0)
+        self.ranks_G = torch.tensor(ranks, device=device)
+        scales = [0.0 if adapter is None else adapter.scale for adapter in rows.adapters]
+        self.scales_G = torch.tensor(scales, device=device)
+        starts = torch.tensor(rows.offsets, device=device)
+        self.runs = Runs(starts, len(ranks), 1, len(rows), DENSE_ROWS)
+        self._names, self._weights_NG = _addresses(rows.adapters)
+        grad_names, self._grads_NG = _addresses(rows.grads)
+        self._grad_index = {name: n for n, name in enumerate(grad_names)}
+        self._index = {name: n for n, name in enumerate(self._names)}
+        self._device_weights_NG = torch.from_numpy(self._weights_NG).to(device)
+        self._device_grads_NG = torch.from_numpy(self._grads_NG).to(device)
+
+    def has(self, name: str) -> bool:
+        """Whether any group's adapter has a tensor of this name."""
+        return name in self._index
+
+    def weights(self, name: str) -> Tensor:
+        """int64 [G]: where each group's tensor lies; 0 where there is none."""
+        return self._device_weights_NG[self._index[name]]
+
+    def grads(self, name: str) -> Tensor:
+        """The same of the gradients."""
+        return self._device_grads_NG[self._grad_index[name]]
+
+    def classes(self, name: str) -> list[RankClass]:
+        """The groups that have this tensor, by the block their rank needs."""
+        return self._classes[self._signature(name)]
+
+    def blocks(self, name: str) -> list[tuple[RankClass, Blocks]]:
+        """Classes of the groups that have this tensor, with their blocks of the batch's own rows."""
+        return self._dense_blocks[self._signature(name)]
+
+    def _signature(self, name: str) -> tuple[bool, ...]:
+        """Which groups have this tensor. There are few such sets: attention, MLP, unembedding."""
+        return self._signatures[name]
+
+    @cached_property
+    def _signatures(self) -> dict[str, tuple[bool, ...]]:
+        return {name: tuple((self._weights_NG[n] != 0).tolist()) for n, name in enumerate(self._names)}
+
+    @cached_property
+    def _classes(self) -> dict[tuple[bool, ...], list[RankClass]]:
+        return {has: self._classes_of(has) for has in dict.fromkeys(self._signatures.values())}
+
+    @cached_property
+    def _dense_blocks(self) -> dict[tuple[bool, ...], list[tuple[RankClass, Blocks]]]:
+        return {
+            has: [(each, self.runs.blocks(each.active_G)) for each in classes] for has, classes in self._classes.items()
+        }
+
+    def _classes_of(self, has: tuple[bool, ...]) -> list[RankClass]:
+        blocks: dict[int, list[int]] = {}
+        for group, adapter in enumerate(self._adapters):
+            if has[group] and adapter is not None:
+                blocks.setdefault(rank_block(adapter.rank), []).append(group)
+        return [self._class(block, groups) for block, groups in sorted(blocks.items())]
+
+    def _class(self, block: int, groups: list[int]) -> RankClass:
+        active = torch.zeros(len(self._adapters), dtype=torch.bool)
+        active[groups] = True
+        arenas: dict[int, list[int]] = {}
+        for group in groups:
+            grad = self._grads[group]
+            if grad is not None:
+                arenas.setdefault(grad.flat.data_ptr(), []).append(group)
+        start = torch.tensor([0, *(len(members) for members in arenas.values())]).cumsum(0)
+        flat = torch.tensor([group for members in arenas.values() for group in members], dtype=torch.int64)
+        owners = Owners(len(arenas), start.to(self._device), flat.to(self._device))
+        most = max(adapter.rank for adapter in (self._adapters[group] for group in groups) if adapter is not None)
+        return RankClass(block, most, active.to(self._device), owners)
+
+
+_TABLES: WeakKeyDictionary[LoraRows, Table] = WeakKeyDictionary()
+
+
+def table_of(rows: LoraRows, device: torch.device) -> Table:
+    """The table of these rows, built at the first call."""
+    table = _TABLES.get(rows)
+    if table is None or table.ranks_G.device != device:
+        table = _TABLES[rows] = Table(rows, device)
+    return table
+
+
+def rank_block(rank: int) -> int:
+    """The smallest block that holds a rank; ranks beyond the largest take several."""
+    return min(MAX_RANK_BLOCK, max(MIN_RANK_BLOCK, 1 << (rank - 1).bit_length()))
+
+
+def _addresses(adapters: Sequence[Adapter | None]) -> tuple[list[str], np.ndarray[tuple[int, int], np.dtype[np.int64]]]:
+    """Tensor names, and the address of each in each arena [N, G], 0 where it has none."""
+    found = [adapter for adapter in adapters if adapter is not None]
+    names = list(dict.fromkeys(name for shape in {a.shape: None for a in found} for name in shape.slots))
+    offsets = {
+        shape: np.array([4 * shape.slots[name].offset if name in shape.slots else -1 for name in names])
+        for shape in {a.shape for a in found}
+    }
+    table = np.zeros((len(names), len(adapters)), dtype=np.int64)
+    for group, adapter in enumerate(adapters):
+        if adapter is not None:
+            at = offsets[adapter.shape]
+            table[:, group] = np.where(at >= 0, adapter.flat.data_ptr() + at, 0)
+    return names, table
