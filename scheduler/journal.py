@@ -9,21 +9,20 @@ work out of `train_queue` and `sample_queue` and bring results back through `fin
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import uuid
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from sqlalchemy import Update, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy import Update, update
 
 from billing.prices import PriceList
+from scheduler.answers import Answers, result_ref
 from scheduler.completions import Completion, Completions, Target
 from scheduler.fair import FairTree
+from scheduler.intake import Intake
 from scheduler.lanes import RunLane, Unit
 from scheduler.messages import MUTATING, Done, Failure, OpKind, RunSpec, Snapshot
 from scheduler.operations import (
@@ -35,30 +34,14 @@ from scheduler.operations import (
     Outcome,
     QueueFull,
     RunClosed,
-    SequenceReused,
     Waiting,
 )
-from scheduler.settle import settle
+from scheduler.settle import result_of, settle
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
 
 log = logging.getLogger(__name__)
-
-#: Results kept in memory for the client that is about to ask; older ones are read from the store.
-RECENT_OUTCOMES = 4096
-#: A larger body is written by a thread, so that the event loop goes on.
-SMALL_BODY_BYTES = 1 << 18
-
-
-@dataclass
-class _Entry:
-    """What is known of one (lane, seq) from the moment it is being accepted."""
-
-    id: str
-    kind: str
-    body_sha256: str
-    durable: asyncio.Future[None]
 
 
 @dataclass(frozen=True)
@@ -95,9 +78,9 @@ class Journal:
         self._blobs = blobs
         self._prices = prices
         self._max_queued = max_queued_per_org
-        self._entries: dict[tuple[str, int], _Entry] = {}
+        self.answers = Answers(database, blobs)
+        self._intake = Intake(database, blobs)
         self._open: dict[str, Operation] = {}
-        self._recent: OrderedDict[str, Operation] = OrderedDict()
         self._queued: Counter[str] = Counter()
         self._samplers: dict[str, SamplerFacts] = {}
         self._settling: set[asyncio.Task[Any]] = set()
@@ -108,27 +91,12 @@ class Journal:
         """Make `new` (and `rows`) durable, queue it, and return its request id. A repeat returns the first id.
 
         Raises SequenceReused, QueueFull, Draining, RunClosed."""
-        digest = hashlib.sha256(new.body if new.sent is None else new.sent).hexdigest()
-        entry = self._entries.get((new.lane, new.seq)) or self._stored_entry(new.lane, new.seq)
-        if entry is not None:
-            _check_repeat(entry, new, digest)
-            await asyncio.shield(entry.durable)
-            return entry.id
+        lane = self.runs.get(new.lane)
+        request_id = await self._intake.known(new, maybe_stored=lane is None or lane.spent(new.seq))
+        if request_id is not None:
+            return request_id
         self._admit(new)
-        entry = _Entry(uuid.uuid4().hex, new.kind, digest, asyncio.get_running_loop().create_future())
-        self._entries[new.lane, new.seq] = entry
-        op = _operation(new, entry.id)
-        row = _row(op, digest)
-        if new.refused is not None:
-            row.state, row.error, row.error_category, row.finished_at = "failed", new.refused, "user", op.accepted_at
-        try:
-            await self._write(op.body_ref, new.body, [*rows, row])
-        except BaseException as error:
-            del self._entries[new.lane, new.seq]
-            entry.durable.set_exception(error)
-            entry.durable.exception()
-            raise
-        entry.durable.set_result(None)
+        op = await self._intake.take(new, rows)
         if new.refused is None:
             self.enqueue(op)
         else:
@@ -143,7 +111,8 @@ class Journal:
         """The front turned it away: it ends at once, and what follows it need not wait for its number."""
         op.outcome = Outcome(error=why, category="user")
         op.finished.set()
-        self._remember(op)
+        self.answers.remember(op)
+        self._intake.forget(op)
         lane = self.runs.get(op.lane)
         if lane is not None:
             self._queue_units(lane, lane.refuse(op.seq))
@@ -159,31 +128,6 @@ class Journal:
         lane = self.runs.get(new.lane)
         if lane is None or lane.closing:
             raise RunClosed(f"run {new.lane} is closed: its session has ended, or it is a copy of weights")
-
-    def _stored_entry(self, lane: str, seq: int) -> _Entry | None:
-        """An operation accepted before this process started, or long ago."""
-        if lane in self.runs and not self.runs[lane].spent(seq):
-            return None
-        with self._database.read() as session:
-            row = session.scalars(select(tables.Operation).filter_by(lane=lane, seq=seq)).one_or_none()
-        if row is None:
-            return None
-        durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        durable.set_result(None)
-        return _Entry(row.id, row.kind, row.body_sha256, durable)
-
-    async def _write(self, body_ref: str, body: bytes, rows: list[tables.Base]) -> None:
-        if body_ref and len(body) > SMALL_BODY_BYTES:
-            await asyncio.to_thread(self._blobs.put, body_ref, body)
-        elif body_ref:
-            self._blobs.put(body_ref, body)
-
-        def insert(session: Session) -> None:
-            for row in rows:
-                session.add(row)
-                session.flush()
-
-        await self._database.write(insert)
 
     def enqueue(self, op: Operation) -> None:
         self._open[op.id] = op
@@ -212,9 +156,9 @@ class Journal:
 
     async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | Gone | None:
         """How an operation ended, waiting at most `timeout_s` for it; None when this organisation has no such one."""
-        op = self._open.get(request_id) or self._recent.get(request_id)
+        op = self._open.get(request_id) or self.answers.recent(request_id)
         if op is None:
-            return self._stored_outcome(org_id, request_id)
+            return self.answers.stored(org_id, request_id)
         if op.org_id != org_id:
             return None
         try:
@@ -222,18 +166,6 @@ class Journal:
         except TimeoutError:
             return self._waiting(op)
         return op.outcome
-
-    def _stored_outcome(self, org_id: str, request_id: str) -> Outcome | Gone | None:
-        with self._database.read() as session:
-            row = session.get(tables.Operation, request_id)
-        if row is None or row.org_id != org_id or row.state == "queued":
-            return None
-        if row.error is not None:
-            return Outcome(error=row.error, category=row.error_category or "server")
-        try:
-            return Outcome(self._blobs.get(row.result_ref or ""), row.result_type or "application/json")
-        except FileNotFoundError:
-            return Gone()
 
     def _waiting(self, op: Operation) -> Waiting:
         """What `op` waits for, and its place."""
@@ -262,8 +194,9 @@ class Journal:
     def finish(self, done: Done) -> None:
         """A worker's answer: settle it, then wake who waits."""
         op = self._open.get(done.op_id)
-        if op is None:
+        if op is None or op.settling:
             return
+        op.settling = True
         op.timings.done(datetime.now(UTC))
         self._background(self._settle(op, done))
 
@@ -276,20 +209,18 @@ class Journal:
         self.finish(Done(op_id=op.id, failure=Failure(message, category)))
 
     async def _settle(self, op: Operation, done: Done) -> None:
-        result_ref = _result_ref(op.id)
         run_id = self.sampler(op.lane).run_id if op.kind == SAMPLE else op.lane
         try:
-            if done.failure is None and done.payload:
-                self._blobs.put(result_ref, done.payload)
+            result = result_of(op, done)
+            if result.error is None:  # stored before the commit that promises it
+                self._blobs.put(result_ref(op.id), result.payload)
             now = datetime.now(UTC)
             settled = await self._database.write(
-                lambda session: settle(session, op, done, run_id, self._prices, result_ref, now)
+                lambda session: settle(session, op, done, result, run_id, self._prices, now)
             )
             if settled is None:
                 return
             op.outcome, freed = settled
-            if op.outcome.error is None and not done.payload:
-                self._blobs.put(result_ref, op.outcome.payload)
         except Exception:
             log.exception("operation %s could not be settled", op.id)
             op.outcome, freed = Outcome(error="the server could not store the result; it is not billed"), []
@@ -300,7 +231,8 @@ class Journal:
         ok = op.outcome.error is None
         self._open.pop(op.id, None)
         self._queued[op.org_id] -= 1
-        self._remember(op)
+        self.answers.remember(op)
+        self._intake.forget(op)
         lane = self.runs.get(op.lane)
         if lane is not None:
             lane.answered(op, ok)
@@ -318,18 +250,6 @@ class Journal:
         if op.kind == SAMPLE:
             target = Target.of(op.org_id, op.lane, op.seq)
             self.completions.publish(target, Completion(op.id, len(op.outcome.payload) if ok else None))
-
-    def retrieved(self, org_id: str, request_ids: list[str]) -> list[str]:
-        """Their client has these results: forget them. Returns the blobs to delete."""
-        ended = [op for op in map(self._recent.get, request_ids) if op is not None and op.org_id == org_id]
-        for op in ended:
-            del self._recent[op.id]
-        return [_result_ref(op.id) for op in ended if op.kind == SAMPLE]
-
-    def _remember(self, op: Operation) -> None:
-        self._recent[op.id] = op
-        if len(self._recent) > RECENT_OUTCOMES:
-            self._recent.popitem(last=False)
 
     def _drop_body(self, op: Operation) -> None:
         if op.body_ref:
@@ -397,8 +317,6 @@ class Journal:
         for op in lane.saved(lane.next_seq, ""):
             self._drop_body(op)
         self._blobs.delete_tree(f"runs/{lane.run_id}")
-        for key in [key for key in self._entries if key[0] == lane.run_id]:
-            del self._entries[key]
 
     def cancel(self, org_id: str, request_id: str) -> bool:
         """Stop a sample: one that waits ends at once and empty, one that runs ends with the tokens it has."""
@@ -422,55 +340,6 @@ class Journal:
             "running": sum(op.running for op in self._open.values()),
             "runs": len(self.runs),
         }
-
-
-def _check_repeat(entry: _Entry, new: NewOperation, digest: str) -> None:
-    if entry.kind != new.kind or entry.body_sha256 != digest:
-        raise SequenceReused(
-            f"operation {new.seq} of {new.lane} was already submitted as {entry.kind} with another body: "
-            "use the next sequence number"
-        )
-
-
-def _operation(new: NewOperation, request_id: str) -> Operation:
-    plan = dict(new.plan)
-    if new.kind in (OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER, OpKind.SAVE_EXTERNAL):
-        plan["target_ref"] = f"weights/{request_id}"
-    return Operation(
-        id=request_id,
-        org_id=new.org_id,
-        session_id=new.session_id,
-        lane=new.lane,
-        seq=new.seq,
-        kind=new.kind,
-        base_model=new.base_model,
-        tokens=new.tokens,
-        body_ref=f"ops/{request_id[:2]}/{request_id}" if new.body and new.refused is None else "",
-        plan=plan,
-        accepted_at=datetime.now(UTC),
-    )
-
-
-def _row(op: Operation, digest: str) -> tables.Operation:
-    return tables.Operation(
-        id=op.id,
-        org_id=op.org_id,
-        session_id=op.session_id,
-        lane=op.lane,
-        seq=op.seq,
-        kind=str(op.kind),
-        base_model=op.base_model,
-        state="queued",
-        tokens=op.tokens,
-        body_ref=op.body_ref,
-        body_sha256=digest,
-        plan=op.plan,
-        accepted_at=op.accepted_at,
-    )
-
-
-def _result_ref(op_id: str) -> str:
-    return f"results/{op_id[:2]}/{op_id}"
 
 
 def _closed(run_id: str) -> Update:

@@ -90,6 +90,7 @@ class Operation:
     plan: dict[str, Any]
     accepted_at: datetime
     running: bool = False
+    settling: bool = False  # a worker has answered; a second answer changes nothing
     attempts: int = 0  # times a worker was lost while it ran
     outcome: Outcome | None = None
     timings: Timings = field(default_factory=Timings)

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from billing import usage
 from billing.prices import PriceList
+from scheduler.answers import result_ref
 from scheduler.messages import Done, OpKind
 from scheduler.operations import SAMPLE, Operation, Outcome
 from scheduler.references import in_use
@@ -33,24 +34,40 @@ _SAVE_TYPES = {
 _SAMPLE_KINDS = ("prefill", "cached_prefill", "sample")
 
 
+def result_of(op: Operation, done: Done) -> Outcome:
+    """What the client of `op` is told if nothing in the database speaks against it."""
+    if done.failure is not None:
+        return Outcome(error=done.failure.message, category=done.failure.category)
+    kind = op.kind
+    if op.plan.get("sampler_id"):
+        return _json({"sampling_session_id": op.plan["sampler_id"], "type": _SAVE_TYPES[OpKind(kind)]})
+    if kind in _SAVE_TYPES:
+        size = {"size_bytes": done.facts.get("size_bytes", 0)} if kind == OpKind.SAVE_EXTERNAL else {}
+        return _json({"path": _path(op), "type": _SAVE_TYPES[OpKind(kind)]} | size)
+    if kind == OpKind.CREATE and "path" not in op.plan:
+        return _json({"model_id": op.lane, "type": "create_model"})
+    if kind in (OpKind.CREATE, OpKind.LOAD_STATE):
+        return _json({"path": op.plan.get("path"), "model_id": op.lane, "type": "load_weights"})
+    return Outcome(done.payload, JSON if kind == OpKind.OPTIM_STEP else PROTOBUF)
+
+
 def settle(
-    session: Session, op: Operation, done: Done, run_id: str | None, prices: PriceList, result_ref: str, now: datetime
+    session: Session, op: Operation, done: Done, result: Outcome, run_id: str | None, prices: PriceList, now: datetime
 ) -> tuple[Outcome, list[str]] | None:
-    """Write how `op` ended. Returns its outcome and the blobs that nothing needs any more; None when it had ended."""
+    """Write how `op` ended, `result` being stored already. Returns its outcome, which is another one if a name is
+    taken, and the weights that nothing needs any more; None when it had ended."""
     row = session.get(tables.Operation, op.id)
     if row is None or row.state != "queued":
         return None
     freed: list[str] = []
-    if done.failure is not None:
-        outcome = Outcome(error=done.failure.message, category=done.failure.category)
-    else:
-        outcome = _outcome(session, op, done, now, freed)
+    refusal = _make(session, op, done, now, freed) if result.error is None else None
+    outcome = Outcome(error=refusal, category="user") if refusal else result
     if outcome.error is None:
         _meter(session, op, done, run_id, prices)
     row.state = "done" if outcome.error is None else "failed"
     row.error = outcome.error[:4096] if outcome.error else None
     row.error_category = outcome.category if outcome.error else None
-    row.result_ref = result_ref if outcome.error is None else None
+    row.result_ref = result_ref(op.id) if outcome.error is None else None
     row.result_type = outcome.content_type
     row.finished_at = now
     row.timings = op.timings.row(op.accepted_at, datetime.now(UTC))
@@ -77,32 +94,34 @@ def _meter(session: Session, op: Operation, done: Done, run_id: str | None, pric
     )
 
 
-def _outcome(session: Session, op: Operation, done: Done, now: datetime, freed: list[str]) -> Outcome:
-    if op.kind in _SAVE_TYPES:
-        if op.plan.get("sampler_id"):
-            return _new_sampler(session, op, now)
+def _make(session: Session, op: Operation, done: Done, now: datetime, freed: list[str]) -> str | None:
+    """What `op` leaves behind in the database. Returns why it cannot be."""
+    if op.plan.get("sampler_id"):
+        _new_sampler(session, op, now)
+    elif op.kind in _SAVE_TYPES:
         return _new_checkpoint(session, op, done, now, freed)
-    if op.kind == OpKind.CREATE and "path" not in op.plan:
-        return _json({"model_id": op.lane, "type": "create_model"})
-    if op.kind in (OpKind.CREATE, OpKind.LOAD_STATE):
+    elif op.plan.get("path") and op.kind in (OpKind.CREATE, OpKind.LOAD_STATE):
         _note(session, op, "checkpoint_read", op.plan["path"], now, purpose="training")
-        return _json({"path": op.plan.get("path"), "model_id": op.lane, "type": "load_weights"})
-    return Outcome(done.payload, JSON if op.kind == OpKind.OPTIM_STEP else PROTOBUF)
+    return None
+
+
+def _path(op: Operation) -> str:
+    return f"tinker://{op.lane}/{op.plan['kind']}/{op.plan['name']}"
 
 
 def _json(result: dict[str, Any]) -> Outcome:
     return Outcome(json.dumps(result).encode(), JSON)
 
 
-def _new_checkpoint(session: Session, op: Operation, done: Done, now: datetime, freed: list[str]) -> Outcome:
-    """A named save. The name is checked here, in order with every other save of the run."""
+def _new_checkpoint(session: Session, op: Operation, done: Done, now: datetime, freed: list[str]) -> str | None:
+    """A named save. The name is checked here, in order with every other save of the run: returns why it is refused."""
     kind, name = op.plan["kind"], op.plan["name"]
     query = select(tables.Checkpoint).filter_by(run_id=op.lane, kind=kind, name=name)
     row = session.scalars(query).one_or_none()
     expired = row is not None and row.expires_at is not None and row.expires_at <= now
     if row is not None and not expired and not op.plan.get("overwrite"):
         freed.append(op.plan["target_ref"])
-        return Outcome(error=f"a checkpoint named {kind}/{name} exists already: choose another name", category="user")
+        return f"a checkpoint named {kind}/{name} exists already: choose another name"
     if row is None:
         row = tables.Checkpoint(id=op.id, org_id=op.org_id, run_id=op.lane, kind=kind, name=name, public=False)
         session.add(row)
@@ -116,10 +135,8 @@ def _new_checkpoint(session: Session, op: Operation, done: Done, now: datetime, 
     if older and not in_use(session, older):
         freed.append(older)
     session.flush()
-    path = f"tinker://{op.lane}/{kind}/{name}"
-    _note(session, op, "checkpoint_created", path, now, size_bytes=row.size_bytes, overwritten=bool(older))
-    result = {"path": path, "type": _SAVE_TYPES[OpKind(op.kind)]}
-    return _json(result | ({"size_bytes": row.size_bytes} if op.kind == OpKind.SAVE_EXTERNAL else {}))
+    _note(session, op, "checkpoint_created", _path(op), now, size_bytes=row.size_bytes, overwritten=bool(older))
+    return None
 
 
 def _note(session: Session, op: Operation, event: str, path: str, now: datetime, **detail: Any) -> None:
@@ -129,7 +146,7 @@ def _note(session: Session, op: Operation, event: str, path: str, now: datetime,
     audit.record(session, org_id=op.org_id, key_id=key_id, event=event, target=path, detail=detail, at=now)
 
 
-def _new_sampler(session: Session, op: Operation, now: datetime) -> Outcome:
+def _new_sampler(session: Session, op: Operation, now: datetime) -> None:
     """An unnamed save: a sampler on the weights just written. An inflight one moves its siblings along."""
     sampler_id, ref, kind = op.plan["sampler_id"], op.plan["target_ref"], op.plan.get("sampler_kind", "snapshot")
     if kind == "inflight":
@@ -153,4 +170,3 @@ def _new_sampler(session: Session, op: Operation, now: datetime) -> Outcome:
         )
     )
     session.flush()
-    return _json({"sampling_session_id": sampler_id, "type": _SAVE_TYPES[OpKind(op.kind)]})

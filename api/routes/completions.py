@@ -57,7 +57,7 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
     journal = service.journal
     if not journal.completions.follows(target):
         await _follow(service, target, body.prev_cursor)
-    delete = journal.retrieved(who.org_id, told)
+    delete = journal.answers.retrieved(who.org_id, told)
     if delete:
         await run_in_threadpool(_delete, service, delete)
     wait_s = min(service.settings.long_poll_s, LONGEST_POLL_S)

@@ -66,7 +66,7 @@ def test_one_that_waits_is_408_with_its_state(world: World) -> None:
 
 def test_a_result_that_is_no_longer_kept_is_410(world: World) -> None:
     request_id = finished(world, b"x")
-    world.service.journal._recent.clear()
+    world.service.journal.answers.clear()
     world.service.blobs.delete(world.operation(request_id).result_ref or "")
     reply = retrieve(world, request_id)
     assert reply.status_code == 410
@@ -81,5 +81,5 @@ def test_unknown_ones_are_404(world: World, request_id: str) -> None:
 def test_foreign_ones_are_404(world: World) -> None:
     request_id = finished(world, b"x")
     assert world.outcome(request_id, key=world.other_key).status_code == 404
-    world.service.journal._recent.clear()
+    world.service.journal.answers.clear()
     assert world.outcome(request_id, key=world.other_key).status_code == 404
