@@ -36,6 +36,7 @@ def walk(tour: Tour, model: str) -> None:
     service.custom_loss(tour, client, run)
     paths = weights.save(tour, client, run)
     sampling.sample(tour, client, run, model, paths["sampler"])
+    sampling.stable(tour, client, run, model)
     rest.manage(tour, manager, run, paths, model)
     weights.download(tour, manager, client, run, paths)
     commands.command_line(tour, run.model_id, paths, model)

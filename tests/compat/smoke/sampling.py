@@ -56,6 +56,46 @@ def sample(tour: Tour, service: Any, run: Any, model: str, path: str | None) -> 
     )
 
 
+def stable(tour: Tour, service: Any, run: Any, model: str) -> None:
+    """The loss that uses what the server recorded while it sampled."""
+    name = "TrainingClient.forward_backward: stable_reinforce"
+    if not hasattr(types.Datum, "with_provenance"):
+        tour.record(name, "absent")
+        return
+    tour.call(name, lambda: _reinforce(done(service.create_sampling_client(base_model=model, **RECORDED)), run))
+
+
+RECORDED = {"record_stability_info": True}
+
+
+def _reinforce(sampler: Any, run: Any) -> None:
+    given = prompt()
+    (sequence,) = done(sampler.sample(given, 1, GREEDY)).sequences
+    tokens, skipped = [int(t) for t in sequence.tokens], given.length - 1
+    plain = types.Datum(
+        model_input=given.append(types.EncodedTextChunk(tokens=tokens[:-1])),
+        loss_fn_inputs={
+            "target_tokens": [0] * skipped + tokens,
+            "logprobs": [0.0] * skipped + [float(x) for x in sequence.logprobs],
+            "advantages": [0.0] * skipped + [1.0] * len(tokens),
+        },
+    )
+    name = sequence.sequence_id
+    sampled, asked = types.SampledProvenanceSpan, types.PromptProvenanceSpan
+    datum = plain.with_provenance(
+        model_input=[
+            asked(sequence_id=name, length=given.length),
+            sampled(sequence_id=name, length=len(tokens) - 1),
+        ],
+        loss_fn_inputs=[
+            asked(sequence_id=name, offset=1, length=skipped),
+            sampled(sequence_id=name, length=len(tokens)),
+        ],
+    )
+    result = done(run.forward_backward([datum], "stable_reinforce"))
+    assert np.isfinite(result.metrics["loss:sum"])
+
+
 def _equal(found: Any, expected: Any) -> None:
     assert found == expected, (found, expected)
 

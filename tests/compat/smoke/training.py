@@ -37,7 +37,22 @@ def train(tour: Tour, service: tinker.ServiceClient, model: str) -> tinker.Train
     tour.call("TrainingClient.forward_backward_custom", lambda: _custom(run))
     tour.call("TrainingClient.optim_step: clipping and decay", lambda: _clipped(run))
     tour.call("TrainingClient.forward_backward: a bad datum is an error, and the run goes on", lambda: _bad(run))
+    tour.call(
+        "ServiceClient.create_lora_training_client: optimizer",
+        lambda: _dimuon(service, model),
+        () if hasattr(tinker.types, "DimuonParams") else ("optimizer of a kind",),
+    )
     return run
+
+
+def _dimuon(service: Any, model: str) -> None:
+    kind = tinker.types.DimuonOptimizerConfig()
+    run = done(service.create_lora_training_client(model, rank=4, optimizer=kind))
+    losses = []
+    for _ in range(4):
+        losses.append(done(run.forward_backward(supervised(), "cross_entropy")).metrics["loss:sum"])
+        done(run.optim_step(tinker.types.DimuonParams(learning_rate=2e-3)))
+    assert losses[-1] < losses[0], losses
 
 
 def forward(run: Any) -> list[np.ndarray]:
