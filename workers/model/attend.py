@@ -8,12 +8,15 @@ over its cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from workers.model.gpu import varlen
 
 
 class Attend(Protocol):
@@ -28,14 +31,15 @@ OnKv = Callable[[int, Tensor, Tensor], None]
 class PackedAttend:
     """Causal attention within each of the packed sequences, differentiable.
 
-    Sequences of equal length share one call, so nothing is padded and no sequence sees another's length.
+    Sequences of equal length share one call, so nothing is padded and no sequence sees another's length; 16-bit tensors
+    on CUDA take one call altogether.
     `on_kv(layer, k, v)` is called with the packed keys and values of every layer, for a prefill that keeps them.
     """
 
     def __init__(self, lengths: Sequence[int], on_kv: OnKv | None = None) -> None:
         if any(length < 1 for length in lengths):
             raise ValueError(f"every packed sequence needs a token: {list(lengths)}")
-        self._on_kv = on_kv
+        self._on_kv, self._lengths = on_kv, list(lengths)
         starts = [0, *accumulate(lengths)]
         by_length: dict[int, list[int]] = {}
         for start, length in zip(starts, lengths, strict=False):
@@ -51,6 +55,8 @@ class PackedAttend:
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         if self._on_kv is not None:
             self._on_kv(layer, k_TKD, v_TKD)
+        if q_THD.is_cuda and varlen.takes(q_THD):
+            return self._varlen(q_THD, k_TKD, v_TKD)
         if self._order is None:
             return self._by_bucket(q_THD, k_TKD.contiguous(), v_TKD.contiguous())
         if self._order.device != q_THD.device:
@@ -58,6 +64,10 @@ class PackedAttend:
         order, inverse = self._order, self._inverse
         q, k, v = (_permute(t, order, inverse) for t in (q_THD, k_TKD, v_TKD))
         return _permute(self._by_bucket(q, k, v), inverse, order)
+
+    @cached_property
+    def _varlen(self) -> varlen.VarlenAttend:
+        return varlen.VarlenAttend(self._lengths)
 
     def _by_bucket(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         outs, at = [], 0

@@ -71,10 +71,19 @@ class _Head:
 
     def logits(self, hidden_RD: Tensor, rows: LoraRows) -> tuple[Tensor, list[Tensor]]:
         logits_RV = base_mm(hidden_RD, self.weight)
+        if hidden_RD.is_cuda:
+            from workers.model.gpu.linear import add_to_head  # Triton: only a GPU needs it
+
+            return logits_RV, add_to_head(logits_RV, hidden_RD, self.weight, self.site, rows)
         return logits_RV, [add_adapter(logits_RV, hidden_RD, self.site, g) for g in rows.groups(self.site.a)]
 
     def backward(self, dlogits_RV: Tensor, hidden_RD: Tensor, us: list[Tensor], rows: LoraRows) -> Tensor:
         dhidden_RD = base_mm(dlogits_RV, self.weight, transposed=True)
+        if hidden_RD.is_cuda:
+            from workers.model.gpu.linear import head_backward  # Triton: only a GPU needs it
+
+            head_backward(dlogits_RV, hidden_RD, dhidden_RD, us, self.weight, self.site, rows)
+            return dhidden_RD
         for group, u in zip(rows.groups(self.site.a), us, strict=True):
             adapter_backward(dlogits_RV, hidden_RD, dhidden_RD, u, self.site, group)
         return dhidden_RD

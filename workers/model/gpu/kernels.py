@@ -59,7 +59,7 @@ def shrink(
         real = i < STACK * rank
         w = tl.load(addresses + group).to(tl.pointer_type(tl.float32)) + expert.to(tl.int64) * STACK * rank * wide
         row, own = _block(run, first_block, run_start, index, BLOCK_M)
-        total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        total = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
         for start in range(0, wide, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             x_mk = tl.load(x + row[:, None] * stride_x + k[None], own[:, None] & (k < wide)[None], 0.0)
@@ -103,7 +103,7 @@ def expand(
         row, own = _block(run, first_block, run_start, index, BLOCK_M)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = n < wide
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        total = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
         for start in range(0, STACK * rank, BLOCK_R):
             i = start + tl.arange(0, BLOCK_R)
             real = i < STACK * rank
@@ -162,7 +162,7 @@ def outer(
             group = tl.load(owner_groups + at)
             run = expert * num_groups + group
             stop = tl.load(run_start + run + 1)
-            total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+            total = tl.full((BLOCK_R, BLOCK_N), 0.0, tl.float32)
             for start in range(tl.load(run_start + run), stop, BLOCK_M):
                 row = start + tl.arange(0, BLOCK_M).to(tl.int64)
                 own = row < stop

@@ -29,7 +29,7 @@ def lora_linear(x_TI: Tensor, weight_OI: Tensor, site: Site, rows: LoraRows | No
         return cast(Tensor, _LoraLinear.apply(x_TI, trigger, weight_OI, site, table))  # type: ignore[no-untyped-call]
     y_TO = base_mm(x_TI, weight_OI)
     if table is not None:
-        add_adapters(y_TO, x_TI, site, table, Precision.beside(weight_OI.dtype))
+        add_adapters(y_TO, x_TI.contiguous(), site, table, Precision.beside(weight_OI.dtype))
     return y_TO
 
 
@@ -63,6 +63,30 @@ def adapters_backward(
     outer(du, x_TI, place, site.a, precision, stack=parts, scaled=False)
     if dx_TI is not None:
         expand(dx_TI, du, place, site.a, precision, stack=parts, scaled=False)
+
+
+def add_to_head(logits_RV: Tensor, hidden_RD: Tensor, weight_VD: Tensor, site: Site, rows: LoraRows) -> list[Tensor]:
+    """add_adapters for the head of logprobs.py; returns nothing where no adapter trains the unembedding."""
+    table = table_for(rows, site.a, hidden_RD.device)
+    if table is None:
+        return []
+    return [add_adapters(logits_RV, hidden_RD.contiguous(), site, table, Precision.beside(weight_VD.dtype))]
+
+
+def head_backward(
+    dlogits_RV: Tensor,
+    hidden_RD: Tensor,
+    dhidden_RD: Tensor,
+    us: list[Tensor],
+    weight_VD: Tensor,
+    site: Site,
+    rows: LoraRows,
+) -> None:
+    """Undo add_to_head."""
+    table = table_for(rows, site.a, hidden_RD.device)
+    if table is not None:
+        precision = Precision.beside(weight_VD.dtype)
+        adapters_backward(dlogits_RV, hidden_RD.contiguous(), dhidden_RD, us[0], site, table, precision)
 
 
 def columns(y_TO: Tensor, site: Site) -> list[Tensor]:

@@ -1,0 +1,149 @@
+"""The whole decoder through the CUDA code against the CPU code: on the CPU its linears and experts are put in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, assert_same_grads, mixed_rows, twice
+from workers.model import decoder as decoder_module
+from workers.model import logprobs as logprobs_module
+from workers.model.config import DecoderConfig
+from workers.model.decoder import Decoder, PackedAttend, target_logprobs
+from workers.model.gpu import experts as gpu_experts
+from workers.model.gpu import linear as gpu_linear
+from workers.model.gpu.varlen import VarlenAttend
+from workers.model.lora_rows import LoraRows
+
+LENGTHS = [3, 20, 20, 7, 18, 1]
+TOLERANCE = 1e-4 if DEVICE.type == "cpu" else 5e-3
+
+
+def random_decoder(config: DecoderConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> Decoder:
+    made = Decoder(config, dtype, device)
+    generator = torch.Generator().manual_seed(7)
+    for weight in made.parameters():
+        std = 1.0 if weight.ndim == 1 else 1.5 / weight.shape[-1] ** 0.5
+        weight.data.copy_(std * torch.randn(weight.shape, generator=generator))
+    return made
+
+
+def run(decoder: Decoder, rows: LoraRows) -> Tensor:
+    """Logprobs of every token, whose weighted sum is differentiated."""
+    device = decoder.device
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, CONFIG.vocab_size, (sum(LENGTHS),), generator=generator)
+    weights = torch.randn(len(tokens), generator=generator).to(device)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS]).to(device)
+    hidden = decoder(tokens.to(device), positions, PackedAttend(LENGTHS), rows)
+    every = torch.arange(len(tokens), device=device)
+    logprobs = target_logprobs(decoder, hidden, every, ((tokens * 7 + 3) % 80).to(device), rows, chunk=32)
+    (logprobs * weights).sum().backward()
+    return logprobs.detach()
+
+
+def use_gpu_code(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(decoder_module, "lora_linear", gpu_linear.lora_linear)
+    patch.setattr(decoder_module, "expert_block", gpu_experts.expert_block)
+
+    def logits(head: Any, hidden_RD: Tensor, rows: LoraRows) -> tuple[Tensor, list[Tensor]]:
+        logits_RV = logprobs_module.base_mm(hidden_RD, head.weight)
+        return logits_RV, gpu_linear.add_to_head(logits_RV, hidden_RD, head.weight, head.site, rows)
+
+    def backward(head: Any, dlogits_RV: Tensor, hidden_RD: Tensor, us: list[Tensor], rows: LoraRows) -> Tensor:
+        dhidden_RD = logprobs_module.base_mm(dlogits_RV, head.weight, transposed=True)
+        gpu_linear.head_backward(dlogits_RV, hidden_RD, dhidden_RD, us, head.weight, head.site, rows)
+        return dhidden_RD
+
+    patch.setattr(logprobs_module._Head, "logits", logits)
+    patch.setattr(logprobs_module._Head, "backward", backward)
+
+
+@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["moe", "dense"])
+@pytest.mark.parametrize("budget", [None, 0], ids=["kept", "recomputed"])
+def test_decoder_through_the_gpu_code(
+    config: DecoderConfig, budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = twice(mixed_rows(config, (3, 0, 40, 7, 18, 1)))
+    decoder = random_decoder(config, DEVICE)
+    decoder.activation_budget_bytes = budget
+    with monkeypatch.context() as patch:
+        if DEVICE.type == "cpu":
+            use_gpu_code(patch)
+        found = run(decoder, ours)
+    if DEVICE.type == "cuda":
+        theirs = on_cpu(theirs)
+        decoder = random_decoder(config, torch.device("cpu"))
+    wanted = run(decoder, theirs)
+    torch.testing.assert_close(found.cpu(), wanted, atol=TOLERANCE, rtol=TOLERANCE)
+    assert_same_grads(on_cpu(ours).grads, theirs.grads, 10 * TOLERANCE)
+
+
+def on_cpu(rows: LoraRows) -> LoraRows:
+    """The same groups in the host's memory; those that share an arena still do."""
+    moved: dict[int, Any] = {}
+
+    def move(of: Any) -> Any:
+        if of is None:
+            return None
+        key = of.flat.data_ptr()
+        return moved.setdefault(key, type(of)(of.shape, of.flat.cpu(), of.scale))
+
+    return LoraRows(rows.offsets, [move(a) for a in rows.adapters], [move(g) for g in rows.grads])
+
+
+def reference_varlen(
+    q: Tensor, k: Tensor, v: Tensor, bounds_q: Tensor, bounds_k: Tensor, window_size: tuple[int, int]
+) -> Tensor:
+    assert bounds_q is bounds_k
+    assert bounds_q.dtype == torch.int32
+    assert window_size == (-1, 0)
+    outs = []
+    for a, b in zip(bounds_q.tolist(), bounds_q.tolist()[1:], strict=False):
+        parts = (t[a:b].transpose(0, 1) for t in (q, k, v))
+        outs.append(F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def test_varlen_attention_is_asked_in_the_words_of_the_installed_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(12, heads, 8, generator=generator) for heads in (4, 2, 2))
+    asked: list[dict[str, Any]] = []
+
+    def torch_211(q: Any, k: Any, v: Any, cq: Any, ck: Any, mq: int, mk: int, *, window_size: Any) -> Tensor:
+        assert mq == mk == 7
+        asked.append({})
+        return reference_varlen(q, k, v, cq, ck, window_size)
+
+    def torch_213(
+        q: Any,
+        k: Any,
+        v: Any,
+        cq: Any,
+        ck: Any,
+        mq: int,
+        mk: int,
+        *,
+        window_size: Any,
+        enable_gqa: bool = False,
+        num_splits: int | None = None,
+    ) -> Tensor:
+        asked.append({"enable_gqa": enable_gqa, "num_splits": num_splits})
+        return reference_varlen(q, k, v, cq, ck, window_size)
+
+    wanted = PackedAttend([5, 7]).attend(0, q, k, v)
+    for attention in (torch_211, torch_213):
+        torch.testing.assert_close(VarlenAttend([5, 7], attention)(q, k, v), wanted)
+    assert asked == [{}, {"enable_gqa": True, "num_splits": 1}]
+
+
+def test_the_installed_varlen_attention_has_the_parameters_we_pass() -> None:
+    attend = VarlenAttend([2])
+    assert attend._options.keys() <= {"num_splits"}
+    from inspect import signature
+
+    assert "window_size" in signature(attend._attention).parameters
