@@ -1,6 +1,6 @@
 """What sharing one training pass costs: ratios on a small mixture of experts with random weights, on the CPU.
 
-    python bench/trainer.py [--json FILE] [--threads 1] [--rounds 5] [--quick]
+    python bench/trainer.py [--json FILE] [--threads 1] [--rounds 5] [--cases 64x16 ...]
     python bench/trainer.py --curves [--json FILE] [--plot docs/performance.png]
 
 One interleaved run per case: every variant in turn, round after round, CPU time of the process, the minimum of the
@@ -52,6 +52,8 @@ CONFIG = DecoderConfig(
     moe_intermediate_size=128,
     norm_topk=True,
 )
+#: More tokens than these are computed in turns, as the trainer does: larger batches fall out of the caches.
+PASS_TOKENS = 4096
 #: A tenant's tokens come in sequences of at most so many.
 SEQUENCE = 128
 TIMED_ALONE = 4
@@ -100,6 +102,12 @@ class Batch:
     tokens_each: int
 
     @property
+    def passes(self) -> list[range]:
+        """The tenants of each pass."""
+        together = max(1, PASS_TOKENS // self.tokens_each)
+        return [range(at, min(at + together, self.tenants)) for at in range(0, self.tenants, together)]
+
+    @property
     def lengths(self) -> list[int]:
         full, rest = divmod(self.tokens_each, SEQUENCE)
         return ([SEQUENCE] * full + [rest] * (rest > 0)) * self.tenants
@@ -133,12 +141,23 @@ def variants(decoder: Decoder, batch: Batch, rank: int, names: tuple[str, ...]) 
     shape = AdapterShape(CONFIG, rank, train_unembed=False)
     adapters = [Adapter.init(shape, seed, scale=4.0) for seed in range(batch.tenants)]
     grads = [Adapter.zeros(shape) for _ in adapters]
-    offsets = [i * batch.tokens_each for i in range(batch.tenants + 1)]
     few = min(TIMED_ALONE, batch.tenants)
     single = Batch(1, batch.tokens_each)
 
     def batched() -> None:
-        step(decoder, batch, LoraRows(offsets, adapters, grads))
+        for of in batch.passes:
+            offsets = [i * batch.tokens_each for i in range(len(of) + 1)]
+            rows = LoraRows(offsets, [adapters[i] for i in of], [grads[i] for i in of])
+            step(decoder, Batch(len(of), batch.tokens_each), rows)
+
+    def one() -> None:
+        for of in batch.passes:
+            rows = LoraRows([0, len(of) * batch.tokens_each], adapters[:1], grads[:1])
+            step(decoder, Batch(len(of), batch.tokens_each), rows)
+
+    def base() -> None:
+        for of in batch.passes:
+            frozen_step(decoder, Batch(len(of), batch.tokens_each))
 
     def apart() -> None:
         decoder.isolation = "per-segment"
@@ -156,8 +175,8 @@ def variants(decoder: Decoder, batch: Batch, rank: int, names: tuple[str, ...]) 
 
     every: dict[str, Callable[[], None]] = {
         "batched": batched,
-        "one": lambda: step(decoder, batch, LoraRows([0, offsets[-1]], adapters[:1], grads[:1])),
-        "base": lambda: frozen_step(decoder, batch),
+        "one": one,
+        "base": base,
         "sequential": sequential,
         "apart": apart,
         "unpadded": unpadded,
@@ -228,12 +247,12 @@ def run_case(decoder: Decoder, batch: Batch, rank: int, names: tuple[str, ...], 
     return {name: round(1e3 * took * scaled.get(name, 1.0), 1) for name, took in seconds.items()}
 
 
-def table(threads: int, rounds: int, quick: bool) -> dict[str, Any]:
+def table(threads: int, rounds: int, chosen: list[str]) -> dict[str, Any]:
     torch.set_num_threads(threads)
     decoder = toy()
     cases = {}
     for (tenants, tokens), names in CASES.items():
-        if quick and tenants * tokens > 1024:
+        if chosen and f"{tenants}x{tokens}" not in chosen:
             continue
         cases[(tenants, tokens)] = run_case(decoder, Batch(tenants, tokens), 8, names, rounds)
         print(f"threads {threads}, {tenants} x {tokens}: {cases[(tenants, tokens)]}", flush=True)
@@ -289,7 +308,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="the small cases only")
+    parser.add_argument("--cases", nargs="+", default=[], help="of the table only these, as 64x16")
     parser.add_argument("--curves", action="store_true", help="growth curves instead of the table")
     parser.add_argument("--plot", type=Path, help="with --curves: draw them here")
     args = parser.parse_args()
@@ -299,7 +318,7 @@ def main() -> None:
         if args.plot:
             plot(result["cpu_us_per_token"], args.plot)
     else:
-        result["runs"] = [table(threads, args.rounds, args.quick) for threads in args.threads]
+        result["runs"] = [table(threads, args.rounds, args.cases) for threads in args.threads]
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
