@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from store.settings import Settings
+from store.settings import GeneratorSettings, Settings, TrainerSettings
 
 log = logging.getLogger(__name__)
 
@@ -89,14 +89,15 @@ def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[Wor
     generator = ["--slots", str(settings.generator.slots), "--prefill-tokens", str(settings.generator.prefill_tokens)]
     generator += ["--prefix-bytes", str(settings.generator.prefix_cache_bytes)]
     return [
-        _python_worker("trainer", settings.trainer.threads, [*common, *trainer]),
-        _python_worker("generator", settings.generator.threads, [*common, *generator]),
+        _python_worker("trainer", settings.trainer, [*common, *trainer]),
+        _python_worker("generator", settings.generator, [*common, *generator]),
     ]
 
 
-def _python_worker(role: str, threads: int, arguments: Sequence[str]) -> WorkerProgram:
+def _python_worker(role: str, settings: TrainerSettings | GeneratorSettings, arguments: Sequence[str]) -> WorkerProgram:
     # -P: a folder named `workers` in the working directory must not be taken for ours.
-    command = [sys.executable, "-P", "-m", f"workers.{role}", *arguments, "--threads", str(threads)]
+    command = [sys.executable, "-P", "-m", f"workers.{role}", *arguments]
+    command += ["--device", settings.device, "--dtype", settings.dtype, "--threads", str(settings.threads)]
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return WorkerProgram(
         role,
@@ -104,7 +105,7 @@ def _python_worker(role: str, threads: int, arguments: Sequence[str]) -> WorkerP
         {
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(settings.threads),
             "OMP_WAIT_POLICY": "PASSIVE",
         },
     )

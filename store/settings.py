@@ -8,11 +8,17 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 Positive = Annotated[int, Field(gt=0)]
+
+#: Where a worker's model lives: auto is a GPU when there is one. Both workers may use the same.
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+
+#: Of the frozen weights: auto is bfloat16 on a GPU and float32 on a CPU. Adapters are always trained in float32.
+Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 class SettingsError(ValueError):
@@ -30,6 +36,8 @@ class _Section(BaseModel):
 
 class TrainerSettings(_Section):
     threads: Positive = Field(default_factory=_half_the_cores)
+    device: Device = "auto"
+    dtype: Dtype = "auto"
     #: Tokens that one pass takes at most, over all runs in it.
     pass_tokens: Positive = 4096
     #: A larger operation is cut between its data into slices of about this many tokens.
@@ -40,6 +48,8 @@ class TrainerSettings(_Section):
 
 class GeneratorSettings(_Section):
     threads: Positive = Field(default_factory=_half_the_cores)
+    device: Device = "auto"
+    dtype: Dtype = "auto"
     #: Sequences that are decoded at the same time.
     slots: Positive = 32
     #: Prompt tokens computed between two decode steps; longer prompts are computed in pieces.

@@ -260,10 +260,10 @@ def test_the_commands_of_the_embedded_workers(tmp_path: Path) -> None:
     assert trainer.command[3:] == [
         *("workers.trainer", "--data-dir", str(tmp_path), "--model", "a/b=/models/b"),
         *("--snapshot-every-tokens", "65536"),
-        *("--threads", str(settings.trainer.threads)),
+        *("--device", "auto", "--dtype", "auto", "--threads", str(settings.trainer.threads)),
     ]
     assert generator.command[3:] == [
         *("workers.generator", "--data-dir", str(tmp_path), "--model", "a/b=/models/b", "--slots", "32"),
         *("--prefill-tokens", "2048", "--prefix-bytes", str(512 << 20)),
-        *("--threads", str(settings.generator.threads)),
+        *("--device", "auto", "--dtype", "auto", "--threads", str(settings.generator.threads)),
     ]

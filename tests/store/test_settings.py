@@ -54,3 +54,12 @@ def test_mistakes_are_one_line_that_names_the_key(tmp_path: Path, text: str, mes
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"no\.toml"):
         load_settings(tmp_path / "no.toml")
+
+
+def test_devices_and_dtypes(tmp_path: Path) -> None:
+    file = write(tmp_path, 'data_dir = "d"\n[trainer]\ndevice = "cuda:1"\ndtype = "float32"\n')
+    settings = load_settings(file)
+    assert (settings.trainer.device, settings.trainer.dtype) == ("cuda:1", "float32")
+    assert (settings.generator.device, settings.generator.dtype) == ("auto", "auto")
+    with pytest.raises(SettingsError, match=r"generator\.device"):
+        load_settings(write(tmp_path, 'data_dir = "d"\n[generator]\ndevice = "gpu"\n'))

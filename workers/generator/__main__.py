@@ -30,6 +30,7 @@ from workers.generator.torch_engine import (
 from workers.generator.worker import Generator
 from workers.model.card import read_card
 from workers.model.decoder import load_decoder
+from workers.model.device import Target, add_arguments, target_of
 
 log = logging.getLogger("generator")
 
@@ -44,10 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     link = WorkerLink(args.link_fd)
-    engines = {name: _engine(name, path, args) for name, path in args.model}
+    target = target_of(args)
+    engines = {name: _engine(name, path, args, target) for name, path in args.model}
     generator = Generator(engines, Blobs(args.data_dir / "blobs"), link, slots=args.slots)
     signal.signal(signal.SIGTERM, lambda signum, frame: generator.drain())
-    log.info("ready with %d slots and %d threads", args.slots, torch.get_num_threads())
+    log.info("ready on %s, with %d slots and %d threads", target, args.slots, torch.get_num_threads())
     try:
         generator.serve()
     except EOFError:
@@ -56,11 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _engine(name: str, path: Path, args: argparse.Namespace) -> TorchEngine:
+def _engine(name: str, path: Path, args: argparse.Namespace, target: Target) -> TorchEngine:
     began = time.monotonic()
     card = read_card(name, path)
     engine = TorchEngine(
-        load_decoder(path),
+        load_decoder(path, target.dtype, target.device),
         card.eos_token_ids,
         slots=args.slots,
         context=min(args.context, card.context_length),
@@ -88,6 +90,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", type=_model, action="append", required=True, metavar="NAME=PATH")
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves torch's own choice")
+    add_arguments(parser)
     parser.add_argument("--slots", type=int, default=32, help="sequences that are decoded at the same time")
     parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, help="most tokens of a sequence")
     parser.add_argument("--prefill-tokens", type=int, default=DEFAULT_PREFILL_TOKENS, help="prompt tokens per step")

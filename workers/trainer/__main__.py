@@ -24,6 +24,7 @@ from scheduler.link import WorkerLink
 from scheduler.messages import Drain, Pass, PullPass
 from store.blobs import Blobs
 from workers.model.decoder import Decoder, load_decoder
+from workers.model.device import Target, add_arguments, target_of
 from workers.model.isolation import settle
 from workers.trainer.trainer import Trainer, TrainerSettings
 
@@ -63,7 +64,7 @@ def serve(trainer: Trainer, link: Link, stop: StopFlag) -> None:
     trainer.drain(link.send)
 
 
-def load_models(models: Sequence[str]) -> dict[str, Decoder]:
+def load_models(models: Sequence[str], target: Target) -> dict[str, Decoder]:
     """Decoders by name from NAME=PATH pairs."""
     decoders: dict[str, Decoder] = {}
     for pair in models:
@@ -71,7 +72,7 @@ def load_models(models: Sequence[str]) -> dict[str, Decoder]:
         if not (name and separator and path):
             raise SystemExit(f"--model must be NAME=PATH, got {pair!r}")
         began = time.monotonic()
-        decoders[name] = load_decoder(Path(path))
+        decoders[name] = load_decoder(Path(path), target.dtype, target.device)
         _log(f"loaded {name} in {time.monotonic() - began:.1f} s")
         _log(f"{name}: tenants are computed {settle(decoders[name])}")
     return decoders
@@ -85,8 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     settings = TrainerSettings(args.microbatch_tokens, args.snapshot_every_tokens)
-    trainer = Trainer(load_models(args.model), Blobs(args.data_dir / "blobs"), settings)
-    _log(f"ready with {torch.get_num_threads()} threads")
+    target = target_of(args)
+    trainer = Trainer(load_models(args.model, target), Blobs(args.data_dir / "blobs"), settings)
+    _log(f"ready on {target}, with {torch.get_num_threads()} threads")
     try:
         serve(trainer, WorkerLink(args.link_fd), stop)
     except EOFError:
@@ -104,6 +106,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", action="append", required=True, metavar="NAME=PATH", help="base model to serve")
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves torch's own choice")
+    add_arguments(parser)
     parser.add_argument("--microbatch-tokens", type=int, default=defaults.microbatch_tokens)
     parser.add_argument("--snapshot-every-tokens", type=int, default=defaults.snapshot_every_tokens)
     return parser.parse_args(argv)

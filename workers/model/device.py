@@ -1,0 +1,59 @@
+"""Where a worker's model lives and in which dtype, from what the operator asked for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NamedTuple
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class DeviceError(ValueError):
+    """The machine does not have what was asked for; the message says what it has."""
+
+
+class Target(NamedTuple):
+    """`dtype` is that of the frozen weights; adapters, gradients and optimizer state are always float32."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.device}, weights in {str(self.dtype).removeprefix('torch.')}"
+
+
+def choose_target(device: str = "auto", dtype: str = "auto") -> Target:
+    """`device` is "auto" (a GPU when there is one), "cpu", "cuda" or "cuda:N"; `dtype` is "auto" (bfloat16 on a GPU,
+    float32 on a CPU), "float32" or "bfloat16"."""
+    cuda = torch.cuda.is_available()
+    if device == "auto":
+        device = "cuda" if cuda else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        count = torch.cuda.device_count() if cuda else 0
+        if (chosen.index or 0) >= count:
+            raise DeviceError(f"device {device!r} was asked for; torch {torch.__version__} finds {count} CUDA devices")
+        chosen = torch.device("cuda", chosen.index or 0)
+    elif chosen.type != "cpu":
+        raise DeviceError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    if dtype == "auto":
+        dtype = "float32" if chosen.type == "cpu" else "bfloat16"
+    if dtype not in DTYPES:
+        raise DeviceError(f"dtype must be auto, {' or '.join(DTYPES)}, got {dtype!r}")
+    return Target(chosen, DTYPES[dtype])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--device` and `--dtype`, for `target_of`."""
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", default="auto", help="of the frozen weights: auto, float32 or bfloat16")
+
+
+def target_of(args: argparse.Namespace) -> Target:
+    """What the arguments ask for. Exits with one line when the machine does not have it."""
+    try:
+        return choose_target(args.device, args.dtype)
+    except (DeviceError, RuntimeError) as error:
+        raise SystemExit(str(error)) from error
