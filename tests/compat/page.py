@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests.compat.tour import RESULTS, ROOT
+from tests.cookbook.recipes import RECIPES
 
 PAGE = ROOT / "docs" / "compatibility.md"
 SIGNS = {"ok": "yes", "fail": "**no**", "absent": "–"}
@@ -38,6 +39,13 @@ yes: the call works and its result was checked. –: that version does not have 
 twin that sends the same; the last rows drive a loop of them.
 """
 
+COOKBOOK_TITLE = """\
+## The cookbook
+
+Published recipes of `tinker_cookbook` 0.6.1 that `make cookbook` runs offline against a real server, with their own
+code (`tests/cookbook`); CI runs those marked *.
+"""
+
 
 def page(results: dict[str, dict[str, str]], in_ci: Iterable[str]) -> str:
     """The whole page. `results`: by version and call, `ok`, `fail` or `absent`."""
@@ -49,7 +57,14 @@ def page(results: dict[str, dict[str, str]], in_ci: Iterable[str]) -> str:
         parts.append(_table(title, sorted(rows), versions, results, set(in_ci)))
     rest = [call for call in calls if not call.startswith(tuple(PARTS.values()))]
     parts.append(_table("Everything else", rest, versions, results, set(in_ci)))
+    parts.append(_recipes())
     return "\n".join(parts)
+
+
+def _recipes() -> str:
+    """The cookbook's, by name; `make cookbook` fails when one does not run."""
+    lines = [f"- {recipe.name}" + (" \\*" if recipe.in_ci else "") for recipe in RECIPES]
+    return "\n".join([COOKBOOK_TITLE, *lines, ""])
 
 
 def _table(
