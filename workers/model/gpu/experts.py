@@ -38,8 +38,7 @@ def expert_block(
     """As workers.model.moe.expert_block."""
     table = table_for(rows, names.gate_up_a, x_TD.device)
     trigger = rows.trigger(rows.groups(names.gate_up_a)) if rows is not None and table is not None else None
-    group_T = rows.group_of_row(x_TD.device) if rows is not None and table is not None else None
-    plan = _Plan.of(experts_TK, gate_up_EGD, table, group_T, names)
+    plan = _Plan.of(experts_TK, gate_up_EGD, table, names)
     if torch.is_grad_enabled() and (trigger is not None or x_TD.requires_grad or weights_TK.requires_grad):
         out = _ExpertBlock.apply(x_TD, weights_TK, trigger, gate_up_EGD, down_EDF, plan)  # type: ignore[no-untyped-call]
         return cast(Tensor, out)
@@ -73,9 +72,7 @@ class _Plan(NamedTuple):
     precision: Precision
 
     @classmethod
-    def of(
-        cls, experts_TK: Tensor, weight_EOI: Tensor, table: Table | None, group_T: Tensor | None, names: Names
-    ) -> _Plan:
+    def of(cls, experts_TK: Tensor, weight_EOI: Tensor, table: Table | None, names: Names) -> _Plan:
         """One stable sort by expert of group-major pairs: runs of (expert, group) come out contiguous."""
         num_experts, choices, device = len(weight_EOI), experts_TK.shape[1], experts_TK.device
         sorted_P, order = torch.sort(experts_TK.reshape(-1), stable=True)
@@ -85,8 +82,8 @@ class _Plan(NamedTuple):
         ends = torch.searchsorted(sorted_P, torch.arange(num_experts, device=device), right=True)
         routing = _Routing(order, inverse, token, ends.to(torch.int32))
         adapters = None
-        if table is not None and group_T is not None:
-            groups = table.runs.num_groups
+        if table is not None:
+            groups, group_T = table.runs.num_groups, table.group_T
             run_P = sorted_P * groups + group_T[token]
             start = torch.searchsorted(run_P, torch.arange(num_experts * groups + 1, device=device))
             runs = Runs(start, groups, num_experts, len(order), EXPERT_ROWS)

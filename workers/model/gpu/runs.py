@@ -116,6 +116,12 @@ class Table:
         """The same of the gradients."""
         return self._device_grads_NG[self._grad_index[name]]
 
+    @cached_property
+    def group_T(self) -> Tensor:
+        """int64: the group of each row."""
+        rows = torch.arange(self.runs.rows, device=self._device)
+        return torch.searchsorted(self.runs.start[1:].contiguous(), rows, right=True)
+
     def classes(self, name: str) -> list[RankClass]:
         """The groups that have this tensor, by the block their rank needs."""
         return self._classes[self._signature(name)]
@@ -150,8 +156,7 @@ class Table:
         return [self._class(block, groups) for block, groups in sorted(blocks.items())]
 
     def _class(self, block: int, groups: list[int]) -> RankClass:
-        active = torch.zeros(len(self._adapters), dtype=torch.bool)
-        active[groups] = True
+        active = torch.tensor([group in groups for group in range(len(self._adapters))])
         arenas: dict[int, list[int]] = {}
         for group in groups:
             grad = self._grads[group]

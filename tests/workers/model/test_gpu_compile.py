@@ -1,0 +1,61 @@
+"""Every kernel compiles to machine code for the GPUs we mean, in every form that launch.py asks for: Triton and its
+assembler need no GPU for that. In a process of its own, because the interpreter of the other tests excludes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+#: Hopper (H100, H200) and Ampere (A100): bytes of shared memory that one block may have.
+SHARED_BYTES = {90: 227 << 10, 80: 163 << 10}
+
+PROGRAM = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from workers.model.gpu import kernels, launch
+
+POINTERS = {"u": "*fp32", "scales": "*fp32"} | dict.fromkeys(
+    ("addresses", "ranks", "block_run", "first_block", "run_start", "owner_start", "owner_groups"), "*i64"
+)
+
+def compiled(name, capability, rank_block, precision, dtype):
+    kernel = getattr(kernels, name)
+    fixed = {"STACK": 3, "SCALED": True, "PRECISION": precision, "BLOCK_M": 32, "BLOCK_R": rank_block}
+    fixed |= {"BLOCK_K": 64} if name == "shrink" else {"BLOCK_N": launch._wide_block(rank_block)}
+    types = POINTERS | {"x": "*" + dtype, "y": "*" + dtype} | dict.fromkeys(fixed, "constexpr")
+    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
+    places = {(kernel.arg_names.index(argument),): value for argument, value in fixed.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+
+found = []
+for form in json.loads(sys.argv[1]):
+    binary = compiled(*form)
+    found.append([len(binary.asm["cubin"]), binary.metadata.shared])
+print(json.dumps(found))
+"""
+
+FORMS = [
+    *((name, 90, block, "tf32", "fp32") for name in ("shrink", "expand", "outer") for block in (16, 64, 128)),
+    *((name, 90, 32, "ieee", "fp32") for name in ("shrink", "expand", "outer")),
+    *((name, 80, 32, "tf32", "bf16") for name in ("shrink", "expand", "outer")),
+]
+
+
+def test_kernels_compile_for_the_gpus_we_mean() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(FORMS)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for form, (cubin_bytes, shared_bytes) in zip(FORMS, json.loads(done.stdout), strict=True):
+        assert cubin_bytes > 0
+        assert shared_bytes <= SHARED_BYTES[form[1]], f"{form} wants {shared_bytes} bytes of shared memory"

@@ -1,0 +1,154 @@
+"""On a pretended GPU (fake tensors have a device and no data): everything lies where it should and nothing waits.
+
+A fake tensor refuses operations across devices, and whatever needs its values on the host: .item(), .tolist(), nonzero.
+The kernels are replaced by something that looks at what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from tests.workers.model.gpu_kit import CONFIG, DENSE
+from workers.model.adapter import Adapter, AdapterShape
+from workers.model.config import DecoderConfig
+from workers.model.decoder import Decoder, PackedAttend
+from workers.model.gpu import experts as gpu_experts
+from workers.model.gpu import kernels, runs
+from workers.model.gpu import linear as gpu_linear
+from workers.model.lora_rows import LoraRows
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+CUDA = torch.device("cuda", 0)
+
+
+class Indexing(TorchFunctionMode):
+    """Does in Python what Tensor's own indexing and `to` do only where CUDA is linked."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__getitem__:
+            return take(*args)
+        if func is Tensor.__setitem__:
+            place, index, value = args
+            if isinstance(index, Tensor):
+                return torch.ops.aten.index_put_(place, [index], value)
+            return take(place, index).copy_(value)
+        if func is Tensor.to and isinstance(args[1], torch.device):
+            return torch.empty(args[0].shape, dtype=args[0].dtype, device=args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def take(x: Tensor, index: Any) -> Tensor:
+    at = 0
+    for each in index if isinstance(index, tuple) else (index,):
+        if each is None:
+            x, at = x.unsqueeze(at), at + 1
+        elif isinstance(each, int):
+            x = x.select(at, each)
+        elif isinstance(each, slice):
+            x, at = torch.ops.aten.slice.Tensor(x, at, each.start, each.stop, each.step or 1), at + 1
+        else:
+            x, at = x.index_select(at, each), at + 1
+    return x
+
+
+class Launches:
+    """Stands in for a kernel and keeps what it was launched with."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            assert all(size > 0 for size in grid)
+            assert all(arg.device == CUDA for arg in args if isinstance(arg, Tensor))
+            self.count += 1
+
+        return launch
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
+    found = {name: Launches() for name in ("shrink", "expand", "outer")}
+    for name, kernel in found.items():
+        monkeypatch.setattr(kernels, name, kernel)
+
+    def addresses(adapters: Sequence[Adapter | None]) -> tuple[list[str], Any]:
+        """A fake tensor lies nowhere."""
+        names = list(dict.fromkeys(name for adapter in adapters if adapter for name in adapter.views))
+        has = [[int(adapter is not None and name in adapter.views) for adapter in adapters] for name in names]
+        return names, np.array(has, dtype=np.int64)
+
+    monkeypatch.setattr(runs, "_addresses", addresses)
+    monkeypatch.setattr(runs.torch, "from_numpy", lambda array: torch.tensor(array.tolist()))
+
+    def rotary(decoder: Decoder, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Its table grows by the largest position, which the host must know: one wait for each pass."""
+        cos = torch.empty(len(positions_T), 1, decoder.config.head_dim, device=positions_T.device)
+        return cos, cos
+
+    monkeypatch.setattr(Decoder, "_rotary", rotary)
+    return found
+
+
+class Context:
+    """What autograd would hand from forward to backward; without CUDA it cannot run itself."""
+
+    needs_input_grad = (True, True)
+    saved_tensors: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
+    """The backwards of the products, to be called."""
+    found: list[Callable[[], Any]] = []
+    for function in (gpu_linear._LoraLinear, gpu_experts._ExpertBlock):
+
+        def apply(*args: Any, function: Any = function) -> Tensor:
+            context = Context()
+            with torch.no_grad():
+                out: Tensor = function.forward(context, *args)
+            found.append(lambda: function.backward(context, torch.empty_like(out)))
+            return out
+
+        monkeypatch.setattr(function, "apply", apply)
+    return found
+
+
+@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["moe", "dense"])
+def test_a_pass_stays_on_the_device_and_never_waits(
+    config: DecoderConfig,
+    launches: dict[str, Launches],
+    recorded: list[Callable[[], Any]],
+) -> None:
+    with FakeTensorMode(), Indexing():
+        decoder = Decoder(config, torch.bfloat16, CUDA)
+        decoder.activation_budget_bytes = 1 << 40
+        adapters = [Adapter.zeros(AdapterShape(config, rank), device=CUDA) for rank in (4, 8, 40)]
+        grads = [Adapter.zeros(of.shape, device=CUDA) for of in adapters]
+        rows = LoraRows([0, 5, 5, 14, 16], [*adapters, None], [*grads, None])
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=CUDA)
+        hidden = decoder(tokens, tokens, PackedAttend([5, 9, 2]), rows)
+        logits = decoder.logits(hidden, rows)
+        gradients = [gradient for backward in reversed(recorded) for gradient in backward() if gradient is not None]
+        assert all(tensor.device == CUDA for tensor in (hidden, logits, *gradients))
+    # Two rank classes (4 and 8, 40). Products of x: qkv, o, gate and up, down, unembed; of outputs: q, k, v, o, gate,
+    # up, down, unembed.
+    assert {name: kernel.count for name, kernel in launches.items()} == {
+        "shrink": 2 * (5 + 8),
+        "expand": 2 * (8 + 5),
+        "outer": 2 * (5 + 8),
+    }
