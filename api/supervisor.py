@@ -86,6 +86,8 @@ def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[Wor
     for name, path in models.items():
         common += ["--model", f"{name}={path}"]
     trainer = ["--snapshot-every-tokens", str(settings.trainer.snapshot_every_tokens)]
+    trainer += ["--resident-bytes", str(settings.trainer.resident_bytes)]
+    trainer += ["--host-bytes", str(settings.trainer.host_bytes)]
     generator = ["--slots", str(settings.generator.slots), "--prefill-tokens", str(settings.generator.prefill_tokens)]
     generator += ["--prefix-bytes", str(settings.generator.prefix_cache_bytes)]
     return [

@@ -44,6 +44,11 @@ class TrainerSettings(_Section):
     slice_tokens: Positive = 1024
     #: A run's whole state is written after this many tokens of training, which bounds what a lost trainer replays.
     snapshot_every_tokens: Positive = 65_536
+    #: Memory for the states of runs (weights, moments, gradient), on the device if the trainer has one; the others are
+    #: paged out. 0: half of what is free when the trainer starts.
+    resident_bytes: Annotated[int, Field(ge=0)] = 0
+    #: With a device: memory of the host for runs that are paged out of it; beyond, they are in files. 0: half.
+    host_bytes: Annotated[int, Field(ge=0)] = 0
 
 
 class GeneratorSettings(_Section):

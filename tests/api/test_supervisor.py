@@ -259,7 +259,7 @@ def test_the_commands_of_the_embedded_workers(tmp_path: Path) -> None:
     trainer, generator = embedded_workers(settings, {"a/b": Path("/models/b")})
     assert trainer.command[3:] == [
         *("workers.trainer", "--data-dir", str(tmp_path), "--model", "a/b=/models/b"),
-        *("--snapshot-every-tokens", "65536"),
+        *("--snapshot-every-tokens", "65536", "--resident-bytes", "0", "--host-bytes", "0"),
         *("--device", "auto", "--dtype", "auto", "--threads", str(settings.trainer.threads)),
     ]
     assert generator.command[3:] == [

@@ -9,6 +9,7 @@ process of the group and the supervisor alone decides how to stop.
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import sys
 import time
@@ -85,15 +86,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, stop.set)
     if args.threads:
         torch.set_num_threads(args.threads)
-    settings = TrainerSettings(args.microbatch_tokens, args.snapshot_every_tokens)
+    settings = TrainerSettings(args.microbatch_tokens, args.snapshot_every_tokens, args.resident_bytes, args.host_bytes)
     target = target_of(args)
-    trainer = Trainer(load_models(args.model, target), Blobs(args.data_dir / "blobs"), settings)
+    pages_dir = args.data_dir / "pages"
+    shutil.rmtree(pages_dir, ignore_errors=True)  # of a lost trainer: the journal rebuilds what was in them
+    trainer = Trainer(load_models(args.model, target), Blobs(args.data_dir / "blobs"), settings, pages_dir)
+    _log(f"runs may take {trainer.residency.budget_bytes >> 20} MiB of memory")
     _log(f"ready on {target}, with {torch.get_num_threads()} threads")
     try:
         serve(trainer, WorkerLink(args.link_fd), stop)
     except EOFError:
         _log("the server is gone")
         return 1
+    finally:
+        trainer.residency.close()
     return 0
 
 
@@ -109,6 +115,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument("--microbatch-tokens", type=int, default=defaults.microbatch_tokens)
     parser.add_argument("--snapshot-every-tokens", type=int, default=defaults.snapshot_every_tokens)
+    parser.add_argument("--resident-bytes", type=int, default=0, help="memory for runs; 0: half of what is free")
+    parser.add_argument("--host-bytes", type=int, default=0, help="with a device: host memory for runs paged out of it")
     return parser.parse_args(argv)
 
 

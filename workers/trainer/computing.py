@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from scheduler.messages import TrainOp
@@ -11,14 +12,18 @@ from workers.model.decoder import Decoder
 from workers.trainer.microbatch import run_microbatch
 from workers.trainer.packing import cut, pack
 from workers.trainer.progress import Part, Progress
+from workers.trainer.shortage import is_out_of_memory, too_large
 from workers.trainer.state import RunState
 
 
 class Computing:
-    """Collects slices with `plan`, computes them with `run`. `cap_tokens` bounds a microbatch."""
+    """Collects slices with `plan`, computes them with `run`. `cap_tokens` bounds a part, and a microbatch at first.
 
-    def __init__(self, cap_tokens: int) -> None:
-        self._cap_tokens = cap_tokens
+    `bring` makes a run be in memory. `relieve` gives back what memory it can, when it has run out."""
+
+    def __init__(self, cap_tokens: int, bring: Callable[[RunState], None], relieve: Callable[[], None]) -> None:
+        self._cap_tokens = self._room_tokens = cap_tokens
+        self._bring, self._relieve = bring, relieve
         self._parts: list[Part] = []
         self._planned: list[Progress] = []
 
@@ -42,15 +47,23 @@ class Computing:
         Operations that need gradients and those that do not are packed apart, so that a forward pays no backward."""
         yield from self._complete()
         for trains in (True, False):
-            parts = [part for part in self._parts if part.trains is trains]
-            for batch in pack(parts, lambda part: part.tokens, self._cap_tokens):
-                # An operation that has failed needs no more compute; its place stays empty, nobody else moves.
-                alive = [part for part in batch if part.progress.failure is None]
+            waiting = deque(self._pack([part for part in self._parts if part.trains is trains]))
+            while waiting:
+                batch, room_tokens = waiting.popleft(), self._room_tokens
+                alive = _alive(batch)
                 if alive:
+                    for progress in dict.fromkeys(part.progress for part in alive):
+                        self._bring(progress.run)
+                        progress.prepare()
                     self._attempt(decoder_of(alive[0].progress.run), alive, trains)
                 for part in batch:
                     part.progress.waiting -= 1
                 yield from self._complete()
+                if self._room_tokens < room_tokens:
+                    waiting = deque(self._pack([part for batch in waiting for part in batch]))
+
+    def _pack(self, parts: list[Part]) -> list[list[Part]]:
+        return pack(parts, lambda part: part.tokens, self._room_tokens)
 
     def _complete(self) -> Iterator[Progress]:
         done = [progress for progress in self._planned if progress.complete]
@@ -58,17 +71,70 @@ class Computing:
         yield from done
 
     def _attempt(self, decoder: Decoder, parts: list[Part], trains: bool) -> None:
-        """Compute a microbatch; if it raises, compute its operations one by one to find the guilty one. An operation
-        that is repeated starts from its first part, because its arena may hold a part of a gradient."""
-        try:
-            run_microbatch(decoder, parts, trains=trains)
-            return
-        except Exception:
+        """Compute a microbatch, and recover if it raises."""
+        error = _raised(decoder, parts, trains)
+        if error is not None and is_out_of_memory(error):
+            self._split(decoder, parts, trains)
+        elif error is not None:
+            _one_by_one(decoder, parts, trains)
+
+    def _split(self, decoder: Decoder, parts: list[Part], trains: bool) -> None:
+        """Compute a microbatch that ran out of memory in smaller ones, down to one part at a time; what follows is
+        packed as small. Parts are groups of their own, so the results are the same bits. A part that does not fit
+        alone fails its operation: cut any finer, the sums would not be those of a machine with more memory."""
+        self._room_tokens = min(self._room_tokens, sum(part.tokens for part in parts))
+        fits = False
+        while not fits:
+            self._relieve()
+            self._room_tokens = max(1, self._room_tokens // 2)
+            print(f"trainer: out of memory; again with {self._room_tokens} tokens at a time", file=sys.stderr)
+            fits = all(self._fits(decoder, _alive(batch), trains) for batch in self._pack(_anew(_alive(parts))))
+
+    def _fits(self, decoder: Decoder, parts: list[Part], trains: bool) -> bool:
+        """Compute `parts`, or return False if memory runs out and they can be split further."""
+        error = _raised(decoder, parts, trains) if parts else None
+        if error is None:
+            return True
+        if not is_out_of_memory(error):
+            _one_by_one(decoder, parts, trains)
+            return True
+        if len(parts) > 1:
+            return False
+        parts[0].progress.fail(too_large(parts[0]), "user")
+        return True
+
+
+def _alive(parts: list[Part]) -> list[Part]:
+    """An operation that has failed needs no more compute; its place stays empty, nobody else moves."""
+    return [part for part in parts if part.progress.failure is None]
+
+
+def _anew(parts: list[Part]) -> list[Part]:
+    """All parts to compute for these to be computed: an operation that is repeated starts from its first part, because
+    its arena may hold a part of a gradient."""
+    again: list[Part] = []
+    for progress in dict.fromkeys(part.progress for part in parts):
+        again += dict.fromkeys(progress.restart() + [part for part in parts if part.progress is progress])
+    return again
+
+
+def _raised(decoder: Decoder, parts: list[Part], trains: bool) -> Exception | None:
+    """Compute a microbatch; what it raises, without the frames, which would keep its tensors alive."""
+    try:
+        run_microbatch(decoder, parts, trains=trains)
+    except Exception as error:
+        if not is_out_of_memory(error):
             traceback.print_exc(file=sys.stderr)
-        for progress in dict.fromkeys(part.progress for part in parts):
-            again = progress.restart() + [part for part in parts if part.progress is progress]
-            try:
-                for part in again:
-                    run_microbatch(decoder, [part], trains=trains)
-            except Exception as error:
-                progress.fail(f"{type(error).__name__}: {error}")
+        return error.with_traceback(None)
+    return None
+
+
+def _one_by_one(decoder: Decoder, parts: list[Part], trains: bool) -> None:
+    """Compute the operations of a microbatch that raised one after the other, to find the guilty one."""
+    for progress in dict.fromkeys(part.progress for part in parts):
+        again = _anew([part for part in parts if part.progress is progress])
+        try:
+            for part in again:
+                run_microbatch(decoder, [part], trains=trains)
+        except Exception as error:
+            progress.fail(f"{type(error).__name__}: {error}")

@@ -27,6 +27,7 @@ from workers.trainer.losses import LOSS_FUNCTIONS
 from workers.trainer.metrics import Measure
 from workers.trainer.progress import Part
 from workers.trainer.routing import RouteCounter
+from workers.trainer.shortage import is_out_of_memory
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -109,7 +110,7 @@ def _loss(part: Part, lp_P: Tensor, trains: bool) -> _Result:
             if trains and loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
     except Exception as error:
-        if part.progress.custom is None:
+        if part.progress.custom is None or is_out_of_memory(error):
             raise
         problem = str(error) if isinstance(error, CustomLossError) else f"the custom loss has no gradient: {error}"
         return _Result(_outputs(part, lp_P.detach()), {}, torch.zeros_like(lp_P), problem[:1000])

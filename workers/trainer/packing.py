@@ -30,7 +30,8 @@ def cut(lengths: Sequence[int], start: int, stop: int, cap_tokens: int) -> list[
 
 
 def pack(parts: Sequence[PartT], tokens_of: Callable[[PartT], int], cap_tokens: int) -> list[list[PartT]]:
-    """Microbatches of at most `cap_tokens` (or of one part that is larger), in the order of the parts."""
+    """Microbatches of at most `cap_tokens` (or of one part that is larger), in the order of the parts. Anything that
+    has a size can be packed."""
     batches: list[list[PartT]] = []
     room = 0
     for part in parts:

@@ -31,8 +31,8 @@ class Progress:
     op: TrainOp
     run: RunState
     batch: TrainBatch
-    grad: Adapter | None
     custom: CustomLoss | None = None
+    grad: Adapter | None = None  # while the operation is in a pass and has computed something that trains
     parts: list[Part] = field(default_factory=list)
     waiting: int = 0
     ended: bool = False  # the slice that completes the operation has come
@@ -41,10 +41,42 @@ class Progress:
     measures: dict[str, Measure] = field(default_factory=dict)
     experts_LE: Tensor | None = None  # tokens per mixture layer and expert
     failure: Failure | None = None
+    _parked: bool = False
 
     @property
     def complete(self) -> bool:
         return self.ended and not self.waiting
+
+    @property
+    def trains(self) -> bool:
+        return self.op.kind is OpKind.FORWARD_BACKWARD
+
+    def prepare(self) -> None:
+        """Have an arena for the gradient; the run must be in memory."""
+        if self.trains and self.grad is None:
+            self.grad = self.run.new_grad()
+
+    def park(self) -> None:
+        """The pass is over and the operation is not: its gradient belongs to the run's state, and may be paged."""
+        if self.grad is None:
+            return
+        if self.grad is not self.run.own_grad:
+            self.run.spare = self.grad
+        self._parked, self.grad = True, None
+
+    def resume(self) -> None:
+        """A pass has another slice, and the run is in memory."""
+        if self._parked:
+            self.grad, self.run.spare = self.run.spare or self.run.own_grad, None
+            self.run.dirty = True
+            self._parked = False
+
+    def abandon(self) -> None:
+        """The operation will never be complete; the run must be in memory."""
+        self.resume()
+        if self.grad is not None:
+            self.run.give_up(self.grad)
+            self.grad = None
 
     def fail(self, message: str, category: str = "server") -> None:
         """Only the first reason counts."""
@@ -78,6 +110,7 @@ class Progress:
         if self.failure is None and self.grad is not None and not bool(torch.isfinite(self.grad.flat).all()):
             self.fail("the gradient that this operation gives the adapter is not finite", "user")
         if self.failure is not None:
+            self.abandon()
             return b"", self.failure
         metrics = metric_values(self.measures)
         if self.experts_LE is not None:
@@ -103,7 +136,7 @@ class Part:
 
     @property
     def trains(self) -> bool:
-        return self.progress.grad is not None
+        return self.progress.trains
 
 
 class BadOperation(ValueError):
@@ -127,5 +160,4 @@ def begin(
         for name, ids in (("model_input", datum.tokens), ("target_tokens", datum.inputs["target_tokens"])):
             if ids.size == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
                 raise BadOperation(f"datum {index}: {name} must hold token ids from 0 to {vocab_size - 1}")
-    trains = op.kind is OpKind.FORWARD_BACKWARD
-    return Progress(op, run, batch, run.new_grad() if trains else None, custom)
+    return Progress(op, run, batch, custom)

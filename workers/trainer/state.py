@@ -1,4 +1,4 @@
-"""The state of one run: adapter, optimizer moments and accumulated gradient on flat float32 arenas.
+"""The state of one run: adapter, optimizer moments and accumulated gradient in one flat float32 arena.
 
 A checkpoint holds the adapter and, unless it is for sampling, the optimizer: loading it and going on is bitwise the
 same as never having stopped. A gradient accumulated since the last optimizer step is not part of it (as in Tinker):
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from scheduler.messages import RunSpec
 from store.blobs import Blobs
-from workers.model.adapter import Adapter, AdapterFileError, AdapterShape, load_adapter, save_adapter
+from workers.model.adapter import Adapter, AdapterFileError, AdapterShape, LoadedAdapter, load_adapter, save_adapter
 from workers.model.config import DecoderConfig
+from workers.trainer.arena import Arena, ArenaKind, TakeArena
 
 
 class StateError(ValueError):
@@ -26,49 +26,124 @@ class StateError(ValueError):
 MOMENTS = {"adamw": ("adam_m", "adam_v"), "dimuon": ("dimuon_m",)}
 
 
-@dataclass
+@dataclass(eq=False)
 class RunState:
-    """`m` and `v` are the optimizer's moments; one that keeps a single moment (dimuon) leaves `v` empty. `grad` is
-    None while nothing is accumulated: that is a gradient of zero. `step` counts optimizer steps made. `last_seq` is the
-    last operation that changed the run; `unsaved` is set while no snapshot holds that change, and `unsaved_tokens`
-    counts the tokens trained since the last snapshot."""
+    """`step` counts optimizer steps made. `last_seq` is the last operation that changed the run; `unsaved` is set while
+    no snapshot holds that change, and `unsaved_tokens` counts the tokens trained since the last snapshot.
+
+    `arena` is None while the run is paged out (residency.py); what needs it may be asked only when it is there. The
+    gradient's section holds the accumulated gradient, with `has_grad`, or gathers that of an operation, while `lent`.
+    `spare` is the gradient of an operation between two passes where the section is taken. `dirty` is set when
+    something has changed since the run's page was written, and `paged_...` say what the page holds besides weights and
+    moments."""
 
     spec: RunSpec
-    adapter: Adapter
-    m: Tensor
-    v: Tensor
+    kind: ArenaKind
+    arena: Arena | None
     step: int = 0
-    grad: Adapter | None = None
+    has_grad: bool = False
+    lent: bool = False
+    spare: Adapter | None = None
     last_seq: int = 0
     unsaved: bool = False
     unsaved_tokens: int = 0
+    dirty: bool = True
+    paged_gradient: bool = False
+    paged_spare: bool = False
+
+    @property
+    def adapter(self) -> Adapter:
+        return self._here.weights
+
+    @property
+    def m(self) -> Tensor:
+        return self._here.m
+
+    @property
+    def v(self) -> Tensor:
+        """Empty where the optimizer keeps a single moment (dimuon)."""
+        return self._here.v
+
+    @property
+    def grad(self) -> Adapter | None:
+        """What is accumulated; None is a gradient of zero."""
+        return self._here.gradient if self.has_grad else None
+
+    @property
+    def own_grad(self) -> Adapter:
+        """The section for a gradient, whatever is in it."""
+        return self._here.gradient
+
+    @property
+    def gradient_in_use(self) -> bool:
+        return self.has_grad or self.lent
 
     def new_grad(self) -> Adapter:
-        """A zero arena for gradients of this run's adapter."""
-        return Adapter.zeros(self.adapter.shape, self.adapter.scale, self.adapter.flat.device)
+        """Zeros in which to gather the gradient of one operation: hand it to `accumulate` or `give_up`."""
+        self.dirty = True
+        if self.gradient_in_use:
+            return Adapter.zeros(self.kind.shape, self.kind.scale, self._here.flat.device)
+        self.lent = True
+        self._here.gradient.flat.zero_()
+        return self._here.gradient
 
     def accumulate(self, grad: Adapter) -> None:
-        """Add the gradient of a whole operation. Takes `grad` over: the caller does not use it again."""
-        if self.grad is None:
-            self.grad = grad
+        """Add the gradient of a whole operation. The caller does not use `grad` again."""
+        mine = self._here.gradient
+        self.dirty = True
+        if grad is mine:
+            self.lent = False
+        elif self.has_grad:
+            mine.flat.add_(grad.flat)
         else:
-            self.grad.flat.add_(grad.flat)
+            mine.flat.copy_(grad.flat)
+        self.has_grad = True
+
+    def give_up(self, grad: Adapter) -> None:
+        """The operation has failed: nothing is left of its gradient."""
+        if grad is self._here.gradient:
+            self.lent = False
+
+    def due_grad(self) -> Tensor:
+        """What the optimizer steps by, zeros if nothing is accumulated. `stepped` follows."""
+        self.dirty = True
+        gradient = self._here.gradient.flat
+        return gradient if self.has_grad else gradient.zero_()
+
+    def stepped(self) -> None:
+        self.step += 1
+        self.has_grad = False
+
+    @property
+    def _here(self) -> Arena:
+        if self.arena is None:
+            raise RuntimeError(f"run {self.spec.run_id} is paged out")
+        return self.arena
 
 
-def create_run(spec: RunSpec, config: DecoderConfig, device: torch.device) -> RunState:
-    """A fresh run: the same seed gives the same adapter on every device."""
+def kind_of(spec: RunSpec, config: DecoderConfig) -> ArenaKind:
+    """The memory that a run needs. StateError when its specification cannot be met."""
     if spec.rank < 1:
         raise StateError(f"LoRA rank must be at least 1, got {spec.rank}")
-    adapter = Adapter.init(_shape(spec, config), spec.seed, scale=spec.alpha / spec.rank, device=device)
-    return _with_fresh_optimizer(spec, adapter)
-
-
-def _with_fresh_optimizer(spec: RunSpec, adapter: Adapter) -> RunState:
     if spec.optimizer not in MOMENTS:
         raise StateError(f"unknown optimizer {spec.optimizer!r}; this trainer has {', '.join(MOMENTS)}")
-    m = torch.zeros_like(adapter.flat)
-    v = torch.zeros_like(adapter.flat) if len(MOMENTS[spec.optimizer]) == 2 else m.new_empty(0)
-    return RunState(spec, adapter, m, v)
+    shape = AdapterShape(config, spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
+    return ArenaKind(shape, spec.alpha / spec.rank, len(MOMENTS[spec.optimizer]))
+
+
+def create_run(spec: RunSpec, config: DecoderConfig, take: TakeArena) -> RunState:
+    """A fresh run: the same seed gives the same adapter on every device."""
+    kind = kind_of(spec, config)
+    return _fresh(spec, kind, Adapter.init(kind.shape, spec.seed, scale=kind.scale), take)
+
+
+def _fresh(spec: RunSpec, kind: ArenaKind, adapter: Adapter, take: TakeArena) -> RunState:
+    """A run with these weights and nothing behind it: all that it will read is written here."""
+    arena = take(kind)
+    arena.weights.flat.copy_(adapter.flat)
+    arena.m.zero_()
+    arena.v.zero_()
+    return RunState(spec, kind, arena)
 
 
 def save_run(run: RunState, blobs: Blobs, ref: str, *, with_optimizer: bool) -> int:
@@ -82,14 +157,15 @@ def save_run(run: RunState, blobs: Blobs, ref: str, *, with_optimizer: bool) -> 
 
 
 def load_run(
-    spec: RunSpec, config: DecoderConfig, device: torch.device, blobs: Blobs, ref: str, *, with_optimizer: bool
+    spec: RunSpec, config: DecoderConfig, take: TakeArena, blobs: Blobs, ref: str, *, with_optimizer: bool
 ) -> RunState:
     """The run as checkpoint `ref` holds it; without the optimizer its moments and step count start at zero.
 
     Raises StateError when the checkpoint is missing, damaged, or of another base model, rank, alpha or targets.
     """
+    kind = kind_of(spec, config)
     try:
-        loaded = load_adapter(blobs.path(ref), config, device=device)
+        loaded = load_adapter(blobs.path(ref), config)
     except (AdapterFileError, OSError, ValueError) as error:
         # The path on this machine is nobody's business.
         reason = str(error).replace(str(blobs.path(ref)), "checkpoint")
@@ -97,25 +173,25 @@ def load_run(
     if loaded.base_model != spec.base_model:
         raise StateError(f"the checkpoint is of base model {loaded.base_model!r}, the run of {spec.base_model!r}")
     _check_same(spec, loaded.adapter)
-    run = _with_fresh_optimizer(spec, loaded.adapter)
-    if not with_optimizer:
-        return run
-    names, step = MOMENTS[spec.optimizer], loaded.details.get("step")
-    saved = loaded.details.get("optimizer")
-    if saved is not None and saved != spec.optimizer:
-        raise StateError(f"the checkpoint holds the state of the optimizer {saved}, the run uses {spec.optimizer}")
-    moments = [loaded.extra.get(name) for name in names]
-    if not isinstance(step, int) or any(x is None or x.shape != run.m.shape for x in moments):
-        raise StateError("the checkpoint holds no optimizer state (is it one for sampling?)")
-    for mine, theirs in zip((run.m, run.v), moments, strict=False):
-        if theirs is not None:
-            mine.copy_(theirs)
-    run.step = step
+    moments = _moments(spec, kind, loaded) if with_optimizer else None
+    run = _fresh(spec, kind, loaded.adapter, take)
+    if moments is not None:
+        run.step, (m, *v) = loaded.details["step"], moments
+        run.m.copy_(m)
+        if v:
+            run.v.copy_(v[0])
     return run
 
 
-def _shape(spec: RunSpec, config: DecoderConfig) -> AdapterShape:
-    return AdapterShape(config, spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
+def _moments(spec: RunSpec, kind: ArenaKind, loaded: LoadedAdapter) -> list[Tensor]:
+    saved = loaded.details.get("optimizer")
+    if saved is not None and saved != spec.optimizer:
+        raise StateError(f"the checkpoint holds the state of the optimizer {saved}, the run uses {spec.optimizer}")
+    found = [loaded.extra.get(name) for name in MOMENTS[spec.optimizer]]
+    moments = [x for x in found if x is not None and x.shape == (kind.shape.numel,)]
+    if not isinstance(loaded.details.get("step"), int) or len(moments) < len(found):
+        raise StateError("the checkpoint holds no optimizer state (is it one for sampling?)")
+    return moments
 
 
 def _check_same(spec: RunSpec, adapter: Adapter) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import torch
 from pydantic import ValidationError
 from weft.wire import DimuonParams, OptimStepRequest
 
@@ -37,8 +36,7 @@ def step_runs(due: Sequence[tuple[RunState, bytes]]) -> list[bytes | Exception]:
     metrics |= dict(zip(dimuons, step_dimuon(list(dimuons.values())), strict=True))
     for i, found in metrics.items():
         run = due[i][0]
-        run.grad = None
-        run.step += 1
+        run.stepped()
         results[i] = msgspec.json.encode({"metrics": found})
     return results
 
@@ -67,7 +65,7 @@ def _params(run: RunState, body: bytes) -> Adam | Dimuon:
 
 
 def _step(run: RunState, params: Adam | Dimuon) -> Step | DimuonStep:
-    grad = torch.zeros_like(run.adapter.flat) if run.grad is None else run.grad.flat
+    grad = run.due_grad()
     if isinstance(params, Dimuon):
         return DimuonStep(params, run.adapter.shape, run.adapter.flat, run.m, grad, run.step)
     return Step(params, run.adapter.flat, run.m, run.v, grad, run.step)

@@ -1,8 +1,9 @@
-"""The trainer: holds the resident runs and executes passes.
+"""The trainer: holds all runs, in memory or paged out, and executes passes.
 
 A pass is executed in stages. In each stage every run's next operations are taken: first creates, loads and saves one by
 one, then the forwards and backwards of all runs packed together, then all optimizer steps that are due in one fused
 update. Runs never wait for each other's kind of work longer than a stage, and one run's operations keep their order.
+A pass whose runs do not fit in memory together is executed in waves that do.
 
 Invariants: what a run gets does not depend on the other runs in the pass; an operation that fails leaves its run as it
 was; nothing is random, so replaying a run's operations rebuilds it bit for bit.
@@ -14,20 +15,24 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
+import torch
 
 from scheduler.messages import Done, Failure, OpKind, Pass, PassOver, RunSpec, Snapshot, TrainOp
-from store.blobs import BadRef, Blobs
+from store.blobs import Blobs
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Computing
 from workers.trainer.custom_losses import CustomLosses
 from workers.trainer.external import save_external
-from workers.trainer.optimizer import OptimizerError
-from workers.trainer.progress import BadOperation, Progress, begin
-from workers.trainer.state import RunState, StateError, create_run, load_run, save_run
+from workers.trainer.failures import NotResident, failure_of
+from workers.trainer.pages import PageError
+from workers.trainer.progress import Progress, begin
+from workers.trainer.residency import resident_within, waves
+from workers.trainer.state import RunState, StateError, create_run, kind_of, load_run, save_run
 from workers.trainer.stepping import step_runs
 
 Send = Callable[[msgspec.Struct], None]
@@ -38,18 +43,32 @@ COMPUTE = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 class TrainerSettings:
     """`microbatch_tokens` caps what is computed at once: memory grows with it, and beyond some 4k tokens a CPU gets
     slower. After `snapshot_every_tokens` trained tokens a run's state is saved at its next optimizer step, which
-    bounds how much a lost trainer has to replay."""
+    bounds how much a lost trainer has to replay. The states of runs take up to `resident_bytes` of the memory that
+    computes, and, where that is a device's, `host_bytes` of the host's; 0: half of what is free at the start."""
 
     microbatch_tokens: int = 4096
     snapshot_every_tokens: int = 65536
+    resident_bytes: int = 0
+    host_bytes: int = 0
 
 
 class Trainer:
-    """`models` by the name that passes use. Not thread safe: one pass at a time."""
+    """`models` by the name that passes use, all on one device. Runs that do not fit in memory are in files in
+    `pages_dir` (default: beside the blobs). Not thread safe: one pass at a time."""
 
-    def __init__(self, models: Mapping[str, Decoder], blobs: Blobs, settings: TrainerSettings | None = None) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, Decoder],
+        blobs: Blobs,
+        settings: TrainerSettings | None = None,
+        pages_dir: Path | None = None,
+    ) -> None:
         self.models, self.blobs, self.settings = dict(models), blobs, settings or TrainerSettings()
         self.runs: dict[str, RunState] = {}
+        device = next((decoder.device for decoder in self.models.values()), torch.device("cpu"))
+        self.residency = resident_within(
+            self.settings.resident_bytes, self.settings.host_bytes, pages_dir or blobs.root.with_name("pages"), device
+        )
         self._open: dict[str, Progress] = {}  # operations with slices still to come, by run
         self._custom_losses = CustomLosses(blobs)
 
@@ -62,7 +81,40 @@ class Trainer:
         queues: dict[str, deque[TrainOp]] = {}
         for op in pass_.ops:
             queues.setdefault(op.run_id, deque()).append(op)
-        runs = len(queues)
+        for wave in self._waves(queues):
+            tokens += self._stages({run_id: queues[run_id] for run_id in wave}, send)
+            for run_id in wave:
+                if (progress := self._open.get(run_id)) is not None:
+                    progress.park()
+        send(PassOver(pass_.pass_id, tokens, len(queues), time.monotonic() - began))
+
+    def _waves(self, queues: dict[str, deque[TrainOp]]) -> Iterator[list[str]]:
+        """The runs of the pass in sets that fit in memory, each on its way when it is given out, and the next behind
+        it. Those that are here come first: what they compute hides how long the others take to come."""
+        here_first = sorted(queues, key=lambda run_id: not self.residency.is_here(run_id))
+        sets = waves({run_id: self._size(queues[run_id][0]) for run_id in here_first}, self.residency.budget_bytes)
+        for wave, next_wave in zip(sets, [*sets[1:], []], strict=False):
+            self.residency.hold([*wave, *next_wave])
+            for run_id in [*wave, *next_wave]:
+                run = self.runs.get(run_id)
+                if run is not None and (run_id in wave or self.residency.room_for(run)):
+                    self.residency.fetch(run)
+            yield wave
+        self.residency.hold([])
+
+    def _size(self, op: TrainOp) -> int:
+        """Bytes of memory that the run of `op` takes, or, if it is to be created, will take."""
+        run, spec = self.runs.get(op.run_id), op.spec
+        if run is not None:
+            return run.kind.size_bytes
+        try:
+            return kind_of(spec, self._decoder(spec).config).size_bytes if spec is not None else 0
+        except (StateError, NotResident, ValueError):
+            return 0  # the operation will fail
+
+    def _stages(self, queues: dict[str, deque[TrainOp]], send: Send) -> int:
+        """Execute the operations of some runs. Returns the tokens computed."""
+        tokens = 0
         while queues:
             for queue in queues.values():
                 while queue and queue[0].kind not in (*COMPUTE, OpKind.OPTIM_STEP):
@@ -70,24 +122,43 @@ class Trainer:
             tokens += self._compute(_leading(queues, COMPUTE), send)
             self._step(_leading(queues, (OpKind.OPTIM_STEP,), at_most=1), send)
             queues = {run_id: queue for run_id, queue in queues.items() if queue}
-        send(PassOver(pass_.pass_id, tokens, runs, time.monotonic() - began))
+        return tokens
 
     def drain(self, send: Send) -> None:
         """Snapshot every changed run. A run with a gradient accumulated keeps its older snapshot: the journal replays
         what came after it."""
-        for run in self.runs.values():
-            if run.unsaved and run.grad is None:
+        for run in sorted(self.runs.values(), key=lambda run: not self.residency.is_here(run.spec.run_id)):
+            if run.unsaved and not run.has_grad:
+                self.residency.hold([run.spec.run_id])
+                self.residency.need(run)
                 self._snapshot(run, send)
 
     def _forget(self, run_id: str) -> None:
         self.runs.pop(run_id, None)
         self._open.pop(run_id, None)
+        self.residency.forget(run_id)
+
+    def _abandon(self, run_id: str) -> None:
+        """Whatever operation of the run has slices to come, it will get none: another one has come instead."""
+        progress = self._open.pop(run_id, None)
+        if progress is not None:
+            self._bring(progress.run)
+            progress.abandon()
+
+    def _bring(self, run: RunState) -> None:
+        """Return when the run is in memory, and its open operation has its gradient."""
+        self.residency.need(run)
+        progress = self._open.get(run.spec.run_id)
+        if progress is not None:
+            progress.resume()
 
     def _alone(self, op: TrainOp, send: Send) -> None:
         """Create, load or save."""
-        self._open.pop(op.run_id, None)
+        self._abandon(op.run_id)
         facts: dict[str, int] = {}
         failure = None
+        if (there := self.runs.get(op.run_id)) is not None:
+            self._bring(there)
         try:
             if op.kind is OpKind.CREATE:
                 self._create(op)
@@ -114,28 +185,32 @@ class Trainer:
             raise NotResident(f"create operation {op.op_id} carries no run specification")
         decoder = self._decoder(spec)
         fresh = not op.source_ref
-        run = create_run(spec, decoder.config, decoder.device) if fresh else self._load_run(spec, op)
+        run = create_run(spec, decoder.config, self.residency.take) if fresh else self._load_run(spec, op)
         run.last_seq = op.seq
         run.unsaved = not fresh and not op.replay
-        self.runs[op.run_id] = run
+        self._add(run)
 
     def _load(self, op: TrainOp) -> None:
         run = self._load_run(self._run(op).spec, op)
         run.last_seq, run.unsaved = op.seq, True
-        self.runs[op.run_id] = run
+        self._add(run)
+
+    def _add(self, run: RunState) -> None:
+        self.residency.add(run)
+        self.runs[run.spec.run_id] = run
 
     def _load_run(self, spec: RunSpec, op: TrainOp) -> RunState:
-        decoder = self._decoder(spec)
-        return load_run(
-            spec, decoder.config, decoder.device, self.blobs, op.source_ref, with_optimizer=op.with_optimizer
-        )
+        config = self._decoder(spec).config
+        return load_run(spec, config, self.residency.take, self.blobs, op.source_ref, with_optimizer=op.with_optimizer)
 
     def _compute(self, ops: list[TrainOp], send: Send) -> int:
         """The forwards and backwards of a stage, packed. Returns the tokens computed."""
-        computing = Computing(self.settings.microbatch_tokens)
+        computing = Computing(self.settings.microbatch_tokens, self._bring, self.residency.squeeze)
         for op in ops:
             progress = self._open.get(op.run_id)
             if progress is None or progress.op.op_id != op.op_id:
+                if progress is not None and not progress.ended:
+                    self._abandon(op.run_id)
                 try:
                     progress = self._begin(op)
                 except Exception as error:
@@ -161,6 +236,7 @@ class Trainer:
 
     def _finish(self, progress: Progress, send: Send) -> None:
         op, run = progress.op, progress.run
+        self._bring(run)
         if self._open.get(op.run_id) is progress:
             del self._open[op.run_id]
         payload, failure = progress.finish()
@@ -173,9 +249,13 @@ class Trainer:
         """All optimizer steps of a stage, in one fused update."""
         due = []
         for op in ops:
-            self._open.pop(op.run_id, None)
+            self._abandon(op.run_id)
             try:
-                due.append((op, self._run(op), self.blobs.get(op.body_ref)))
+                run = self._run(op)
+                self._bring(run)
+                due.append((op, run, self.blobs.get(op.body_ref)))
+            except PageError:
+                raise
             except Exception as error:
                 _answer(op, send, b"", {}, failure_of(error))
         results = step_runs([(run, body) for _, run, body in due])
@@ -210,21 +290,6 @@ class Trainer:
         if decoder is None:
             raise NotResident(f"this trainer has no base model {spec.base_model!r}; it has {sorted(self.models)}")
         return decoder
-
-
-class NotResident(LookupError):
-    """The operation needs something that this trainer does not hold: an error of the service, not of the user."""
-
-
-def failure_of(error: Exception) -> Failure:
-    """What the user is told. Everything but a user's own mistake is logged with its trace."""
-    if isinstance(error, BadOperation | OptimizerError | StateError):
-        return Failure(str(error), "user")
-    if not isinstance(error, NotResident):
-        traceback.print_exception(error, file=sys.stderr)
-    if isinstance(error, BadRef | OSError):
-        return Failure(f"the trainer could not read or write what the operation needs ({type(error).__name__})")
-    return Failure(f"{type(error).__name__}: {error}")
 
 
 def _leading(queues: dict[str, deque[TrainOp]], kinds: tuple[OpKind, ...], at_most: int = sys.maxsize) -> list[TrainOp]:

@@ -91,7 +91,8 @@ class Bench:
         self.blobs = Blobs(root)
         self.decoder = decoder
         self.settings = TrainerSettings(**settings)
-        self.trainer = Trainer({MODEL: decoder}, self.blobs, self.settings)
+        self._pages = root.with_name(f"{root.name}-pages")
+        self.restart()
         self.sent: list[Any] = []
         self.snapshots: list[Snapshot] = []
         self._seq: dict[str, int] = {}
@@ -99,7 +100,7 @@ class Bench:
 
     def restart(self) -> None:
         """The trainer is lost, and another one takes over."""
-        self.trainer = Trainer({MODEL: self.decoder}, self.blobs, self.settings)
+        self.trainer = Trainer({MODEL: self.decoder}, self.blobs, self.settings, self._pages)
 
     def op(self, run_id: str, kind: OpKind, body: bytes = b"", **fields: Any) -> TrainOp:
         self._count += 1
@@ -155,7 +156,10 @@ class Bench:
         return dones
 
     def run(self, run_id: str) -> RunState:
-        return self.trainer.runs[run_id]
+        """The run, brought into memory."""
+        run = self.trainer.runs[run_id]
+        self.trainer.residency.need(run)
+        return run
 
 
 def sliced(op: TrainOp, *points: int) -> list[TrainOp]:

@@ -1,0 +1,27 @@
+"""What is said of an operation that has failed."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from scheduler.messages import Failure
+from store.blobs import BadRef
+from workers.trainer.optimizer import OptimizerError
+from workers.trainer.progress import BadOperation
+from workers.trainer.state import StateError
+
+
+class NotResident(LookupError):
+    """The operation needs something that this trainer does not hold: an error of the service, not of the user."""
+
+
+def failure_of(error: Exception) -> Failure:
+    """What the user is told. Everything but a user's own mistake is logged with its trace."""
+    if isinstance(error, BadOperation | OptimizerError | StateError):
+        return Failure(str(error), "user")
+    if not isinstance(error, NotResident):
+        traceback.print_exception(error, file=sys.stderr)
+    if isinstance(error, BadRef | OSError):
+        return Failure(f"the trainer could not read or write what the operation needs ({type(error).__name__})")
+    return Failure(f"{type(error).__name__}: {error}")

@@ -1,0 +1,232 @@
+"""Which runs are in the memory that computes, and the traffic of the others.
+
+Rule: runs that are held (those of the work at hand) stay; when room is needed, the least recently held of the others
+goes. It is written back only if it has changed since its page was written. One thread moves the bytes, in the order in
+which this class asks for it, so a page is always written before it is read and room is free before it is filled.
+Callers belong to one other thread. A run that comes back is bitwise what went.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from workers.model.adapter import Adapter
+from workers.model.memory import free_bytes
+from workers.trainer.arena import Arena, ArenaKind, Arenas
+from workers.trainer.packing import pack
+from workers.trainer.pages import PageStore
+from workers.trainer.state import RunState
+
+#: What is brought in for a run: its arena, the gradient of its open operation where that is apart, and whether this is
+#: in a page as well.
+Loaded = tuple[Arena, Tensor | None, bool]
+ResultT = TypeVar("ResultT")
+
+
+def waves(sizes: Mapping[str, int], budget_bytes: int) -> list[list[str]]:
+    """Cut the runs of a pass, in their order, into sets that fit the budget: all at once, or by halves of it, so that
+    one set can come in while the one before computes. A run larger than that is a set of its own."""
+    if sum(sizes.values()) <= budget_bytes:
+        return [list(sizes)] if sizes else []
+    return pack(list(sizes), sizes.__getitem__, budget_bytes // 2)
+
+
+class Residency:
+    """Keeps the arenas of all runs within `budget_bytes`, or of the held ones where those alone are larger."""
+
+    def __init__(self, budget_bytes: int, store: PageStore, device: torch.device) -> None:
+        self.budget_bytes = budget_bytes
+        self.page_ins = self.page_outs = self.write_backs = 0
+        self._device, self._store = device, store
+        self._arenas = Arenas(budget_bytes, device)
+        self._here: OrderedDict[str, RunState] = OrderedDict()  # in memory or on the way; least recently held first
+        self._coming: dict[str, Future[Loaded]] = {}
+        self._held: frozenset[str] = frozenset()
+        self._used_bytes = 0
+        self._stuck: dict[str, Loaded] = {}  # could not be written: kept in memory after all
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pager")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def hold(self, runs: Iterable[str]) -> None:
+        """From now on these runs, in the order in which they will be needed, are the ones that stay."""
+        order = list(dict.fromkeys(runs))
+        self._held = frozenset(order)
+        for run_id in order:
+            if run_id in self._here:
+                self._here.move_to_end(run_id)
+
+    def fetch(self, run: RunState) -> None:
+        """Begin to bring a run in, if it is not here, without waiting."""
+        run_id = run.spec.run_id
+        if run_id in self._here:
+            return
+        self._make_room(_size(run))
+        self._enter(run)
+        self.page_ins += 1
+        self._coming[run_id] = self._submit(lambda: self._load(run_id, run.kind, run.paged_gradient, run.paged_spare))
+
+    def need(self, run: RunState) -> None:
+        """Return when the run is in memory. PageError when it is lost, or an allocator's error."""
+        self.fetch(run)
+        coming = self._coming.pop(run.spec.run_id, None)
+        if coming is None:
+            return
+        try:
+            arena, spare, paged = coming.result()
+        except Exception:
+            self._leave(run)
+            raise
+        run.arena = arena
+        run.spare = None if spare is None else Adapter(run.kind.shape, spare, run.kind.scale)
+        run.dirty = not paged
+
+    def take(self, kind: ArenaKind) -> Arena:
+        """An arena for a run that is about to be added; nothing in it may be read before it is written."""
+        self._make_room(kind.size_bytes)
+        return self._submit(lambda: self._arenas.take(kind)).result()
+
+    def add(self, run: RunState) -> None:
+        """A run with an arena from `take`, in place of the one of that id, if there is one."""
+        self.forget(run.spec.run_id)
+        self._enter(run)
+
+    def forget(self, run_id: str) -> None:
+        """The run is gone: its arena is free and its page is deleted."""
+        coming = self._coming.pop(run_id, None)
+        run = self._here.get(run_id)
+        if run is not None:
+            self._leave(run)
+            arena = coming.result()[0] if coming is not None else run.arena
+            run.arena = run.spare = None
+            if arena is not None:
+                self._release(arena)
+        self._submit(lambda: self._drop(run_id))
+
+    def squeeze(self) -> None:
+        """Give back all memory that the work at hand does not need."""
+        while (run := self._victim()) is not None:
+            self._evict(run)
+        self._submit(self._arenas.trim).result()
+
+    def is_here(self, run_id: str) -> bool:
+        return run_id in self._here
+
+    def room_for(self, run: RunState) -> bool:
+        """Whether it could come in without going beyond the budget."""
+        held = sum(_size(there) for run_id, there in self._here.items() if run_id in self._held)
+        return held + _size(run) <= self.budget_bytes
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way."""
+        self._submit(lambda: None).result()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that arenas have ever taken."""
+        return self._arenas.peak_bytes
+
+    def close(self) -> None:
+        """Delete all pages, and end the thread."""
+        self._submit(self._store.clear)
+        self._thread.shutdown()
+
+    def _enter(self, run: RunState) -> None:
+        self._here[run.spec.run_id] = run
+        self._used_bytes += _size(run)
+
+    def _leave(self, run: RunState) -> None:
+        del self._here[run.spec.run_id]
+        self._used_bytes -= _size(run)
+
+    def _make_room(self, size_bytes: int) -> None:
+        while self._used_bytes + size_bytes > self.budget_bytes and (run := self._victim()) is not None:
+            self._evict(run)
+
+    def _victim(self) -> RunState | None:
+        return next((r for i, r in self._here.items() if i not in self._held and i not in self._coming), None)
+
+    def _evict(self, run: RunState) -> None:
+        run_id, arena = run.spec.run_id, run.arena
+        assert arena is not None
+        self._leave(run)
+        self.page_outs += 1
+        if run.dirty:
+            spare = run.spare.flat if run.spare is not None else None
+            run.paged_gradient, run.paged_spare = run.gradient_in_use, spare is not None
+            self.write_backs += 1
+            with_gradient = run.paged_gradient
+            self._submit(lambda: self._write_back(run_id, arena, spare, with_gradient))
+        else:
+            self._release(arena)
+        run.arena = run.spare = None
+
+    def _release(self, arena: Arena) -> None:
+        self._submit(lambda: self._arenas.give(arena))
+
+    # What follows runs in the pager's thread.
+
+    def _submit(self, work: Callable[[], ResultT]) -> Future[ResultT]:
+        """Run `work` after all that was submitted before, and after what the device has been given so far."""
+        if self._stream is None:
+            return self._thread.submit(work)
+        given = torch.cuda.current_stream(self._device).record_event()
+        return self._thread.submit(self._beside, given, work)
+
+    def _beside(self, given: torch.cuda.Event, work: Callable[[], ResultT]) -> ResultT:
+        """Copies go beside the computing, and are over when this returns."""
+        given.synchronize()
+        with torch.cuda.device(self._device):
+            return work()
+
+    def _write_back(self, run_id: str, arena: Arena, spare: Tensor | None, with_gradient: bool) -> None:
+        pieces = [arena.used(with_gradient), *([] if spare is None else [spare])]
+        try:
+            self._copying(lambda: self._store.put(run_id, pieces))
+        except Exception as error:
+            print(f"trainer: run {run_id} stays in memory, it cannot be paged out: {error!r}", file=sys.stderr)
+            self._stuck[run_id] = arena, spare, False
+            return
+        self._arenas.give(arena)
+
+    def _load(self, run_id: str, kind: ArenaKind, with_gradient: bool, with_spare: bool) -> Loaded:
+        stuck = self._stuck.pop(run_id, None)
+        if stuck is not None:
+            return stuck
+        arena = self._arenas.take(kind)
+        spare = arena.flat.new_empty(kind.shape.numel) if with_spare else None
+        pieces = [arena.used(with_gradient), *([] if spare is None else [spare])]
+        self._copying(lambda: self._store.get(run_id, pieces))
+        return arena, spare, True
+
+    def _drop(self, run_id: str) -> None:
+        self._stuck.pop(run_id, None)
+        self._store.drop(run_id)
+
+    def _copying(self, copy: Callable[[], None]) -> None:
+        if self._stream is None:
+            copy()
+            return
+        with torch.cuda.stream(self._stream):
+            copy()
+        self._stream.synchronize()
+
+
+def resident_within(resident_bytes: int, host_bytes: int, pages_dir: Path, device: torch.device) -> Residency:
+    """A Residency with these budgets; 0 takes half of the memory that is free now."""
+    if device.type == "cpu":
+        host_bytes = 0  # a tier between the host's memory and the disk would be the same memory
+    elif not host_bytes:
+        host_bytes = free_bytes(torch.device("cpu")) // 2
+    return Residency(resident_bytes or free_bytes(device) // 2, PageStore(pages_dir, host_bytes), device)
+
+
+def _size(run: RunState) -> int:
+    return run.kind.size_bytes
