@@ -52,8 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def target_of(args: argparse.Namespace) -> Target:
-    """What the arguments ask for. Exits with one line when the machine does not have it."""
+    """What the arguments ask for, made the current device, which is where Triton launches. Exits with one line when the
+    machine does not have it."""
     try:
-        return choose_target(args.device, args.dtype)
+        target = choose_target(args.device, args.dtype)
+        if target.device.type == "cuda":
+            torch.cuda.set_device(target.device)
     except (DeviceError, RuntimeError) as error:
         raise SystemExit(str(error)) from error
+    return target

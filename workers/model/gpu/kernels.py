@@ -26,7 +26,11 @@ def _block(run, first_block, run_start, index, BLOCK_M: tl.constexpr):
     return row.to(tl.int64), row < tl.load(run_start + run + 1)
 
 
-@triton.jit
+#: Numbers that change with the batch: Triton would compile again for 1 and for multiples of 16.
+VARYING = ["num_runs", "num_groups", "part"]
+
+
+@triton.jit(do_not_specialize=VARYING)
 def shrink(
     x,
     stride_x,
@@ -70,7 +74,7 @@ def shrink(
         tl.store(u + row[:, None] * stride_u + part * rank + i[None], total, own[:, None] & real[None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def expand(
     y,
     stride_y,
@@ -116,7 +120,7 @@ def expand(
         tl.store(at, (tl.load(at, mask, 0.0).to(tl.float32) + total).to(y.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_owners", "num_groups", "part"])
 def outer(
     u,
     stride_u,

@@ -91,7 +91,8 @@ class Table:
         # Not the rows themselves: they are the weak key under which this is kept.
         self._adapters, self._grads, self._device = rows.adapters, rows.grads, device
         ranks = [0 if adapter is None else adapter.rank for adapter in rows.adapters]
-        self.max_rank = max(ranks, default=0)
+        #: Rounded up, so that rows of x A^T begin at whole vectors.
+        self.max_rank = -(-max(ranks, default=0) // MIN_RANK_BLOCK) * MIN_RANK_BLOCK
         self.ranks_G = torch.tensor(ranks, device=device)
         scales = [0.0 if adapter is None else adapter.scale for adapter in rows.adapters]
         self.scales_G = torch.tensor(scales, device=device)

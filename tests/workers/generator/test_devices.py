@@ -1,0 +1,77 @@
+"""The engine where the base is in bfloat16, and on a GPU: it samples what the trainer's forward finds likely."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3MoeForCausalLM
+
+from tests.workers.generator.conftest import EOS, run
+from workers.generator.engine import GenerateRequest, SamplingParams
+from workers.generator.torch_engine import TorchEngine
+from workers.model.adapter import load_adapter
+from workers.model.decoder import Decoder, LoraRows, PackedAttend, load_decoder, target_logprobs
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+#: Device, dtype of the base, and how far log-probabilities may be off.
+TARGETS = [
+    pytest.param("cpu", torch.bfloat16, 0.15, id="cpu-bfloat16"),
+    pytest.param("cuda", torch.float32, 5e-3, id="cuda-float32", marks=on_gpu),
+    pytest.param("cuda", torch.bfloat16, 0.15, id="cuda-bfloat16", marks=on_gpu),
+]
+
+
+def scored(decoder: Decoder, tokens: list[int], folder: Path | None) -> np.ndarray:
+    """Log-probabilities of tokens[1:] by the training forward."""
+    device = decoder.device
+    adapter = load_adapter(folder, decoder.config, device=device).adapter if folder else None
+    rows = LoraRows([0, len(tokens) - 1], [adapter])
+    inputs = torch.tensor(tokens, device=device)
+    every = torch.arange(len(tokens) - 1, device=device)
+    with torch.no_grad():
+        hidden = decoder(inputs[:-1], every, PackedAttend([len(tokens) - 1]), rows)
+        return target_logprobs(decoder, hidden, every, inputs[1:], rows).cpu().numpy()
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), TARGETS)
+def test_sampler_and_trainer_agree(
+    reference: Qwen3MoeForCausalLM,
+    adapters: dict[str, Path],
+    tmp_path: Path,
+    device: str,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    reference.save_pretrained(tmp_path)
+    decoder = load_decoder(tmp_path, dtype, device)
+    engine = TorchEngine(decoder, EOS, slots=6, context=160)
+    names = ["", *adapters]
+    prompts = {name: tuple(range(3, 8 + 20 * i)) for i, name in enumerate(names)}
+    sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=1)
+    requests = [
+        GenerateRequest(
+            f"r{i}",
+            prompts[name],
+            sampling if i % 2 else SamplingParams(max_tokens=12, temperature=1.0, top_k=20, top_p=0.9, seed=2),
+            num_samples=2,
+            adapter=name,
+            adapter_folder=adapters.get(name),
+            prompt_logprobs=True,
+            topk_sample_logprobs=2,
+        )
+        for i, name in enumerate(names)
+    ]
+    finished = run(engine, *requests)
+    for request in requests:
+        result = finished[request.id]
+        assert result.error is None, result.error
+        for sequence in result.sequences:
+            tokens = [*request.prompt, *sequence.tokens.tolist()]
+            wanted = scored(decoder, tokens, request.adapter_folder)
+            np.testing.assert_allclose(sequence.logprobs, wanted[len(request.prompt) - 1 :], atol=tolerance)
+            assert result.prompt_logprobs is not None
+            np.testing.assert_allclose(result.prompt_logprobs[1:], wanted[: len(request.prompt) - 1], atol=tolerance)
