@@ -88,7 +88,8 @@ class Computing:
             self._relieve()
             self._room_tokens = max(1, self._room_tokens // 2)
             print(f"trainer: out of memory; again with {self._room_tokens} tokens at a time", file=sys.stderr)
-            fits = all(self._fits(decoder, _alive(batch), trains) for batch in self._pack(_anew(_alive(parts))))
+            parts = _anew(_alive(parts))
+            fits = all(self._fits(decoder, _alive(batch), trains) for batch in self._pack(parts))
 
     def _fits(self, decoder: Decoder, parts: list[Part], trains: bool) -> bool:
         """Compute `parts`, or return False if memory runs out and they can be split further."""

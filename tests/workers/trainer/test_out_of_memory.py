@@ -1,0 +1,126 @@
+"""A pass that runs out of memory is computed in smaller pieces, and nobody can tell from the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.trainer.kit import Bench, arenas, ce_data, rl_data, sliced
+from workers.trainer import computing
+from workers.trainer.shortage import is_out_of_memory
+
+ERRORS = (
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
+    MemoryError(),
+)
+
+
+class Allocator:
+    """Raises half way through the backward of anything above `most_tokens`: gradients are spoilt by then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most_tokens: int, error: Exception = ERRORS[0]) -> None:
+        self.computed: list[int] = []
+        self.refused = 0
+        real = computing.run_microbatch
+
+        def run(decoder: Any, parts: Any, *, trains: bool) -> None:
+            tokens = sum(part.tokens for part in parts)
+            if tokens > most_tokens:
+                self.refused += 1
+                for part in parts:
+                    if part.progress.grad is not None:
+                        part.progress.grad.flat.add_(1.0)
+                raise error
+            self.computed.append(tokens)
+            real(decoder, parts, trains=trains)
+
+        monkeypatch.setattr(computing, "run_microbatch", run)
+
+
+def a_pass(bench: Bench) -> dict[str, bytes]:
+    """Three runs with a few slices each, and a forward; the results in order."""
+    bench.ok(*(bench.create(run_id) for run_id in "abc"))
+    first, *rest = sliced(bench.fb("a", ce_data([20, 9, 14, 3, 8], 1)), 1, 2, 3, 4)
+    bench.ok(first)
+    ops = [*rest, bench.fb("b", rl_data([11, 5], 2), "ppo"), bench.fb("c", ce_data([6, 6, 6], 3)), bench.optim("a")]
+    done = bench.ok(*ops, bench.optim("b"), bench.optim("c"))
+    return {op.run_id + op.kind: done[op.op_id].payload for op in ops if op.final}
+
+
+def assert_equal_worlds(one: Bench, other: Bench, runs: str = "abc") -> None:
+    for run_id in runs:
+        for x, y in zip(arenas(one.run(run_id)), arenas(other.run(run_id)), strict=True):
+            assert torch.equal(x, y), run_id
+
+
+@pytest.mark.parametrize("most_tokens", [20, 30, 50])
+@pytest.mark.parametrize("error", ERRORS, ids=["device", "host", "python"])
+def test_a_split_does_not_show(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, most_tokens: int, error: Exception
+) -> None:
+    ample, short = make_bench(), make_bench()
+    wanted = a_pass(ample)
+    with monkeypatch.context() as patch:
+        allocator = Allocator(patch, most_tokens, error)
+        assert a_pass(short) == wanted
+    assert allocator.refused
+    assert_equal_worlds(short, ample)
+
+
+def test_after_a_split_the_rest_of_the_stage_is_packed_as_small(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(microbatch_tokens=64)
+    bench.ok(*(bench.create(f"r{i}", 2) for i in range(32)))
+    allocator = Allocator(monkeypatch, 16)
+    bench.ok(*(bench.fb(f"r{i}", ce_data([8], i)) for i in range(32)))
+    assert allocator.refused == 2
+    assert allocator.computed == [16] * 16
+
+
+def test_what_does_not_fit_alone_fails_alone_and_says_what_to_do(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ample, short = make_bench(microbatch_tokens=32), make_bench(microbatch_tokens=32)
+    for bench in (ample, short):
+        bench.ok(bench.create("a"), bench.create("n"), bench.create("m"))
+    for bench in (ample, short):
+        if bench is short:
+            Allocator(monkeypatch, 24)
+        large, many = bench.fb("a", ce_data([4, 31], 1)), bench.fb("m", ce_data([9, 9, 9], 1))
+        fine = bench.fb("n", ce_data([12, 12], 2))
+        done = bench.go(large, many, fine, bench.optim("n"))
+    failure = done[large.op_id].failure
+    assert failure is not None
+    assert failure.category == "user"
+    assert failure.message.startswith("out of memory: datum 1 has 31 tokens")
+    assert "shorter sequences" in failure.message
+    failure = done[many.op_id].failure
+    assert failure is not None
+    assert "data 0 to 2 have 27 tokens" in failure.message
+    assert "slice_tokens" in failure.message
+    assert done[fine.op_id].failure is None
+    assert short.run("a").grad is None
+    assert_equal_worlds(short, ample, "n")
+    short.ok(short.fb("a", ce_data([4], 1)), short.optim("a"))
+
+
+def test_idle_runs_make_room_first(make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make_bench()
+    bench.ok(*(bench.create(run_id) for run_id in "abcd"))
+    Allocator(monkeypatch, 10)
+    bench.ok(bench.fb("a", ce_data([8], 1)), bench.fb("b", ce_data([8], 1)))
+    assert [bench.trainer.residency.is_here(run_id) for run_id in "abcd"] == [True, True, False, False]
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    assert all(is_out_of_memory(error) for error in ERRORS)
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 50)
+    assert is_out_of_memory(raised.value)
+    assert not is_out_of_memory(RuntimeError("boom"))
+    assert not is_out_of_memory(ValueError("out of memory"))
