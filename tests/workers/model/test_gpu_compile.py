@@ -29,7 +29,10 @@ POINTERS = {"u": "*fp32", "scales": "*fp32"} | dict.fromkeys(
 def compiled(name, capability, rank_block, precision, dtype):
     kernel = getattr(kernels, name)
     fixed = {"STACK": 3, "SCALED": True, "PRECISION": precision, "BLOCK_M": 32, "BLOCK_R": rank_block}
-    fixed |= {"BLOCK_K": 64} if name == "shrink" else {"BLOCK_N": launch._wide_block(rank_block)}
+    if name == "shrink":
+        fixed |= {"BLOCK_K": launch.STEP, "SPLIT": launch.MAX_SPLIT}
+    else:
+        fixed |= {"BLOCK_N": launch._wide_block(rank_block)}
     types = POINTERS | {"x": "*" + dtype, "y": "*" + dtype} | dict.fromkeys(fixed, "constexpr")
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
     places = {(kernel.arg_names.index(argument),): value for argument, value in fixed.items()}

@@ -19,6 +19,7 @@ from tests.workers.model.gpu_kit import (
     twice,
 )
 from workers.model.gpu import experts as gpu_experts
+from workers.model.gpu import launch
 from workers.model.gpu import linear as gpu_linear
 from workers.model.lora import Site, lora_linear
 from workers.model.lora_rows import LoraRows
@@ -89,6 +90,16 @@ def test_groups_without_the_tensor_get_the_base() -> None:
 def test_rank_beyond_one_block() -> None:
     wide = adapter(DENSE, 130, 0)
     ours, theirs = twice(LoraRows([0, 20], [wide], [gradient(wide, 0)]))
+    y, dx = through(gpu_linear.lora_linear, DOWN, ours, torch.float32)
+    wanted_y, wanted_dx = through(lora_linear, DOWN, theirs, torch.float32)
+    close(y, wanted_y)
+    close(dx, wanted_dx)
+    assert_same_grads(ours.grads, theirs.grads, TOLERANCE)
+
+
+def test_long_sums_are_split_at_fixed_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MAX_SPLIT", 64)
+    ours, theirs = twice(mixed_rows(DENSE))
     y, dx = through(gpu_linear.lora_linear, DOWN, ours, torch.float32)
     wanted_y, wanted_dx = through(lora_linear, DOWN, theirs, torch.float32)
     close(y, wanted_y)

@@ -9,8 +9,8 @@ the long side. So three kernels are the whole of LoRA, dense and in experts, for
 
 Factors are found by address, one int64 per group, so adapters are neither stacked nor copied and ranks may be mixed.
 A run is the consecutive rows of one expert and one group, number expert * num_groups + group; a dense product has one
-expert. No block holds rows of two runs, nothing is split along a sum and there are no atomics: what a run gets depends
-on its own rows alone. Sums are kept in float32. Launched by launch.py; checked in Triton's interpreter.
+expert. No block holds rows of two runs, sums are split at fixed places if at all, and there are no atomics: what a run
+gets depends on its own rows alone. Sums are kept in float32. Launched by launch.py; checked in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ def _block(run, first_block, run_start, index, BLOCK_M: tl.constexpr):
 VARYING = ["num_runs", "num_groups", "part"]
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=[*VARYING, "stride_split"])
 def shrink(
     x,
     stride_x,
     u,
     stride_u,
+    stride_split,
     addresses,
     ranks,
     scales,
@@ -52,8 +53,10 @@ def shrink(
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """u[m, part * rank + i] = x[m] . W[i] for i < STACK * rank, times the group's scale if SCALED."""
+    """u[s, m, part * rank + i] = x[m] . W[i] over columns s * SPLIT to (s + 1) * SPLIT, for i < STACK * rank, times the
+    group's scale if SCALED."""
     index = tl.program_id(0)
     run = tl.load(block_run + index)
     if run < num_runs:
@@ -64,13 +67,14 @@ def shrink(
         w = tl.load(addresses + group).to(tl.pointer_type(tl.float32)) + expert.to(tl.int64) * STACK * rank * wide
         row, own = _block(run, first_block, run_start, index, BLOCK_M)
         total = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
-        for start in range(0, wide, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
+        for start in range(0, SPLIT, BLOCK_K):
+            k = tl.program_id(2) * SPLIT + start + tl.arange(0, BLOCK_K)
             x_mk = tl.load(x + row[:, None] * stride_x + k[None], own[:, None] & (k < wide)[None], 0.0)
             w_ki = tl.load(w + i[None].to(tl.int64) * wide + k[:, None], real[None] & (k < wide)[:, None], 0.0)
             total = tl.dot(x_mk.to(tl.float32), w_ki, total, input_precision=PRECISION)
         if SCALED:
             total = total * tl.load(scales + group)
+        u += tl.program_id(2).to(tl.int64) * stride_split
         tl.store(u + row[:, None] * stride_u + part * rank + i[None], total, own[:, None] & real[None])
 
 

@@ -15,6 +15,10 @@ from torch import Tensor
 from workers.model.gpu import kernels
 from workers.model.gpu.runs import Blocks, RankClass, Runs, Table
 
+#: Columns of the long side that one block of `shrink` adds up, and how many at a time. A vocabulary of 150k columns
+#: would otherwise be one block's work for each few rows.
+MAX_SPLIT, STEP = 4096, 64
+
 
 class Precision(NamedTuple):
     """How tensor cores multiply float32. "tf32" keeps 10 bits of each factor, more than bfloat16's 7; "ieee" all."""
@@ -49,14 +53,19 @@ def shrink(
     """u[:, part] = x W^T of each row's group (and expert), for the tensor W called `name`."""
     _check(x, u)
     wide, table = x.shape[1], place.table
+    splits = -(-wide // MAX_SPLIT)
+    # The shortest that serves, in steps: it is compiled in.
+    split = MAX_SPLIT if splits > 1 else -(-wide // STEP) * STEP
+    found = u[None] if splits == 1 else u.new_zeros(splits, *u.shape)
     for each, blocks in place.blocks:
         if len(x):
-            grid = (len(blocks.run), each.rank_blocks(stack))
+            grid = (len(blocks.run), each.rank_blocks(stack), splits)
             kernels.shrink[grid](
                 x,
                 x.stride(0),
-                u,
-                u.stride(0),
+                found,
+                found.stride(1),
+                found.stride(0),
                 table.weights(name),
                 *_where(table, blocks, place.runs),
                 wide,
@@ -66,8 +75,11 @@ def shrink(
                 PRECISION=precision.name,
                 BLOCK_M=blocks.block_rows,
                 BLOCK_R=each.block,
-                BLOCK_K=64,
+                BLOCK_K=STEP,
+                SPLIT=split,
             )
+    if splits > 1:
+        u += found.sum(0)
 
 
 def expand(
@@ -107,7 +119,8 @@ def outer(
     for each, blocks in place.blocks:
         owners = each.owners
         if len(y) and owners.count:
-            width = _wide_block(each.block)
+            # One block adds up all rows of a group; where groups are few and long, narrow ones keep the device busy.
+            width = 32 if place.runs.num_experts == 1 else _wide_block(each.block)
             grid = (owners.count * place.runs.num_experts, -(-wide // width), each.rank_blocks(stack))
             kernels.outer[grid](
                 u,
