@@ -1,0 +1,175 @@
+"""What it costs that most runs are not in memory: ratios on the built-in model, on the CPU, without a server.
+
+    python bench/paging.py [--json] [--quick]
+
+- one in: a step of 16 tenants with 256 tokens each, of which one has to come from disk and another one has to go there
+  to make room, against the same step of 16 that are in memory. The two kinds of step alternate, so a neighbour on the
+  machine hits both alike; wall time, because paging goes on in another thread; medians.
+- a thousand: 1,000 registered runs with memory for 64. Steps of 16 tenants with 64 tokens each go round all of them, so
+  every run of every step comes from disk; against the same steps going round 48 runs that stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from serving import BASE_MODEL, claim, machine
+from weft.wire import AdamParams, OptimStepRequest
+from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
+
+from scheduler.messages import Done, OpKind, Pass, RunSpec, TrainOp
+from store.blobs import Blobs
+from workers.model.decoder import load_decoder
+from workers.trainer.state import kind_of
+from workers.trainer.trainer import Trainer, TrainerSettings
+
+MODEL = Path(__file__).parents[1] / "workers" / "model" / "tiny" / "weights"
+RANK = 8
+TENANTS = 16
+
+
+class Runs:
+    """A trainer with memory for `resident` runs and `registered` of them, all trained once."""
+
+    def __init__(self, folder: Path, registered: int, resident: int) -> None:
+        decoder = load_decoder(MODEL)
+        self.size_bytes = kind_of(spec("any"), decoder.config).size_bytes
+        settings = TrainerSettings(snapshot_every_tokens=1 << 40, resident_bytes=resident * self.size_bytes)
+        self.blobs = Blobs(folder / "blobs")
+        self.trainer = Trainer({BASE_MODEL: decoder}, self.blobs, settings)
+        step = OptimStepRequest(model_id="any", adam_params=AdamParams(learning_rate=1e-4))
+        self.blobs.put("step", step.model_dump_json().encode())
+        self.names = [f"run{i}" for i in range(registered)]
+        for first in range(0, registered, TENANTS):
+            some = self.names[first : first + TENANTS]
+            self._execute([TrainOp(f"c{n}", n, 0, OpKind.CREATE, spec=spec(n)) for n in some])
+            self.step(some, 8)
+
+    def step(self, names: Sequence[str], tokens: int) -> float:
+        """Wall seconds of one forward_backward and optimizer step of these runs, in one pass."""
+        body = f"body{tokens}"
+        if not self.blobs.exists(body):
+            self.blobs.put(body, encode_train_request(batch(tokens)))
+        ops = [TrainOp(f"f{n}", n, 1, OpKind.FORWARD_BACKWARD, body) for n in names]
+        ops += [TrainOp(f"s{n}", n, 2, OpKind.OPTIM_STEP, "step") for n in names]
+        began = time.perf_counter()
+        self._execute(ops)
+        return time.perf_counter() - began
+
+    def _execute(self, ops: list[TrainOp]) -> None:
+        def check(message: msgspec.Struct) -> None:
+            if isinstance(message, Done) and message.failure is not None:
+                raise RuntimeError(message.failure.message)
+
+        self.trainer.execute(Pass(0, BASE_MODEL, ops), check)
+
+
+def spec(name: str) -> RunSpec:
+    return RunSpec(name, BASE_MODEL, RANK, 16.0, 1, train_attn=True, train_mlp=True, train_unembed=True)
+
+
+def batch(tokens: int) -> TrainBatch:
+    rng = np.random.default_rng(tokens)
+    data = [
+        ArrayDatum(
+            rng.integers(0, 1024, length).astype(np.int32),
+            {"target_tokens": rng.integers(0, 1024, length), "weights": np.ones(length, np.float32)},
+        )
+        for length in [128] * (tokens // 128) + [tokens % 128] * (tokens % 128 > 0)
+    ]
+    return TrainBatch("any", 1, "cross_entropy", data=data)
+
+
+def one_in(folder: Path, rounds: int) -> dict[str, float]:
+    runs = Runs(folder, registered=TENANTS + 48, resident=TENANTS + 8)
+    fixed, others = runs.names[: TENANTS - 1], runs.names[TENANTS:]
+    residency = runs.trainer.residency
+    with_one, without = [], []
+    for i in range(rounds + 1):
+        paged = residency.page_ins
+        cold = runs.step([*fixed, others[i % len(others)]], 256)
+        paged = residency.page_ins - paged
+        warm = runs.step([*fixed, others[i % len(others)]], 256)
+        if i:
+            assert paged == 1, "the run was in memory"
+            with_one.append(cold)
+            without.append(warm)
+    return {
+        "step_s": median(without),
+        "step_with_one_in_s": median(with_one),
+        "share_of_a_step": median(a / b for a, b in zip(with_one, without, strict=True)) - 1,
+        "run_bytes": runs.size_bytes,
+    }
+
+
+def a_thousand(folder: Path, rounds: int) -> dict[str, float]:
+    runs = Runs(folder, registered=1000, resident=64)
+    residency = runs.trainer.residency
+    stay, go_round = runs.names[:48], runs.names[48:]
+    page_ins, paged, resident = 0, [], []
+    for i in range(rounds + 3):
+        # The ones that stay take three steps for each of the others: they are never the least recently used.
+        for first in range(0, 48, TENANTS):
+            warm = runs.step(stay[first : first + TENANTS], 64)
+            if i >= 3:
+                resident.append(warm)
+        at = TENANTS * i % (len(go_round) - TENANTS)
+        before = residency.page_ins
+        cold = runs.step(go_round[at : at + TENANTS], 64)
+        if i >= 3:
+            paged.append(cold)
+            page_ins += residency.page_ins - before
+    return {
+        "registered": len(runs.trainer.runs),
+        "resident": residency.budget_bytes // runs.size_bytes,
+        "budget_bytes": residency.budget_bytes,
+        "peak_bytes": residency.peak_bytes,
+        "paged_in_per_step": page_ins / len(paged),
+        "step_resident_s": median(resident),
+        "step_paged_s": median(paged),
+        "resident_over_paged": median(resident) / median(paged),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    args = parser.parse_args()
+    rounds = 8 if args.quick else 40
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
+        one = one_in(Path(folder) / "one", rounds)
+        thousand = a_thousand(Path(folder) / "thousand", rounds)
+    share, bounded = one["share_of_a_step"], thousand["peak_bytes"] <= thousand["budget_bytes"]
+    result: dict[str, Any] = {
+        "bench": "paging",
+        "compares": "steps whose runs come from disk with steps whose runs are in memory, one thread, no server",
+        "machine": machine(),
+        "one_in": one,
+        "a_thousand": thousand,
+        "claims": [
+            claim("paging a run in, while others train, in steps", share, 0.05, share < 0.05),
+            claim(
+                "1,000 registered, 64 resident: peak memory / budget",
+                thousand["peak_bytes"] / thousand["budget_bytes"],
+                1.0,
+                bounded,
+            ),
+        ],
+    }
+    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
