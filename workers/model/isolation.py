@@ -55,17 +55,17 @@ class Isolation:
 
 
 def settle(decoder: Decoder) -> Isolation:
-    """Test the decoder's shapes and set `decoder.isolation`. On a GPU every batch size may round in its own way, and
-    group by group would be many times slower: there tenants are packed, equal to rounding but not to the bit."""
-    if decoder.device.type != "cpu":
-        return Isolation("packed-inexact", 0)
+    """Test the decoder's shapes and set `decoder.isolation`."""
     found = choose(decoder)
     decoder.isolation = found.mode
     return found
 
 
 def choose(decoder: Decoder) -> Isolation:
-    """Test the decoder's shapes."""
+    """Test the decoder's shapes. On a GPU every batch size may round in its own way, and group by group would be many
+    times slower: there tenants are packed, equal up to rounding but not to the bit."""
+    if decoder.device.type != "cpu":
+        return Isolation("packed-inexact", 0)
     shapes = _shapes(decoder)
     with torch.no_grad():
         for difference in _differences(decoder, shapes):

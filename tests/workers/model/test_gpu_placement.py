@@ -23,6 +23,7 @@ from workers.model.decoder import Decoder, PackedAttend
 from workers.model.gpu import experts as gpu_experts
 from workers.model.gpu import kernels, runs
 from workers.model.gpu import linear as gpu_linear
+from workers.model.isolation import settle
 from workers.model.lora_rows import LoraRows
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -152,3 +153,14 @@ def test_a_pass_stays_on_the_device_and_never_waits(
         "expand": 2 * (8 + 5),
         "outer": 2 * (5 + 8),
     }
+
+
+def test_a_gpu_is_not_tried_for_isolation() -> None:
+    """It would fail, and group by group is no way to use a GPU."""
+    with FakeTensorMode():
+        decoder = Decoder(CONFIG, torch.bfloat16, CUDA)
+        found = settle(decoder)
+    assert decoder.isolation == "packed-inexact"
+    assert "equal up to rounding" in str(found)
+    rows = LoraRows([0, 2], [None])
+    assert decoder.arranged(rows) is rows
