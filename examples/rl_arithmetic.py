@@ -65,8 +65,16 @@ def run(
             )
             for q, _ in asked
         ]
-        params = types.SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=seed * 1_000_000 + step)
-        futures = [sampler.sample(types.ModelInput.from_ints(p), GROUP, params) for p in prompts]
+        futures = [
+            sampler.sample(
+                types.ModelInput.from_ints(prompt),
+                GROUP,
+                types.SamplingParams(
+                    max_tokens=MAX_TOKENS, temperature=1.0, seed=(seed * steps + step) * QUESTIONS + i
+                ),
+            )
+            for i, prompt in enumerate(prompts)
+        ]
         data, rewards = [], []
         for prompt, (_, answer), future in zip(prompts, asked, futures, strict=True):
             sequences = future.result().sequences
