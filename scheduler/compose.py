@@ -7,11 +7,16 @@ trainer was lost travels alone, so that if it is what kills trainers, it takes n
 
 from __future__ import annotations
 
+from itertools import islice, zip_longest
+
 from scheduler.fair import FairTree
 from scheduler.lanes import Unit
 
 #: Light operations that may join one pass beyond its token budget; bounds how long a pass of saves can take.
 MAX_RIDERS = 64
+
+#: Runs that a trainer is told of ahead.
+MAX_UPCOMING = 64
 
 
 def compose(queue: FairTree[Unit], models: list[str], budget_tokens: int) -> list[Unit]:
@@ -35,6 +40,14 @@ def compose(queue: FairTree[Unit], models: list[str], budget_tokens: int) -> lis
         units.append(unit)
         tokens += unit.tokens
     return units + _riders(queue, model)
+
+
+def upcoming(queue: FairTree[Unit], model: str) -> list[str]:
+    """The runs with work for this model, about in the order in which they will have their turn: that of each
+    organisation that is next, then the next of each."""
+    by_organisation = [queue.children((model, org)) for org in queue.children((model,))]
+    turns = (run for turn in zip_longest(*by_organisation) for run in turn if run is not None)
+    return list(islice(turns, MAX_UPCOMING))
 
 
 def _riders(queue: FairTree[Unit], model: str) -> list[Unit]:

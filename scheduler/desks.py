@@ -11,7 +11,7 @@ import logging
 from datetime import UTC, datetime
 from typing import Any
 
-from scheduler.compose import compose
+from scheduler.compose import compose, upcoming
 from scheduler.journal import Journal
 from scheduler.lanes import Unit
 from scheduler.link import ServerLink
@@ -77,7 +77,8 @@ class TrainerDesk:
         self._begin(units)
         model = units[0].send.spec.base_model if units and units[0].send.spec else ""
         model = next((u.op.base_model for u in units if u.op is not None), model)
-        self._link.send(Pass(self._passes, model, [u.send for u in units], release))
+        soon = upcoming(self._journal.train_queue, model)
+        self._link.send(Pass(self._passes, model, [u.send for u in units], release, soon))
 
     def _begin(self, units: list[Unit]) -> None:
         now = datetime.now(UTC)

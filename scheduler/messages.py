@@ -78,12 +78,14 @@ class PullPass(msgspec.Struct, frozen=True, tag=True):
 
 class Pass(msgspec.Struct, frozen=True, tag=True):
     """Work for one pass, all of one base model. Operations of one run stand in the order they must be executed in;
-    different runs are independent and should share compute. `release` names runs to forget first."""
+    different runs are independent and should share compute. `release` names runs to forget first. `soon` are the runs
+    next in the queue: a trainer that has paged them out may bring them in while it computes this pass."""
 
     pass_id: int
     base_model: str
     ops: list[TrainOp]
     release: list[str] = []
+    soon: list[str] = []
 
 
 class Failure(msgspec.Struct, frozen=True):

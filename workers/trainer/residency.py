@@ -9,6 +9,7 @@ Callers belong to one other thread. A run that comes back is bitwise what went.
 from __future__ import annotations
 
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,6 +46,7 @@ class Residency:
     def __init__(self, budget_bytes: int, store: PageStore, device: torch.device) -> None:
         self.budget_bytes = budget_bytes
         self.page_ins = self.page_outs = self.write_backs = 0
+        self.waited_s = 0.0  # for runs that had not come yet
         self._device, self._store = device, store
         self._arenas = Arenas(budget_bytes, device)
         self._here: OrderedDict[str, RunState] = OrderedDict()  # in memory or on the way; least recently held first
@@ -79,11 +81,13 @@ class Residency:
         coming = self._coming.pop(run.spec.run_id, None)
         if coming is None:
             return
+        began = time.monotonic()
         try:
             arena, spare, paged = coming.result()
         except Exception:
             self._leave(run)
             raise
+        self.waited_s += time.monotonic() - began
         run.arena = arena
         run.spare = None if spare is None else Adapter(run.kind.shape, spare, run.kind.scale)
         run.dirty = not paged
@@ -118,11 +122,6 @@ class Residency:
 
     def is_here(self, run_id: str) -> bool:
         return run_id in self._here
-
-    def room_for(self, run: RunState) -> bool:
-        """Whether it could come in without going beyond the budget."""
-        held = sum(_size(there) for run_id, there in self._here.items() if run_id in self._held)
-        return held + _size(run) <= self.budget_bytes
 
     def settle(self) -> None:
         """Wait until nothing is on its way."""

@@ -17,6 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -81,26 +82,34 @@ class Trainer:
         queues: dict[str, deque[TrainOp]] = {}
         for op in pass_.ops:
             queues.setdefault(op.run_id, deque()).append(op)
-        for wave in self._waves(queues):
+        for wave in self._waves(queues, pass_.soon):
             tokens += self._stages({run_id: queues[run_id] for run_id in wave}, send)
             for run_id in wave:
                 if (progress := self._open.get(run_id)) is not None:
                     progress.park()
         send(PassOver(pass_.pass_id, tokens, len(queues), time.monotonic() - began))
 
-    def _waves(self, queues: dict[str, deque[TrainOp]]) -> Iterator[list[str]]:
+    def _waves(self, queues: dict[str, deque[TrainOp]], soon: list[str]) -> Iterator[list[str]]:
         """The runs of the pass in sets that fit in memory, each on its way when it is given out, and the next behind
-        it. Those that are here come first: what they compute hides how long the others take to come."""
+        it; behind the last one the runs of the next pass. Those that are here come first: what they compute hides how
+        long the others take to come."""
         here_first = sorted(queues, key=lambda run_id: not self.residency.is_here(run_id))
-        sets = waves({run_id: self._size(queues[run_id][0]) for run_id in here_first}, self.residency.budget_bytes)
-        for wave, next_wave in zip(sets, [*sets[1:], []], strict=False):
-            self.residency.hold([*wave, *next_wave])
-            for run_id in [*wave, *next_wave]:
-                run = self.runs.get(run_id)
-                if run is not None and (run_id in wave or self.residency.room_for(run)):
+        sizes = {run_id: self._size(queues[run_id][0]) for run_id in here_first}
+        sets = waves(sizes, self.residency.budget_bytes)
+        for wave, next_wave in zip(sets, [*sets[1:], soon], strict=False):
+            order = [*wave, *self._fitting(next_wave, beside=sum(sizes[run_id] for run_id in wave))]
+            self.residency.hold(order)
+            for run_id in order:
+                if (run := self.runs.get(run_id)) is not None:
                     self.residency.fetch(run)
             yield wave
         self.residency.hold([])
+
+    def _fitting(self, run_ids: list[str], beside: int) -> list[str]:
+        """As many of these runs as fit in memory beside so many bytes."""
+        room = self.residency.budget_bytes - beside
+        sizes = [self.runs[run_id].kind.size_bytes if run_id in self.runs else 0 for run_id in run_ids]
+        return [run_id for run_id, total in zip(run_ids, accumulate(sizes), strict=True) if total <= room]
 
     def _size(self, op: TrainOp) -> int:
         """Bytes of memory that the run of `op` takes, or, if it is to be created, will take."""

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule, run_state_machine_as_test
 
-from scheduler.messages import OpKind, TrainOp
-from tests.workers.trainer.kit import Bench, arenas, ce_data, run_spec, sliced
+from scheduler.messages import OpKind, Pass, TrainOp
+from tests.workers.trainer.kit import MODEL, Bench, arenas, ce_data, run_spec, sliced
 from workers.model.decoder import Decoder
 from workers.trainer.arena import Arena, Arenas
 from workers.trainer.residency import waves
@@ -290,3 +290,13 @@ def test_any_order_of_work(decoder: Decoder, tmp_path: Path) -> None:
             max_examples=12, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+def test_runs_that_are_next_in_the_queue_come_in_while_others_compute(make_bench: MakeBench, decoder: Decoder) -> None:
+    bench = make_bench(resident_bytes=2 * size_of(decoder))
+    bench.ok(*(bench.create(run_id) for run_id in "abcd"))
+    here = bench.trainer.residency.is_here
+    assert [here(run_id) for run_id in "abcd"] == [False, False, True, True]
+    op = bench.fb("a", ce_data([4], 1))
+    bench.trainer.execute(Pass(1, MODEL, [op], soon=["never seen", "b", "c"]), lambda message: None)
+    assert [here(run_id) for run_id in "abcd"] == [True, True, False, False]
