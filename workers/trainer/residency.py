@@ -180,15 +180,19 @@ class Residency:
         return self._thread.submit(self._beside, given, work)
 
     def _beside(self, given: torch.cuda.Event, work: Callable[[], ResultT]) -> ResultT:
-        """Copies go beside the computing, and are over when this returns."""
+        """Copies go beside the computing and are over when this returns. Arenas are allocated on this stream as well: a
+        block that the computing has freed, and may still be writing to, never becomes one."""
+        assert self._stream is not None
         given.synchronize()
-        with torch.cuda.device(self._device):
-            return work()
+        with torch.cuda.stream(self._stream):
+            result = work()
+        self._stream.synchronize()
+        return result
 
     def _write_back(self, run_id: str, arena: Arena, spare: Tensor | None, with_gradient: bool) -> None:
         pieces = [arena.used(with_gradient), *([] if spare is None else [spare])]
         try:
-            self._copying(lambda: self._store.put(run_id, pieces))
+            self._store.put(run_id, pieces)
         except Exception as error:
             print(f"trainer: run {run_id} stays in memory, it cannot be paged out: {error!r}", file=sys.stderr)
             self._stuck[run_id] = arena, spare, False
@@ -202,20 +206,14 @@ class Residency:
         arena = self._arenas.take(kind)
         spare = arena.flat.new_empty(kind.shape.numel) if with_spare else None
         pieces = [arena.used(with_gradient), *([] if spare is None else [spare])]
-        self._copying(lambda: self._store.get(run_id, pieces))
+        if spare is not None and self._stream is not None:
+            spare.record_stream(torch.cuda.default_stream(self._device))  # where it will be used, and freed
+        self._store.get(run_id, pieces)
         return arena, spare, True
 
     def _drop(self, run_id: str) -> None:
         self._stuck.pop(run_id, None)
         self._store.drop(run_id)
-
-    def _copying(self, copy: Callable[[], None]) -> None:
-        if self._stream is None:
-            copy()
-            return
-        with torch.cuda.stream(self._stream):
-            copy()
-        self._stream.synchronize()
 
 
 def resident_within(resident_bytes: int, host_bytes: int, pages_dir: Path, device: torch.device) -> Residency:
