@@ -7,6 +7,7 @@ trainer was lost travels alone, so that if it is what kills trainers, it takes n
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import islice, zip_longest
 
 from scheduler.fair import FairTree
@@ -22,8 +23,9 @@ MAX_UPCOMING = 64
 def compose(queue: FairTree[Unit], models: list[str], budget_tokens: int) -> list[Unit]:
     """Take the next pass out of `queue` (paths are base model, organisation, run). Empty when nothing is ready.
 
-    Units of one run keep their order. The first unit is taken whatever its size, so a datum longer than the budget
-    still runs."""
+    Units of one run keep their order; runs stand in the order of their tokens, the smallest first, so that a small
+    request is answered before the large ones that share its pass. The first unit is taken whatever its size, so a datum
+    longer than the budget still runs."""
     model = next((m for m in queue.children() if m in models), None)
     if model is None:
         return []
@@ -39,7 +41,15 @@ def compose(queue: FairTree[Unit], models: list[str], budget_tokens: int) -> lis
         queue.pop((model,))
         units.append(unit)
         tokens += unit.tokens
-    return units + _riders(queue, model)
+    return _smallest_run_first(units) + _riders(queue, model)
+
+
+def _smallest_run_first(units: list[Unit]) -> list[Unit]:
+    tokens = Counter[str]()
+    for unit in units:
+        tokens[unit.send.run_id] += unit.tokens
+    first_of = {unit.send.run_id: place for place, unit in reversed(list(enumerate(units)))}
+    return sorted(units, key=lambda unit: (tokens[unit.send.run_id], first_of[unit.send.run_id]))
 
 
 def upcoming(queue: FairTree[Unit], model: str) -> list[str]:

@@ -148,6 +148,11 @@ def test_a_small_request_waits_for_at_most_one_pass_of_a_flood() -> None:
     assert "small-1" in names(compose(tree, ["m"], 100))
 
 
+def test_the_smallest_run_of_a_pass_is_first_and_runs_keep_their_order() -> None:
+    tree = queue(*units("big", "A", 40, 20), *units("small", "B", 5), *units("mid", "C", 30))
+    assert names(compose(tree, ["m"], 100)) == ["small-1", "mid-1", "big-1", "big-2"]
+
+
 def test_other_models_are_left_for_their_own_pass() -> None:
     assert compose(queue(*units("a", "A", 5)), ["other"], 100) == []
 

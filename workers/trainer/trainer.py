@@ -42,12 +42,12 @@ COMPUTE = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """`microbatch_tokens` caps what is computed at once: memory grows with it, and beyond some 4k tokens a CPU gets
+    """`microbatch_tokens` caps what is computed at once: memory grows with it, and beyond some 2k tokens a CPU gets
     slower. After `snapshot_every_tokens` trained tokens a run's state is saved at its next optimizer step, which
     bounds how much a lost trainer has to replay. The states of runs take up to `resident_bytes` of the memory that
     computes, and, where that is a device's, `host_bytes` of the host's; 0: half of what is free at the start."""
 
-    microbatch_tokens: int = 4096
+    microbatch_tokens: int = 2048
     snapshot_every_tokens: int = 65536
     resident_bytes: int = 0
     host_bytes: int = 0
