@@ -44,9 +44,10 @@ class Computing:
     def run(self, decoder_of: Callable[[RunState], Decoder]) -> Iterator[Progress]:
         """Compute everything, giving out each operation as soon as it is complete (its `failure` set if it failed).
 
-        Operations that need gradients and those that do not are packed apart, so that a forward pays no backward."""
+        Operations that need gradients and those that do not are packed apart, so that a forward pays no backward; the
+        forwards go first, being the shorter."""
         yield from self._complete()
-        for trains in (True, False):
+        for trains in (False, True):
             waiting = deque(self._pack([part for part in self._parts if part.trains is trains]))
             while waiting:
                 batch, room_tokens = waiting.popleft(), self._room_tokens
