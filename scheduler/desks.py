@@ -75,8 +75,7 @@ class TrainerDesk:
         self._units = units
         self._passes += 1
         self._begin(units)
-        model = units[0].send.spec.base_model if units and units[0].send.spec else ""
-        model = next((u.op.base_model for u in units if u.op is not None), model)
+        model = units[0].base_model if units else ""
         soon = upcoming(self._journal.train_queue, model)
         self._link.send(Pass(self._passes, model, [u.send for u in units], release, soon))
 

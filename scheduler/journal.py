@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -102,10 +102,6 @@ class Journal:
         else:
             self._refuse(op, new.refused)
         return op.id
-
-    async def refuse(self, new: NewOperation, why: str) -> str:
-        """Accept an ordered request that the front turns away: it only spends its number, and fails with `why`."""
-        return await self.accept(replace(new, refused=why))
 
     def _refuse(self, op: Operation, why: str) -> None:
         """The front turned it away: it ends at once, and what follows it need not wait for its number."""

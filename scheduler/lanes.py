@@ -22,6 +22,7 @@ class Unit:
     """What is queued: one operation or one slice of it, ready to be sent to a trainer."""
 
     op: Operation | None  # None: the synthetic restore from a snapshot
+    base_model: str
     send: TrainOp
     tokens: int
 
@@ -39,6 +40,7 @@ def units_of(op: Operation, spec: RunSpec, replay: bool = False) -> list[Unit]:
     return [
         Unit(
             op=op,
+            base_model=spec.base_model,
             tokens=tokens,
             send=TrainOp(
                 op_id=op.id,
@@ -162,5 +164,5 @@ class RunLane:
                 with_optimizer=True,
                 spec=self.spec,
             )
-            units.append(Unit(op=None, send=restore, tokens=0))
+            units.append(Unit(op=None, base_model=self.spec.base_model, send=restore, tokens=0))
         return units + [u for o in self._log for u in units_of(o, self.spec, replay=True)]

@@ -115,10 +115,6 @@ class Settings(_Section):
         return self.data_dir / "blobs"
 
     @property
-    def logs_dir(self) -> Path:
-        return self.data_dir / "logs"
-
-    @property
     def effective_database_url(self) -> str:
         return self.database_url or f"sqlite:///{self.data_dir / 'weft.db'}"
 

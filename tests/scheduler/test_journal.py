@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -299,7 +300,7 @@ def test_after_a_restart_everything_accepted_is_there(folder: Path) -> None:
             ids = [await service.journal.accept(train(1))]
             await service.answer(link, await service.ask(link, PullPass(["m"])))
             await outcome(service, ids[0])
-            await service.journal.refuse(train(5, body=b"bad"), "no")
+            await service.journal.accept(replace(train(5, body=b"bad"), refused="no"))
             ids += [
                 await service.journal.accept(train(2)),
                 await service.journal.accept(train(4)),
@@ -444,7 +445,7 @@ def test_a_refused_request_spends_its_number(folder: Path) -> None:
             await first_pass(service, link)
             await service.journal.accept(train(3))
             for _ in range(2):
-                refused = await service.journal.refuse(train(2, body=b"bad"), "token 9 is unknown")
+                refused = await service.journal.accept(replace(train(2, body=b"bad"), refused="token 9 is unknown"))
                 assert (await outcome(service, refused)).error == "token 9 is unknown"
             await service.journal.accept(train(1))
             assert ops(await service.ask(link, PullPass(["m"]))) == [(1, False), (3, False)]
