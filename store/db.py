@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -190,6 +192,20 @@ def _run(work: _Work, connection: Connection, *, alone: bool) -> None:
         work.error = error
 
 
+def use_wal(connection: sqlite3.Connection) -> None:
+    """Have readers and a writer not wait for each other. The database remembers it; while it is changed the first time,
+    whoever else opens the database is told "locked" at once, whatever the busy timeout, and so must ask again."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_MS / 1000
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
 def _prepare_sqlite(engine: Engine, *, begin: str, durable: bool, query_only: bool) -> None:
     """Have SQLAlchemy, not the driver, begin transactions; and set what SQLite keeps for each connection."""
 
@@ -197,7 +213,7 @@ def _prepare_sqlite(engine: Engine, *, begin: str, durable: bool, query_only: bo
     def connect(connection: Any, _record: Any) -> None:
         connection.isolation_level = None
         connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
-        connection.execute("PRAGMA journal_mode=WAL")
+        use_wal(connection)
         connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute(f"PRAGMA query_only={'ON' if query_only else 'OFF'}")

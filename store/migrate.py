@@ -14,6 +14,7 @@ from alembic.config import Config
 from sqlalchemy import Connection, Engine, create_engine, event, text
 
 import migrations
+from store.db import use_wal
 
 #: Any number that no other program takes as an advisory lock in the same PostgreSQL database.
 _LOCK = 0x77656674
@@ -52,7 +53,7 @@ def _own_transactions(engine: Engine) -> None:
     def connect(connection: Any, _record: Any) -> None:
         connection.isolation_level = None
         connection.execute("PRAGMA busy_timeout=30000")
-        connection.execute("PRAGMA journal_mode=WAL")
+        use_wal(connection)
         connection.execute("PRAGMA foreign_keys=OFF")
 
     @event.listens_for(engine, "begin")

@@ -1,4 +1,4 @@
-"""What many tests need: a migrated SQLite database and a blob store, each in its own temporary folder."""
+"""What many tests need: a migrated database, a blob store, real servers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from store.blobs import Blobs
 from store.db import Database
+from tests.servers import PostgresServer, postgres_server, redis_server
 
 
 @pytest.fixture
@@ -17,6 +18,46 @@ def database(tmp_path: Path) -> Iterator[Database]:
     database.migrate()
     yield database
     database.close()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def migrated_postgres(postgres: PostgresServer) -> str:
+    """A database with all tables and no rows, to be copied."""
+    name = postgres.create()
+    database = Database(postgres.url(name))
+    database.migrate()
+    database.close()
+    return name
+
+
+@pytest.fixture
+def postgres_database(postgres: PostgresServer, migrated_postgres: str) -> Iterator[Database]:
+    name = postgres.create(migrated_postgres)
+    database = Database(postgres.url(name))
+    yield database
+    database.close()
+    postgres.drop(name)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def any_database(request: pytest.FixtureRequest) -> Database:
+    """The test runs on both; for all that concerns tenancy and money."""
+    name = "database" if request.param == "sqlite" else "postgres_database"
+    database: Database = request.getfixturevalue(name)
+    return database
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """One Redis for all tests: use keys of your own."""
+    with redis_server() as url:
+        yield url
 
 
 @pytest.fixture

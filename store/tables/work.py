@@ -1,78 +1,14 @@
-"""Every table of Weft: ids, states, hashes and money. Bodies, results and weights are blobs (`store.blobs`).
-
-Every row that belongs to a tenant carries `org_id`, and every lookup is scoped by it. Money is integer nano-dollars.
-Timestamps are UTC and come back timezone-aware.
-"""
+"""Sessions and what they own: runs, samplers, checkpoints; and the journal of operations."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import Any, ClassVar
+from datetime import datetime
+from typing import Any
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    DateTime,
-    ForeignKey,
-    Index,
-    Integer,
-    MetaData,
-    String,
-    TypeDecorator,
-    UniqueConstraint,
-)
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, String, UniqueConstraint
+from sqlalchemy.orm import Mapped, mapped_column
 
-#: SQLite only auto-increments an INTEGER primary key.
-BigInt = BigInteger().with_variant(Integer(), "sqlite")
-
-
-class Utc(TypeDecorator[datetime]):
-    """A UTC instant. SQLite forgets time zones, so the zone is taken off going in and put back coming out."""
-
-    impl = DateTime(timezone=True)
-    cache_ok = True
-
-    def process_bind_param(self, value: datetime | None, dialect: Any) -> datetime | None:
-        if value is not None and value.tzinfo is None:
-            raise ValueError(f"a timestamp without a time zone cannot be stored: {value!r}")
-        return value.astimezone(UTC) if value is not None else None
-
-    def process_result_value(self, value: datetime | None, dialect: Any) -> datetime | None:
-        if value is None:
-            return None
-        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
-
-
-class Base(DeclarativeBase):
-    metadata = MetaData(
-        naming_convention={
-            "ix": "ix_%(column_0_label)s",
-            "uq": "uq_%(table_name)s_%(column_0_name)s",
-            "fk": "fk_%(table_name)s_%(column_0_name)s",
-            "pk": "pk_%(table_name)s",
-        }
-    )
-    type_annotation_map: ClassVar[dict[Any, Any]] = {datetime: Utc(), dict[str, Any]: JSON(), list[str]: JSON()}
-
-
-class Organisation(Base):
-    __tablename__ = "organisations"
-    id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    name: Mapped[str] = mapped_column(String(128), unique=True)
-    created_at: Mapped[datetime]
-
-
-class ApiKey(Base):
-    """An API key; only its SHA-256 is kept. `prefix` is what a person may see to tell keys apart."""
-
-    __tablename__ = "api_keys"
-    id: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=True)
-    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
-    prefix: Mapped[str] = mapped_column(String(16))
-    secret_sha256: Mapped[str] = mapped_column(String(64), unique=True)
-    created_at: Mapped[datetime]
-    revoked_at: Mapped[datetime | None]
+from store.tables.base import Base, BigInt
 
 
 class Session(Base):
@@ -182,41 +118,3 @@ class Operation(Base):
     accepted_at: Mapped[datetime]
     finished_at: Mapped[datetime | None]
     timings: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.timings
-
-
-class UsageEvent(Base):
-    """One metered quantity of one operation, written in the commit of its result and never changed.
-    `kind` is train | prefill | cached_prefill | sample."""
-
-    __tablename__ = "usage_events"
-    __table_args__ = (
-        UniqueConstraint("operation_id", "kind"),
-        Index("ix_usage_events_org_at", "org_id", "recorded_at"),
-    )
-    id: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=True)
-    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"))
-    session_id: Mapped[str] = mapped_column(String(64), index=True)
-    run_id: Mapped[str | None] = mapped_column(String(128), index=True)
-    operation_id: Mapped[str] = mapped_column(String(64))
-    kind: Mapped[str] = mapped_column(String(16))
-    base_model: Mapped[str] = mapped_column(String(256))
-    tokens: Mapped[int] = mapped_column(BigInteger)
-    price_version: Mapped[str] = mapped_column(String(64))
-    rate_uusd_per_mtok: Mapped[int] = mapped_column(BigInteger)
-    amount_nusd: Mapped[int] = mapped_column(BigInteger)
-    recorded_at: Mapped[datetime]
-
-
-class AuditEntry(Base):
-    """Who did what to what; never changed. `event` reads <resource>_<action>, `key_id` is None for the server itself
-    and for the operator's command."""
-
-    __tablename__ = "audit_log"
-    __table_args__ = (Index("ix_audit_log_org_at", "org_id", "at"),)
-    id: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=True)
-    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"))
-    at: Mapped[datetime]
-    key_id: Mapped[int | None] = mapped_column(BigInteger)
-    event: Mapped[str] = mapped_column(String(64))
-    target: Mapped[str] = mapped_column(String(512))
-    detail: Mapped[dict[str, Any]]

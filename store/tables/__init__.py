@@ -1,0 +1,25 @@
+"""Every table of Weft: ids, states, hashes and money. Bodies, results and weights are blobs (`store.blobs`).
+
+Every row that belongs to a tenant carries `org_id`, and every lookup is scoped by it. Money is integer nano-dollars.
+Timestamps are UTC and come back timezone-aware.
+"""
+
+from store.tables.base import Base, BigInt, Utc
+from store.tables.money import UsageEvent
+from store.tables.people import ApiKey, AuditEntry, Organisation
+from store.tables.work import Checkpoint, Operation, Run, Sampler, Session
+
+__all__ = [
+    "ApiKey",
+    "AuditEntry",
+    "Base",
+    "BigInt",
+    "Checkpoint",
+    "Operation",
+    "Organisation",
+    "Run",
+    "Sampler",
+    "Session",
+    "UsageEvent",
+    "Utc",
+]

@@ -1,0 +1,42 @@
+"""What every table shares: identifiers' and timestamps' types, and the names of constraints."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+from sqlalchemy import JSON, BigInteger, DateTime, Integer, MetaData, TypeDecorator
+from sqlalchemy.orm import DeclarativeBase
+
+#: SQLite only auto-increments an INTEGER primary key.
+BigInt = BigInteger().with_variant(Integer(), "sqlite")
+
+
+class Utc(TypeDecorator[datetime]):
+    """A UTC instant. SQLite forgets time zones, so the zone is taken off going in and put back coming out."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Any) -> datetime | None:
+        if value is not None and value.tzinfo is None:
+            raise ValueError(f"a timestamp without a time zone cannot be stored: {value!r}")
+        return value.astimezone(UTC) if value is not None else None
+
+    def process_result_value(self, value: datetime | None, dialect: Any) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(column_0_label)s",
+            "uq": "uq_%(table_name)s_%(column_0_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s",
+            "pk": "pk_%(table_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+        }
+    )
+    type_annotation_map: ClassVar[dict[Any, Any]] = {datetime: Utc(), dict[str, Any]: JSON(), list[str]: JSON()}

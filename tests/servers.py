@@ -1,0 +1,152 @@
+"""Real servers for tests: PostgreSQL and Redis, started once for a test run on free ports of the loopback, in a
+temporary folder, and stopped with it. Where a program is not installed its tests are skipped; under CI they fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+import pytest
+import redis
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class PostgresServer:
+    """A throw-away PostgreSQL cluster. `superuser` owns everything and is not bound by row-level security."""
+
+    superuser = "weft_owner"
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def url(self, name: str, user: str | None = None) -> str:
+        return f"postgresql+psycopg://{user or self.superuser}@127.0.0.1:{self.port}/{name}"
+
+    def create(self, template: str = "template1") -> str:
+        """A new database; its name."""
+        name = f"weft_{uuid.uuid4().hex[:12]}"
+        self.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
+        return name
+
+    def drop(self, name: str) -> None:
+        self.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
+
+    def execute(self, statement: str, name: str = "postgres") -> None:
+        address = f"host=127.0.0.1 port={self.port} user={self.superuser} dbname={name}"
+        with psycopg.connect(address, autocommit=True) as connection:
+            connection.execute(statement)  # type: ignore[arg-type]
+
+
+@contextmanager
+def postgres_server() -> Iterator[PostgresServer]:
+    bin_dir = _postgres_programs()
+    port, user = free_port(), _unprivileged_user()
+    with tempfile.TemporaryDirectory(prefix="weft-postgres-") as folder:
+        data = Path(folder) / "data"
+        if user is not None:
+            shutil.chown(folder, user)
+        _run(user, bin_dir / "initdb", "-D", data, "-U", PostgresServer.superuser, "--auth=trust", "-E", "UTF8", "-N")
+        options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories= -c fsync=off"
+        options += " -c synchronous_commit=off -c full_page_writes=off -c max_connections=300"
+        try:
+            _run(
+                user,
+                bin_dir / "pg_ctl",
+                "-D",
+                data,
+                "-w",
+                "-t",
+                "60",
+                "-l",
+                Path(folder) / "log",
+                "-o",
+                options,
+                "start",
+            )
+            yield PostgresServer(port)
+        finally:
+            _run(user, bin_dir / "pg_ctl", "-D", data, "-m", "immediate", "stop", check=False)
+
+
+@contextmanager
+def redis_server(*options: str) -> Iterator[str]:
+    """A Redis that keeps nothing on disk; its URL."""
+    program = shutil.which("redis-server") or _missing("redis-server")
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="weft-redis-") as folder:
+        command = [
+            program,
+            "--port",
+            str(port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+            folder,
+        ]
+        process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            _wait_for_redis(port, process)
+            yield f"redis://127.0.0.1:{port}/0"
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _wait_for_redis(port: int, process: subprocess.Popen[bytes]) -> None:
+    client = redis.Redis(port=port, socket_connect_timeout=1)
+    deadline = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            client.ping()
+            return
+        except redis.RedisError:
+            time.sleep(0.02)
+        finally:
+            client.close()
+    raise RuntimeError("redis-server did not come up")
+
+
+def _postgres_programs() -> Path:
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
+    if not found and (program := shutil.which("initdb")) is not None:
+        found = [Path(program)]
+    return found[-1].parent if found else Path(_missing("postgresql"))
+
+
+def _missing(package: str) -> str:
+    message = f"{package} is not installed (apt-get install {package})"
+    if os.environ.get("CI"):
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+def _unprivileged_user() -> str | None:
+    """PostgreSQL refuses to run as root."""
+    return "nobody" if os.geteuid() == 0 else None
+
+
+def _run(user: str | None, *command: str | Path, check: bool = True) -> None:
+    prefix = ["setpriv", "--reuid", user, "--regid", "nogroup", "--clear-groups"] if user is not None else []
+    ran = subprocess.run(
+        [*prefix, *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd="/"
+    )
+    if check and ran.returncode:
+        raise RuntimeError(f"{command[0]}: {ran.stderr}")
