@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import JSON, BigInteger, ForeignKey, Index, String, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
-from store.tables.base import Base, BigInt
+from store.tables.base import Base
 
 
 class Session(Base):
