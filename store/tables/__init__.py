@@ -5,21 +5,42 @@ Timestamps are UTC and come back timezone-aware.
 """
 
 from store.tables.base import Base, BigInt, Utc
+from store.tables.console import BrowserSession, LoginLink, RunCurve, RunMetric
 from store.tables.money import UsageEvent
+from store.tables.payments import (
+    Alert,
+    Invoice,
+    JobLease,
+    JobRun,
+    StripeMeterCursor,
+    StripeOutbox,
+    StripeWebhookEvent,
+)
 from store.tables.people import ApiKey, AuditEntry, Organisation
 from store.tables.work import Checkpoint, Operation, Run, Sampler, Session
 
 __all__ = [
+    "Alert",
     "ApiKey",
     "AuditEntry",
     "Base",
     "BigInt",
+    "BrowserSession",
     "Checkpoint",
+    "Invoice",
+    "JobLease",
+    "JobRun",
+    "LoginLink",
     "Operation",
     "Organisation",
     "Run",
+    "RunCurve",
+    "RunMetric",
     "Sampler",
     "Session",
+    "StripeMeterCursor",
+    "StripeOutbox",
+    "StripeWebhookEvent",
     "UsageEvent",
     "Utc",
 ]

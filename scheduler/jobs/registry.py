@@ -1,0 +1,55 @@
+"""The jobs there are. A job is a function that may run at any time, twice, or not at all for a while: what is to do is
+in the database, never in a message, so a second run finds nothing left.
+
+Drivers (`scheduler.jobs.embedded`, `scheduler.jobs.production`) decide when; `scheduler.jobs.running` runs one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from billing.prices import PriceList
+from store.blobs import Blobs
+from store.db import Database
+from store.settings import Settings
+
+#: What a job did, in numbers: {"sent": 3}.
+Result = dict[str, int]
+
+
+@dataclass(frozen=True)
+class JobContext:
+    """What every job works with. `now` is the clock, so that tests can move it."""
+
+    database: Database
+    blobs: Blobs
+    settings: Settings
+    prices: PriceList
+    now: Callable[[], datetime] = lambda: datetime.now(UTC)
+
+
+Run = Callable[[JobContext], Result]
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    every_s: float
+    run: Run
+
+
+JOBS: dict[str, Job] = {}
+
+
+def job(name: str, every_s: float) -> Callable[[Run], Run]:
+    """Register a function as the job `name`, due `every_s` after it last started, or when it is asked for."""
+
+    def register(run: Run) -> Run:
+        if name in JOBS:
+            raise ValueError(f"there are two jobs named {name!r}")
+        JOBS[name] = Job(name, every_s, run)
+        return run
+
+    return register
