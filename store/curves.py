@@ -1,0 +1,134 @@
+"""The curves that users log for their runs: written in batches, read thinned.
+
+A point is (name, step, value); logging a step again replaces its value, so a batch that is sent twice changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from store.tables import RunCurve, RunMetric
+
+#: Curves of one run, and points of one curve.
+MAX_CURVES = 64
+MAX_POINTS = 200_000
+#: Rows of one statement: databases limit its parameters.
+_ROWS = 500
+
+
+class TooManyPoints(ValueError):
+    """A run has as many curves, or a curve as many points, as it may have."""
+
+
+@dataclass(frozen=True)
+class Point:
+    name: str
+    step: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """`steps`, `values` and `at` (when logged) are parallel; of `points` there may be more than these."""
+
+    name: str
+    points: int
+    steps: list[int]
+    values: list[float]
+    at: list[datetime]
+
+
+def log_points(session: Session, org_id: str, run_id: str, points: Sequence[Point], at: datetime) -> int:
+    """Write `points`; of several with one name and step the last counts. Returns how many steps are new."""
+    latest = {(point.name, point.step): point.value for point in points}
+    curves = {row.name: row for row in session.scalars(select(RunCurve).filter_by(run_id=run_id, org_id=org_id))}
+    named: dict[str, list[int]] = {}
+    for name, step in latest:
+        named.setdefault(name, []).append(step)
+    if len(curves.keys() | named.keys()) > MAX_CURVES:
+        raise TooManyPoints(f"a run has at most {MAX_CURVES} curves, and {run_id} has {len(curves)}: log fewer names")
+    written = 0
+    for name, steps in named.items():
+        old = _known(session, run_id, name, steps)
+        curve = curves.get(name)
+        if curve is None:
+            curve = RunCurve(run_id=run_id, name=name, org_id=org_id, points=0, last_step=steps[0], last_value=0.0)
+            session.add(curve)
+        new = len(set(steps) - old)
+        if curve.points + new > MAX_POINTS:
+            raise TooManyPoints(f"{name}: a curve has at most {MAX_POINTS} points: log every n-th step")
+        curve.points += new
+        if max(steps) >= curve.last_step:
+            curve.last_step = max(steps)
+            curve.last_value = latest[name, curve.last_step]
+        curve.last_at = at
+        written += new
+    rows = [
+        {"run_id": run_id, "name": name, "step": step, "org_id": org_id, "value": value, "at": at}
+        for (name, step), value in latest.items()
+    ]
+    _upsert(session, rows)
+    session.flush()
+    return written
+
+
+def curves_of(session: Session, org_id: str, run_ids: Sequence[str]) -> dict[str, list[RunCurve]]:
+    """The curves that runs have, by name, without their points."""
+    found: dict[str, list[RunCurve]] = {}
+    query = select(RunCurve).where(RunCurve.org_id == org_id, RunCurve.run_id.in_(run_ids)).order_by(RunCurve.name)
+    for row in session.scalars(query):
+        found.setdefault(row.run_id, []).append(row)
+    return found
+
+
+def read_curve(session: Session, org_id: str, run_id: str, name: str, limit: int) -> Curve:
+    """One curve by ascending step, thinned to at most `limit` points."""
+    query = select(RunMetric.step, RunMetric.value, RunMetric.at)
+    query = query.where(RunMetric.run_id == run_id, RunMetric.name == name, RunMetric.org_id == org_id)
+    rows = session.execute(query.order_by(RunMetric.step)).all()
+    kept = [rows[index] for index in thin([row.value for row in rows], limit)]
+    return Curve(name, len(rows), [row.step for row in kept], [row.value for row in kept], [row.at for row in kept])
+
+
+def thin(values: Sequence[float], limit: int) -> list[int]:
+    """Which of `values` to draw, at most `limit`: the first, the last, and of each of equal stretches between them the
+    lowest and the highest, so that no spike is lost."""
+    count = len(values)
+    if count <= limit:
+        return list(range(count))
+    if limit < 4:
+        return [0, count - 1][:limit]
+    stretches = (limit - 2) // 2
+    chosen = {0, count - 1}
+    for index in range(stretches):
+        start = 1 + index * (count - 2) // stretches
+        end = 1 + (index + 1) * (count - 2) // stretches
+        stretch = range(start, end)
+        chosen |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+    return sorted(chosen)
+
+
+def _known(session: Session, run_id: str, name: str, steps: list[int]) -> set[int]:
+    """Which of `steps` the curve has already."""
+    known: set[int] = set()
+    for start in range(0, len(steps), _ROWS):
+        part = steps[start : start + _ROWS]
+        query = select(RunMetric.step).where(
+            RunMetric.run_id == run_id, RunMetric.name == name, RunMetric.step.in_(part)
+        )
+        known |= set(session.scalars(query))
+    return known
+
+
+def _upsert(session: Session, rows: list[dict[str, object]]) -> None:
+    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    for start in range(0, len(rows), _ROWS):
+        row = insert(RunMetric).values(rows[start : start + _ROWS])
+        replaced = {"value": row.excluded.value, "at": row.excluded.at}
+        session.execute(row.on_conflict_do_update(index_elements=["run_id", "name", "step"], set_=replaced))
