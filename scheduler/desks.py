@@ -17,12 +17,14 @@ from scheduler.lanes import Unit
 from scheduler.link import ServerLink
 from scheduler.messages import (
     Cancel,
+    Declined,
     Done,
     Drain,
     Failure,
     Occupancy,
     Pass,
     PassOver,
+    PolicyMoved,
     PullPass,
     PullSamples,
     SampleOp,
@@ -30,12 +32,17 @@ from scheduler.messages import (
     Snapshot,
 )
 from scheduler.operations import SAMPLE, Operation
+from scheduler.replicas import Replica, choose, samples_of
 from scheduler.timings import Stretch
 
 log = logging.getLogger(__name__)
 
 #: How often an operation may be in a worker's hands when that worker dies before it is given up.
 LIVES = 3
+#: Requests that are set aside at most because only generators without a free slot can serve them.
+MAX_ASIDE = 256
+
+_COUNTS = {"steps": 0, "slots_busy": 0, "slots_offered": 0}
 
 
 class TrainerDesk:
@@ -102,6 +109,9 @@ class TrainerDesk:
     def cancel(self, op: Operation) -> None:
         """Training is never cancelled half way."""
 
+    def policy_moved(self, moved: PolicyMoved) -> None:
+        """Trainers know."""
+
     def drain(self) -> None:
         if self._link is not None:
             self._link.send(Drain())
@@ -148,96 +158,154 @@ class TrainerDesk:
 
 
 class GeneratorDesk:
-    """Hands out sample requests as slots come free."""
+    """Hands out sample requests as slots come free, to the generator that suits each best (`scheduler.replicas`).
+
+    `expected` generators are to come: what those who are here have declined waits for the others, and fails when all
+    have."""
 
     worker = "generator"
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, expected: int = 1) -> None:
         self._journal = journal
-        self._link: ServerLink | None = None
-        self._models: list[str] = []
-        self._free = 0
-        self._held: dict[str, Operation] = {}
-        self.stats = {"steps": 0, "slots_busy": 0, "slots_offered": 0, "busy_s": 0.0, "lost": 0}
+        self._expected = expected
+        self._replicas: list[Replica] = []
+        self._aside: list[Operation] = []  # taken from the queue, and nobody with a free slot can serve them
+        self.stats: dict[str, Any] = {**_COUNTS, "busy_s": 0.0, "lost": 0}
         journal.desks.append(self)
 
-    async def serve(self, link: ServerLink) -> None:
+    async def serve(self, link: ServerLink, name: str = "generator") -> None:
         """Talk to one generator until its link closes."""
-        self._link = link
+        replica = Replica(name, link)
+        self._replicas.append(replica)
         try:
             async for message in link.messages():
-                self._on(message)
+                self._on(replica, message)
         finally:
-            self._link, self._free = None, 0
-            self._lost()
+            self._replicas.remove(replica)
+            self._lost(replica)
 
     def wake(self) -> None:
-        """Fill the free slots that the generator has offered."""
-        if self._link is None or self._free <= 0:
-            return
-        taken: list[Operation] = []
-        queue = self._journal.sample_queue
-        while self._free > 0:
-            model = next((m for m in queue.children() if m in self._models), None)
-            op = queue.pop((model,)) if model is not None else None
-            if op is None:
-                break
-            self._free -= int(op.plan.get("num_samples", 1))
-            self._held[op.id] = op
-            taken.append(op)
-        if taken:
-            self._begin(taken)
-            self._link.send(SampleWork([self._send(op) for op in taken]))
+        """Fill the free slots that generators have offered."""
+        given: dict[Replica, list[Operation]] = {}
+        aside, self._aside = self._aside, []
+        for op in aside:
+            self._place(op, given)
+        while len(self._aside) < MAX_ASIDE and (next_op := self._next()) is not None:
+            self._place(next_op, given)
+        for replica, taken in given.items():
+            self._begin(replica, taken)
+            replica.link.send(SampleWork([self._send(op) for op in taken]))
 
     def cancel(self, op: Operation) -> None:
-        if op.id in self._held and self._link is not None:
-            self._link.send(Cancel(op.id))
+        replica = self._holder(op)
+        if replica is not None:
+            replica.link.send(Cancel(op.id))
         elif op.kind == SAMPLE and not op.running:
-            queue = self._journal.sample_queue
-            for other in queue.remove(op.path):
-                if other is not op:
-                    queue.push(other.path, other, other.tokens)
+            if op in self._aside:
+                self._aside.remove(op)
+            else:
+                queue = self._journal.sample_queue
+                for other in queue.remove(op.path):
+                    if other is not op:
+                        queue.push(other.path, other, other.tokens)
             self._journal.finish(Done(op.id, failure=Failure("cancelled before it started", "user")))
 
+    def policy_moved(self, moved: PolicyMoved) -> None:
+        """Tell every generator that samples from this run."""
+        for replica in self._replicas:
+            if any(self._journal.sampler(op.lane).run_id == moved.run_id for op in replica.held.values()):
+                replica.link.send(moved)
+
     def drain(self) -> None:
-        if self._link is not None:
-            self._free = 0
-            self._link.send(Drain())
+        for replica in self._replicas:
+            replica.free = 0
+            replica.link.send(Drain())
 
     @property
     def attached(self) -> bool:
-        return self._link is not None
+        return bool(self._replicas)
 
-    def _begin(self, taken: list[Operation]) -> None:
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        """Each generator that is here: its counts, and what it holds now."""
+        return {replica.name: {**replica.stats, "held": len(replica.held)} for replica in self._replicas}
+
+    def _next(self) -> Operation | None:
+        """The fairest request of a model that somebody with a free slot serves."""
+        served = {model for replica in self._replicas if replica.free > 0 for model in replica.models}
+        queue = self._journal.sample_queue
+        model = next((m for m in queue.children() if m in served), None)
+        return queue.pop((model,)) if model is not None else None
+
+    def _place(self, op: Operation, given: dict[Replica, list[Operation]]) -> None:
+        adapter = self._journal.sampler(op.lane).adapter_ref
+        replica = choose(self._replicas, op, adapter)
+        if replica is not None:
+            replica.take(op, adapter)
+            given.setdefault(replica, []).append(op)
+            return
+        reasons = [replica.declined(op.id, adapter) for replica in self._replicas]
+        if len(reasons) >= self._expected and all(reasons):
+            self._journal.finish(Done(op.id, failure=Failure("; ".join(dict.fromkeys(map(str, reasons))), "user")))
+        else:
+            self._aside.append(op)
+
+    def _begin(self, replica: Replica, taken: list[Operation]) -> None:
         now = datetime.now(UTC)
-        samplers = len({op.lane for op in self._held.values()})
-        organisations = len({op.org_id for op in self._held.values()})
-        tokens = sum(op.tokens for op in self._held.values())
+        samplers = len({op.lane for op in replica.held.values()})
+        organisations = len({op.org_id for op in replica.held.values()})
+        tokens = sum(op.tokens for op in replica.held.values())
         for op in taken:
             op.running = True
             op.timings.begin(Stretch(0, samplers, organisations, tokens, now))
 
     def _send(self, op: Operation) -> SampleOp:
-        adapter_ref = self._journal.sampler(op.lane).adapter_ref
-        samples = int(op.plan.get("num_samples", 1))
-        return SampleOp(op.id, op.base_model, op.body_ref, samples, adapter_ref, op.session_id, op.org_id)
+        sampler = self._journal.sampler(op.lane)
+        return SampleOp(
+            op.id,
+            op.base_model,
+            op.body_ref,
+            samples_of(op),
+            sampler.adapter_ref,
+            op.session_id,
+            op.org_id,
+            run_id=sampler.run_id or "",
+            inflight=sampler.inflight,
+            version=self._journal.versions.get(sampler.run_id or "", 0),
+        )
 
-    def _on(self, message: Any) -> None:
+    def _holder(self, op: Operation) -> Replica | None:
+        return next((replica for replica in self._replicas if op.id in replica.held), None)
+
+    def _on(self, replica: Replica, message: Any) -> None:
         if isinstance(message, Done):
-            self._held.pop(message.op_id, None)
+            replica.held.pop(message.op_id, None)
             self._journal.finish(message)
         elif isinstance(message, PullSamples):
-            self._models, self._free = message.models, message.free_slots
+            replica.offer(message.models, message.free_slots)
             self.wake()
+        elif isinstance(message, Declined):
+            self._decline(replica, message)
         elif isinstance(message, Occupancy):
-            self.stats["steps"] += message.steps
-            self.stats["slots_busy"] += message.slots_busy
-            self.stats["slots_offered"] += message.slots_offered
+            for name in _COUNTS:
+                self.stats[name] += getattr(message, name)
+                replica.stats[name] = replica.stats.get(name, 0) + getattr(message, name)
             self.stats["busy_s"] += message.seconds
 
-    def _lost(self) -> None:
+    def _decline(self, replica: Replica, message: Declined) -> None:
+        op = replica.held.pop(message.op_id, None)
+        if op is None:
+            return
+        adapter = self._journal.sampler(op.lane).adapter_ref if message.adapter else ""
+        replica.decline(message.message, op.id, *filter(None, [adapter]))
+        op.running = False
+        op.timings.end(datetime.now(UTC))
+        self._aside.append(op)
+        self.wake()
+
+    def _lost(self, replica: Replica) -> None:
+        """A generator is gone: what it held goes back to the queue, for another one or for its successor."""
         self.stats["lost"] += 1
-        held, self._held = self._held, {}
+        held, replica.held = replica.held, {}
         now = datetime.now(UTC)
         for op in held.values():
             op.running = False

@@ -98,7 +98,8 @@ class Failure(msgspec.Struct, frozen=True):
 class Done(msgspec.Struct, frozen=True, tag=True):
     """One operation is finished: `payload` is the encoded result (protobuf for forward, forward_backward and sample;
     JSON for optim_step; empty for create, save and load), `facts` are counts for metering and storage:
-    `tokens` trained, `size_bytes` written, or, of a sample, `prefill`, `cached_prefill` and `sample` tokens."""
+    `tokens` trained, `size_bytes` written, the policy `version` after an optim_step, or, of a sample, `prefill`,
+    `cached_prefill` and `sample` tokens."""
 
     op_id: str
     payload: bytes = b""
@@ -133,7 +134,11 @@ class PullSamples(msgspec.Struct, frozen=True, tag=True):
 class SampleOp(msgspec.Struct, frozen=True):
     """One sample request of `num_samples` sequences. The body is the JSON of `weft.wire` SampleRequest.
     `adapter_ref` is a folder of sampler weights ("" samples the base model); equal refs are equal weights.
-    Sequence i is known to clients of the session as `sequence_id(op_id, i)`."""
+    Sequence i is known to clients of the session as `sequence_id(op_id, i)`.
+
+    `run_id` is the run whose weights these are, "" for the base model's and for those of others. With `inflight` the
+    sampler follows that run: newer weights of it apply to the request while it runs (`PolicyMoved`). `version` is how
+    far the run is, as far as the server knows (optimizer steps). A higher `priority` goes first."""
 
     op_id: str
     base_model: str
@@ -142,6 +147,10 @@ class SampleOp(msgspec.Struct, frozen=True):
     adapter_ref: str = ""
     session_id: str = ""
     org_id: str = ""
+    run_id: str = ""
+    inflight: bool = False
+    version: int = 0
+    priority: int = 0
 
 
 def sequence_id(op_id: str, sample: int) -> str:
@@ -165,6 +174,24 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     op_id: str
 
 
+class PolicyMoved(msgspec.Struct, frozen=True, tag=True):
+    """The policy of a run is at `version` (optimizer steps). With `adapter_ref` its inflight samplers are on the weights
+    there from now on, also for samples that run."""
+
+    run_id: str
+    version: int
+    adapter_ref: str = ""
+
+
+class Declined(msgspec.Struct, frozen=True, tag=True):
+    """A generator's engine cannot serve this sample, and another kind might: it goes back to the queue, and fails with
+    `message` when no generator takes it. With `adapter`, the reason lies in the sampler's weights."""
+
+    op_id: str
+    message: str
+    adapter: bool = False
+
+
 class Occupancy(msgspec.Struct, frozen=True, tag=True):
     """A generator's decode steps since its last report: `busy / offered` is the share of slots that worked while
     at least one did."""
@@ -181,5 +208,5 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 ToTrainer = Pass | Drain
 FromTrainer = PullPass | Done | Snapshot | PassOver
-ToGenerator = SampleWork | Cancel | Drain
-FromGenerator = PullSamples | Done | Occupancy
+ToGenerator = SampleWork | Cancel | PolicyMoved | Drain
+FromGenerator = PullSamples | Done | Declined | Occupancy
