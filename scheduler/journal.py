@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -20,12 +21,14 @@ from sqlalchemy import Update, update
 
 from billing.prices import PriceList
 from scheduler.answers import Answers, result_ref
+from scheduler.charges import Charges
 from scheduler.completions import Completion, Completions, Target
 from scheduler.fair import FairTree
 from scheduler.intake import Intake
 from scheduler.lanes import RunLane, Unit
-from scheduler.messages import MUTATING, Done, Failure, OpKind, RunSpec, Snapshot
+from scheduler.messages import MUTATING, Done, Failure, OpKind, PolicyMoved, RunSpec, Snapshot
 from scheduler.operations import (
+    INTERACTIVE,
     SAMPLE,
     Draining,
     Gone,
@@ -50,6 +53,7 @@ class SamplerFacts:
     base_model: str
     adapter_ref: str
     run_id: str | None
+    inflight: bool
 
 
 class Desk(Protocol):
@@ -63,6 +67,8 @@ class Desk(Protocol):
     def wake(self) -> None: ...
 
     def cancel(self, op: Operation) -> None: ...
+
+    def policy_moved(self, moved: PolicyMoved) -> None: ...
 
 
 class Journal:
@@ -79,10 +85,12 @@ class Journal:
         self._prices = prices
         self._max_queued = max_queued_per_org
         self.answers = Answers(database, blobs)
+        self._charges = Charges(self._weight, time.monotonic)
         self._intake = Intake(database, blobs)
         self._open: dict[str, Operation] = {}
         self._queued: Counter[str] = Counter()
         self._samplers: dict[str, SamplerFacts] = {}
+        self.versions: dict[str, int] = {}  # optimizer steps of runs, as far as they were told since the start
         self._settling: set[asyncio.Task[Any]] = set()
 
     # ---- accepting
@@ -129,11 +137,12 @@ class Journal:
         self._open[op.id] = op
         self._queued[op.org_id] += 1
         if op.kind == SAMPLE:
-            self.sample_queue.push(op.path, op, op.tokens)
+            self.queue_sample(op)
         else:
             lane = self.runs.get(op.lane)
             if lane is None:
-                lane = self.runs[op.lane] = RunLane(op.org_id, RunSpec(**op.plan["spec"]))
+                spec, priority = RunSpec(**op.plan["spec"]), op.plan.get("priority", INTERACTIVE)
+                lane = self.runs[op.lane] = RunLane(op.org_id, spec, priority=priority)
             if lane.broken:
                 self._fail(op, lane.broken, "user")
                 return
@@ -142,7 +151,14 @@ class Journal:
 
     def _queue_units(self, lane: RunLane, units: list[Unit]) -> None:
         for unit in units:
-            self.train_queue.push(lane.path, unit, unit.tokens)
+            self.train_queue.push(lane.path, unit, unit.tokens, weight=self._charges.weight(lane.org_id))
+
+    def queue_sample(self, op: Operation, lost: bool = False) -> None:
+        """Queue a sample; `lost`: again, because its generator is gone, and what that was charged does not count."""
+        if lost:
+            self.sample_queue.correct(op.path, -op.charged)
+        op.charged = self._charges.expected(op)
+        self.sample_queue.push(op.path, op, op.charged, weight=self._charges.weight(op.org_id))
 
     def wake(self) -> None:
         for desk in self.desks:
@@ -194,6 +210,8 @@ class Journal:
             return
         op.settling = True
         op.timings.done(datetime.now(UTC))
+        if op.kind == SAMPLE and done.failure is None:
+            self.sample_queue.correct(op.path, self._charges.ended(op, done.facts))
         self._background(self._settle(op, done))
 
     def _background(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -221,6 +239,16 @@ class Journal:
             log.exception("operation %s could not be settled", op.id)
             op.outcome, freed = Outcome(error="the server could not store the result; it is not billed"), []
         self._close(op, freed)
+        if op.outcome.error is None and "version" in done.facts:
+            self._moved(op, done.facts["version"])
+
+    def _moved(self, op: Operation, version: int) -> None:
+        """The policy of a run has moved, or its inflight samplers have."""
+        self.versions[op.lane] = version
+        inflight = op.plan.get("sampler_kind") == "inflight"
+        moved = PolicyMoved(op.lane, version, op.plan["target_ref"] if inflight else "")
+        for desk in self.desks:
+            desk.policy_moved(moved)
 
     def _close(self, op: Operation, freed: list[str]) -> None:
         assert op.outcome is not None
@@ -270,9 +298,15 @@ class Journal:
         if facts is None:
             with self._database.read() as session:
                 row = session.get_one(tables.Sampler, sampler_id)
-                facts = SamplerFacts(row.org_id, row.base_model, row.adapter_ref, row.run_id)
+                inflight = row.kind == "inflight"
+                facts = SamplerFacts(row.org_id, row.base_model, row.adapter_ref, row.run_id, inflight)
             self._samplers[sampler_id] = facts
         return facts
+
+    def _weight(self, org_id: str) -> int:
+        with self._database.read() as session:
+            row = session.get(tables.Organisation, org_id)
+            return row.weight if row is not None else 1
 
     async def snapshot(self, taken: Snapshot) -> None:
         """A trainer has written a run's whole state: bodies up to there and the older snapshot may go."""
@@ -308,6 +342,7 @@ class Journal:
 
     def _forget(self, lane: RunLane) -> None:
         self.runs.pop(lane.run_id, None)
+        self.versions.pop(lane.run_id, None)
         self.released.append(lane.run_id)
         self._background(self._database.write(lambda session: session.execute(_closed(lane.run_id))))
         for op in lane.saved(lane.next_seq, ""):

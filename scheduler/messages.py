@@ -175,8 +175,8 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class PolicyMoved(msgspec.Struct, frozen=True, tag=True):
-    """The policy of a run is at `version` (optimizer steps). With `adapter_ref` its inflight samplers are on the weights
-    there from now on, also for samples that run."""
+    """The policy of a run is at `version` (optimizer steps). With `adapter_ref` its inflight samplers are on the
+    weights there from now on, also for samples that run."""
 
     run_id: str
     version: int

@@ -7,6 +7,11 @@ raised and never touch another request.
 
 Seeded requests are reproducible whoever shares the engine: every sequence draws from a generator of its own, keyed by
 (seed, sample index), and uses one uniform number per token.
+
+Policies in flight: an adapter has a version, the optimizer steps of its run behind it (`workers.model.adapter
+.policy_version` reads it of a folder; the base model's is 0). Every token is labelled with the version whose logits it
+was drawn from. `swap_adapter` moves running requests to newer weights between two steps, over the keys and values they
+have; `run_moved` says how far the run itself is, and stops what has become too old for its request.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from weft.wire.sample_codec import SequenceResult, StopReason, TopkLogprobs
+from weft.wire.sample_codec import PolicySpan, SequenceResult, StopReason, TopkLogprobs
 
 __all__ = [
     "AltTokens",
@@ -26,6 +31,7 @@ __all__ = [
     "Facts",
     "Finished",
     "GenerateRequest",
+    "PolicySpan",
     "RequestError",
     "SamplingParams",
     "SequenceResult",
@@ -79,6 +85,10 @@ class GenerateRequest:
     request with a name brings the folder it is read from. `prompt_logprobs_last_n` limits `prompt_logprobs` and
     `topk_prompt_logprobs` to the last n prompt tokens; `prompt_alt_tokens_k` asks for so many independent draws, at the
     request's temperature, in place of each prompt token after the first.
+
+    `priority`: when there is no room for all, higher ones start first and lower ones are set aside; it changes nothing
+    else. `run` is whose policy is sampled, "" when nobody's. With `max_staleness`, a sequence whose oldest token is of
+    a version more than that below the run's (`run_moved`) ends there, `stale`, with the tokens it has.
     """
 
     id: str
@@ -94,6 +104,9 @@ class GenerateRequest:
     topk_sample_logprobs: int = 0
     target_tokens: TargetTokens | None = None
     prompt_alt_tokens_k: int = 0
+    priority: int = 0
+    run: str = ""
+    max_staleness: int | None = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +151,8 @@ class Finished:
 class EngineStats:
     """Totals since the engine was made, and what it holds now: `prefill_tokens` were computed, `cache_hit_tokens` found
     in the prefix cache. `slots_busy / slots_offered`, summed over decode
-    steps, is the share of slots that worked while at least one did."""
+    steps, is the share of slots that worked while at least one did. Of `kv_tokens` places for keys and values,
+    `kv_tokens_used` are taken. `preempted` counts how often a sequence was set aside for lack of them."""
 
     decode_steps: int = 0
     slots_busy: int = 0
@@ -150,6 +164,9 @@ class EngineStats:
     waiting: int = 0
     adapters_loaded: int = 0
     adapter_bytes: int = 0
+    kv_tokens: int = 0
+    kv_tokens_used: int = 0
+    preempted: int = 0
 
 
 class Engine(Protocol):
@@ -174,6 +191,10 @@ class Engine(Protocol):
         """End a request now, with the tokens it has (stop reason "length"). None: there is no such request."""
 
     def swap_adapter(self, name: str, folder: Path) -> None:
-        """From the next token on, `name` means the weights in `folder`, for running requests too."""
+        """From the next token on, `name` means the weights in `folder`, for running requests too. Raises
+        AdapterUnusable, and changes nothing, when they cannot be read."""
+
+    def run_moved(self, run: str, version: int) -> None:
+        """The policy of `run` is at `version` now, whatever is sampled from: stop what has become too old."""
 
     def stats(self) -> EngineStats: ...

@@ -36,7 +36,9 @@ __all__ = [
     "Seat",
     "Slot",
     "load_adapter",
+    "policy_version",
     "save_adapter",
+    "version_of",
 ]
 
 FORMAT = "weft-shared-outer-1"
@@ -179,6 +181,17 @@ def _load_export(
     adapter = Adapter(shape, torch.zeros(shape.numel, device=device), alpha / rank)
     _fill(adapter, {name: torch.from_numpy(array) for name, array in tensors.items()}, file)
     return LoadedAdapter(adapter, base_model)
+
+
+def policy_version(folder: Path) -> int:
+    """The optimizer steps behind the weights in an adapter folder; 0 when it does not say."""
+    return version_of(read_json(folder / "adapter_config.json").get("details"))
+
+
+def version_of(details: object) -> int:
+    """The same of `LoadedAdapter.details`."""
+    step = details.get("step") if isinstance(details, Mapping) else None
+    return step if isinstance(step, int) else 0
 
 
 def _fill(adapter: Adapter, found: Mapping[str, Tensor], file: Path) -> None:

@@ -150,7 +150,7 @@ def save_run(run: RunState, blobs: Blobs, ref: str, *, with_optimizer: bool) -> 
     """Write a checkpoint folder at `ref`, whole or not at all. Returns its size in bytes."""
     names = MOMENTS[run.spec.optimizer] if with_optimizer else ()
     extra = dict(zip(names, (run.m, run.v), strict=False))
-    details = {"optimizer": run.spec.optimizer, "step": run.step} if with_optimizer else None
+    details = {"optimizer": run.spec.optimizer, "step": run.step} if with_optimizer else {"step": run.step}
     with blobs.new_folder(ref) as folder:
         save_adapter(run.adapter, folder, base_model=run.spec.base_model, extra=extra, details=details)
     return blobs.size_bytes(ref)

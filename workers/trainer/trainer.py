@@ -182,8 +182,10 @@ class Trainer:
                 )
         except Exception as error:
             failure = failure_of(error)
-        _answer(op, send, b"", facts, failure)
         run = self.runs.get(op.run_id)
+        if run is not None:
+            facts["version"] = run.step
+        _answer(op, send, b"", facts, failure)
         if failure is None and not op.replay and run is not None and run.unsaved and op.source_ref:
             # The source may be deleted by its owner: from here on the run must not need it.
             self._snapshot(run, send)
@@ -273,7 +275,7 @@ class Trainer:
                 _answer(op, send, b"", {}, failure_of(result))
                 continue
             run.last_seq, run.unsaved = op.seq, True
-            _answer(op, send, result, {}, None)
+            _answer(op, send, result, {"version": run.step}, None)
             if not op.replay and run.unsaved_tokens >= self.settings.snapshot_every_tokens:
                 self._snapshot(run, send)
 

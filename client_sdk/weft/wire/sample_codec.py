@@ -43,13 +43,26 @@ class TopkLogprobs:
 
 
 @dataclass(frozen=True)
+class PolicySpan:
+    """`length` tokens in a row drawn with the weights of policy `version`: the optimizer steps behind them."""
+
+    version: int
+    length: int
+
+
+@dataclass(frozen=True)
 class SequenceResult:
-    """One sampled sequence: tokens int32 [N] and the logprob of each, float32 [N], under the sampled distribution."""
+    """One sampled sequence: tokens int32 [N] and the logprob of each, float32 [N], under the sampled distribution.
+
+    `policy` says which policy version drew which tokens, from the first to the last. `stale`: the sequence was stopped
+    because the run had moved further than the request's `max_staleness`; its stop reason is "length"."""
 
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32] | None
     stop_reason: StopReason
     topk: TopkLogprobs | None = None
+    policy: tuple[PolicySpan, ...] = ()
+    stale: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,9 @@ def encode_sample_response(
             written.logprobs = _bytes(sequence.logprobs, FLOAT32)
         if sequence.topk is not None:
             _write_topk(written.topk_sampled_logprobs, sequence.topk)
+        for span in sequence.policy:
+            written.policy_spans.add(version=span.version, length=span.length)
+        written.stale = sequence.stale
     if prompt_logprobs is not None:
         message.prompt_logprobs = _bytes(prompt_logprobs, FLOAT32)
     if topk_prompt_logprobs is not None:
@@ -152,7 +168,10 @@ def _read_sequence(message: pb.SampledSequence, where: str) -> SequenceResult:
     topk = None
     if message.HasField("topk_sampled_logprobs"):
         topk = _read_topk(message.topk_sampled_logprobs, f"{where}.topk_sampled_logprobs")
-    return SequenceResult(tokens=tokens, logprobs=logprobs, stop_reason=reason, topk=topk)
+    policy = tuple(PolicySpan(span.version, span.length) for span in message.policy_spans)
+    if policy and (sum(span.length for span in policy) != tokens.size or any(span.length < 1 for span in policy)):
+        raise WireError(f"{where}: policy spans {[span.length for span in policy]} do not cover {tokens.size} tokens")
+    return SequenceResult(tokens, logprobs, reason, topk, policy, message.stale)
 
 
 def _read_logprobs(data: bytes, where: str) -> npt.NDArray[np.float32] | None:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from weft.wire.base import Count, Finite, Positive, Request, Response, SampleSeq
 from weft.wire.inputs import ModelInput, Token
-from weft.wire.sample_codec import SampleResult, SequenceResult, StopReason, TopkLogprobs
+from weft.wire.sample_codec import PolicySpan, SampleResult, SequenceResult, StopReason, TopkLogprobs
 from weft.wire.tensor import TensorData
 
 
@@ -64,6 +64,7 @@ class SampleRequest(Request):
     prompt_alt_tokens_k: Count = 0
     prompt_logprobs_last_n: Count | None = None
     record_stability_info: bool | None = None
+    max_staleness: Count | None = None
     type: Literal["sample"] = "sample"
 
 
@@ -91,6 +92,17 @@ class SampledSequence:
     @property
     def stop_reason(self) -> StopReason:
         return self._result.stop_reason
+
+    @property
+    def policy_versions(self) -> list[PolicySpan]:
+        """Which policy version (optimizer steps of the run) drew how many tokens, in order; their lengths add up to the
+        tokens. Empty from a server that does not tell."""
+        return list(self._result.policy)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the server stopped it because the run had moved further than `max_staleness`."""
+        return self._result.stale
 
     @property
     def tokens_np(self) -> npt.NDArray[np.int32]:

@@ -52,6 +52,13 @@ from weft.wire.losses import (
     CustomLossNode,
     CustomLossNodeOp,
 )
+from weft.wire.metrics import (
+    LogMetricsRequest,
+    LogMetricsResponse,
+    MetricPoint,
+    RunCurveResponse,
+    RunMetricsResponse,
+)
 from weft.wire.rest import (
     AccessScope,
     Checkpoint,
@@ -69,6 +76,7 @@ from weft.wire.rest import (
     parse_checkpoint_path,
 )
 from weft.wire.sample_codec import (
+    PolicySpan,
     StopReason,
     TopkLogprobs,
 )
@@ -278,11 +286,14 @@ __all__ = [
     "ListSessionsResponse",
     "LoadWeightsRequest",
     "LoadWeightsResponse",
+    "LogMetricsRequest",
+    "LogMetricsResponse",
     "LoraConfig",
     "LossFnInputs",
     "LossFnOutput",
     "LossFnType",
     "LossLimits",
+    "MetricPoint",
     "ModelData",
     "ModelID",
     "ModelInput",
@@ -294,6 +305,7 @@ __all__ = [
     "OptimizerConfig",
     "OwnSearchOwner",
     "ParsedCheckpointTinkerPath",
+    "PolicySpan",
     "PricesResponse",
     "PromptAltTokens",
     "PromptProvenanceSpan",
@@ -303,6 +315,8 @@ __all__ = [
     "RequestErrorCategory",
     "RequestFailedResponse",
     "RequestID",
+    "RunCurveResponse",
+    "RunMetricsResponse",
     "SampleRequest",
     "SampleResponse",
     "SampledProvenanceSpan",
