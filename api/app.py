@@ -22,6 +22,7 @@ from api.routes import (
     custom_loss,
     downloads,
     futures,
+    metrics,
     rest,
     sampling,
     service,
@@ -97,6 +98,7 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         copies,
         downloads,
         weft,
+        metrics,
     ):
         app.include_router(routes.router)
     return app

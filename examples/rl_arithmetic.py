@@ -88,6 +88,7 @@ def run(
             backward.result()
             update.result()
             sampler = training.save_weights_and_get_sampling_client().result()
+        weft.log(training, {"reward": sum(rewards) / len(rewards), "data": len(data)}, step=step)
         on_step({"step": step, "of": steps, "reward": sum(rewards) / len(rewards), "data": len(data)})
     return training.model_id
 

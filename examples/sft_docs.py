@@ -122,6 +122,7 @@ def run(
             done, said, backward, update = ahead.popleft()
             loss = backward.result().metrics["loss:sum"] / said
             update.result()
+            weft.log(training, {"loss": loss}, step=done)
             on_step({"step": done, "of": steps, "loss": loss, "data": BATCH})
     sampler = training.save_weights_and_get_sampling_client().result()
     question = [{"role": "user", "content": "What does os.path.join(a, *p) do?"}]

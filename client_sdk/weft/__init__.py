@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weft import types as types
     from weft.admin_client import AdminClient as AdminClient
+    from weft.curves import log as log
     from weft.errors import *  # noqa: F403
     from weft.estimate import CostEstimate as CostEstimate
     from weft.future import APIFuture as APIFuture
@@ -47,6 +48,7 @@ _HOMES = {
     "ServiceClient": "weft.service_client",
     "TrainingClient": "weft.training_client",
     "__version__": "weft.version",
+    "log": "weft.curves",
 }
 
 

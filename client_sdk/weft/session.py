@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 from collections.abc import Mapping
+from typing import Protocol
 
 from weft.errors import APIStatusError, WeftError
 from weft.transport import Call, Transport, encode
@@ -31,6 +32,10 @@ log = logging.getLogger("weft")
 HEARTBEAT_S = 10.0
 #: Samples in flight per session; each holds a poll.
 MAX_SAMPLES = 500
+
+
+class Flushing(Protocol):
+    async def flush(self) -> None: ...
 
 
 class Session:
@@ -59,6 +64,9 @@ class Session:
         self._opening: asyncio.Task[str] | None = None
         self._heart: asyncio.Task[None] | None = None
         self._finished = False
+        #: What is to be sent before the end, and that the end is near.
+        self.closing: list[Flushing] = []
+        self.ending = asyncio.Event()
 
     async def id(self) -> str:
         """The session's id; opens it at the first call. A failed opening is tried afresh at the next call."""
@@ -101,11 +109,17 @@ class Session:
             except WeftError as error:
                 log.debug("heartbeat: %s", error)
 
+    async def _flush(self) -> None:
+        self.ending.set()
+        for waiting in self.closing:
+            await waiting.flush()
+
     async def finish(self, status: FinishType, detail: str | None) -> None:
         """End the session, if it was ever opened. Only the first call counts."""
         if self._finished:
             return
         self._finished = True
+        await self._flush()
         if self._heart is not None:
             self._heart.cancel()
         if self._opening is not None and self._opening.done() and self._opening.exception() is None:
@@ -128,5 +142,6 @@ class JoinedSession(Session):
     async def finish(self, status: FinishType, detail: str | None) -> None:
         """Leave it."""
         self._finished = True
+        await self._flush()
         if self._heart is not None:
             self._heart.cancel()

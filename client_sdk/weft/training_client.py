@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.background import background
+from weft.curves import Curves
 from weft.custom_loss import CustomLoss, require_torch, run_custom
 from weft.errors import APIResponseValidationError
 from weft.estimate import CostEstimate
@@ -61,6 +62,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         self._session = session
         self._run = Run(session)
         self._made = background().run(self._ready(request))
+        self._curves = Curves(self._run, self._made)
 
     async def _ready(self, request: Callable[[str, int], CreateModelRequest | LoadWeightsRequest]) -> TrainingClient:
         await self._run.make(request)
@@ -166,6 +168,10 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
 
     async def _fetch_tokenizer(self) -> Path:
         return await fetch_tokenizer(self._session.transport, base_model_of(await self._get_info()))
+
+    def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add a point to each curve named in `metrics`, at `step` or one after the last. Returns at once."""
+        self._curves.log(metrics, step)
 
     def cost(self) -> APIFuture[UsageResponse]:
         """What this run has used so far, in tokens and money."""

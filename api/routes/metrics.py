@@ -1,0 +1,107 @@
+"""Curves of runs: logged by users, drawn by the console and by whoever asks.
+
+A point carries no more than a name, a step and a number. How often is bounded per organisation, how many per run."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from sqlalchemy.orm import Session
+from weft.wire import LogMetricsRequest, LogMetricsResponse, RunCurveResponse, RunMetricsResponse
+
+from api.auth import PrincipalDep
+from api.bodies import read_json
+from api.errors import Busy, Invalid
+from api.lookup import run_by_id
+from api.state import ServiceDep
+from billing.reports import spent_by
+from store.curves import Point, TooManyPoints, curves_of, log_points, read_curve
+
+router = APIRouter(prefix="/api/v1/weft")
+
+#: Points that a curve is drawn with at most.
+MAX_DRAWN = 2000
+#: Points per second that an organisation may log, and how many at once after a pause.
+POINTS_PER_S = 2000
+BURST = 20_000
+_MOST_ORGS = 10_000
+
+
+class PointRate:
+    """A bucket of points for each organisation. In this process only: it protects the writer, it is no promise."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, org_id: str, points: int) -> None:
+        """Raises Busy when the organisation logs faster than it may."""
+        now = self._clock()
+        left, at = self._buckets.pop(org_id, (float(BURST), now))
+        left = min(float(BURST), left + (now - at) * POINTS_PER_S)
+        granted = points <= left
+        self._buckets[org_id] = (left - points if granted else left, now)
+        if len(self._buckets) > _MOST_ORGS:
+            self._buckets.popitem(last=False)
+        if not granted:
+            raise Busy(f"the organisation logs more than {POINTS_PER_S} points a second: log every n-th step")
+
+
+_rate = PointRate()
+
+
+@router.post("/runs/{run_id}/metrics")
+async def log_metrics(run_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> LogMetricsResponse:
+    """Add points to the curves of a run. Sending the same again changes nothing."""
+    body = await read_json(request, LogMetricsRequest)
+    _rate.take(who.org_id, len(body.points))
+    points = [Point(point.name, point.step, point.value) for point in body.points]
+    now = datetime.now(UTC)
+
+    def write(session: Session) -> int:
+        run_by_id(session, who.org_id, run_id)
+        return log_points(session, who.org_id, run_id, points, now)
+
+    try:
+        return LogMetricsResponse(new=await service.database.write(write))
+    except TooManyPoints as error:
+        raise Invalid(f"points: {error}") from None
+
+
+@router.get("/runs/{run_id}/metrics")
+async def run_metrics(
+    run_id: str,
+    service: ServiceDep,
+    who: PrincipalDep,
+    name: Annotated[list[str] | None, Query(max_length=64)] = None,
+    points: Annotated[int, Query(ge=2, le=MAX_DRAWN)] = MAX_DRAWN,
+) -> RunMetricsResponse:
+    """The curves of a run (all, or those of `name`), thinned to `points` each, lowest and highest values kept."""
+
+    def read(session: Session) -> RunMetricsResponse:
+        run_by_id(session, who.org_id, run_id)
+        have = [curve.name for curve in curves_of(session, who.org_id, [run_id]).get(run_id, [])]
+        wanted = [curve for curve in have if name is None or curve in name]
+        curves = [read_curve(session, who.org_id, run_id, curve, points) for curve in wanted]
+        spent = spent_by(session, who.org_id, run_id, [curve.at for curve in curves])
+        return RunMetricsResponse(
+            run_id=run_id,
+            curves=[
+                RunCurveResponse(
+                    name=curve.name,
+                    points=curve.points,
+                    steps=curve.steps,
+                    values=curve.values,
+                    tokens=[used.tokens for used in used_at],
+                    cost_nusd=[used.amount_nusd for used in used_at],
+                )
+                for curve, used_at in zip(curves, spent, strict=True)
+            ],
+        )
+
+    return await service.read(read)

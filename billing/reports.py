@@ -1,0 +1,176 @@
+"""What was spent, added up for people: by day, kind, model, project, key, user and run. Read only.
+
+Sums are exact integers of the usage rows, so whatever way they are added up they agree to the nano-dollar. Days are
+UTC. The database adds up: in two halves, because SQLite's SUM fails beyond 64 bits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, date, datetime, time, timedelta
+from itertools import accumulate
+from typing import Any, Literal, get_args
+
+from sqlalchemy import ColumnElement, Select, func, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from store.tables import UsageEvent
+
+Dimension = Literal["kind", "model", "project", "key", "user", "run"]
+DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
+#: Kinds whose quantity is tokens.
+TOKEN_KINDS = ("train", "prefill", "cached_prefill", "sample")
+
+_HALF = 1 << 24
+
+
+@dataclass(frozen=True)
+class Spent:
+    tokens: int = 0
+    amount_nusd: int = 0
+
+
+@dataclass(frozen=True)
+class Window:
+    """Whole days, `last` included, and what must match: `{"run": id}` and so on; None matches what has none."""
+
+    first: date
+    last: date
+    match: tuple[tuple[Dimension, str | None], ...] = ()
+
+    @property
+    def days(self) -> list[date]:
+        return [self.first + timedelta(days=number) for number in range((self.last - self.first).days + 1)]
+
+
+@dataclass(frozen=True)
+class DayRow:
+    day: date
+    kind: str
+    quantity: int
+    amount_nusd: int
+
+
+@dataclass(frozen=True)
+class ShareRow:
+    """What one model (project, key, ...) used of one kind. `name` is None for what has none."""
+
+    name: str | None
+    kind: str
+    quantity: int
+    amount_nusd: int
+
+
+def last_days(count: int, now: datetime | None = None) -> Window:
+    """A window that ends today."""
+    today = (now or datetime.now(UTC)).astimezone(UTC).date()
+    return Window(today - timedelta(days=count - 1), today)
+
+
+def this_month(now: datetime | None = None) -> Window:
+    today = (now or datetime.now(UTC)).astimezone(UTC).date()
+    return Window(today.replace(day=1), today)
+
+
+def by_day(session: Session, org_id: str, window: Window) -> list[DayRow]:
+    """Cost of each day by kind, in order; days without usage have no row."""
+    day = _day(session)
+    rows = session.execute(_within(org_id, window, day, UsageEvent.kind).group_by(day, UsageEvent.kind))
+    found = [DayRow(_date(at), kind, *_sums(*sums)) for at, kind, *sums in rows]
+    return sorted(found, key=lambda row: (row.day, row.kind))
+
+
+def by_dimension(session: Session, org_id: str, window: Window, dimension: Dimension) -> list[ShareRow]:
+    """Cost by the values of `dimension` and by kind, in no particular order."""
+    column = _column(dimension)
+    rows = session.execute(_within(org_id, window, column, UsageEvent.kind).group_by(column, UsageEvent.kind))
+    return [ShareRow(None if value is None else str(value), kind, *_sums(*sums)) for value, kind, *sums in rows]
+
+
+def total(session: Session, org_id: str, window: Window) -> int:
+    """All that was spent in a window, in nano-USD."""
+    return sum(row.amount_nusd for row in by_dimension(session, org_id, window, "kind"))
+
+
+def of_runs(session: Session, org_id: str, run_ids: Sequence[str]) -> dict[str, Spent]:
+    """What runs have used so far, samples from their weights included."""
+    spent: dict[str, Spent] = {}
+    columns = (UsageEvent.run_id, UsageEvent.kind)
+    query = select(*columns, *_halves()).where(UsageEvent.org_id == org_id, UsageEvent.run_id.in_(run_ids))
+    for run_id, kind, *sums in session.execute(query.group_by(*columns)):
+        quantity, amount = _sums(*sums)
+        so_far = spent.get(run_id, Spent())
+        tokens = so_far.tokens + (quantity if kind in TOKEN_KINDS else 0)
+        spent[run_id] = Spent(tokens, so_far.amount_nusd + amount)
+    return spent
+
+
+def spent_by(session: Session, org_id: str, run_id: str, times: Sequence[Sequence[datetime]]) -> list[list[Spent]]:
+    """What a run had used by each of `times`."""
+    event = UsageEvent
+    query = select(event.recorded_at, event.kind, _quantity(), event.amount_nusd)
+    query = query.where(event.org_id == org_id, event.run_id == run_id).order_by(event.recorded_at, event.id)
+    rows = session.execute(query.execution_options(yield_per=10_000)).all()
+    instants = [at for at, _, _, _ in rows]
+    tokens = [0, *accumulate(quantity if kind in TOKEN_KINDS else 0 for _, kind, quantity, _ in rows)]
+    amounts = [0, *accumulate(amount for _, _, _, amount in rows)]
+    return [
+        [Spent(tokens[index], amounts[index]) for index in (bisect_right(instants, at) for at in series)]
+        for series in times
+    ]
+
+
+def narrowed(window: Window, dimension: Dimension, value: str | None) -> Window:
+    """The window with one more thing that must match."""
+    return replace(window, match=(*window.match, (dimension, value)))
+
+
+def _within(org_id: str, window: Window, *columns: Any) -> Select[Any]:
+    start = datetime.combine(window.first, time(), UTC)
+    end = datetime.combine(window.last + timedelta(days=1), time(), UTC)
+    event = UsageEvent
+    query = select(*columns, *_halves())
+    query = query.where(event.org_id == org_id, event.recorded_at >= start, event.recorded_at < end)
+    for dimension, value in window.match:
+        column = _column(dimension)
+        if value is not None and dimension == "key":
+            query = query.where(column == int(value)) if value.isdecimal() else query.where(column != column)
+        else:
+            query = query.where(column.is_(None) if value is None else column == value)
+    return query
+
+
+def _column(dimension: Dimension) -> InstrumentedAttribute[Any]:
+    names = {"model": "base_model", "project": "project_id", "key": "key_id", "user": "user_id", "run": "run_id"}
+    column: InstrumentedAttribute[Any] = getattr(UsageEvent, names.get(dimension, dimension))
+    return column
+
+
+def _quantity() -> InstrumentedAttribute[int]:
+    column: InstrumentedAttribute[int] = getattr(UsageEvent, "quantity", None) or UsageEvent.tokens
+    return column
+
+
+def _halves() -> list[ColumnElement[int]]:
+    """Sums of the upper and the lower part of quantity and amount; together they are exact at any size."""
+    columns = (_quantity(), UsageEvent.amount_nusd)
+    # sign-preserving in both databases: n == (n / half) * half + n % half
+    return [func.sum(part) for column in columns for part in (column.op("/")(_HALF), column % _HALF)]
+
+
+def _sums(*halves: Any) -> tuple[int, int]:
+    upper_quantity, quantity, upper_amount, amount = (int(half) for half in halves)
+    return upper_quantity * _HALF + quantity, upper_amount * _HALF + amount
+
+
+def _day(session: Session) -> ColumnElement[Any]:
+    at = UsageEvent.recorded_at
+    if session.get_bind().dialect.name == "sqlite":
+        return func.date(at)
+    return func.date(func.timezone("UTC", at))
+
+
+def _date(value: date | str) -> date:
+    return value if isinstance(value, date) else date.fromisoformat(value)

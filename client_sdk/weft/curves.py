@@ -1,0 +1,119 @@
+"""Logging curves: points gather while others are under way, and go to the server in the background.
+
+A log never delays or breaks training: what the server does not take is dropped, with a warning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from weft.background import background
+from weft.errors import WeftError
+from weft.run import Run
+from weft.transport import Call, encode
+from weft.wire.metrics import MAX_LOGGED_POINTS, LogMetricsRequest, MetricPoint
+
+if TYPE_CHECKING:
+    from weft.training_client import TrainingClient
+
+logger = logging.getLogger("weft")
+
+#: Points gather for so long before they are sent.
+GATHER_S = 0.5
+#: Points that wait at most; the oldest are dropped first.
+MAX_WAITING = 100_000
+#: At the end of a session or process, time for what is not sent yet.
+LAST_CHANCE_S = 10.0
+
+
+class Curves:
+    """The curves of one run, which is there once `made` is done."""
+
+    def __init__(self, run: Run, made: Future[Any]) -> None:
+        self._run = run
+        self._made = made
+        self._waiting: deque[MetricPoint] = deque(maxlen=MAX_WAITING)
+        self._lock = threading.Lock()
+        self._sending: Future[None] | None = None
+        self._next_step = 0
+
+    def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Note `metrics` at `step`, by default the one after the last. Returns at once."""
+        with self._lock:
+            at = self._next_step if step is None else step
+            points = [MetricPoint(name=name, step=at, value=float(value)) for name, value in _finite(metrics, at)]
+            self._next_step = at + 1
+            self._waiting.extend(points)
+            if self._sending is None and self._waiting:
+                self._sending = background().run(self._send())
+        if self._sending is not None and self not in self._run.session.closing:
+            self._run.session.closing.append(self)
+            atexit.register(self._last_chance)
+
+    async def flush(self) -> None:
+        """Wait until everything logged is sent, or dropped; not longer than LAST_CHANCE_S."""
+        sending = self._sending
+        if sending is not None:
+            with suppress(Exception):
+                await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(sending)), LAST_CHANCE_S)
+
+    def _last_chance(self) -> None:
+        sending = self._sending
+        if sending is not None:
+            with suppress(Exception):
+                sending.result(LAST_CHANCE_S)
+
+    async def _send(self) -> None:
+        try:
+            await asyncio.shield(asyncio.wrap_future(self._made))
+            while await self._send_some():
+                pass
+        except WeftError as error:
+            with self._lock:
+                dropped = len(self._waiting)
+                self._waiting.clear()
+                self._sending = None
+            logger.warning("%d logged points were dropped: %s", dropped, error)
+
+    async def _send_some(self) -> bool:
+        """Send one request; False, with nobody sending any more, when nothing waits."""
+        if not self._run.session.ending.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._run.session.ending.wait(), GATHER_S)
+        with self._lock:
+            count = min(len(self._waiting), MAX_LOGGED_POINTS)
+            points = [self._waiting.popleft() for _ in range(count)]
+            if not points:
+                self._sending = None
+                return False
+        body = encode(LogMetricsRequest(points=points).body())
+        path = f"/weft/runs/{self._run.model_id}/metrics"
+        try:
+            await self._run.session.transport.send(Call("POST", path, body))
+        except WeftError as error:
+            logger.warning("%d logged points were dropped: %s", len(points), error)
+        return True
+
+
+def log(run: TrainingClient, metrics: Mapping[str, float], step: int | None = None) -> None:
+    """Add a point to each of the run's curves named in `metrics`: `weft.log(run, {"reward": 0.4}, step=3)`.
+
+    Without `step` it is the one after the last. Returns at once; the console draws the curves while the run goes on."""
+    run.log(metrics, step)
+
+
+def _finite(metrics: Mapping[str, float], step: int) -> list[tuple[str, float]]:
+    """What can be drawn. NaN and infinity cannot, and are a reason to warn, not to stop a run."""
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            logger.warning("%s is %s at step %d: not logged", name, value, step)
+    return [(name, value) for name, value in metrics.items() if math.isfinite(value)]

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+import pytest
+import weft
+from weft.curves import GATHER_S
+
+from tests.client_sdk.stub_server import Stub
+
+
+def logged(stub: Stub) -> list[tuple[str, int, float]]:
+    sent = [json.loads(asked.body) for asked in stub.asked if asked.path.endswith("/metrics")]
+    return [(point["name"], point["step"], point["value"]) for body in sent for point in body["points"]]
+
+
+def test_points_gather_and_are_sent_at_the_end(stub: Stub, service: weft.ServiceClient) -> None:
+    with service:
+        training = service.create_lora_training_client("org/tiny")
+        for step in range(50):
+            weft.log(training, {"reward": step / 10, "loss": -1}, step=step)
+        training.log({"reward": 9.0})
+    assert len(logged(stub)) == 101
+    assert logged(stub)[-1] == ("reward", 50, 9.0)
+    requests = [asked for asked in stub.asked if asked.path.endswith("/metrics")]
+    assert len(requests) <= 3
+    assert requests[0].path.startswith("/weft/runs/")
+
+
+def test_logging_costs_nothing_and_goes_on_by_itself(stub: Stub, service: weft.ServiceClient) -> None:
+    with service:
+        training = service.create_lora_training_client("org/tiny").result()
+        started = time.process_time()
+        for step in range(2_000):
+            training.log({"reward": 1.0}, step)
+        assert (time.process_time() - started) / 2_000 < 1e-3
+        deadline = time.monotonic() + 60
+        while len(logged(stub)) < 2_000 and time.monotonic() < deadline:
+            time.sleep(GATHER_S / 5)
+        assert len(logged(stub)) == 2_000
+
+
+def test_what_is_refused_does_not_harm_the_run(
+    stub: Stub, service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    from starlette.responses import JSONResponse
+
+    with service:
+        training = service.create_lora_training_client("org/tiny").result()
+        path = f"/weft/runs/{training.model_id}/metrics"
+        stub.faults[path].append(JSONResponse({"detail": "no"}, 400))
+        with caplog.at_level(logging.WARNING, "weft"):
+            training.log({"reward": 1.0, "loss": float("nan")})
+        assert "loss is nan" in caplog.text
+    assert "1 logged points were dropped" in caplog.text
+
+
+def test_a_bad_name_is_told_at_once(service: weft.ServiceClient) -> None:
+    with service:
+        training = service.create_lora_training_client("org/tiny")
+        with pytest.raises(ValueError, match="name"):
+            training.log({"": 1.0})
