@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice, zip_longest
 
-from scheduler.fair import FairTree
+from scheduler.fair import FairTree, Path
 from scheduler.lanes import Unit
 
 #: Light operations that may join one pass beyond its token budget; bounds how long a pass of saves can take.
@@ -21,7 +21,7 @@ MAX_UPCOMING = 64
 
 
 def compose(queue: FairTree[Unit], models: list[str], budget_tokens: int) -> list[Unit]:
-    """Take the next pass out of `queue` (paths are base model, organisation, run). Empty when nothing is ready.
+    """Take the next pass out of `queue` (base model, organisation, priority, run). Empty when nothing is ready.
 
     Units of one run keep their order; runs stand in the order of their tokens, the smallest first, so that a small
     request is answered before the large ones that share its pass. The first unit is taken whatever its size, so a datum
@@ -55,7 +55,7 @@ def _smallest_run_first(units: list[Unit]) -> list[Unit]:
 def upcoming(queue: FairTree[Unit], model: str) -> list[str]:
     """The runs with work for this model, about in the order in which they will have their turn: that of each
     organisation that is next, then the next of each."""
-    by_organisation = [queue.children((model, org)) for org in queue.children((model,))]
+    by_organisation = [[path[-1] for path in _lanes(queue, model, org)] for org in queue.children((model,))]
     turns = (run for turn in zip_longest(*by_organisation) for run in turn if run is not None)
     return list(islice(turns, MAX_UPCOMING))
 
@@ -64,12 +64,17 @@ def _riders(queue: FairTree[Unit], model: str) -> list[Unit]:
     """The light heads of every run, and the light units right behind them."""
     riders: list[Unit] = []
     for org in queue.children((model,)):
-        for run in queue.children((model, org)):
-            path = (model, org, run)
+        for path in _lanes(queue, model, org):
             while len(riders) < MAX_RIDERS and (unit := queue.head(path)) and unit.light and not _suspect(unit):
                 queue.pop(path)
                 riders.append(unit)
     return riders
+
+
+def _lanes(queue: FairTree[Unit], model: str, org: str) -> list[Path]:
+    """The runs of an organisation that have work, those of the priority that is next first."""
+    priorities = queue.children((model, org))
+    return [(model, org, name, run) for name in priorities for run in queue.children((model, org, name))]
 
 
 def _suspect(unit: Unit) -> bool:

@@ -204,10 +204,9 @@ class GeneratorDesk:
             if op in self._aside:
                 self._aside.remove(op)
             else:
-                queue = self._journal.sample_queue
-                for other in queue.remove(op.path):
+                for other in self._journal.sample_queue.remove(op.path):
                     if other is not op:
-                        queue.push(other.path, other, other.tokens)
+                        self._journal.queue_sample(other)
             self._journal.finish(Done(op.id, failure=Failure("cancelled before it started", "user")))
 
     def policy_moved(self, moved: PolicyMoved) -> None:
@@ -314,7 +313,7 @@ class GeneratorDesk:
             if op.attempts >= LIVES:
                 self._journal.finish(Done(op.id, failure=Failure(_gave_up("generator", op))))
             else:
-                self._journal.sample_queue.push(op.path, op, op.tokens)
+                self._journal.queue_sample(op, lost=True)
         self.wake()
 
 

@@ -1,12 +1,17 @@
-"""Who is next: start-time fair queueing over a tree of flows (Goyal, Vin, Cheng, SIGCOMM 1996).
+"""Who is next: weighted start-time fair queueing over a tree of flows (Goyal, Vin, Cheng, SIGCOMM 1996).
 
-Every node serves its children in the order of their start tags. A child served with cost c (tokens) gets the next start
-tag S + c; a child that becomes ready after being idle starts at the node's virtual time, so idling earns no credit and
-flooding earns no debt beyond what was served. Between two children that both stay ready, the tokens served differ by at
-most the cost of the largest item of each; this bound holds at every level.
+Paths are (base model, organisation, priority, lane); a lane is a run or a sampler. Every node serves its children in
+the order of their start tags. A child of weight w that is served c tokens gets the next start tag S + c / w; a child that
+becomes ready after being idle starts at the node's virtual time, so idling earns no credit and flooding earns no debt
+beyond what was served. Organisations weigh what the caller says, priorities what PRIORITY_SHARES says, all else 1.
 
-The tree is what makes the order fair by base model, then by organisation, then by lane (run or sampler). Pure state, no
-clock, no I/O: the journal pushes, the desks pop.
+Bound, at every level: while children i and j both stay ready, the tokens they are served satisfy
+|W_i / w_i - W_j / w_j| <= c_i / w_i + c_j / w_j, with c the cost of the largest item of each. A waiting child's tag
+stands still while those of its siblings grow: that is the aging. A batch lane behind a flood of interactive work of its own
+organisation waits for at most PRIORITY_SHARES ratio times its own last item, plus one item.
+
+The cost of a sample is an estimate until it ends; `correct` then charges what it really used. Each side of the bound
+grows by the error of the estimates in flight. Pure state, no clock, no I/O: the journal pushes, the desks pop.
 """
 
 from __future__ import annotations
@@ -20,12 +25,18 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 Path = tuple[str, ...]
 
+#: Priorities within an organisation, and how it divides its own share among those that have something to do.
+PRIORITY_SHARES = {"interactive": 16, "batch": 1}
+
+_ORGANISATION, _PRIORITY = 1, 2  # places in a path
+
 
 @dataclass
 class _Node(Generic[T]):
     children: dict[str, _Node[T]] = field(default_factory=dict)
     items: deque[tuple[T, int]] = field(default_factory=deque)  # leaves only: (item, cost)
     ready: list[tuple[float, int, str]] = field(default_factory=list)  # heap of (start tag, arrival, child)
+    weight: int = 1
     virtual: float = 0.0  # start tag of the child in service
     finish: float = 0.0  # where this node's next start tag would be, kept by its parent's clock
 
@@ -34,17 +45,19 @@ class _Node(Generic[T]):
 
 
 class FairTree(Generic[T]):
-    """Items queued at paths such as (base model, organisation, lane); first in, first out within one path."""
+    """Items queued at paths; first in, first out within one path."""
 
     def __init__(self) -> None:
         self._root: _Node[T] = _Node()
         self._arrivals = 0
 
-    def push(self, path: Path, item: T, cost: int) -> None:
-        """Queue `item`, which will use `cost` tokens (at least 1), at the end of `path`."""
+    def push(self, path: Path, item: T, cost: int, *, weight: int = 1) -> None:
+        """Queue `item`, which will use `cost` tokens (at least 1), at the end of `path`. `weight` is the share of the
+        organisation from now on."""
         node = self._root
-        for key in path:
+        for place, key in enumerate(path):
             child = node.children.setdefault(key, _Node())
+            child.weight = _weight(place, key, weight)
             if not child:
                 self._enter(node, key, max(node.virtual, child.finish))
             node = child
@@ -65,6 +78,21 @@ class FairTree(Generic[T]):
             return None
         return self._serve(self._root, prefix)[0]
 
+    def correct(self, path: Path, tokens: int) -> None:
+        """What was served from `path` has used so many tokens more than it was charged; fewer, if negative."""
+        node = self._root
+        for key in path:
+            child = node.children.get(key)
+            if child is None:
+                return
+            shift = tokens / child.weight
+            child.finish += shift
+            if child:
+                node.ready = [(start + shift if k == key else start, n, k) for start, n, k in node.ready]
+                heapq.heapify(node.ready)
+                node.virtual = min(node.virtual, node.ready[0][0])
+            node = child
+
     def head(self, path: Path) -> T | None:
         """The first item of one path, or None."""
         node = self._find(path)
@@ -74,8 +102,8 @@ class FairTree(Generic[T]):
         """About how many items are served before the first of `path` that is `mine`, if nothing else comes. Counted
         up to `most`.
 
-        For every item of ours to be served, each sibling on the way that is ready is served about once; the ones that
-        are first in line, once more. Exact when all items cost the same and every queue is long."""
+        For every item of ours to be served, each sibling on the way that is ready is served about once, or as its
+        weight says; the ones that are first in line, once more. Exact when all cost and weigh the same and queues are long."""
         nodes = [self._root]
         for key in path:
             if key not in nodes[-1].children:
@@ -87,11 +115,12 @@ class FairTree(Generic[T]):
             own = entries.pop(path[depth], None)
             if own is None:
                 return 0
-            turns = ahead
+            turns = ahead / nodes[depth + 1].weight
             for key, entry in entries.items():
                 if ahead >= most:
                     return most
-                ahead += _count(nodes[depth].children[key], turns + (entry < own))
+                sibling = nodes[depth].children[key]
+                ahead += _count(sibling, int(turns * sibling.weight) + (entry < own))
         return min(ahead, most)
 
     def children(self, prefix: Path = ()) -> list[str]:
@@ -136,6 +165,7 @@ class FairTree(Generic[T]):
     def _serve(self, node: _Node[T], prefix: Path) -> tuple[T, int]:
         if not node.ready:
             return node.items.popleft()
+        node.virtual = max(node.virtual, node.ready[0][0])
         if prefix:
             start, _, key = entry = next(e for e in node.ready if e[2] == prefix[0])
             node.ready.remove(entry)
@@ -144,8 +174,7 @@ class FairTree(Generic[T]):
             start, _, key = heapq.heappop(node.ready)
         child = node.children[key]
         item, cost = self._serve(child, prefix[1:])
-        node.virtual = max(node.virtual, start)
-        child.finish = start + cost
+        child.finish = start + cost / child.weight
         if child:
             self._enter(node, key, child.finish)
         self._forget_idle(node)
@@ -155,6 +184,12 @@ class FairTree(Generic[T]):
         """Drop children that are empty and owe nothing: they would start at the virtual time anyway."""
         if len(node.children) > 2 * len(node.ready) + 64:
             node.children = {k: c for k, c in node.children.items() if c or c.finish > node.virtual}
+
+
+def _weight(place: int, key: str, organisation: int) -> int:
+    if place == _ORGANISATION:
+        return max(1, organisation)
+    return PRIORITY_SHARES.get(key, 1) if place == _PRIORITY else 1
 
 
 def _count(node: _Node[T], most: int) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.messages import MUTATING, OpKind, RunSpec, TrainOp
-from scheduler.operations import Operation
+from scheduler.operations import INTERACTIVE, Operation
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +65,17 @@ def units_of(op: Operation, spec: RunSpec, replay: bool = False) -> list[Unit]:
 class RunLane:
     """One run: what has been released to the queue, what is parked, and how to rebuild it."""
 
-    def __init__(self, org_id: str, spec: RunSpec, next_seq: int = 0, snapshot: tuple[int, str] | None = None) -> None:
+    def __init__(
+        self,
+        org_id: str,
+        spec: RunSpec,
+        next_seq: int = 0,
+        snapshot: tuple[int, str] | None = None,
+        priority: str = INTERACTIVE,
+    ) -> None:
         self.run_id = spec.run_id
-        self.path = (spec.base_model, org_id, spec.run_id)
+        self.org_id = org_id
+        self.path = (spec.base_model, org_id, priority, spec.run_id)
         self.spec = spec
         self.next_seq = next_seq
         self.snapshot = snapshot

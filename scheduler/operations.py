@@ -11,6 +11,9 @@ from scheduler.timings import Timings
 
 SAMPLE = "sample"
 
+#: What an operation is when nobody says otherwise (`scheduler.fair.PRIORITY_SHARES`).
+INTERACTIVE = "interactive"
+
 
 class SequenceReused(Exception):
     """The same (lane, seq) came with another operation. A permanent mistake of the client."""
@@ -34,7 +37,8 @@ class NewOperation:
 
     `plan` holds what its kind needs: `slices` [[start, stop, tokens], ...]; `spec`, `source_ref`, `with_optimizer`,
     `path` of a create or load; `kind`, `name`, `ttl_seconds`, `overwrite`, `user_metadata` of a named save;
-    `sampler_id`, `sampling_session_seq_id`, `sampler_kind` of an unnamed one; `num_samples` of a sample.
+    `sampler_id`, `sampling_session_seq_id`, `sampler_kind` of an unnamed one; `num_samples` of a sample;
+    `priority` of a sample, or of a create for all its run.
     `sent` is what the client sent, where `body` is not that: repeats are known by it. `refused` says why the front
     turns an ordered operation away: it only spends its number, and fails with that."""
 
@@ -92,10 +96,12 @@ class Operation:
     running: bool = False
     settling: bool = False  # a worker has answered; a second answer changes nothing
     attempts: int = 0  # times a worker was lost while it ran
+    charged: int = 0  # tokens that the fair order counts a sample as, until it ends
     outcome: Outcome | None = None
     timings: Timings = field(default_factory=Timings)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def path(self) -> tuple[str, str, str]:
-        return (self.base_model, self.org_id, self.lane)
+    def path(self) -> tuple[str, str, str, str]:
+        """Where a sample is queued; the operations of a run are at its lane's path."""
+        return (self.base_model, self.org_id, self.plan.get("priority", INTERACTIVE), self.lane)

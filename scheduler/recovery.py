@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from scheduler.journal import Journal
 from scheduler.lanes import RunLane
 from scheduler.messages import MUTATING, OpKind, RunSpec
-from scheduler.operations import SAMPLE, Operation
+from scheduler.operations import INTERACTIVE, SAMPLE, Operation
 from store import tables
 from store.db import Database
 
@@ -35,7 +35,8 @@ def _recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
     ended = {row.seq for row in rows if row.state != "queued"}
     next_seq = next(seq for seq in itertools.count() if seq not in ended)
     snapshot = (run.snapshot_seq, run.snapshot_ref or "") if run.snapshot_seq is not None else None
-    lane = RunLane(run.org_id, spec_of(run), next_seq=next_seq, snapshot=snapshot)
+    priority = next((row.plan["priority"] for row in rows if "priority" in row.plan), INTERACTIVE)
+    lane = RunLane(run.org_id, spec_of(run), next_seq=next_seq, snapshot=snapshot, priority=priority)
     lane.closing = session.get_one(tables.Session, run.session_id).state != "active"
     journal.runs[run.id] = lane
     for seq in ended:

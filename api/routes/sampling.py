@@ -18,6 +18,7 @@ from api.lookup import active_session, plain_id, readable_checkpoint, sampler_by
 from api.paths import parse_path
 from api.state import Service, ServiceDep
 from api.submit import accept
+from api.validate.priority import PriorityDep
 from api.validate.runs import check_sequence
 from api.validate.samples import check_sample, prompt_tokens
 from scheduler.messages import sequence_id
@@ -57,7 +58,7 @@ async def get_sampler(sampler_id: str, service: ServiceDep, who: PrincipalDep) -
 
 
 @router.post("/asample")
-async def asample(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def asample(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> dict[str, Any]:
     """Queue one request for `num_samples` sequences. Idempotent on (sampler, seq_id), in any order."""
     raw = await read_body(request)
     large = len(raw) > INLINE_BYTES
@@ -68,18 +69,21 @@ async def asample(request: Request, service: ServiceDep, who: PrincipalDep) -> d
     sampler_id = body.sampling_session_id
     sampler = await service.read(lambda session: sampler_by_id(session, who.org_id, sampler_id))
     card = served_model(service.cards, sampler.base_model, "sampling_session_id")
-    check = partial(_checked, service, body, card, sampler, seq)
+    check = partial(_checked, service, body, card, sampler, seq, priority)
     request_id = await accept(service, await run_in_threadpool(check) if large else check())
     sequences = [sequence_id(request_id, sample) for sample in range(body.num_samples)]
     return {"request_id": request_id, "sample_sequence_ids": sequences}
 
 
-def _checked(service: Service, body: SampleRequest, card: ModelCard, sampler: tables.Sampler, seq: int) -> NewOperation:
+def _checked(
+    service: Service, body: SampleRequest, card: ModelCard, sampler: tables.Sampler, seq: int, priority: str
+) -> NewOperation:
     """The operation, its body with `max_tokens` as it will apply."""
     most = check_sample(body, card, service.settings.limits)
     params = body.sampling_params.model_copy(update={"max_tokens": most})
     whole = body.model_copy(update={"sampling_params": params})
-    tokens = prompt_tokens(body).size + body.num_samples * most
+    prompt = int(prompt_tokens(body).size)
+    tokens = prompt + body.num_samples * most
     return NewOperation(
         org_id=sampler.org_id,
         session_id=sampler.session_id,
@@ -89,7 +93,7 @@ def _checked(service: Service, body: SampleRequest, card: ModelCard, sampler: ta
         base_model=sampler.base_model,
         tokens=tokens,
         body=whole.model_dump_json(exclude_none=True).encode(),
-        plan={"num_samples": body.num_samples, "cost": tokens},
+        plan={"num_samples": body.num_samples, "prompt_tokens": prompt, "priority": priority},
     )
 
 

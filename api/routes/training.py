@@ -14,6 +14,7 @@ from api.lookup import run_by_id, served_model
 from api.state import ServiceDep
 from api.submit import Checked, submit_json
 from api.validate.optimizers import ADAMW, CONFIGS, check_step, family_of
+from api.validate.priority import PriorityDep
 from api.validate.runs import ALPHA, check_lora, check_metadata, check_sequence, seed_of
 from scheduler.messages import OpKind, RunSpec
 from store import tables
@@ -25,7 +26,9 @@ DEFAULT_RANK = 32
 
 
 @router.post("/create_model")
-async def create_model(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def create_model(
+    request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep
+) -> dict[str, Any]:
     """A fresh run. Idempotent on (session, model_seq_id): it is operation 0 of its run."""
     body = await read_json(request, CreateModelRequest)
     seq = check_sequence(body.model_seq_id, "model_seq_id")
@@ -47,7 +50,7 @@ async def create_model(request: Request, service: ServiceDep, who: PrincipalDep)
     await service.read(lambda session: check_session(session, who.org_id, body.session_id, spec.run_id))
     metadata = check_metadata(body.user_metadata)
     raw = body.model_dump_json(exclude_none=True).encode()
-    return await create(service, who.org_id, body.session_id, seq, spec, metadata, raw, {})
+    return await create(service, who.org_id, body.session_id, seq, spec, metadata, raw, {"priority": priority})
 
 
 @router.post("/get_info")

@@ -25,6 +25,7 @@ from api.paths import check_name, parse_path
 from api.state import Service, ServiceDep
 from api.submit import Checked, submit_json
 from api.validate.optimizers import CONFIGS, check_same_optimizer, family_of
+from api.validate.priority import PriorityDep
 from api.validate.runs import check_metadata, check_sequence
 from scheduler.messages import OpKind, RunSpec
 from store import tables
@@ -120,7 +121,9 @@ async def save_weights_external(request: Request, service: ServiceDep, who: Prin
 
 
 @router.post("/load_weights")
-async def load_weights(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def load_weights(
+    request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep
+) -> dict[str, Any]:
     """Weights of a checkpoint: into a new run when the body names a session, in place when it names a model."""
     raw = await read_body(request)
 
@@ -130,7 +133,7 @@ async def load_weights(request: Request, service: ServiceDep, who: PrincipalDep)
 
     if parse_json(raw, _Target).model_id is not None:
         return await submit_json(service, who.org_id, OpKind.LOAD_STATE, raw, LoadWeightsRequest, check)
-    return await _create_from(service, who.org_id, parse_json(raw, LoadWeightsRequest), raw)
+    return await _create_from(service, who.org_id, parse_json(raw, LoadWeightsRequest), raw, priority)
 
 
 @router.post("/weights_info")
@@ -180,7 +183,9 @@ def _source(session: Session, org_id: str, body: LoadWeightsRequest) -> tuple[ta
     return checkpoint, session.get_one(tables.Run, checkpoint.run_id)
 
 
-async def _create_from(service: Service, org_id: str, body: LoadWeightsRequest, raw: bytes) -> dict[str, Any]:
+async def _create_from(
+    service: Service, org_id: str, body: LoadWeightsRequest, raw: bytes, priority: str
+) -> dict[str, Any]:
     """A new run that goes on from a checkpoint: the base model, rank and trained parts are those of its run."""
     session_id = body.session_id or ""
     seq = check_sequence(body.model_seq_id, "model_seq_id")
@@ -213,6 +218,6 @@ async def _create_from(service: Service, org_id: str, body: LoadWeightsRequest, 
     if found is None:
         return await repeat(service, org_id, session_id, run_id, raw)
     spec, ref = found
-    plan = {"source_ref": ref, "with_optimizer": body.optimizer, "path": body.path}
+    plan = {"source_ref": ref, "with_optimizer": body.optimizer, "path": body.path, "priority": priority}
     metadata = check_metadata(body.user_metadata)
     return await create(service, org_id, session_id, seq, spec, metadata, raw, plan)

@@ -1,11 +1,11 @@
-"""Start-time fair queueing: order, the fairness bound, and no lost items."""
+"""Start-time fair queueing: order, weights, priorities, corrections, the fairness bound, and no lost items."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.fair import FairTree
+from scheduler.fair import PRIORITY_SHARES, FairTree
 
 
 def drain(tree: FairTree[str], prefix: tuple[str, ...] = ()) -> list[str]:
@@ -140,3 +140,145 @@ def test_ahead_is_0_for_the_next_and_never_more_than_there_is(pushed: list[tuple
         assert (ahead == 0) == (n == head[0])
         assert tree.ahead(path, lambda item, n=n: item == n, most=3) <= 3
     assert tree.ahead(("elsewhere",), lambda item: True) == 0
+
+
+costs = st.lists(st.integers(1, 40), min_size=5, max_size=60)
+weights = st.integers(1, 20)
+
+
+@given(st.lists(st.tuples(costs, weights), min_size=3, max_size=3))
+def test_weighted_service_differs_by_at_most_the_largest_items(flows: list[tuple[list[int], int]]) -> None:
+    tree: FairTree[tuple[int, int]] = FairTree()
+    for n, (mine, weight) in enumerate(flows):
+        for cost in mine:
+            tree.push(("m", str(n), "batch", "r"), (n, cost), cost, weight=weight)
+    served, left = [0, 0, 0], [len(mine) for mine, _ in flows]
+    while (item := tree.pop()) is not None:
+        served[item[0]] += item[1]
+        left[item[0]] -= 1
+        ready = [n for n in range(3) if left[n]]
+        for i in ready:
+            for j in ready:
+                gap = abs(served[i] / flows[i][1] - served[j] / flows[j][1])
+                assert gap <= max(flows[i][0]) / flows[i][1] + max(flows[j][0]) / flows[j][1] + 1e-9
+
+
+def test_weights_are_shares() -> None:
+    tree: FairTree[str] = FairTree()
+    for _ in range(100):
+        for org, weight in (("one", 1), ("three", 3)):
+            tree.push(("m", org, "interactive", "r"), org, 10, weight=weight)
+    first = [tree.pop() for _ in range(80)]
+    assert first.count("three") == 60
+
+
+def test_a_weight_that_changes_holds_from_the_next_item_on() -> None:
+    tree: FairTree[str] = FairTree()
+    for weight in (1, 1, 4):
+        for org in ("fixed", "grows"):
+            tree.push(("m", org, "batch", "r"), org, 8, weight=weight if org == "grows" else 1)
+    for _ in range(50):
+        for org in ("fixed", "grows"):
+            tree.push(("m", org, "batch", "r"), org, 8, weight=4 if org == "grows" else 1)
+    assert [tree.pop() for _ in range(50)].count("grows") == 40
+
+
+def test_interactive_goes_before_batch_of_its_own_organisation_only() -> None:
+    tree: FairTree[str] = FairTree()
+    for n in range(3):
+        tree.push(("m", "a", "batch", "r"), f"a-batch{n}", 10)
+        tree.push(("m", "b", "batch", "r"), f"b-batch{n}", 10)
+    assert [tree.pop(), tree.pop()] == ["a-batch0", "b-batch0"]
+    for n in range(3):
+        tree.push(("m", "a", "interactive", "r"), f"a-fast{n}", 10)
+    order = drain(tree)
+    assert [item for item in order if item.startswith("a")] == ["a-fast0", "a-fast1", "a-fast2", "a-batch1", "a-batch2"]
+    assert order.index("b-batch1") <= 1
+
+
+@given(st.integers(1, 50), st.integers(1, 50))
+def test_a_flood_of_interactive_work_cannot_starve_batch(batch: int, interactive: int) -> None:
+    tree: FairTree[int] = FairTree()
+    for _ in range(3):
+        tree.push(("m", "a", "batch", "eval"), 0, batch)
+    served, waited, batches = 0, 0, 0
+    for _ in range(60):
+        tree.push(("m", "a", "interactive", "chat"), interactive, interactive)
+    while batches < 3 and (cost := tree.pop()) is not None:
+        tree.push(("m", "a", "interactive", "chat"), interactive, interactive)
+        if cost:
+            waited += cost
+            assert waited <= PRIORITY_SHARES["interactive"] * batch + interactive
+        else:
+            batches, waited = batches + 1, 0
+        served += 1
+    assert batches == 3
+
+
+def test_a_correction_gives_back_what_was_not_used() -> None:
+    tree: FairTree[str] = FairTree()
+    for n in range(4):
+        tree.push(("m", "brief", "batch", "r"), f"brief{n}", 100)
+        tree.push(("m", "wordy", "batch", "r"), f"wordy{n}", 100)
+    assert [tree.pop(), tree.pop()] == ["brief0", "wordy0"]
+    for n in (1, 2, 3):
+        tree.correct(("m", "brief", "batch", "r"), -90)
+        assert tree.pop() == f"brief{n}"
+
+
+def test_a_correction_of_a_lone_flow_is_no_credit_against_a_newcomer() -> None:
+    tree: FairTree[str] = FairTree()
+    for n in range(40):
+        tree.push(("m", "lone", "batch", "r"), f"lone{n}", 1000)
+    for _ in range(20):
+        tree.pop()
+        tree.correct(("m", "lone", "batch", "r"), -999)
+    for n in range(2):
+        tree.push(("m", "late", "batch", "r"), f"late{n}", 1000)
+    assert "late0" in drain(tree)[:2]
+
+
+def test_a_correction_of_what_is_forgotten_or_unknown_changes_nothing() -> None:
+    tree: FairTree[str] = FairTree()
+    tree.correct(("m", "nobody", "batch", "r"), 100)
+    tree.push(("m", "a", "batch", "r"), "a", 1)
+    assert drain(tree) == ["a"]
+
+
+#: What an item is charged when it is taken, and what it has used when it ends, some items later.
+estimated = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=5, max_size=60)
+
+
+@given(estimated, estimated, weights, weights, st.integers(1, 6))
+def test_with_estimates_the_bound_grows_by_their_error_in_flight(
+    a: list[tuple[int, int]], b: list[tuple[int, int]], weight_a: int, weight_b: int, slots: int
+) -> None:
+    flows, weight = {"a": a, "b": b}, {"a": weight_a, "b": weight_b}
+    tree: FairTree[tuple[str, int, int]] = FairTree()
+    for key, items in flows.items():
+        for cost, used in items:
+            tree.push(("m", key, "batch", "r"), (key, cost, used), cost, weight=weight[key])
+    charged, left = {"a": 0.0, "b": 0.0}, {"a": len(a), "b": len(b)}
+    flying: list[tuple[str, int, int]] = []
+    errors = {key: slots * max(abs(cost - used) for cost, used in items) for key, items in flows.items()}
+    bound = sum((max(cost for cost, _ in items) + errors[key]) / weight[key] for key, items in flows.items())
+    while left["a"] and left["b"]:
+        if len(flying) == slots:
+            key, cost, used = flying.pop(0)
+            tree.correct(("m", key, "batch", "r"), used - cost)
+            charged[key] += (used - cost) / weight[key]
+        item = tree.pop()
+        assert item is not None
+        flying.append(item)
+        left[item[0]] -= 1
+        charged[item[0]] += item[1] / weight[item[0]]
+        if left["a"] and left["b"]:
+            assert abs(charged["a"] - charged["b"]) <= bound + 1e-6
+
+
+def test_a_lone_request_is_never_held() -> None:
+    tree: FairTree[str] = FairTree()
+    for n in range(50):
+        tree.push(("m", "a", "batch", "r"), f"{n}", 10_000)
+        tree.correct(("m", "a", "batch", "r"), 10**9)
+        assert tree.pop(("m",)) == f"{n}"
