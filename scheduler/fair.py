@@ -1,14 +1,14 @@
 """Who is next: weighted start-time fair queueing over a tree of flows (Goyal, Vin, Cheng, SIGCOMM 1996).
 
 Paths are (base model, organisation, priority, lane); a lane is a run or a sampler. Every node serves its children in
-the order of their start tags. A child of weight w that is served c tokens gets the next start tag S + c / w; a child that
-becomes ready after being idle starts at the node's virtual time, so idling earns no credit and flooding earns no debt
-beyond what was served. Organisations weigh what the caller says, priorities what PRIORITY_SHARES says, all else 1.
+the order of their start tags. A child of weight w that is served c tokens gets the next start tag S + c / w; a child
+that becomes ready after being idle starts at the node's virtual time, so idling earns no credit and flooding earns no
+debt beyond what was served. Organisations weigh what the caller says, priorities what PRIORITY_SHARES says, all else 1.
 
 Bound, at every level: while children i and j both stay ready, the tokens they are served satisfy
 |W_i / w_i - W_j / w_j| <= c_i / w_i + c_j / w_j, with c the cost of the largest item of each. A waiting child's tag
-stands still while those of its siblings grow: that is the aging. A batch lane behind a flood of interactive work of its own
-organisation waits for at most PRIORITY_SHARES ratio times its own last item, plus one item.
+stands still while those of its siblings grow: that is the aging. A batch lane behind a flood of interactive work of its
+own organisation waits for at most the ratio of PRIORITY_SHARES times its own last item, plus one item.
 
 The cost of a sample is an estimate until it ends; `correct` then charges what it really used. Each side of the bound
 grows by the error of the estimates in flight. Pure state, no clock, no I/O: the journal pushes, the desks pop.
@@ -103,7 +103,8 @@ class FairTree(Generic[T]):
         up to `most`.
 
         For every item of ours to be served, each sibling on the way that is ready is served about once, or as its
-        weight says; the ones that are first in line, once more. Exact when all cost and weigh the same and queues are long."""
+        weight says; the ones that are first in line, once more. Exact when all cost and weigh the same and all queues
+        are long."""
         nodes = [self._root]
         for key in path:
             if key not in nodes[-1].children:
