@@ -186,9 +186,8 @@ def variants(decoder: Decoder, batch: Batch, rank: int, names: tuple[str, ...]) 
     return {name: every[name] for name in ("batched", "one", "base", *names)}
 
 
-def peft_step(batch: Batch, rank: int, times: int) -> Callable[[], None]:
-    """One tenant's step through transformers and peft, `times` over."""
-    from peft import LoraConfig, get_peft_model
+def peft_base() -> Any:
+    """A model of this shape in transformers."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     c = CONFIG
@@ -208,6 +207,14 @@ def peft_step(batch: Batch, rank: int, times: int) -> Callable[[], None]:
     )
     model = Qwen3MoeForCausalLM._from_config(config, experts_implementation="grouped_mm", attn_implementation="sdpa")
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=1.0)
+    return model
+
+
+def peft_step(batch: Batch, rank: int, times: int) -> Callable[[], None]:
+    """One tenant's step through transformers and peft, `times` over."""
+    from peft import LoraConfig, get_peft_model
+
+    model = peft_base()
     lora = LoraConfig(
         r=rank,
         lora_alpha=4 * rank,

