@@ -47,8 +47,8 @@ class CheckpointRow:
 def token_rows(session: Session, org_id: str, start: datetime, end: datetime) -> list[TokenRow]:
     """Tokens recorded from `start` to before `end`, by hour and then by descending tokens."""
     event = UsageEvent
-    columns = (event.recorded_at, event.kind, event.base_model, event.session_id, event.rate_uusd_per_mtok)
-    query = select(*columns, event.tokens, event.amount_nusd)
+    columns = (event.recorded_at, event.kind, event.base_model, event.session_id, event.rate_uusd)
+    query = select(*columns, event.quantity, event.amount_nusd)
     query = query.where(event.org_id == org_id, event.recorded_at >= start, event.recorded_at < end)
     sums: defaultdict[TokenGroup, list[int]] = defaultdict(lambda: [0, 0])
     for at, kind, base_model, session_id, rate, tokens, amount in session.execute(

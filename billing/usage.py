@@ -60,9 +60,9 @@ def record(
             operation_id=operation_id,
             kind=kind,
             base_model=base_model,
-            tokens=tokens,
+            quantity=tokens,
             price_version=rate.version,
-            rate_uusd_per_mtok=rate.uusd_per_mtok,
+            rate_uusd=rate.uusd_per_mtok,
             amount_nusd=amount_nusd(tokens, rate.uusd_per_mtok),
             recorded_at=datetime.now(UTC),
         )
@@ -78,7 +78,7 @@ def summary(session: Session, org_id: str, run_id: str | None = None, since: dat
 
     Added up in Python: SQLite's SUM fails beyond 64 bits and PostgreSQL's changes its type."""
     query = select(
-        UsageEvent.run_id, UsageEvent.kind, UsageEvent.base_model, UsageEvent.tokens, UsageEvent.amount_nusd
+        UsageEvent.run_id, UsageEvent.kind, UsageEvent.base_model, UsageEvent.quantity, UsageEvent.amount_nusd
     ).where(UsageEvent.org_id == org_id)
     if run_id is not None:
         query = query.where(UsageEvent.run_id == run_id)

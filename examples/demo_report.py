@@ -80,9 +80,7 @@ def check_ledger(database: Path, usage: dict[str, UsageResponse]) -> list[str]:
     problems = []
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as db:
         operations = db.execute("select id, kind, state from operations").fetchall()
-        events = db.execute(
-            "select operation_id, kind, tokens, rate_uusd_per_mtok, amount_nusd from usage_events"
-        ).fetchall()
+        events = db.execute("select operation_id, kind, quantity, rate_uusd, amount_nusd from usage_events").fetchall()
         billed = dict(
             db.execute(
                 "select o.name, sum(u.amount_nusd) from usage_events u"
@@ -90,10 +88,10 @@ def check_ledger(database: Path, usage: dict[str, UsageResponse]) -> list[str]:
             ).fetchall()
         )
     metered: dict[str, set[str]] = defaultdict(set)
-    for operation_id, kind, tokens, rate, amount in events:
+    for operation_id, kind, quantity, rate, amount in events:
         metered[operation_id].add(kind)
-        if amount != (tokens * rate * 1000 + 500_000) // 1_000_000:
-            problems.append(f"{operation_id}: {tokens} {kind} tokens are billed {amount} nano-dollars")
+        if amount != (quantity * rate * 1000 + 500_000) // 1_000_000:
+            problems.append(f"{operation_id}: {quantity} {kind} tokens are billed {amount} nano-dollars")
     for operation_id, kind, state in operations:
         allowed = _METERED.get(kind, set()) if state == "done" else set()
         found = metered.pop(operation_id, set())

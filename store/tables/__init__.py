@@ -6,7 +6,18 @@ Timestamps are UTC and come back timezone-aware.
 
 from store.tables.base import Base, BigInt, Utc
 from store.tables.console import BrowserSession, LoginLink, RunCurve, RunMetric
-from store.tables.money import UsageEvent
+from store.tables.money import (
+    Budget,
+    BudgetAlert,
+    BudgetPeriod,
+    CreditGrant,
+    LedgerEntry,
+    StorageSpan,
+    UsageEvent,
+    UsageHour,
+    Wallet,
+    WalletDefault,
+)
 from store.tables.payments import (
     Alert,
     Invoice,
@@ -16,7 +27,7 @@ from store.tables.payments import (
     StripeOutbox,
     StripeWebhookEvent,
 )
-from store.tables.people import ApiKey, AuditEntry, Organisation
+from store.tables.people import ApiKey, AuditEntry, Membership, Organisation, Project, User
 from store.tables.work import Checkpoint, Operation, Run, Sampler, Session
 
 __all__ = [
@@ -26,21 +37,33 @@ __all__ = [
     "Base",
     "BigInt",
     "BrowserSession",
+    "Budget",
+    "BudgetAlert",
+    "BudgetPeriod",
     "Checkpoint",
+    "CreditGrant",
     "Invoice",
     "JobLease",
     "JobRun",
+    "LedgerEntry",
     "LoginLink",
+    "Membership",
     "Operation",
     "Organisation",
+    "Project",
     "Run",
     "RunCurve",
     "RunMetric",
     "Sampler",
     "Session",
+    "StorageSpan",
     "StripeMeterCursor",
     "StripeOutbox",
     "StripeWebhookEvent",
     "UsageEvent",
+    "UsageHour",
+    "User",
     "Utc",
+    "Wallet",
+    "WalletDefault",
 ]

@@ -39,4 +39,9 @@ class Base(DeclarativeBase):
             "ck": "ck_%(table_name)s_%(constraint_name)s",
         }
     )
-    type_annotation_map: ClassVar[dict[Any, Any]] = {datetime: Utc(), dict[str, Any]: JSON(), list[str]: JSON()}
+    type_annotation_map: ClassVar[dict[Any, Any]] = {
+        datetime: Utc(),
+        dict[str, Any]: JSON(),
+        list[str]: JSON(),
+        list[int]: JSON(),
+    }

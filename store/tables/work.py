@@ -27,6 +27,7 @@ class Session(Base):
     finish_reason: Mapped[str | None] = mapped_column(String(32))
     finish_detail: Mapped[str | None] = mapped_column(String(4096))
     key_id: Mapped[int | None] = mapped_column(BigInteger)
+    user_id: Mapped[str | None] = mapped_column(String(64))
     created_at: Mapped[datetime]
     last_seen_at: Mapped[datetime]
     ended_at: Mapped[datetime | None]
@@ -102,12 +103,16 @@ class Operation(Base):
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
     session_id: Mapped[str] = mapped_column(String(64), index=True)
+    key_id: Mapped[int | None] = mapped_column(BigInteger)  # who asked, and the session's project at that time
+    user_id: Mapped[str | None] = mapped_column(String(64))
+    project_id: Mapped[str | None] = mapped_column(String(64))
     lane: Mapped[str] = mapped_column(String(128))
     seq: Mapped[int] = mapped_column(BigInteger)
     kind: Mapped[str] = mapped_column(String(32))
     base_model: Mapped[str] = mapped_column(String(256))
     state: Mapped[str] = mapped_column(String(16))
     tokens: Mapped[int] = mapped_column(BigInteger)  # what the queue counts it as
+    hold_nusd: Mapped[int] = mapped_column(BigInteger, server_default="0")  # the most it can cost; held while queued
     body_ref: Mapped[str] = mapped_column(String(256))
     body_sha256: Mapped[str] = mapped_column(String(64))
     plan: Mapped[dict[str, Any]]  # what is needed to queue it again: slices, refs, names

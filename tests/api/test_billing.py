@@ -91,8 +91,8 @@ def test_the_window_and_the_organisation(world: World) -> None:
 def test_two_rates_in_one_hour_are_two_rows(world: World) -> None:
     train(world, world.run(), 1, 5)
     again = (
-        "INSERT INTO usage_events (org_id, session_id, run_id, operation_id, kind, base_model, tokens, price_version, "
-        "rate_uusd_per_mtok, amount_nusd, recorded_at) SELECT org_id, session_id, run_id, 'x', kind, base_model, 2, "
+        "INSERT INTO usage_events (org_id, session_id, run_id, operation_id, kind, base_model, quantity, price_version, "
+        "rate_uusd, amount_nusd, recorded_at) SELECT org_id, session_id, run_id, 'x', kind, base_model, 2, "
         "'new', 500000, 1000, recorded_at FROM usage_events"
     )
     world.database.write_now(lambda writing: writing.execute(text(again)))

@@ -62,7 +62,7 @@ def record(
 def test_an_operation_is_recorded_once(database: Database) -> None:
     first = database.write_now(lambda s: record(s, "op", {"prefill": 10, "cached_prefill": 0, "sample": 5}))
     again = database.write_now(lambda s: record(s, "op", {"prefill": 10, "sample": 5}))
-    assert [(row.kind, row.tokens, row.amount_nusd) for row in first] == [("prefill", 10, 4000), ("sample", 5, 2000)]
+    assert [(row.kind, row.quantity, row.amount_nusd) for row in first] == [("prefill", 10, 4000), ("sample", 5, 2000)]
     assert again == []
     with database.read() as session:
         assert usage.summary(session, "a") == [
@@ -74,8 +74,8 @@ def test_an_operation_is_recorded_once(database: Database) -> None:
 def test_the_price_is_that_of_the_admission(database: Database) -> None:
     [before] = database.write_now(lambda s: record(s, "op1", {"train": 7}, at=CHANGE - timedelta(microseconds=1)))
     [after] = database.write_now(lambda s: record(s, "op2", {"train": 7}, at=CHANGE))
-    assert (before.price_version, before.rate_uusd_per_mtok, before.amount_nusd) == ("old", 400_000, 2800)
-    assert (after.price_version, after.rate_uusd_per_mtok, after.amount_nusd) == ("new", 999_999, 7000)
+    assert (before.price_version, before.rate_uusd, before.amount_nusd) == ("old", 400_000, 2800)
+    assert (after.price_version, after.rate_uusd, after.amount_nusd) == ("new", 999_999, 7000)
 
 
 def test_a_transaction_that_fails_meters_nothing(database: Database) -> None:

@@ -159,11 +159,11 @@ def test_an_operation_is_executed_metered_and_answered_once(folder: Path) -> Non
             link.send(Done(first, b"again", {"tokens": 1_000_000}))
             assert (await outcome(service, first)).payload == b"result"
             assert await service.journal.accept(train(1)) == first
-            assert [(e.kind, e.tokens, e.run_id) for e in service.rows(tables.UsageEvent)] == [
+            assert [(e.kind, e.quantity, e.run_id) for e in service.rows(tables.UsageEvent)] == [
                 ("train", 1_000_000, RUN)
             ]
             (event,) = service.rows(tables.UsageEvent)
-            assert event.amount_nusd == event.rate_uusd_per_mtok * 1000
+            assert event.amount_nusd == event.rate_uusd * 1000
             assert await service.journal.outcome("other", first, 0.1) is None
 
     go(scenario())
@@ -368,7 +368,7 @@ def test_samples_go_to_free_slots_and_come_back_when_the_generator_dies(folder: 
             for op in again.ops:
                 link.send(Done(op.op_id, b"text", {"prefill": 4, "cached_prefill": 4, "sample": 9}))
             assert [(await outcome(service, i)).payload for i in ids] == [b"text"] * 3
-        assert sum(e.tokens for e in service.rows(tables.UsageEvent) if e.kind == "sample") == 27
+        assert sum(e.quantity for e in service.rows(tables.UsageEvent) if e.kind == "sample") == 27
         assert {e.run_id for e in service.rows(tables.UsageEvent)} == {RUN}
 
     go(scenario())

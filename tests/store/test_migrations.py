@@ -24,9 +24,9 @@ def _event() -> UsageEvent:
         operation_id="op",
         kind="train",
         base_model="m",
-        tokens=1,
+        quantity=1,
         price_version="p",
-        rate_uusd_per_mtok=1,
+        rate_uusd=1,
         amount_nusd=1,
         recorded_at=datetime.now(UTC),
     )

@@ -1,0 +1,57 @@
+"""Movements of a wallet's balance: rows that are only ever added, each once, with the balance in the same transaction.
+
+A mistake is put right by another row. `billing.charges` posts what work costs; top-ups, refunds and the like come from
+`billing.grants`, `billing.payments` and the operator's command.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Literal, get_args
+
+from sqlalchemy import update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from billing.wallets import wallet_of
+from store.tables import LedgerEntry, Wallet
+
+EntryType = Literal["topup", "grant", "usage", "refund", "adjustment", "expiry", "invoice", "chargeback"]
+TYPES: tuple[EntryType, ...] = get_args(EntryType)
+
+
+def post(
+    session: Session,
+    *,
+    org_id: str,
+    type: EntryType,
+    amount_nusd: int,
+    ref_type: str,
+    ref_id: str,
+    memo: str = "",
+    at: datetime | None = None,
+) -> LedgerEntry | None:
+    """Move a wallet's balance by `amount_nusd` (negative takes money away), once for each (org, type, ref).
+
+    To be called in a write. None when that reference was posted before; then nothing changes."""
+    if amount_nusd == 0:
+        raise ValueError(f"ledger entry {type} {ref_type} {ref_id}: the amount is 0; an entry moves the balance")
+    wallet_of(session, org_id)
+    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    row = insert(LedgerEntry).values(
+        org_id=org_id,
+        type=type,
+        amount_nusd=amount_nusd,
+        ref_type=ref_type,
+        ref_id=ref_id,
+        memo=memo[:256],
+        at=at or datetime.now(UTC),
+    )
+    # Not rowcount: psycopg answers -1 whether or not there was a conflict.
+    entry = session.scalars(row.on_conflict_do_nothing().returning(LedgerEntry)).one_or_none()
+    if entry is None:
+        return None
+    session.execute(
+        update(Wallet).where(Wallet.org_id == org_id).values(balance_nusd=Wallet.balance_nusd + amount_nusd)
+    )
+    return entry

@@ -1,0 +1,56 @@
+"""What an organisation can spend. A wallet is made when it is first asked for, as `set_default` says."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from sqlalchemy import select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from store.tables import Wallet, WalletDefault
+
+Mode = Literal["prepaid", "postpaid", "unlimited"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+def wallet_of(session: Session, org_id: str) -> Wallet:
+    """The wallet of an organisation, locked until the transaction ends. To be called in a write."""
+    query = select(Wallet).where(Wallet.org_id == org_id).with_for_update()
+    wallet = session.scalars(query.execution_options(populate_existing=True)).one_or_none()
+    if wallet is None:
+        make_wallets(session, [org_id])
+        wallet = session.scalars(query).one()
+    return wallet
+
+
+def make_wallets(session: Session, org_ids: list[str]) -> None:
+    """Wallets for organisations that have none."""
+    default = session.get(WalletDefault, 1) or WalletDefault(mode="unlimited", overdraft_nusd=0)
+    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    rows = [{"org_id": org_id, "mode": default.mode, "overdraft_nusd": default.overdraft_nusd} for org_id in org_ids]
+    session.execute(insert(Wallet).on_conflict_do_nothing(), rows)
+
+
+def set_default(session: Session, mode: Mode, overdraft_nusd: int = 0) -> None:
+    """What the wallets of organisations that have none yet will be."""
+    row = session.get(WalletDefault, 1)
+    if row is None:
+        session.add(WalletDefault(id=1, mode=mode, overdraft_nusd=overdraft_nusd))
+    else:
+        row.mode, row.overdraft_nusd = mode, overdraft_nusd
+
+
+def set_mode(session: Session, org_id: str, mode: Mode, overdraft_nusd: int) -> Wallet:
+    """Change how an organisation pays. Nothing that is held or spent changes."""
+    wallet = wallet_of(session, org_id)
+    wallet.mode, wallet.overdraft_nusd = mode, overdraft_nusd
+    session.flush()
+    return wallet
+
+
+def available_nusd(wallet: Wallet) -> int | None:
+    """What may still be held; None without a limit."""
+    if wallet.mode == "unlimited":
+        return None
+    return wallet.balance_nusd + wallet.overdraft_nusd - wallet.held_nusd
