@@ -69,6 +69,7 @@ def create_app(
                 await house
             await machines.stop()
             await holder.presence.flush()
+            await holder.last_used.flush()
 
     return front(lifespan)
 

@@ -1,39 +1,75 @@
 """Who is asking: an API key names the organisation that all lookups are scoped by. It comes in `X-API-Key` or as a
-bearer token, itself or exchanged for a short-lived token (`api.tokens`)."""
+bearer token, itself or exchanged for a short-lived token (`api.tokens`). `api.console` makes principals of its own, for
+people who have signed in.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import time
+import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, Request
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.errors import InvalidToken, Unauthenticated
+from api.errors import Forbidden, InvalidToken, Unauthenticated
 from api.state import service_of
 from api.tokens import PREFIX as TOKEN_PREFIX
 from api.tokens import BadToken, owner_urn
-from store.keys import authenticate
-from store.tables import ApiKey
+from store import keys, tables
+from store.caller import Caller, become
+from store.roles import SCOPES, effective
 
-#: A revoked key still works for this long.
+#: A revoked key still works for this long, and so does a role, a scope, a limit or a status after it was changed.
 REMEMBERED_S = 3.0
 #: Keys remembered at a time.
 REMEMBERED_KEYS = 10_000
 
 
 @dataclass(frozen=True)
+class RateLimit:
+    """What one key, project or organisation may ask for at most; `scope` and `id` say which."""
+
+    scope: str
+    id: str
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    max_in_flight: int | None
+
+    @classmethod
+    def of(cls, row: tables.ApiKey | tables.Project | tables.Organisation) -> RateLimit:
+        scope = {"api_keys": "key", "projects": "project"}.get(row.__tablename__, "organisation")
+        return cls(scope, str(row.id), row.requests_per_minute, row.tokens_per_minute, row.max_in_flight)
+
+
+@dataclass(frozen=True)
 class Principal:
+    """Whoever asks. `key_id` is None for a person at the console; `user_id` for a key of the organisation itself,
+    whose role is owner: its scopes alone bound it. With `project_id` it works in that project only."""
+
     org_id: str
-    key_id: int
+    key_id: int | None
+    user_id: str | None = None
+    project_id: str | None = None
+    role: str = "owner"
+    scopes: frozenset[str] = SCOPES
+    status: str = "active"
+    limits: tuple[RateLimit, ...] = field(default=(), compare=False)
 
     @property
     def urn(self) -> str:
-        return owner_urn(self.key_id)
+        return owner_urn(self.key_id) if self.key_id is not None else f"weft:user:{self.user_id}"
+
+    @property
+    def actor(self) -> str:
+        return f"user:{self.user_id}" if self.user_id is not None else f"key:{self.key_id}"
+
+    def owns(self, session: tables.Session) -> bool:
+        """Whether that session was made with this key, or by this user."""
+        return session.key_id == self.key_id or (self.user_id is not None and session.user_id == self.user_id)
 
 
 class KeyCache:
@@ -70,9 +106,8 @@ def presented_key(request: Request) -> str:
 async def principal(request: Request) -> Principal:
     """Authenticate; for `Depends`. Nothing of the request's body has been read by then."""
     secret = presented_key(request)
-    if secret.startswith(TOKEN_PREFIX):
-        return await _by_token(request, secret)
-    return await _by_key(request, secret)
+    found = await (_by_token if secret.startswith(TOKEN_PREFIX) else _by_key)(request, secret)
+    return admit(request, found)
 
 
 async def key_holder(request: Request) -> Principal:
@@ -80,21 +115,29 @@ async def key_holder(request: Request) -> Principal:
     secret = presented_key(request)
     if secret.startswith(TOKEN_PREFIX):
         raise Unauthenticated("this needs the API key itself, not a token that it was exchanged for")
-    return await _by_key(request, secret)
+    return admit(request, await _by_key(request, secret))
+
+
+def admit(request: Request, who: Principal) -> Principal:
+    """From here on the request works as `who`: for row-level security, and in the audit log. Raises Forbidden for an
+    organisation that is suspended or closed."""
+    if who.status in ("suspended", "closed"):
+        what = "ask the operator of this server" if who.status == "closed" else "see its billing page or the operator"
+        raise Forbidden(f"this organisation is {who.status}: {what}", code=f"organisation_{who.status}")
+    if who.key_id is not None:
+        service_of(request).last_used.note(who.key_id)
+    address = request.client.host if request.client is not None else None
+    become(Caller(who.org_id, who.actor, address, uuid.uuid4().hex))
+    return who
 
 
 async def _by_key(request: Request, secret: str) -> Principal:
     digest = hashlib.sha256(secret.encode()).hexdigest()
-
-    def read(session: Session) -> Principal | None:
-        org_id = authenticate(session, secret)
-        key_id = session.scalar(select(ApiKey.id).where(ApiKey.secret_sha256 == digest))
-        return Principal(org_id, key_id) if org_id is not None and key_id is not None else None
-
-    found = await _look_up(request, digest, read)
+    found = await _look_up(request, digest, lambda session: _principal_of(session, keys.find(session, secret)))
     if found is None:
         raise Unauthenticated(
-            "this API key is unknown or revoked: ask the operator for a key (weftd key create --org NAME)"
+            "this API key is unknown, expired or revoked: ask an admin of your organisation for another one, or the "
+            "operator (weftd key create --org NAME)"
         )
     return found
 
@@ -107,14 +150,39 @@ async def _by_token(request: Request, token: str) -> Principal:
         raise InvalidToken(str(error)) from None
 
     def read(session: Session) -> Principal | None:
-        key = session.get(ApiKey, claims.key_id)
-        good = key is not None and key.revoked_at is None and key.org_id == claims.org_id
-        return Principal(claims.org_id, claims.key_id) if good else None
+        key = session.get(tables.ApiKey, claims.key_id)
+        good = key is not None and keys.is_good(key) and key.org_id == claims.org_id
+        return _principal_of(session, key) if good else None
 
     found = await _look_up(request, f"key {claims.key_id} of {claims.org_id}", read)
     if found is None:
-        raise InvalidToken("the API key that this token was exchanged for is revoked")
+        raise InvalidToken("the API key that this token was exchanged for is expired or revoked")
     return found
+
+
+def _principal_of(session: Session, key: tables.ApiKey | None) -> Principal | None:
+    """None without a key, and for one whose user has left the organisation."""
+    if key is None:
+        return None
+    role = "owner"
+    if key.user_id is not None:
+        membership = session.get(tables.Membership, (key.org_id, key.user_id))
+        if membership is None:
+            return None
+        role = membership.role
+    org = session.get_one(tables.Organisation, key.org_id)
+    project = session.get(tables.Project, key.project_id) if key.project_id is not None else None
+    limited = (org, project, key) if project is not None else (org, key)
+    return Principal(
+        org_id=key.org_id,
+        key_id=key.id,
+        user_id=key.user_id,
+        project_id=key.project_id,
+        role=role,
+        scopes=effective(role, key.scopes),
+        status=org.status,
+        limits=tuple(RateLimit.of(row) for row in limited),
+    )
 
 
 async def _look_up(request: Request, name: str, read: Callable[[Session], Principal | None]) -> Principal | None:

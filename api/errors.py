@@ -67,6 +67,17 @@ class InvalidToken(Unauthenticated):
         super().__init__(detail, headers={"www-authenticate": 'Bearer error="invalid_token"'})
 
 
+class Forbidden(ApiError):
+    """The key is good, but may not do this. Never for another organisation's things: those are not found."""
+
+    status = 403
+    code = "forbidden"
+
+    def __init__(self, detail: str, *, code: str = "forbidden") -> None:
+        super().__init__(detail)
+        self.code = code
+
+
 class NotFound(ApiError):
     """Unknown, or another organisation's: the two look the same."""
 
@@ -122,6 +133,17 @@ class Busy(ApiError):
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail, headers={"retry-after": "1"})
+
+
+class RateLimited(ApiError):
+    """Too much in a minute, or at a time, for a limit of the key, the project or the organisation: the text and a
+    header say which. Clients wait as long as they are told."""
+
+    status = 429
+    code = "rate_limited"
+
+    def __init__(self, detail: str, *, retry_after_s: int, scope: str) -> None:
+        super().__init__(detail, headers={"retry-after": str(max(1, retry_after_s)), "x-weft-limit-scope": scope})
 
 
 class Unavailable(ApiError):

@@ -33,6 +33,7 @@ async def keep_house(service: Service) -> None:
         await asyncio.sleep(min(ROUND_S, idle_s / 4))
         try:
             await service.presence.flush()
+            await service.last_used.flush()
             if asyncio.get_running_loop().time() - started > min(GRACE_S, idle_s):
                 await reap(service)
             await run_in_threadpool(service.telemetry.forget_old)

@@ -11,8 +11,10 @@ from fastapi import Depends, Request
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
+from api.last_used import LastUsed
 from api.polls import LongPolls
 from api.presence import Presence
+from api.rates import LocalRates, Rates
 from api.signing import Signer
 from api.telemetry import Telemetry
 from api.tokens import Tokens
@@ -40,6 +42,7 @@ class Service:
     #: How the machines are doing, in numbers.
     stats: Callable[[], dict[str, Any]]
     polls: LongPolls = field(default_factory=LongPolls)
+    rates: Rates = field(default_factory=LocalRates)
 
     @cached_property
     def secret(self) -> bytes:
@@ -56,6 +59,10 @@ class Service:
     @cached_property
     def presence(self) -> Presence:
         return Presence(self.database)
+
+    @cached_property
+    def last_used(self) -> LastUsed:
+        return LastUsed(self.database)
 
     @cached_property
     def telemetry(self) -> Telemetry:

@@ -18,12 +18,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
+
+from store import audit
 
 T = TypeVar("T")
 
@@ -76,6 +79,8 @@ class _Awaiting:
 class _Work:
     run: Callable[[Session], Any]
     waiting: _Waiting
+    context: Context = field(default_factory=copy_context)  # the work runs as whoever has asked for it
+    noted: list[dict[str, Any]] = field(default_factory=list)  # for the audit log
     result: Any = None
     error: BaseException | None = field(default=None)
 
@@ -174,6 +179,7 @@ class Database:
             with self._write_engine.connect() as connection, connection.begin() as transaction:
                 for work in group:
                     _run(work, connection, alone=len(group) == 1)
+                audit.seal(connection, [entry for work in group if work.error is None for entry in work.noted])
                 if transaction.is_active and all(work.error is not None for work in group):
                     transaction.rollback()
         except BaseException as error:  # nobody may be left waiting for an answer
@@ -186,8 +192,9 @@ def _run(work: _Work, connection: Connection, *, alone: bool) -> None:
     mode: Literal["rollback_only", "create_savepoint"] = "rollback_only" if alone else "create_savepoint"
     try:
         with Session(connection, expire_on_commit=False, join_transaction_mode=mode) as session:
-            work.result = work.run(session)
+            work.result = work.context.run(work.run, session)
             session.commit()
+            work.noted = audit.pending(session)
     except BaseException as error:
         work.error = error
 

@@ -1,7 +1,8 @@
 """API keys of organisations.
 
 A key is `tml-<8 id characters>_<43 secret characters>`: 256 random bits, so its SHA-256 is enough to keep and a slow
-password hash would add nothing. The database never holds the key itself; `prefix` is its public part.
+password hash would add nothing. The database never holds the key itself; `prefix` is its public part, and stays the
+same when a key gets another secret.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import hashlib
 import hmac
 import secrets
 import string
-import uuid
-from datetime import UTC, datetime
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import select
+from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from store import audit
+from store.people import organisation_named
+from store.roles import ADMIN
 from store.tables import ApiKey, Organisation
 
 _ALPHABET = string.ascii_letters + string.digits
@@ -32,43 +35,100 @@ def _digest(secret: str) -> str:
 
 
 def create_key(session: Session, org_name: str) -> str:
-    """A new key for the organisation of that name, which is made if it is not there. Returns the key, only here."""
+    """A new key with all scopes for the organisation of that name, which is made if it is not there. Returns the key,
+    only here."""
+    return new_key(session, organisation_named(session, org_name).id)[1]
+
+
+def new_key(
+    session: Session,
+    org_id: str,
+    *,
+    name: str = "",
+    scopes: Iterable[str] = (ADMIN,),
+    user_id: str | None = None,
+    project_id: str | None = None,
+    expires_at: datetime | None = None,
+    by: int | None = None,
+) -> tuple[ApiKey, str]:
+    """A new key and its row, made with the key `by` (None: no key). The caller has checked all of it."""
     now = datetime.now(UTC)
-    org = session.scalar(select(Organisation).where(Organisation.name == org_name))
-    if org is None:
-        org = Organisation(id=uuid.uuid4().hex, name=org_name, created_at=now)
-        session.add(org)
-        session.flush()
     secret = f"tml-{_random(8)}_{_random(43)}"
-    prefix = secret[:_PREFIX_LENGTH]
-    session.add(ApiKey(org_id=org.id, prefix=prefix, secret_sha256=_digest(secret), created_at=now))
-    audit.record(session, org_id=org.id, key_id=None, event="key_created", target=prefix, at=now)
+    row = ApiKey(
+        org_id=org_id,
+        project_id=project_id,
+        user_id=user_id,
+        name=name,
+        scopes=sorted(scopes),
+        prefix=secret[:_PREFIX_LENGTH],
+        last4=secret[-4:],
+        secret_sha256=_digest(secret),
+        created_at=now,
+        expires_at=expires_at,
+    )
+    session.add(row)
+    session.flush()
+    detail = {"key_id": row.id, "scopes": row.scopes, "user_id": user_id, "project_id": project_id}
+    audit.record(session, org_id=org_id, key_id=by, event="key_created", target=row.prefix, detail=detail, at=now)
+    return row, secret
+
+
+def rotate(session: Session, row: ApiKey, overlap: timedelta, by: int | None = None) -> str:
+    """Give a key another secret; the present one stays good for `overlap`. Returns the new one, only here."""
+    now = datetime.now(UTC)
+    secret = f"{row.prefix}_{_random(43)}"
+    row.previous_sha256, row.previous_expires_at = row.secret_sha256, now + overlap
+    row.secret_sha256, row.last4 = _digest(secret), secret[-4:]
+    detail = {"key_id": row.id, "overlap_s": int(overlap.total_seconds())}
+    audit.record(session, org_id=row.org_id, key_id=by, event="key_rotated", target=row.prefix, detail=detail, at=now)
     session.flush()
     return secret
 
 
-def authenticate(session: Session, secret: str) -> str | None:
-    """The id of the organisation that the key belongs to; None for an unknown or revoked key."""
-    digest = _digest(secret)
-    key = session.scalar(select(ApiKey).where(ApiKey.secret_sha256 == digest))
-    if key is None or key.revoked_at is not None or not hmac.compare_digest(key.secret_sha256, digest):
+def find(session: Session, secret: str, now: datetime | None = None) -> ApiKey | None:
+    """The key with that secret, if it is good: not revoked, not expired, not rotated away."""
+    digest, now = _digest(secret), now or datetime.now(UTC)
+    query = select(ApiKey).where(or_(ApiKey.secret_sha256 == digest, ApiKey.previous_sha256 == digest))
+    row = session.scalars(query).one_or_none()
+    if row is None or not is_good(row, now):
         return None
-    return key.org_id
+    if hmac.compare_digest(row.secret_sha256, digest):
+        return row
+    overlaps = row.previous_expires_at is not None and now < row.previous_expires_at
+    return row if overlaps and hmac.compare_digest(row.previous_sha256 or "", digest) else None
+
+
+def is_good(row: ApiKey, now: datetime | None = None) -> bool:
+    now = now or datetime.now(UTC)
+    return row.revoked_at is None and (row.expires_at is None or now < row.expires_at)
+
+
+def authenticate(session: Session, secret: str) -> str | None:
+    """The id of the organisation that the key belongs to; None for one that is not good."""
+    row = find(session, secret)
+    return row.org_id if row is not None else None
 
 
 def revoke(session: Session, key: str, by: int | None = None) -> int:
     """Revoke by prefix (or by the whole key), at the wish of the key `by` (None: the operator). Returns how many keys
     were revoked by this call."""
     rows = session.scalars(select(ApiKey).where(ApiKey.prefix == key[:_PREFIX_LENGTH], ApiKey.revoked_at.is_(None)))
-    now = datetime.now(UTC)
     revoked = 0
     for row in rows:
-        if len(key) > _PREFIX_LENGTH and not hmac.compare_digest(row.secret_sha256, _digest(key)):
+        whole = len(key) > _PREFIX_LENGTH
+        if whole and _digest(key) not in (row.secret_sha256, row.previous_sha256):
             continue
-        row.revoked_at = now
-        audit.record(session, org_id=row.org_id, key_id=by, event="key_revoked", target=row.prefix, at=now)
+        revoke_row(session, row, by)
         revoked += 1
     return revoked
+
+
+def revoke_row(session: Session, row: ApiKey, by: int | None = None) -> None:
+    row.revoked_at = datetime.now(UTC)
+    detail = {"key_id": row.id}
+    audit.record(
+        session, org_id=row.org_id, key_id=by, event="key_revoked", target=row.prefix, detail=detail, at=row.revoked_at
+    )
 
 
 def list_keys(session: Session) -> list[tuple[Organisation, ApiKey]]:

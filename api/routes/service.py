@@ -90,6 +90,7 @@ async def revoke_me(request: Request, service: ServiceDep, who: KeyHolderDep) ->
 async def auth_token(request: Request, service: ServiceDep, who: KeyHolderDep) -> dict[str, str]:
     """A short-lived token in exchange for the key that asks."""
     await read_body(request)
+    assert who.key_id is not None
     return {"jwt": service.tokens.issue(Claims(who.key_id, who.org_id))}
 
 

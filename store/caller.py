@@ -1,0 +1,81 @@
+"""On whose behalf the code runs: set by the API when a request is authenticated, and carried along into threads and
+into the database's writer. Two things read it: the audit log (who, from where) and row-level security (`store.db`).
+
+Without a caller it is the server itself that works, for all organisations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+#: The PostgreSQL role that requests work as, bound by row-level security (`store.row_security`).
+APP_ROLE = "weft_app"
+#: Where a session keeps the organisation that it is restricted to.
+RESTRICTED_TO = "restricted_to"
+_RESTRICT = text("SELECT set_config('app.org_id', :org, true), set_config('role', :role, true)")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """`org_id` None: not bound to one organisation. `actor` is user:<id>, key:<id>, operator or server."""
+
+    org_id: str | None
+    actor: str
+    ip: str | None = None
+    request_id: str | None = None
+
+
+SERVER = Caller(None, "server")
+OPERATOR = Caller(None, "operator")
+
+_caller: ContextVar[Caller] = ContextVar("caller", default=SERVER)
+
+
+def caller() -> Caller:
+    return _caller.get()
+
+
+def become(who: Caller) -> None:
+    """Be `who` for the rest of this task (a request's) or thread."""
+    _caller.set(who)
+
+
+@contextmanager
+def acting_as(who: Caller) -> Iterator[None]:
+    token = _caller.set(who)
+    try:
+        yield
+    finally:
+        _caller.reset(token)
+
+
+@contextmanager
+def unrestricted(session: Session) -> Iterator[None]:
+    """Lift row-level security for the few reads that are about other organisations too: published checkpoints, folders
+    shared between copies, users by e-mail. Everything in it must say itself which rows it may show."""
+    restricted = session.info.get(RESTRICTED_TO)
+    if restricted is None:
+        yield
+        return
+    lift(session)
+    try:
+        yield
+    finally:
+        restrict(session, restricted)
+
+
+def restrict(session: Session, org_id: str) -> None:
+    """Until the transaction (or savepoint) ends, PostgreSQL shows and takes rows of `org_id` only."""
+    session.info[RESTRICTED_TO] = org_id
+    session.execute(_RESTRICT, {"org": org_id, "role": APP_ROLE})
+
+
+def lift(session: Session) -> None:
+    session.info.pop(RESTRICTED_TO, None)
+    session.execute(_RESTRICT, {"org": "", "role": "none"})

@@ -1,0 +1,174 @@
+"""Organisations, their members and their projects: what changes them, each with its row in the audit log.
+
+Called inside writes, by the API and by `weftd`. What is wrong with a change is a `PeopleError`, in one line.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from datetime import UTC, datetime
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from store import audit
+from store.caller import unrestricted
+from store.roles import ROLES
+from store.tables import ApiKey, Membership, Organisation, Project, User
+
+_EMAIL = re.compile(r"[^@\s\x00-\x1f]{1,64}@[^@\s\x00-\x1f]{1,189}")
+STATUSES = ("active", "past_due", "suspended", "closed")
+
+
+class PeopleError(ValueError):
+    """A change that cannot be made."""
+
+
+class NoSuch(PeopleError):
+    """It names something that is not there, or not in this organisation."""
+
+
+def organisation_named(session: Session, name: str) -> Organisation:
+    """The organisation of that name, made if it is not there."""
+    org = session.scalar(select(Organisation).where(Organisation.name == name))
+    if org is None:
+        org = Organisation(id=uuid.uuid4().hex, name=name, created_at=datetime.now(UTC))
+        session.add(org)
+        session.flush()
+    return org
+
+
+def set_status(session: Session, org: Organisation, status: str, key_id: int | None = None) -> None:
+    if status not in STATUSES:
+        raise PeopleError(f"status: must be one of {', '.join(STATUSES)}, got {status!r}")
+    if org.status != status:
+        detail = {"from": org.status, "to": status}
+        org.status = status
+        audit.record(
+            session, org_id=org.id, key_id=key_id, event="organization_status_set", target=org.id, detail=detail
+        )
+
+
+# ---- members
+
+
+def add_member(session: Session, org_id: str, email: str, role: str, key_id: int | None = None) -> User:
+    """Make that person a member; who is unknown so far becomes a user."""
+    email = _check_email(email)
+    _check_role(role)
+    with unrestricted(session):
+        user = session.scalar(select(User).where(User.email == email))
+    now = datetime.now(UTC)
+    if user is None:
+        user = User(id=uuid.uuid4().hex, email=email, created_at=now)
+        session.add(user)
+        session.flush()
+    if session.get(Membership, (org_id, user.id)) is not None:
+        raise PeopleError(f"email: {email} is a member already; change the role instead")
+    session.add(Membership(org_id=org_id, user_id=user.id, role=role, created_at=now))
+    session.flush()
+    _note(session, org_id, key_id, "member_added", user.id, role=role, email=email)
+    return user
+
+
+def change_role(session: Session, org_id: str, user_id: str, role: str, key_id: int | None = None) -> Membership:
+    row = _membership(session, org_id, user_id)
+    _check_role(role)
+    if row.role == "owner" and role != "owner":
+        _keep_an_owner(session, org_id)
+    if row.role != role:
+        _note(session, org_id, key_id, "member_role_set", user_id, was=row.role, role=role)
+        row.role = role
+    return row
+
+
+def remove_member(session: Session, org_id: str, user_id: str, key_id: int | None = None) -> None:
+    """End a membership, and with it the member's keys in this organisation."""
+    from store.keys import revoke_row
+
+    row = _membership(session, org_id, user_id)
+    if row.role == "owner":
+        _keep_an_owner(session, org_id)
+    for key in session.scalars(select(ApiKey).filter_by(org_id=org_id, user_id=user_id, revoked_at=None)):
+        revoke_row(session, key, key_id)
+    session.delete(row)
+    _note(session, org_id, key_id, "member_removed", user_id, role=row.role)
+
+
+def members(session: Session, org_id: str) -> list[tuple[Membership, User]]:
+    query = select(Membership, User).join(User, User.id == Membership.user_id)
+    rows = session.execute(query.where(Membership.org_id == org_id).order_by(Membership.created_at, User.id))
+    return [(member, user) for member, user in rows]
+
+
+def _membership(session: Session, org_id: str, user_id: str) -> Membership:
+    row = session.get(Membership, (org_id, user_id))
+    if row is None:
+        raise NoSuch(f"no member {user_id[:80]!r}")
+    return row
+
+
+def _keep_an_owner(session: Session, org_id: str) -> None:
+    """Owners are read under a lock, so that the last two cannot leave at the same moment."""
+    session.scalars(select(Organisation.id).where(Organisation.id == org_id).with_for_update()).all()
+    owners = session.scalar(select(func.count()).select_from(Membership).filter_by(org_id=org_id, role="owner"))
+    if (owners or 0) <= 1:
+        raise PeopleError("the last owner of an organisation stays: make somebody else an owner first")
+
+
+def _check_email(email: str) -> str:
+    email = email.strip().lower()
+    if not _EMAIL.fullmatch(email) or not email.isprintable():
+        raise PeopleError(f"email: must be an e-mail address of at most 254 characters, got {email[:80]!r}")
+    return email
+
+
+def _check_role(role: str) -> None:
+    if role not in ROLES:
+        raise PeopleError(f"role: must be one of {', '.join(ROLES)}, got {role[:80]!r}")
+
+
+# ---- projects
+
+
+def create_project(session: Session, org_id: str, name: str, key_id: int | None = None) -> Project:
+    _check_name(session, org_id, name)
+    row = Project(id=uuid.uuid4().hex, org_id=org_id, name=name, created_at=datetime.now(UTC))
+    session.add(row)
+    session.flush()
+    _note(session, org_id, key_id, "project_created", row.id, name=name)
+    return row
+
+
+def rename_project(session: Session, row: Project, name: str, key_id: int | None = None) -> None:
+    if row.name != name:
+        _check_name(session, row.org_id, name)
+        _note(session, row.org_id, key_id, "project_renamed", row.id, was=row.name, name=name)
+        row.name = name
+
+
+def archive_project(session: Session, row: Project, archived: bool = True, key_id: int | None = None) -> None:
+    """An archived project takes no new sessions; what is in it stays, and goes on."""
+    if (row.archived_at is not None) != archived:
+        row.archived_at = datetime.now(UTC) if archived else None
+        _note(session, row.org_id, key_id, "project_archived" if archived else "project_restored", row.id)
+
+
+def project_by_id(session: Session, org_id: str, project_id: str) -> Project:
+    plain = len(project_id) <= 64 and project_id.isascii() and project_id.isprintable()
+    row = session.get(Project, project_id) if plain else None
+    if row is None or row.org_id != org_id:
+        raise NoSuch(f"no project {project_id[:80]!r}")
+    return row
+
+
+def _check_name(session: Session, org_id: str, name: str) -> None:
+    if not 1 <= len(name) <= 128 or not name.isprintable() or name != name.strip():
+        raise PeopleError("name: must be 1 to 128 printable characters without spaces around them")
+    if session.scalar(select(Project.id).filter_by(org_id=org_id, name=name)) is not None:
+        raise PeopleError(f"name: a project named {name!r} exists already")
+
+
+def _note(session: Session, org_id: str, key_id: int | None, event: str, target: str, **detail: str) -> None:
+    audit.record(session, org_id=org_id, key_id=key_id, event=event, target=target, detail=dict(detail))
