@@ -13,10 +13,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 ROOMS := api billing migrations scheduler store workers client_sdk/weft examples bench tests
 
-.PHONY: help setup demo test compat cookbook lint format clean
+.PHONY: help setup vllm demo test compat cookbook lint format clean
 
 help:
-	@echo "make setup | demo | test | compat | cookbook | lint | format | clean"
+	@echo "make setup | vllm | demo | test | compat | cookbook | lint | format | clean"
 
 setup: $(STAMP)
 
@@ -29,6 +29,20 @@ $(STAMP): pyproject.toml client_sdk/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable client_sdk --editable '.[dev]'
+	@touch $@
+
+# vLLM for the CPU, in an environment of its own: it pins too much to share one. Its wheels are for Python 3.11 alone.
+VLLM := .vllm
+PYTHON311 ?= $(shell for name in python3.11 /usr/bin/python3.11; do \
+  if $$name -c 'import ensurepip, venv' 2>/dev/null; then echo $$name; break; fi; done)
+
+vllm: $(VLLM)/.setup-done
+
+$(VLLM)/.setup-done: deploy/vllm/requirements.txt deploy/vllm/build.sh deploy/vllm/plugin/pyproject.toml \
+    $(wildcard deploy/vllm/plugin/weft_vllm/*.py)
+	@test -n "$(PYTHON311)" && $(PYTHON311) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
+	  || { echo "make vllm: vLLM for the CPU needs Python 3.11 (make vllm PYTHON311=/path/to/python3.11)" >&2; exit 1; }
+	deploy/vllm/build.sh $(VLLM) $(PYTHON311)
 	@touch $@
 
 demo: setup
@@ -56,4 +70,4 @@ format: setup
 	$(BIN)/ruff format $(ROOMS)
 
 clean:
-	rm -rf $(VENV) .compat .cookbook build demo-data demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) .compat .cookbook build demo-data demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,20 @@
+"""What the service calls inside vLLM's worker, by /collective_rpc: `--worker-extension-cls weft_vllm.worker.Swap`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Swap:
+    def weft_about(self) -> dict[str, Any]:
+        """What this vLLM can do for Weft. The model runner that the CPU uses is the one the plugin knows."""
+        import vllm
+        from vllm.platforms import current_platform
+
+        return {"vllm": vllm.__version__, "tempered_logprobs": bool(current_platform.is_cpu())}
+
+    def weft_swap(self, name: str, int_id: int, path: str) -> bool:
+        """Replace the weights of a loaded adapter by those in `path`, for requests in flight too."""
+        from vllm.lora.request import LoRARequest
+
+        return self.add_lora(LoRARequest(name, int_id, path, load_inplace=True))
