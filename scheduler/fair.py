@@ -55,9 +55,9 @@ class FairTree(Generic[T]):
         """Queue `item`, which will use `cost` tokens (at least 1), at the end of `path`. `weight` is the share of the
         organisation from now on."""
         node = self._root
-        for place, key in enumerate(path):
+        for key, share in zip(path, weights_of(path, weight), strict=True):
             child = node.children.setdefault(key, _Node())
-            child.weight = _weight(place, key, weight)
+            child.weight = share
             if not child:
                 self._enter(node, key, max(node.virtual, child.finish))
             node = child
@@ -136,13 +136,27 @@ class FairTree(Generic[T]):
             return []
         taken = [item for item, _ in node.items]
         node.items.clear()
+        self._leave(path)
+        return taken
+
+    def discard(self, path: Path, item: T) -> bool:
+        """Take one item out of its path, wherever it stands there. False when it is not there."""
+        node = self._find(path)
+        place = next((i for i, (other, _) in enumerate(node.items) if other == item), None) if node else None
+        if node is None or place is None:
+            return False
+        del node.items[place]
+        self._leave(path)
+        return True
+
+    def _leave(self, path: Path) -> None:
+        """Flows on `path` that are empty by now are ready no more."""
         for depth in range(len(path) - 1, -1, -1):
             parent, child = self._find(path[:depth]), self._find(path[: depth + 1])
             if parent is None or child:
                 break
             parent.ready = [entry for entry in parent.ready if entry[2] != path[depth]]
             heapq.heapify(parent.ready)
-        return taken
 
     def __iter__(self) -> Iterator[T]:
         stack = [self._root]
@@ -187,10 +201,14 @@ class FairTree(Generic[T]):
             node.children = {k: c for k, c in node.children.items() if c or c.finish > node.virtual}
 
 
-def _weight(place: int, key: str, organisation: int) -> int:
-    if place == _ORGANISATION:
-        return max(1, organisation)
-    return PRIORITY_SHARES.get(key, 1) if place == _PRIORITY else 1
+def weights_of(path: Path, organisation: int) -> list[int]:
+    """What each flow on a path weighs, its organisation weighing so much."""
+    weights = [1] * len(path)
+    if len(path) > _PRIORITY:
+        weights[_PRIORITY] = PRIORITY_SHARES.get(path[_PRIORITY], 1)
+    if len(path) > _ORGANISATION:
+        weights[_ORGANISATION] = max(1, organisation)
+    return weights
 
 
 def _count(node: _Node[T], most: int) -> int:

@@ -1,0 +1,43 @@
+"""Clients of Redis, with timeouts of their own: redis-py's defaults raise when a pool is empty and retry a dead
+connection for a minute (docs/production.md)."""
+
+from __future__ import annotations
+
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+#: A command that takes longer has lost its connection: scripts here take less than a millisecond.
+COMMAND_S = 2.0
+#: Connections of one process; whoever finds none free waits for one.
+CONNECTIONS = 32
+#: The longest that a blocking reader waits in one call.
+LONGEST_BLOCK_S = 5.0
+
+
+def pooled(url: str, *, db_timeout_s: float = COMMAND_S) -> redis.Redis:
+    """For short commands, from any number of threads."""
+    pool = redis.BlockingConnectionPool.from_url(
+        url,
+        max_connections=CONNECTIONS,
+        timeout=db_timeout_s,
+        socket_timeout=db_timeout_s,
+        socket_connect_timeout=db_timeout_s,
+        socket_keepalive=True,
+        health_check_interval=15,
+        retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 1),
+    )
+    return redis.Redis(connection_pool=pool)
+
+
+def blocking(url: str) -> redis.Redis:
+    """For one reader that waits inside a command, up to LONGEST_BLOCK_S: one connection, no hidden retries."""
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=LONGEST_BLOCK_S + COMMAND_S,
+        socket_connect_timeout=COMMAND_S,
+        socket_keepalive=True,
+        single_connection_client=False,
+        max_connections=2,
+        retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 0),
+    )

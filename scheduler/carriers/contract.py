@@ -1,0 +1,105 @@
+"""The fair queue that several processes may share: what every carrier of it promises.
+
+An item is known by its id from `push` to `forget`, and is in one of three places: queued, in a worker's hands under a
+lease, or answered. Pushing an id that is known changes nothing. `lease` takes items in fair order (`scheduler.fair`);
+each gets an epoch, a number that only grows. `answer` succeeds only with the item's present epoch: a worker that was
+given up and comes back can finish nothing twice. `expire` puts back what workers held that were not heard of until
+their deadline, and gives up an item that was in the hands of `LIVES` workers when they died.
+
+Nothing here is the truth: that is the database. A carrier that has lost everything is filled again from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Path = tuple[str, ...]
+
+#: How often an item may be in a worker's hands when that worker dies before it is given up.
+LIVES = 3
+
+
+class QueueUnreachable(Exception):
+    """The carrier does not answer. What is durable is unharmed; try again later."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """`cost` is in tokens, `slots` how many sequences of a generator it takes. `body` says where the work is."""
+
+    id: str
+    path: Path
+    cost: int
+    body: bytes = b""
+    slots: int = 1
+    weight: int = 1  # the share of its organisation
+
+
+@dataclass(frozen=True)
+class Lease:
+    id: str
+    path: Path
+    body: bytes
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An item that a worker has finished; `receipt` is the carrier's own, `cost` what it was charged."""
+
+    id: str
+    result: bytes
+    cost: int
+    receipt: str
+
+
+@dataclass(frozen=True)
+class Expired:
+    back: list[str] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
+
+
+class FairQueue(Protocol):
+    """Times are seconds; every call is atomic. Raises QueueUnreachable."""
+
+    def push(self, item: Item) -> bool:
+        """Queue an item at the end of its path. False when its id is known already."""
+
+    def correct(self, path: Path, tokens: int) -> None:
+        """What was served from `path` has used so many tokens more than it was charged; fewer, if negative."""
+
+    def peek(self, prefix: Path = ()) -> str | None:
+        """The id that is next at or below `prefix`."""
+
+    def remove(self, item_id: str) -> bool:
+        """Forget an item that is queued. False when it is not: it is in a worker's hands, or ended."""
+
+    def ahead(self, item_id: str) -> int | None:
+        """About how many items are served before this one; None when it is not queued."""
+
+    def lease(self, worker: str, models: Sequence[str], slots: int, ttl_s: float) -> list[Lease]:
+        """The fairest items of these models until `slots` are filled; the last may exceed them. They are this
+        worker's until `ttl_s` have passed without a sign of life."""
+
+    def renew(self, worker: str, ttl_s: float) -> bool:
+        """A sign of life. False when the worker was given up: it holds nothing any more."""
+
+    def holder(self, item_id: str) -> str | None:
+        """The worker in whose hands an item is."""
+
+    def answer(self, item_id: str, epoch: int, result: bytes) -> bool:
+        """The holder of that epoch has finished. False, and nothing changes, for anybody else."""
+
+    def answered(self, consumer: str, timeout_s: float) -> list[Answered]:
+        """Items that were answered, each to one consumer; again to another one if it is not forgotten in time."""
+
+    def forget(self, item_id: str, receipt: str = "") -> None:
+        """The item has ended for good."""
+
+    def expire(self) -> Expired:
+        """Put back what workers held whose time is over."""
+
+    def known(self, item_ids: Sequence[str]) -> set[str]:
+        """Which of these the carrier knows, in any place."""

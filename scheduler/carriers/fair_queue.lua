@@ -1,0 +1,299 @@
+-- The fair queue of scheduler/carriers/contract.py in Redis. Every call is one script, so it is atomic.
+-- KEYS[1] is the prefix of all keys, ARGV[1] the call, the rest its arguments; times are milliseconds.
+-- The tree is that of scheduler/fair.py, tag for tag; nodes are named by their path, joined with 0x1f:
+--   n:<path>  hash: v virtual time, f finish tag, e entry in the parent's r, w weight, s when to look for idle children
+--   r:<path>  sorted set: the ready children by start tag; "<arrival>\31<child>" breaks ties by arrival
+--   c:<path>  set: all children that are remembered
+--   q:<path>  list: ids of the items of a leaf
+--   i:<id>    hash: path, weights, cost, slots, body, attempts; worker and epoch while it is leased; done once answered
+--   h:<worker> set of ids, w sorted set of workers by deadline, done a stream, bell a list that wakes idle workers
+local P, SEP, LIVES = KEYS[1], "\31", 3
+local IDLE_S = 3600 -- what a flow owes is forgotten when it had nothing to do for so long
+
+local function key(kind, name) return P .. kind .. ":" .. name end
+local function number(text) return tonumber(text or "0") or 0 end
+local function exact(value) return string.format("%.17g", value) end
+local function get(node, field) return number(redis.call("HGET", key("n", node), field) or "0") end
+local function weight(node) return math.max(1, get(node, "w")) end
+local function set(node, field, value) redis.call("HSET", key("n", node), field, exact(value)) end
+local function below(node, child) return node == "" and child or node .. SEP .. child end
+local function busy(node) return redis.call("EXISTS", key("q", node), key("r", node)) > 0 end
+local function child_of(member) return string.sub(member, 18) end
+
+local function split(path)
+  local parts = {}
+  for part in string.gmatch(path, "[^" .. SEP .. "]+") do parts[#parts + 1] = part end
+  return parts
+end
+
+local function enter(node, child, start)
+  local member = string.format("%016d", redis.call("INCR", P .. "arrivals")) .. SEP .. child
+  local inner = below(node, child)
+  redis.call("ZADD", key("r", node), exact(start), member)
+  redis.call("HSET", key("n", inner), "e", member)
+  redis.call("PERSIST", key("n", inner))
+  redis.call("PERSIST", key("c", inner))
+end
+
+local function leave(node, child)
+  local inner = below(node, child)
+  local name = key("n", inner)
+  local member = redis.call("HGET", name, "e")
+  if member then
+    redis.call("ZREM", key("r", node), member)
+    redis.call("HDEL", name, "e")
+  end
+  redis.call("EXPIRE", name, IDLE_S)
+  redis.call("EXPIRE", key("c", inner), IDLE_S)
+end
+
+local function head_start(node) return number(redis.call("ZRANGE", key("r", node), 0, 0, "WITHSCORES")[2]) end
+
+local function queue(id)
+  local path, weights = unpack(redis.call("HMGET", key("i", id), "path", "weights"))
+  local node, weight_of = "", split(weights)
+  for place, child in ipairs(split(path)) do
+    local inner = below(node, child)
+    redis.call("SADD", key("c", node), child)
+    redis.call("HSET", key("n", inner), "w", weight_of[place])
+    if not busy(inner) then enter(node, child, math.max(get(node, "v"), get(inner, "f"))) end
+    node = inner
+  end
+  redis.call("RPUSH", key("q", path), id)
+  redis.call("LPUSH", P .. "bell", "1")
+  redis.call("LTRIM", P .. "bell", 0, 63)
+end
+
+local function correct(path, tokens)
+  local node = ""
+  for _, child in ipairs(split(path)) do
+    if redis.call("SISMEMBER", key("c", node), child) == 0 then return end
+    local inner = below(node, child)
+    local shift = tokens / weight(inner)
+    set(inner, "f", get(inner, "f") + shift)
+    if busy(inner) then
+      local member = redis.call("HGET", key("n", inner), "e")
+      redis.call("ZADD", key("r", node), exact(number(redis.call("ZSCORE", key("r", node), member)) + shift), member)
+      set(node, "v", math.min(get(node, "v"), head_start(node)))
+    end
+    node = inner
+  end
+end
+
+local function drop(node)
+  for _, child in ipairs(redis.call("SMEMBERS", key("c", node))) do drop(below(node, child)) end
+  redis.call("DEL", key("n", node), key("r", node), key("c", node), key("q", node))
+end
+
+-- Drop children that are empty and owe nothing: they would start at the virtual time anyway. Looked for again only
+-- when there are twice as many, so that it costs little for each item.
+local function forget_idle(node)
+  local many = math.max(2 * redis.call("ZCARD", key("r", node)) + 64, get(node, "s"))
+  if redis.call("SCARD", key("c", node)) <= many then return end
+  local virtual = get(node, "v")
+  for _, child in ipairs(redis.call("SMEMBERS", key("c", node))) do
+    local inner = below(node, child)
+    if not busy(inner) and get(inner, "f") <= virtual then
+      drop(inner)
+      redis.call("SREM", key("c", node), child)
+    end
+  end
+  set(node, "s", 2 * redis.call("SCARD", key("c", node)))
+end
+
+local function first(node)
+  local member = redis.call("ZRANGE", key("r", node), 0, 0)[1]
+  return member and child_of(member)
+end
+
+local function serve(node, prefix, depth)
+  local child = prefix[depth] or first(node)
+  if not child then
+    local id = redis.call("LPOP", key("q", node))
+    return id, number(redis.call("HGET", key("i", id), "cost"))
+  end
+  local inner = below(node, child)
+  local member = redis.call("HGET", key("n", inner), "e")
+  local start = number(redis.call("ZSCORE", key("r", node), member))
+  set(node, "v", math.max(get(node, "v"), head_start(node)))
+  leave(node, child)
+  local id, cost = serve(inner, prefix, depth + 1)
+  local finish = start + cost / weight(inner)
+  set(inner, "f", finish)
+  if busy(inner) then enter(node, child, finish) end
+  forget_idle(node)
+  return id, cost
+end
+
+local function find(prefix)
+  local node = ""
+  for _, child in ipairs(prefix) do node = below(node, child) end
+  return busy(node) and node
+end
+
+local function unqueue(path, id)
+  redis.call("LREM", key("q", path), 1, id)
+  local parts = split(path)
+  for depth = #parts, 1, -1 do
+    local node = table.concat(parts, SEP, 1, depth)
+    if busy(node) then return end
+    leave(table.concat(parts, SEP, 1, depth - 1), parts[depth])
+  end
+end
+
+local function count(node, most)
+  local found, stack = 0, {node}
+  while #stack > 0 and found < most do
+    local here = table.remove(stack)
+    found = found + redis.call("LLEN", key("q", here))
+    for _, member in ipairs(redis.call("ZRANGE", key("r", here), 0, -1)) do stack[#stack + 1] = below(here, child_of(member)) end
+  end
+  return math.min(found, most)
+end
+
+local function release(worker)
+  local ids, back, given_up = redis.call("SMEMBERS", key("h", worker)), {}, {}
+  local epoch = {}
+  for _, id in ipairs(ids) do epoch[id] = number(redis.call("HGET", key("i", id), "epoch")) end
+  table.sort(ids, function(a, b) return epoch[a] < epoch[b] end)
+  for _, id in ipairs(ids) do
+    local item = key("i", id)
+    redis.call("HDEL", item, "worker", "epoch")
+    if redis.call("HINCRBY", item, "attempts", 1) >= LIVES then
+      given_up[#given_up + 1] = id
+    else
+      local facts = redis.call("HMGET", item, "path", "cost")
+      correct(facts[1], -number(facts[2]))
+      queue(id)
+      back[#back + 1] = id
+    end
+  end
+  redis.call("DEL", key("h", worker), key("m", worker))
+  redis.call("ZREM", P .. "w", worker)
+  return back, given_up
+end
+
+local calls = {}
+
+function calls.push(id, path, weights, cost, slots, body)
+  local item = key("i", id)
+  if redis.call("EXISTS", item) == 1 then return 0 end
+  redis.call("HSET", item, "path", path, "weights", weights, "cost", cost, "slots", slots, "body", body)
+  queue(id)
+  return 1
+end
+
+function calls.correct(path, tokens)
+  correct(path, number(tokens))
+  return 1
+end
+
+function calls.peek(prefix)
+  local node = find(split(prefix))
+  if not node then return false end
+  local child = first(node)
+  while child do
+    node = below(node, child)
+    child = first(node)
+  end
+  return redis.call("LINDEX", key("q", node), 0)
+end
+
+function calls.remove(id)
+  local item = key("i", id)
+  if redis.call("EXISTS", item) == 0 then return 0 end
+  if redis.call("HEXISTS", item, "worker") + redis.call("HEXISTS", item, "done") > 0 then return 0 end
+  unqueue(redis.call("HGET", item, "path"), id)
+  redis.call("DEL", item)
+  return 1
+end
+
+function calls.ahead(id, most)
+  local path = redis.call("HGET", key("i", id), "path")
+  local place = path and redis.call("LPOS", key("q", path), id)
+  if not place then return false end
+  most = number(most)
+  local parts, ahead = split(path), math.min(place, most)
+  for depth = #parts, 1, -1 do
+    local node = table.concat(parts, SEP, 1, depth - 1)
+    local own = redis.call("HGET", key("n", below(node, parts[depth])), "e")
+    local turns, mine = ahead / weight(below(node, parts[depth])), false
+    for _, member in ipairs(redis.call("ZRANGE", key("r", node), 0, -1)) do
+      if ahead >= most then return most end
+      if member == own then
+        mine = true
+      else
+        local sibling = below(node, child_of(member))
+        ahead = ahead + count(sibling, math.floor(turns * weight(sibling)) + (mine and 0 or 1))
+      end
+    end
+  end
+  return math.min(ahead, most)
+end
+
+function calls.lease(worker, now, ttl, slots, ...)
+  local served, leases = {}, {}
+  for _, model in ipairs({...}) do served[model] = true end
+  slots = number(slots)
+  redis.call("ZADD", P .. "w", number(now) + number(ttl), worker)
+  while slots > 0 do
+    local model
+    for _, member in ipairs(redis.call("ZRANGE", key("r", ""), 0, -1)) do
+      if served[child_of(member)] then model = child_of(member) break end
+    end
+    if not model then break end
+    local id = serve("", {model}, 1)
+    local item, epoch = key("i", id), redis.call("INCR", P .. "epochs")
+    redis.call("HSET", item, "worker", worker, "epoch", epoch)
+    redis.call("SADD", key("h", worker), id)
+    local facts = redis.call("HMGET", item, "path", "body", "slots")
+    slots = slots - math.max(1, number(facts[3]))
+    leases[#leases + 1] = {id, facts[1], facts[2], epoch}
+  end
+  return leases
+end
+
+function calls.renew(worker, now, ttl)
+  if not redis.call("ZSCORE", P .. "w", worker) then return 0 end
+  redis.call("ZADD", P .. "w", number(now) + number(ttl), worker)
+  return 1
+end
+
+function calls.answer(id, epoch, result)
+  local item = key("i", id)
+  local held = redis.call("HMGET", item, "worker", "epoch")
+  if not held[1] or held[2] ~= epoch then return 0 end
+  redis.call("SREM", key("h", held[1]), id)
+  redis.call("HDEL", item, "worker", "epoch", "body")
+  redis.call("HSET", item, "done", "1")
+  redis.call("XADD", P .. "done", "*", "id", id, "result", result, "cost", redis.call("HGET", item, "cost"))
+  return 1
+end
+
+function calls.forget(id, receipt)
+  local item = key("i", id)
+  local facts = redis.call("HMGET", item, "path", "worker", "done")
+  if facts[2] then
+    redis.call("SREM", key("h", facts[2]), id)
+  elseif facts[1] and not facts[3] then
+    unqueue(facts[1], id)
+  end
+  redis.call("DEL", item)
+  if receipt ~= "" then
+    redis.call("XACK", P .. "done", "settle", receipt)
+    redis.call("XDEL", P .. "done", receipt)
+  end
+  return 1
+end
+
+function calls.expire(now)
+  local back, given_up = {}, {}
+  for _, worker in ipairs(redis.call("ZRANGEBYSCORE", P .. "w", "-inf", "(" .. now)) do
+    local ours, lost = release(worker)
+    for _, id in ipairs(ours) do back[#back + 1] = id end
+    for _, id in ipairs(lost) do given_up[#given_up + 1] = id end
+  end
+  return {back, given_up}
+end
+
+return calls[ARGV[1]](unpack(ARGV, 2))

@@ -1,0 +1,158 @@
+"""The fair queue in one process: `scheduler.fair` with leases. Safe from any thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from scheduler.carriers.contract import LIVES, Answered, Expired, Item, Lease, Path
+from scheduler.fair import FairTree
+
+#: Whoever has taken an answer and did not forget it for so long is taken for dead.
+TAKEN_S = 15.0
+
+
+@dataclass
+class _Held:
+    """What is known of an item."""
+
+    item: Item
+    attempts: int = 0
+    worker: str | None = None
+    epoch: int = 0
+    result: bytes | None = None
+    taken_until: float = 0.0
+
+
+class LocalQueue:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tree: FairTree[str] = FairTree()
+        self._items: dict[str, _Held] = {}
+        self._deadlines: dict[str, float] = {}  # by worker
+        self._epochs = 0
+        self._news = threading.Condition()
+
+    def push(self, item: Item) -> bool:
+        with self._news:
+            if item.id in self._items:
+                return False
+            self._items[item.id] = _Held(item)
+            self._queue(item)
+            return True
+
+    def correct(self, path: Path, tokens: int) -> None:
+        with self._news:
+            self._tree.correct(path, tokens)
+
+    def peek(self, prefix: Path = ()) -> str | None:
+        with self._news:
+            found = self._tree.peek(prefix)
+            return found[0] if found is not None else None
+
+    def remove(self, item_id: str) -> bool:
+        with self._news:
+            if not self._queued(item_id):
+                return False
+            self._tree.discard(self._items.pop(item_id).item.path, item_id)
+            return True
+
+    def ahead(self, item_id: str) -> int | None:
+        with self._news:
+            if not self._queued(item_id):
+                return None
+            return self._tree.ahead(self._items[item_id].item.path, lambda other: other == item_id)
+
+    def lease(self, worker: str, models: Sequence[str], slots: int, ttl_s: float) -> list[Lease]:
+        with self._news:
+            self._deadlines[worker] = self._clock() + ttl_s
+            leases: list[Lease] = []
+            while slots > 0:
+                model = next((m for m in self._tree.children() if m in models), None)
+                item_id = self._tree.pop((model,)) if model is not None else None
+                if item_id is None:
+                    break
+                held = self._items[item_id]
+                self._epochs += 1
+                held.worker, held.epoch = worker, self._epochs
+                slots -= max(1, held.item.slots)
+                leases.append(Lease(item_id, held.item.path, held.item.body, held.epoch))
+            return leases
+
+    def renew(self, worker: str, ttl_s: float) -> bool:
+        with self._news:
+            if worker not in self._deadlines:
+                return False
+            self._deadlines[worker] = self._clock() + ttl_s
+            return True
+
+    def holder(self, item_id: str) -> str | None:
+        with self._news:
+            held = self._items.get(item_id)
+            return held.worker if held is not None else None
+
+    def answer(self, item_id: str, epoch: int, result: bytes) -> bool:
+        with self._news:
+            held = self._items.get(item_id)
+            if held is None or held.worker is None or held.epoch != epoch:
+                return False
+            held.worker, held.result = None, result
+            self._news.notify()
+            return True
+
+    def answered(self, consumer: str, timeout_s: float) -> list[Answered]:
+        with self._news:
+            self._news.wait_for(self._waiting, timeout_s)
+            found = []
+            for item_id in self._waiting():
+                held = self._items[item_id]
+                held.taken_until = self._clock() + TAKEN_S
+                found.append(Answered(item_id, held.result or b"", held.item.cost, item_id))
+            return found
+
+    def forget(self, item_id: str, receipt: str = "") -> None:
+        with self._news:
+            if self._queued(item_id):
+                self._tree.discard(self._items[item_id].item.path, item_id)
+            self._items.pop(item_id, None)
+
+    def expire(self) -> Expired:
+        with self._news:
+            now, expired = self._clock(), Expired()
+            for worker in [w for w, deadline in sorted(self._deadlines.items(), key=_by_time) if deadline < now]:
+                del self._deadlines[worker]
+                self._release(worker, expired)
+            return expired
+
+    def known(self, item_ids: Sequence[str]) -> set[str]:
+        with self._news:
+            return {item_id for item_id in item_ids if item_id in self._items}
+
+    def _release(self, worker: str, expired: Expired) -> None:
+        for held in sorted((h for h in self._items.values() if h.worker == worker), key=lambda h: h.epoch):
+            held.worker = None
+            held.attempts += 1
+            if held.attempts >= LIVES:
+                held.epoch = -1
+                expired.given_up.append(held.item.id)
+            else:
+                self._tree.correct(held.item.path, -held.item.cost)
+                self._queue(held.item)
+                expired.back.append(held.item.id)
+
+    def _queue(self, item: Item) -> None:
+        self._tree.push(item.path, item.id, item.cost, weight=item.weight)
+
+    def _queued(self, item_id: str) -> bool:
+        held = self._items.get(item_id)
+        return held is not None and held.worker is None and held.result is None and held.epoch >= 0
+
+    def _waiting(self) -> list[str]:
+        now = self._clock()
+        return [i for i, held in self._items.items() if held.result is not None and held.taken_until <= now]
+
+
+def _by_time(entry: tuple[str, float]) -> tuple[float, str]:
+    return entry[1], entry[0]

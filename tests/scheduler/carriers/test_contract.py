@@ -1,0 +1,152 @@
+"""What every carrier of the fair queue promises, tried on both."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.carriers.contract import LIVES, Answered, FairQueue, Item
+from tests.scheduler.carriers.conftest import Clock, Make
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def queue(make_queue: Make, clock: Clock) -> FairQueue:
+    return make_queue(clock)
+
+
+def item(name: str, org: str = "o", cost: int = 10, **more: int) -> Item:
+    return Item(name, ("m", org, "interactive", "lane"), cost, name.encode() * 2, **more)
+
+
+def drain(queue: FairQueue, worker: str = "w") -> list[str]:
+    found = []
+    while leases := queue.lease(worker, ["m"], 1, 60):
+        found += [lease.id for lease in leases]
+    return found
+
+
+def answers(queue: FairQueue, consumer: str = "c") -> list[Answered]:
+    """The first call of a carrier may only make ready."""
+    return queue.answered(consumer, 0.01) or queue.answered(consumer, 0.5)
+
+
+def test_one_lane_is_first_in_first_out_and_bodies_travel(queue: FairQueue) -> None:
+    for name in "abc":
+        assert queue.push(item(name))
+    assert queue.peek() == queue.peek(("m",)) == "a"
+    leases = queue.lease("w", ["m"], 2, 60)
+    assert [(lease.id, lease.body, lease.path[0]) for lease in leases] == [("a", b"aa", "m"), ("b", b"bb", "m")]
+    assert leases[0].epoch < leases[1].epoch
+    assert queue.peek(("other",)) is None
+
+
+def test_an_item_is_known_from_push_to_forget(queue: FairQueue) -> None:
+    assert queue.push(item("a"))
+    assert not queue.push(item("a"))
+    (lease,) = queue.lease("w", ["m"], 5, 60)
+    assert not queue.push(item("a"))
+    assert queue.answer("a", lease.epoch, b"result")
+    assert not queue.push(item("a"))
+    assert queue.known(["a", "b"]) == {"a"}
+    (answer,) = answers(queue)
+    assert (answer.id, answer.result, answer.cost) == ("a", b"result", 10)
+    queue.forget("a", answer.receipt)
+    assert queue.known(["a"]) == set()
+    assert queue.push(item("a"))
+    assert drain(queue) == ["a"]
+
+
+def test_shares_of_the_first_pops_follow_the_weights(queue: FairQueue) -> None:
+    for i in range(9):
+        queue.push(item(f"a{i}", "light"))
+        queue.push(item(f"b{i}", "heavy", weight=2))
+    first = drain(queue)[:9]
+    assert sum(name.startswith("b") for name in first) == 6
+
+
+def test_slots_are_filled_and_a_wide_item_is_never_stuck(queue: FairQueue) -> None:
+    queue.push(item("wide", slots=8))
+    queue.push(item("next"))
+    assert [lease.id for lease in queue.lease("w", ["m"], 4, 60)] == ["wide"]
+    assert queue.lease("w", ["m"], 0, 60) == []
+    assert queue.lease("w", ["other"], 4, 60) == []
+    assert [lease.id for lease in queue.lease("w", ["m"], 4, 60)] == ["next"]
+
+
+def test_remove_takes_only_what_is_queued(queue: FairQueue) -> None:
+    for name in "abc":
+        queue.push(item(name))
+    assert queue.remove("b")
+    assert not queue.remove("b")
+    assert drain(queue) == ["a", "c"]
+    assert not queue.remove("a")
+    queue.push(item("z", "other"))
+    assert queue.remove("z")
+    assert queue.peek() is None
+
+
+def test_place_in_the_queue(queue: FairQueue) -> None:
+    for i in range(4):
+        queue.push(item(f"a{i}", "one"))
+        queue.push(item(f"b{i}", "two"))
+    assert queue.ahead("a0") == 0
+    assert queue.ahead("b2") == 5
+    assert queue.ahead("nothing") is None
+    queue.lease("w", ["m"], 1, 60)
+    assert queue.ahead("a0") is None
+
+
+def test_a_silent_worker_loses_its_items_and_cannot_answer_when_it_comes_back(queue: FairQueue, clock: Clock) -> None:
+    for name in "ab":
+        queue.push(item(name))
+    first = queue.lease("dead", ["m"], 2, 10)
+    clock.now_s += 9
+    assert queue.expire().back == []
+    assert queue.renew("dead", 10)
+    clock.now_s += 9
+    assert queue.expire().back == []
+    clock.now_s += 2
+    assert queue.expire().back == ["a", "b"]
+    assert not queue.renew("dead", 10)
+    assert queue.holder("a") is None
+    (again,) = queue.lease("alive", ["m"], 1, 10)
+    assert again.id == "a"
+    assert queue.holder("a") == "alive"
+    assert not queue.answer("a", first[0].epoch, b"late")
+    assert not queue.answer("b", first[1].epoch, b"late, and queued again")
+    assert queue.answer("a", again.epoch, b"good")
+    assert not queue.answer("a", again.epoch, b"twice")
+    assert [answer.result for answer in answers(queue)] == [b"good"]
+
+
+def test_an_item_that_kills_workers_is_given_up(queue: FairQueue, clock: Clock) -> None:
+    queue.push(item("poison"))
+    for life in range(1, LIVES + 1):
+        assert len(queue.lease(f"w{life}", ["m"], 1, 10)) == 1
+        clock.now_s += 11
+        expired = queue.expire()
+        assert (expired.given_up if life == LIVES else expired.back) == ["poison"]
+    assert queue.lease("w", ["m"], 1, 10) == []
+    queue.forget("poison")
+    assert queue.known(["poison"]) == set()
+
+
+def test_an_answer_goes_to_one_consumer(queue: FairQueue) -> None:
+    for name in "abcd":
+        queue.push(item(name))
+    for lease in queue.lease("w", ["m"], 4, 60):
+        queue.answer(lease.id, lease.epoch, b"")
+    queue.answered("one", 0.01)
+    found = [answer.id for consumer in ("one", "two") for answer in queue.answered(consumer, 0.05)]
+    assert len(found) == len(set(found))
+
+
+def test_forgetting_a_queued_item_takes_it_out(queue: FairQueue) -> None:
+    queue.push(item("a"))
+    queue.push(item("b"))
+    queue.forget("a")
+    assert drain(queue) == ["b"]

@@ -1,0 +1,182 @@
+"""Random workloads: both carriers serve in the same order, keep the fairness bound, and lose or double nothing."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scheduler.carriers.contract import LIVES, Expired, FairQueue, Item
+from scheduler.carriers.local_queue import LocalQueue
+from scheduler.carriers.redis_queue import RedisQueue
+from tests.scheduler.carriers.conftest import Clock, Make
+
+quick = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+paths = st.tuples(
+    st.sampled_from(["m1", "m2"]),
+    st.sampled_from(["x", "y", "z"]),
+    st.sampled_from(["interactive", "batch"]),
+    st.sampled_from(["1", "2"]),
+)
+calls = st.lists(
+    st.one_of(
+        st.tuples(st.just("push"), paths, st.integers(1, 50), st.integers(1, 5), st.integers(1, 3)),
+        st.tuples(st.just("lease"), st.sampled_from("ABC"), st.integers(1, 4), st.booleans()),
+        st.tuples(st.just("answer"), st.integers(0, 50)),
+        st.tuples(st.just("correct"), paths, st.integers(-30, 30)),
+        st.tuples(st.just("remove"), st.integers(0, 50)),
+        st.tuples(st.just("ahead"), st.integers(0, 50)),
+        st.tuples(st.just("wait"), st.integers(1, 8)),
+        st.just(("expire",)),
+    ),
+    max_size=60,
+)
+
+
+@pytest.fixture
+def make_redis(redis_url: str) -> Iterator[Callable[[Clock], RedisQueue]]:
+    """Empty queues on one Redis, over the same connections."""
+    shared = RedisQueue(redis_url)
+
+    def make(clock: Clock) -> RedisQueue:
+        shared._prefix, shared._clock = f"{{weft:{uuid.uuid4().hex}}}:", clock
+        return shared
+
+    yield make
+    shared.close()
+
+
+def played(queue: FairQueue, clock: Clock, script: list[tuple]) -> list[object]:  # type: ignore[type-arg]
+    """What the queue answers to a script of calls."""
+    told: list[object] = []
+    leases: list[tuple[str, int]] = []
+    for number, (name, *arguments) in enumerate(script):
+        match name:
+            case "push":
+                path, cost, weight, slots = arguments
+                told.append(queue.push(Item(f"i{number}", path, cost, slots=slots, weight=weight)))
+            case "lease":
+                worker, slots, both = arguments
+                found = queue.lease(worker, ["m1", "m2"] if both else ["m2"], slots, 5)
+                leases += [(lease.id, lease.epoch) for lease in found]
+                told.append(found)
+            case "answer" if leases:
+                told.append(queue.answer(*leases[arguments[0] % len(leases)], b""))
+            case "correct":
+                queue.correct(*arguments)
+            case "remove" | "ahead":
+                told.append(getattr(queue, name)(f"i{arguments[0]}"))
+            case "wait":
+                clock.now_s += arguments[0]
+            case "expire":
+                told.append(queue.expire())
+        told.append(queue.peek())
+    while found := queue.lease("last", ["m1", "m2"], 1, 1e6):
+        told.append(found)
+    return told
+
+
+@quick
+@given(script=calls)
+def test_both_carriers_say_the_same_to_any_calls(make_redis: Callable[[Clock], RedisQueue], script: list) -> None:  # type: ignore[type-arg]
+    here, there = Clock(), Clock()
+    assert played(LocalQueue(here), here, script) == played(make_redis(there), there, script)
+
+
+@quick
+@given(
+    costs=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=4, max_size=30),
+    weights=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+)
+def test_the_bound_between_two_organisations(
+    make_redis: Callable[[Clock], RedisQueue], costs: list[tuple[int, int]], weights: tuple[int, int]
+) -> None:
+    """While both stay ready, |W_a / w_a - W_b / w_b| <= c_a / w_a + c_b / w_b."""
+    queue = make_redis(Clock())
+    for number, pair in enumerate(costs):
+        for org, cost, weight in zip("ab", pair, weights, strict=True):
+            queue.push(Item(f"{org}{number}", ("m", org, "interactive", "l"), cost, weight=weight))
+    largest = [max(c) for c in zip(*costs, strict=True)]
+    bound = sum(c / w for c, w in zip(largest, weights, strict=True))
+    served, left = Counter[str](), Counter(a=len(costs), b=len(costs))
+    while left["a"] > 0 and left["b"] > 0:
+        (lease,) = queue.lease("w", ["m"], 1, 60)
+        org, number = lease.path[1], int(lease.id[1:])
+        left[org] -= 1
+        served[org] += costs[number]["ab".index(org)]
+        if left["a"] > 0 and left["b"] > 0:
+            assert abs(served["a"] / weights[0] - served["b"] / weights[1]) <= bound + 1e-9
+
+
+deaths = st.lists(st.tuples(st.sampled_from("ABC"), st.sampled_from(["work", "die", "late", "finish"])), max_size=60)
+
+
+@quick
+@given(deaths=deaths, items=st.integers(1, 12))
+def test_nothing_is_lost_or_doubled_when_workers_die_and_come_back(
+    make_queue: Make, deaths: list[tuple[str, str]], items: int
+) -> None:
+    clock = Clock()
+    queue = make_queue(clock)
+    for number in range(items):
+        queue.push(Item(f"i{number}", ("m", f"o{number % 3}", "interactive", "l"), 10))
+    held: dict[str, list[tuple[str, int]]] = {worker: [] for worker in "ABC"}
+    late: list[tuple[str, int]] = []
+    finished, given_up = Counter[str](), list[str]()
+
+    def note(expired: Expired) -> None:
+        given_up.extend(expired.given_up)
+
+    for worker, event in deaths:
+        if event == "work":
+            held[worker] += [(lease.id, lease.epoch) for lease in queue.lease(worker, ["m"], 2, 10)]
+        elif event == "die":  # silent for long; what it had it may still send later
+            late += held[worker]
+            held[worker] = []
+            for other in "ABC":
+                if other != worker:
+                    queue.renew(other, 100)
+            clock.now_s += 20
+            note(queue.expire())
+        elif event == "late" and late:
+            item_id, epoch = late.pop(0)
+            finished[item_id] += queue.answer(item_id, epoch, b"late")
+        elif event == "finish":
+            for item_id, epoch in held[worker]:
+                finished[item_id] += queue.answer(item_id, epoch, b"")
+            held[worker] = []
+    assert not any(finished[item_id] for item_id, _ in late if finished[item_id] > 1)
+    clock.now_s += 1000
+    note(queue.expire())
+    for life in itertools.count():
+        leases = queue.lease(f"last{life}", ["m"], 100, 10)
+        if not leases:
+            break
+        for lease in leases:
+            finished[lease.id] += queue.answer(lease.id, lease.epoch, b"")
+    assert all(count <= 1 for count in finished.values())
+    ended = {item_id for item_id, count in finished.items() if count}
+    assert ended | set(given_up) == {f"i{number}" for number in range(items)}
+    assert not ended & set(given_up)
+    assert len(deaths) >= LIVES or not given_up
+
+
+def test_flows_that_come_and_go_leave_nothing_for_ever(make_redis: Callable[[Clock], RedisQueue]) -> None:
+    """What a flow owes is kept for a while after its last item; in the end only the root's clock is left."""
+    here, there = LocalQueue(Clock()), make_redis(Clock())
+    for queue in (here, there):
+        for number in range(300):
+            queue.push(Item(f"i{number}", ("m", "o", "interactive", f"l{number}"), 10))
+    orders = [[queue.lease("w", ["m"], 1, 60)[0].id for _ in range(300)] for queue in (here, there)]
+    assert orders[0] == orders[1] == [f"i{number}" for number in range(300)]
+    for name in there._redis.scan_iter(f"{there._prefix}[nc]:*", count=1000):
+        root = name.endswith(b":")
+        assert root or 0 < there._redis.ttl(name) <= 3600
