@@ -133,7 +133,7 @@ def admit(request: Request, who: Principal) -> Principal:
 
 async def _by_key(request: Request, secret: str) -> Principal:
     digest = hashlib.sha256(secret.encode()).hexdigest()
-    found = await _look_up(request, digest, lambda session: _principal_of(session, keys.find(session, secret)))
+    found = await _look_up(request, digest, lambda session: principal_of(session, keys.find(session, secret)))
     if found is None:
         raise Unauthenticated(
             "this API key is unknown, expired or revoked: ask an admin of your organisation for another one, or the "
@@ -152,7 +152,7 @@ async def _by_token(request: Request, token: str) -> Principal:
     def read(session: Session) -> Principal | None:
         key = session.get(tables.ApiKey, claims.key_id)
         good = key is not None and keys.is_good(key) and key.org_id == claims.org_id
-        return _principal_of(session, key) if good else None
+        return principal_of(session, key) if good else None
 
     found = await _look_up(request, f"key {claims.key_id} of {claims.org_id}", read)
     if found is None:
@@ -160,7 +160,7 @@ async def _by_token(request: Request, token: str) -> Principal:
     return found
 
 
-def _principal_of(session: Session, key: tables.ApiKey | None) -> Principal | None:
+def principal_of(session: Session, key: tables.ApiKey | None) -> Principal | None:
     """None without a key, and for one whose user has left the organisation."""
     if key is None:
         return None
@@ -171,7 +171,7 @@ def _principal_of(session: Session, key: tables.ApiKey | None) -> Principal | No
             return None
         role = membership.role
     org = session.get_one(tables.Organisation, key.org_id)
-    project = session.get(tables.Project, key.project_id) if key.project_id is not None else None
+    project = session.get(tables.Project, (key.org_id, key.project_id)) if key.project_id is not None else None
     limited = (org, project, key) if project is not None else (org, key)
     return Principal(
         org_id=key.org_id,
