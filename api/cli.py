@@ -8,28 +8,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
 
 import click
 
+from api.commands.places import database_of, refuse, settings_of, where
+from api.commands.tco import tco
 from store import keys
-from store.db import Database
-from store.settings import Settings, SettingsError, load_settings
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def weftd() -> None:
     """Serve Weft, and hand out its keys."""
-
-
-def _where(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that say which data is meant."""
-    folder = click.option("--data-dir", type=click.Path(path_type=Path), help="Folder that holds everything.")
-    config = click.option("--config", type=click.Path(path_type=Path), help="Settings as TOML (docs/operating.md).")
-    return folder(config(command))
 
 
 def _models(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
@@ -46,7 +36,7 @@ def _models(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...
 
 
 @weftd.command()
-@_where
+@where
 @click.option("--host", help="Address to listen on (default 127.0.0.1).")
 @click.option("--port", type=int, help="Port to listen on (default 8000); 0 takes a free one.")
 @click.option("--model", "models", metavar="NAME=PATH", callback=_models, multiple=True, help="A local model (repeat).")
@@ -60,11 +50,11 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    settings = _settings(config, data_dir, host=host, port=port, models=models or None)
+    settings = settings_of(config, data_dir, host=host, port=port, models=models or None)
     try:
         code = server.serve(settings)
     except (server.CannotServe, PriceError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     sys.exit(code)
 
 
@@ -74,64 +64,38 @@ def key() -> None:
 
 
 @key.command()
-@_where
+@where
 @click.option("--org", required=True, help="Name of the organisation; it is made if it is not there.")
 def create(data_dir: Path | None, config: Path | None, org: str) -> None:
     """Print a new key. It cannot be shown again."""
     if not 1 <= len(org) <= 128 or not org.isprintable() or org != org.strip():
-        _refuse("--org must be 1 to 128 printable characters without spaces around them")
-    with _database(config, data_dir) as database:
+        refuse("--org must be 1 to 128 printable characters without spaces around them")
+    with database_of(config, data_dir) as database:
         click.echo(database.write_now(lambda session: keys.create_key(session, org)))
 
 
 @key.command()
-@_where
+@where
 @click.argument("prefix")
 def revoke(data_dir: Path | None, config: Path | None, prefix: str) -> None:
     """Revoke the key that starts with PREFIX, as `key list` shows it."""
-    with _database(config, data_dir) as database:
+    with database_of(config, data_dir) as database:
         revoked = database.write_now(lambda session: keys.revoke(session, prefix))
     if not revoked:
-        _refuse(f"no key in use starts with {prefix[:12]!r}: see weftd key list")
+        refuse(f"no key in use starts with {prefix[:12]!r}: see weftd key list")
 
 
 @key.command("list")
-@_where
+@where
 def list_(data_dir: Path | None, config: Path | None) -> None:
     """Show the prefix, organisation, date and state of every key."""
-    with _database(config, data_dir) as database, database.read() as session:
+    with database_of(config, data_dir) as database, database.read() as session:
         for org, row in keys.list_keys(session):
             state = f"revoked {row.revoked_at:%Y-%m-%d}" if row.revoked_at else "active"
             click.echo(f"{row.prefix}\t{org.name}\t{row.created_at:%Y-%m-%d}\t{state}")
 
 
-def _settings(config: Path | None, data_dir: Path | None, **overrides: Any) -> Settings:
-    if data_dir is None and config is None:
-        _refuse("--data-dir is missing: name the folder that holds everything")
-    try:
-        return load_settings(config, data_dir=data_dir, **overrides)
-    except SettingsError as error:
-        _refuse(str(error))
-
-
-@contextmanager
-def _database(config: Path | None, data_dir: Path | None) -> Iterator[Database]:
-    from api.serve import CannotServe, open_database
-
-    settings = _settings(config, data_dir)
-    try:
-        database = open_database(settings)
-    except CannotServe as error:
-        _refuse(str(error))
-    try:
-        yield database
-    finally:
-        database.close()
-
-
-def _refuse(message: str) -> NoReturn:
-    click.echo(f"weftd: {message}", err=True)
-    sys.exit(2)
+weftd.add_command(tco)
 
 
 def main() -> None:
@@ -142,7 +106,7 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except click.ClickException as error:
-        _refuse(error.format_message())
+        refuse(error.format_message())
     except click.Abort:
         sys.exit(1)
 

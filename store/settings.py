@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -82,6 +82,48 @@ class Limits(_Section):
     telemetry_days: Positive = 14
 
 
+class JobsSettings(_Section):
+    #: embedded: a thread of the server. celery: `weftd jobs worker` and `weftd jobs beat`, on Redis.
+    driver: Literal["embedded", "celery"] = "embedded"
+    redis_url: str = "redis://127.0.0.1:6379/0"
+
+
+class PaymentsSettings(_Section):
+    """Stripe. Keys may come from the environment instead, or from files that it names (docs/payments.md)."""
+
+    enabled: bool = False
+    #: A restricted key (rk_...), or a test key.
+    secret_key: SecretStr | None = None
+    #: Signing secrets of the webhook endpoint: two while they are rotated.
+    webhook_secrets: Annotated[list[SecretStr], Field(max_length=2)] = []
+    #: Where browsers find this server: Checkout sends them back to its console.
+    public_url: str = "http://127.0.0.1:8000"
+    #: Metered prices, one for each meter, that postpaid organisations are subscribed to (`weftd payments setup`).
+    price_ids: list[str] = []
+    min_topup_usd: Positive = 5
+    max_topup_usd: Positive = 10_000
+    #: Empty: Stripe's own.
+    api_base: str = ""
+
+
+class OwnershipSettings(_Section):
+    """What the machines cost, for `weftd tco` (docs/tco.md). The defaults are published figures for H100 servers."""
+
+    #: GPUs that are paid for, and trainers and generators that run on them.
+    gpus: Positive = 1
+    machines: Positive = 2
+    server_usd: Annotated[float, Field(gt=0)] = 361_255.0
+    gpus_per_server: Positive = 8
+    interest_per_year: Annotated[float, Field(ge=0, lt=1)] = 0.1025
+    months: Positive = 72
+    draw_kw: Annotated[float, Field(ge=0)] = 10.926
+    usd_per_kwh: Annotated[float, Field(ge=0)] = 0.087
+    load: Annotated[float, Field(ge=0, le=1)] = 0.80
+    pue: Annotated[float, Field(ge=1)] = 1.35
+    space_usd_per_kw_month: Annotated[float, Field(ge=0)] = 150.0
+    other_usd_per_month: Annotated[float, Field(ge=0)] = 170.0
+
+
 class Settings(_Section):
     data_dir: Path
     host: str = "127.0.0.1"
@@ -96,6 +138,11 @@ class Settings(_Section):
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     limits: Limits = Field(default_factory=Limits)
+    jobs: JobsSettings = Field(default_factory=JobsSettings)
+    payments: PaymentsSettings = Field(default_factory=PaymentsSettings)
+    ownership: OwnershipSettings = Field(default_factory=OwnershipSettings)
+    #: Prometheus' /metrics, for operators, on a port of its own and on the same host. 0: none.
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     #: Price versions in the form of billing/default_prices.toml; they replace the built-in list (`billing.prices`).
     prices: list[dict[str, Any]] = []
     #: A session that is not heard of for so long, and has nothing to do, is ended.

@@ -1,0 +1,51 @@
+"""What the commands of `weftd` share: which data is meant, its settings and database, and how a mistake is told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from store.db import Database
+from store.settings import Settings, SettingsError, load_settings
+
+
+def where(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that say which data is meant."""
+    folder = click.option("--data-dir", type=click.Path(path_type=Path), help="Folder that holds everything.")
+    config = click.option("--config", type=click.Path(path_type=Path), help="Settings as TOML (docs/operating.md).")
+    return folder(config(command))
+
+
+def settings_of(config: Path | None, data_dir: Path | None, **overrides: Any) -> Settings:
+    if data_dir is None and config is None:
+        refuse("--data-dir is missing: name the folder that holds everything")
+    try:
+        return load_settings(config, data_dir=data_dir, **overrides)
+    except SettingsError as error:
+        refuse(str(error))
+
+
+@contextmanager
+def database_of(config: Path | None, data_dir: Path | None) -> Iterator[Database]:
+    from api.serve import CannotServe, open_database
+
+    settings = settings_of(config, data_dir)
+    try:
+        database = open_database(settings)
+    except CannotServe as error:
+        refuse(str(error))
+    try:
+        yield database
+    finally:
+        database.close()
+
+
+def refuse(message: str) -> NoReturn:
+    """A mistake of the operator: one line, and exit code 2."""
+    click.echo(f"weftd: {message}", err=True)
+    sys.exit(2)

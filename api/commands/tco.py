@@ -1,0 +1,85 @@
+"""`weftd tco`: cost per Mtok beside price per Mtok, and the margin of every organisation and model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from api.commands.places import database_of, settings_of, where
+
+if TYPE_CHECKING:
+    from billing.ownership import Ownership
+
+
+@click.command()
+@where
+@click.option("--days", type=click.IntRange(1, 3660), default=30, show_default=True, help="Whole days back from now.")
+@click.option("--gpus", type=click.IntRange(1), help="GPUs that are paid for ([ownership] in the settings).")
+@click.option("--gpu-hour", type=click.FloatRange(0, min_open=True), help="Dollars per GPU-hour, instead of computed.")
+@click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
+def tco(
+    data_dir: Path | None, config: Path | None, days: int, gpus: int | None, gpu_hour: float | None, as_json: bool
+) -> None:
+    """What a token costs to make, and what is left of its price."""
+    from billing.ownership import ownership
+    from billing.tco import GpuHour, Server
+
+    owned = settings_of(config, data_dir).ownership
+    hour = Server.of(owned).gpu_hour if gpu_hour is None else GpuHour(0.0, gpu_hour)
+    until = datetime.now(UTC)
+    since = (until - timedelta(days=days)).replace(minute=0, second=0, microsecond=0)
+    with database_of(config, data_dir) as database, database.read() as session:
+        found = ownership(session, since, until, gpu_hour=hour, gpus=gpus or owned.gpus, machines=owned.machines)
+    click.echo(json.dumps(_facts(found)) if as_json else _table(found))
+
+
+def _facts(found: Ownership) -> dict[str, Any]:
+    rows = [
+        asdict(row)
+        | {
+            "margin_usd": row.margin_usd,
+            "price_usd_per_mtok": row.price_usd_per_mtok,
+            "cost_usd_per_mtok": row.cost_usd_per_mtok,
+        }
+        for row in found.margins
+    ]
+    return {
+        "since": found.since.isoformat(),
+        "until": found.until.isoformat(),
+        "gpus": found.gpus,
+        "gpu_hour_usd": found.gpu_hour.usd,
+        "cost_usd": found.cost_usd,
+        "paid_usd": found.paid_usd,
+        "tokens": found.tokens,
+        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
+        "utilisation": found.utilisation,
+        "price_usd_per_mtok": found.price_usd_per_mtok,
+        "cost_usd_per_mtok": found.cost_usd_per_mtok,
+        "margins": rows,
+    }
+
+
+def _table(found: Ownership) -> str:
+    hour = found.gpu_hour
+    names = f"{'organisation':<24} {'model':<24}"
+    head = f"{names} {'Mtok':>10} {'busy s':>10} {'price/Mtok':>11} {'cost/Mtok':>11} {'margin':>10}"
+    lines = [
+        f"GPU-hour ${hour.usd:.4f} (capital {hour.capital_usd:.4f}, running {hour.running_usd:.4f}), "
+        f"{found.gpus} GPUs, {found.seconds / 3600:.1f} h: ${found.cost_usd:.2f}",
+        f"{found.tokens / 1e6:.3f} Mtok, {found.tokens_per_s_per_gpu:.2f} tokens/s per GPU, utilisation "
+        f"{found.utilisation:.1%}",
+        f"price ${found.price_usd_per_mtok:.4f} per Mtok, cost ${found.cost_usd_per_mtok:.4f} per Mtok, margin "
+        f"${found.paid_usd - found.cost_usd:.2f}",
+        head,
+    ]
+    for row in found.margins:
+        lines.append(
+            f"{row.org_id[:24]:<24} {row.base_model[:24]:<24} {row.tokens / 1e6:>10.3f} {row.machine_s:>10.1f} "
+            f"{row.price_usd_per_mtok:>11.4f} {row.cost_usd_per_mtok:>11.4f} {row.margin_usd:>10.2f}"
+        )
+    return "\n".join(lines)

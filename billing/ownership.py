@@ -1,0 +1,156 @@
+"""What serving each organisation and model has cost beside what it has paid: `billing.tco` with measured figures.
+
+The machines cost the same whether they work or not. Their cost over a time is divided by the seconds that each
+organisation's operations were computed (`operations.timings`; what several shared counts by their tokens), so idle time
+is carried in proportion to use. Read-only; for operators, since it looks at all organisations.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from billing.tco import GpuHour, divide, pool_usd, usd_per_mtok
+from store.tables import Operation, UsageHour
+
+Pair = tuple[str, str]  # organisation, base model
+
+#: Kinds of usage that are computed; the rest (storage) is paid for but uses no GPU.
+COMPUTED = ("train", "prefill", "cached_prefill", "sample")
+
+
+@dataclass(frozen=True)
+class Margin:
+    """One organisation on one model."""
+
+    org_id: str
+    base_model: str
+    tokens: int
+    machine_s: float
+    paid_usd: float
+    cost_usd: float
+
+    @property
+    def margin_usd(self) -> float:
+        return self.paid_usd - self.cost_usd
+
+    @property
+    def price_usd_per_mtok(self) -> float:
+        return usd_per_mtok(self.paid_usd, self.tokens)
+
+    @property
+    def cost_usd_per_mtok(self) -> float:
+        return usd_per_mtok(self.cost_usd, self.tokens)
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """A time of the whole service. `utilisation` is the share of the machines' time in which they computed."""
+
+    since: datetime
+    until: datetime
+    gpus: int
+    machines: int
+    gpu_hour: GpuHour
+    margins: list[Margin]
+
+    @property
+    def seconds(self) -> float:
+        return (self.until - self.since).total_seconds()
+
+    @property
+    def cost_usd(self) -> float:
+        return pool_usd(self.gpu_hour.usd, self.gpus, self.seconds)
+
+    @property
+    def paid_usd(self) -> float:
+        return sum(row.paid_usd for row in self.margins)
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.tokens for row in self.margins)
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.tokens / self.seconds / self.gpus if self.seconds > 0 else 0.0
+
+    @property
+    def utilisation(self) -> float:
+        busy = sum(row.machine_s for row in self.margins)
+        return busy / (self.seconds * self.machines) if self.seconds > 0 else 0.0
+
+    @property
+    def price_usd_per_mtok(self) -> float:
+        return usd_per_mtok(self.paid_usd, self.tokens)
+
+    @property
+    def cost_usd_per_mtok(self) -> float:
+        return usd_per_mtok(self.cost_usd, self.tokens)
+
+
+def ownership(
+    session: Session, since: datetime, until: datetime, *, gpu_hour: GpuHour, gpus: int, machines: int = 2
+) -> Ownership:
+    """The service from `since` to `until`, whole hours. `gpus` are paid for; `machines` (trainers and generators) run
+    on them."""
+    paid, tokens = _usage(session, since, until)
+    seconds = _machine_seconds(session, since, until)
+    costs = divide(pool_usd(gpu_hour.usd, gpus, (until - since).total_seconds()), seconds)
+    margins = [
+        Margin(*pair, tokens.get(pair, 0), seconds.get(pair, 0.0), paid.get(pair, 0) / 1e9, costs.get(pair, 0.0))
+        for pair in sorted({*paid, *seconds})
+    ]
+    return Ownership(since, until, gpus, machines, gpu_hour, margins)
+
+
+def _usage(session: Session, since: datetime, until: datetime) -> tuple[dict[Pair, int], dict[Pair, int]]:
+    """Nano-dollars and tokens. Added up in Python: SQLite's SUM fails beyond 64 bits."""
+    row = UsageHour
+    query = select(row.org_id, row.base_model, row.kind, row.quantity, row.amount_nusd)
+    query = query.where(row.hour >= since, row.hour < until).execution_options(yield_per=10_000)
+    paid: defaultdict[Pair, int] = defaultdict(int)
+    tokens: defaultdict[Pair, int] = defaultdict(int)
+    for org_id, base_model, kind, quantity, amount_nusd in session.execute(query):
+        paid[org_id, base_model] += amount_nusd
+        tokens[org_id, base_model] += quantity if kind in COMPUTED else 0
+    return paid, tokens
+
+
+def _machine_seconds(session: Session, since: datetime, until: datetime) -> dict[Pair, float]:
+    """The time in which the trainers computed anything, and the generators, divided by who had how much of it."""
+    row = Operation
+    query = select(row.org_id, row.base_model, row.kind == "sample", row.tokens, row.accepted_at, row.timings)
+    query = query.where(row.finished_at >= since, row.finished_at < until).execution_options(yield_per=1000)
+    parts: dict[bool, defaultdict[Pair, float]] = {kind: defaultdict(float) for kind in (False, True)}
+    spans: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    for org_id, base_model, is_sample, tokens, accepted_at, timings in session.execute(query):
+        stretches = (timings or {}).get("stretches", [])
+        accepted_s = accepted_at.timestamp()
+        spans[is_sample] += [(accepted_s + start / 1e6, accepted_s + end / 1e6) for _, start, end, *_ in stretches]
+        parts[is_sample][org_id, base_model] += _own(tokens, stretches)
+    seconds: defaultdict[Pair, float] = defaultdict(float)
+    for kind in (False, True):
+        for pair, used in divide(covered_s(spans[kind]), parts[kind]).items():
+            seconds[pair] += used
+    return seconds
+
+
+def _own(tokens: int, stretches: list[list[Any]]) -> float:
+    """Microseconds of an operation's stretches, each by its part of the tokens that shared it."""
+    own = max(1, tokens) / max(1, len(stretches))
+    return sum((float(end) - start) * own / max(own, total) for _, start, end, _, _, total in stretches)
+
+
+def covered_s(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of spans."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
