@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from workers.model.lora import LoraRows, adapter_backward, add_adapter, base_mm
+from workers.model.lora import LoraRows, adapters_backward, add_adapters, base_mm, place_of
 
 if TYPE_CHECKING:
     from workers.model.decoder import Decoder
@@ -75,7 +75,8 @@ class _Head:
             from workers.model.gpu.linear import add_to_head  # Triton: only a GPU needs it
 
             return logits_RV, add_to_head(logits_RV, hidden_RD, self.weight, self.site, rows)
-        return logits_RV, [add_adapter(logits_RV, hidden_RD, self.site, g) for g in rows.groups(self.site.a)]
+        place = place_of(rows, self.site.a)
+        return logits_RV, [add_adapters(logits_RV, hidden_RD, self.site, place)] if place is not None else []
 
     def backward(self, dlogits_RV: Tensor, hidden_RD: Tensor, us: list[Tensor], rows: LoraRows) -> Tensor:
         dhidden_RD = base_mm(dlogits_RV, self.weight, transposed=True)
@@ -84,8 +85,9 @@ class _Head:
 
             head_backward(dlogits_RV, hidden_RD, dhidden_RD, us, self.weight, self.site, rows)
             return dhidden_RD
-        for group, u in zip(rows.groups(self.site.a), us, strict=True):
-            adapter_backward(dlogits_RV, hidden_RD, dhidden_RD, u, self.site, group)
+        place = place_of(rows, self.site.a)
+        if place is not None:
+            adapters_backward(dlogits_RV, hidden_RD, dhidden_RD, us[0], self.site, place)
         return dhidden_RD
 
 

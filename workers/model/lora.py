@@ -11,7 +11,6 @@ finds that it cannot be relied on, rows are `apart` and each group is computed a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -21,10 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from workers.model.base_mm import base_mm
-from workers.model.lora_gather import add_seated
 from workers.model.lora_rows import Group, LoraRows
+from workers.model.native.launch import Place
 
-__all__ = ["Group", "LoraRows", "Site", "adapter_backward", "add_adapter", "base_mm", "lora_linear"]
+__all__ = ["Group", "LoraRows", "Site", "adapters_backward", "add_adapters", "base_mm", "lora_linear", "place_of"]
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,13 @@ def lora_linear(x_TI: Tensor, weight_OI: Tensor, site: Site, rows: LoraRows | No
         from workers.model.gpu.linear import lora_linear as on_device  # Triton: only a GPU needs it
 
         return on_device(x_TI, weight_OI, site, rows)
-    groups = rows.groups(site.a) if rows is not None else []
-    trigger = rows.trigger(groups) if rows is not None else None
+    place = place_of(rows, site.a)
+    trigger = rows.trigger(rows.groups(site.a)) if rows is not None and place is not None else None
     if torch.is_grad_enabled() and (trigger is not None or x_TI.requires_grad):
-        return cast(Tensor, _LoraLinear.apply(x_TI, trigger, weight_OI, site, groups))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _LoraLinear.apply(x_TI, trigger, weight_OI, site, place))  # type: ignore[no-untyped-call]
     y_TO = base_mm(x_TI, weight_OI)
-    groups, seated = rows.forward_groups(site.a) if rows is not None else ([], [])
-    add_adapters(y_TO, x_TI, site, groups)
-    for some in seated:
-        add_seated(y_TO, x_TI, site, some)
+    if place is not None:
+        add_adapters(y_TO, x_TI.contiguous(), site, place)
     return y_TO
 
 
@@ -63,84 +60,49 @@ def own_rows(x_TI: Tensor, rows: LoraRows) -> list[Tensor]:
     return [part.clone() for part in x_TI.split_with_sizes([b - a for a, b in pairwise(rows.offsets) if b > a])]
 
 
-def views_of(x_TI: Tensor, groups: Sequence[Group]) -> list[Tensor]:
-    """The rows of each group (ascending, disjoint). One split costs a tenth of slicing group by group."""
-    sizes, mine, at = [], [], 0
-    for group in groups:
-        if group.start > at:
-            sizes.append(group.start - at)
-        mine.append(len(sizes))
-        sizes.append(group.stop - group.start)
-        at = group.stop
-    pieces = x_TI.split_with_sizes([*sizes, x_TI.shape[0] - at])
-    return [pieces[i] for i in mine]
+def place_of(rows: LoraRows | None, name: str) -> Place | None:
+    """Where the batch's adapters find their rows; None when none of them has the tensor called `name`."""
+    return Place.dense(rows) if rows is not None and rows.groups(name) else None
 
 
-def add_adapter(y_TO: Tensor, x_TI: Tensor, site: Site, group: Group) -> Tensor:
-    """Add the group's adapter to its rows of y in place. Returns x A^T, which the backward needs."""
-    return add_adapters(y_TO, x_TI, site, [group])[0]
+def add_adapters(y_TO: Tensor, x_TI: Tensor, site: Site, place: Place) -> Tensor:
+    """Add scale * (x A^T) B^T of each group to its rows of y in place. Returns x A^T, which the backward needs."""
+    parts = len(site.b)
+    u = x_TI.new_empty(len(x_TI), parts * place.max_rank)
+    place.shrink(x_TI, u, site.a, stack=parts, scaled=False)
+    for part, (name, y) in enumerate(zip(site.b, y_TO.split_with_sizes(site.sizes, dim=1), strict=True)):
+        place.expand(y, u, name, part=part, scaled=True)
+    return u
 
 
-def add_adapters(y_TO: Tensor, x_TI: Tensor, site: Site, groups: Sequence[Group]) -> list[Tensor]:
-    """The same for many groups."""
-    if not groups:
-        return []
-    parts = [views_of(part, groups) for part in y_TO.split_with_sizes(site.sizes, dim=1)]
-    us = []
-    for x, group, *ys in zip(views_of(x_TI, groups), groups, *parts, strict=True):
-        adapter = group.adapter
-        u = torch.mm(x, adapter.views[site.a].t())
-        for name, y, own in zip(site.b, ys, u.split_with_sizes([adapter.rank] * len(site.b), dim=1), strict=True):
-            y.addmm_(own, adapter.stored[name], alpha=group.scale)
-        us.append(u)
-    return us
-
-
-def adapter_backward(dy_TO: Tensor, x_TI: Tensor, dx_TI: Tensor | None, u: Tensor, site: Site, group: Group) -> None:
-    """Undo add_adapter: add to the group's gradient arena and, in place, to its rows of dx."""
-    adapters_backward(dy_TO, x_TI, dx_TI, [u], site, [group])
-
-
-def adapters_backward(
-    dy_TO: Tensor, x_TI: Tensor, dx_TI: Tensor | None, us: Sequence[Tensor], site: Site, groups: Sequence[Group]
-) -> None:
-    """The same for many groups, in their order."""
-    if not groups:
-        return
-    parts = [views_of(part, groups) for part in dy_TO.split_with_sizes(site.sizes, dim=1)]
-    dxs = views_of(dx_TI, groups) if dx_TI is not None else [None] * len(groups)
-    for x, dx, u, group, *dys in zip(views_of(x_TI, groups), dxs, us, groups, *parts, strict=True):
-        adapter, grad, ranks = group.adapter, group.grad, [group.adapter.rank] * len(site.b)
-        du = torch.empty_like(u)
-        for name, dy, own, down in zip(
-            site.b, dys, u.split_with_sizes(ranks, dim=1), du.split_with_sizes(ranks, dim=1), strict=True
-        ):
-            torch.mm(dy, adapter.views[name], out=down)
-            if grad is not None:
-                grad.stored[name].addmm_(own.t(), dy, alpha=group.scale)
-        du *= group.scale
-        if grad is not None:
-            grad.stored[site.a].addmm_(du.t(), x)
-        if dx is not None:
-            dx.addmm_(du, adapter.stored[site.a])
+def adapters_backward(dy_TO: Tensor, x_TI: Tensor, dx_TI: Tensor | None, u: Tensor, site: Site, place: Place) -> None:
+    """Undo add_adapters: add to the gradient arenas and, in place, to dx."""
+    parts, du = len(site.b), torch.empty_like(u)
+    for part, (name, dy) in enumerate(zip(site.b, dy_TO.split_with_sizes(site.sizes, dim=1), strict=True)):
+        place.shrink(dy, du, name, part=part, scaled=True)
+        place.outer(u, dy, name, part=part, scaled=True)
+    place.outer(du, x_TI, site.a, stack=parts, scaled=False)
+    if dx_TI is not None:
+        place.expand(dx_TI, du, site.a, stack=parts, scaled=False)
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TI: Tensor, trigger: Tensor | None, weight_OI: Tensor, site: Site, groups: list[Group]
+        ctx: Any, x_TI: Tensor, trigger: Tensor | None, weight_OI: Tensor, site: Site, place: Place | None
     ) -> Tensor:
-        y_TO = base_mm(x_TI, weight_OI)
-        us = add_adapters(y_TO, x_TI, site, groups)
-        ctx.save_for_backward(x_TI if groups else None, weight_OI, *us)
-        ctx.site, ctx.groups = site, groups
+        y_TO, x_TI = base_mm(x_TI, weight_OI), x_TI.contiguous()
+        u = add_adapters(y_TO, x_TI, site, place) if place is not None else None
+        ctx.save_for_backward(x_TI if place is not None else None, weight_OI, u)
+        ctx.site, ctx.place = site, place
         return y_TO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
-        x_TI, weight_OI, *us = ctx.saved_tensors
+        x_TI, weight_OI, u = ctx.saved_tensors
         dy_TO = dy_TO.contiguous()
         dx_TI = base_mm(dy_TO, weight_OI, transposed=True) if ctx.needs_input_grad[0] else None
-        adapters_backward(dy_TO, x_TI, dx_TI, us, ctx.site, ctx.groups)
+        if ctx.place is not None:
+            adapters_backward(dy_TO, x_TI, dx_TI, u, ctx.site, ctx.place)
         return dx_TI, None, None, None, None

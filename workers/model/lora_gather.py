@@ -21,7 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from workers.model.adapter_pool import Block
     from workers.model.lora import Site
-    from workers.model.moe_adapters import Names
+    from workers.model.moe import Names
     from workers.model.routing import Routing
 
 

@@ -121,6 +121,11 @@ class LoraRows:
             self._group_of_row = torch.repeat_interleave(torch.arange(len(self.adapters)), sizes).to(device)
         return self._group_of_row
 
+    def scale_of_row(self, device: torch.device) -> Tensor:
+        """float32 [rows]: the scale of each row's adapter, 0 without one."""
+        scales = torch.tensor([0.0 if adapter is None else adapter.scale for adapter in self.adapters])
+        return scales.to(device)[self.group_of_row(device)]
+
     def select(self, rows: Tensor) -> LoraRows:
         """The same groups over a subset of the rows, named in ascending order (repeats allowed)."""
         if len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= len(self) or bool((rows[1:] < rows[:-1]).any())):

@@ -23,7 +23,7 @@ from workers.model.gpu.runs import EXPERT_ROWS, Runs, Table
 from workers.model.lora_rows import LoraRows
 
 if TYPE_CHECKING:
-    from workers.model.moe_adapters import Names
+    from workers.model.moe import Names
 
 
 def expert_block(

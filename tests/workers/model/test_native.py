@@ -1,0 +1,154 @@
+"""The low-rank products in C: the same sums as torch makes, and for a group the same bits whatever else is there."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.model.gpu_kit import CONFIG, adapter
+from workers.model.adapter import Adapter
+from workers.model.lora_rows import LoraRows
+from workers.model.native import build, launch
+from workers.model.native.launch import Place
+from workers.model.routing import Routing
+
+NAME, EXPERTS = "layers.0.attn.q_B", "layers.0.mlp.gate_B"
+WIDE, WIDE_EXPERT = CONFIG.q_size, CONFIG.moe_intermediate_size
+RANKS = (4, 1, 9, 16, 3)
+SIZES = (5, 1, 0, 70, 2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def batch(groups: range = range(len(RANKS))) -> LoraRows:
+    adapters = [adapter(CONFIG, RANKS[g], g) for g in groups]
+    grads = [Adapter.zeros(a.shape, a.scale) for a in adapters]
+    offsets = torch.tensor([0, *(SIZES[g] for g in groups)]).cumsum(0).tolist()
+    return LoraRows(offsets, adapters, grads)
+
+
+def numbers(rows: int, columns: int, seed: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def products(rows: LoraRows, place: Place, name: str, wide: int, count: int) -> dict[str, Tensor]:
+    """What each kind of product leaves, from numbers that depend on the row alone."""
+    u, y = numbers(count, 16, 1), numbers(count, wide, 2)
+    shrunk, expanded = torch.zeros(count, 16), y.clone()
+    place.shrink(y, shrunk, name, scaled=True)
+    place.expand(expanded, u, name, scaled=True)
+    place.outer(u, y, name, scaled=True)
+    return {
+        "shrink": shrunk,
+        "expand": expanded,
+        **{f"grad {g}": grad.flat.clone() for g, grad in enumerate(rows.grads) if grad},
+    }
+
+
+def dense(rows: LoraRows) -> dict[str, Tensor]:
+    return products(rows, Place.dense(rows), NAME, WIDE, len(rows))
+
+
+def of_experts(rows: LoraRows) -> dict[str, Tensor]:
+    experts = torch.randint(CONFIG.num_experts, (len(rows), 2), generator=torch.Generator().manual_seed(3))
+    place = Place.dense(rows).experts(Routing(experts, CONFIG.num_experts), rows)
+    return products(rows, place, EXPERTS, WIDE_EXPERT, 2 * len(rows))
+
+
+KINDS = pytest.mark.parametrize("kind", [dense, of_experts])
+
+
+def test_the_kernels_are_compiled_here() -> None:
+    assert build.library() is not None, "install a C compiler"
+
+
+@KINDS
+def test_equals_torch(kind: Callable[[LoraRows], dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+    native = kind(batch())
+    monkeypatch.setattr(launch, "library", lambda: None)
+    for name, wanted in kind(batch()).items():
+        torch.testing.assert_close(native[name], wanted, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert native["grad 3"].abs().max() > 0
+
+
+@KINDS
+def test_any_number_of_threads_gives_the_same_bits(kind: Callable[[LoraRows], dict[str, Tensor]]) -> None:
+    alone = kind(batch())
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert all(torch.equal(found, alone[name]) for name, found in kind(batch()).items())
+
+
+@pytest.mark.parametrize("shift", [0, 1, 3])
+def test_neighbours_and_addresses_change_no_bit(shift: int) -> None:
+    rows, group = batch(), 3
+    a, b = rows.offsets[group], rows.offsets[group + 1]
+    y, u = numbers(len(rows), WIDE, 2), numbers(len(rows), 16, 1)
+    crowded, place = torch.zeros(len(rows), 16), Place.dense(rows)
+    place.shrink(y, crowded, NAME, scaled=True)
+    place.outer(u, y, NAME, scaled=True)
+    single = batch(range(group, group + 1))
+    moved = torch.empty((b - a) * WIDE + shift)[shift:].view(b - a, WIDE).copy_(y[a:b])
+    alone, place = torch.zeros(b - a, 16), Place.dense(single)
+    place.shrink(moved, alone, NAME, scaled=True)
+    place.outer(u[a:b].clone(), moved, NAME, scaled=True)
+    assert torch.equal(alone, crowded[a:b])
+    assert rows.grads[group] is not None
+    assert torch.equal(single.grads[0].flat, rows.grads[group].flat)  # type: ignore[union-attr]
+
+
+def test_groups_that_share_a_gradient_add_in_their_order() -> None:
+    """On any number of threads."""
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        own = adapter(CONFIG, 4, 0)
+        grad = Adapter.zeros(own.shape, own.scale)
+        rows = LoraRows([0, 3, 10, 40], [own] * 3, [grad] * 3)
+        for _ in range(20):
+            Place.dense(rows).outer(numbers(40, 16, 1), numbers(40, WIDE, 2), NAME, scaled=True)
+        found.append(grad.flat)
+    assert torch.equal(*found)
+
+
+def test_rows_that_are_not_contiguous_are_refused() -> None:
+    rows = batch()
+    with pytest.raises(ValueError, match="contiguous"):
+        Place.dense(rows).shrink(numbers(WIDE, len(rows), 1).t(), torch.zeros(len(rows), 16), NAME, scaled=True)
+    with pytest.raises(ValueError, match="float32"):
+        Place.dense(rows).shrink(numbers(len(rows), WIDE, 1).double(), torch.zeros(len(rows), 16), NAME, scaled=True)
+
+
+def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    build.library.cache_clear()
+    try:
+        assert build.library() is None
+    finally:
+        build.library.cache_clear()
+
+
+def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.library.cache_clear()
+    try:
+        assert isinstance(build.library(), ctypes.CDLL)
+        (first,) = (tmp_path / "weft").iterdir()
+        made = first.stat().st_mtime_ns
+        build.library.cache_clear()
+        build.library()
+        assert [(each, each.stat().st_mtime_ns) for each in (tmp_path / "weft").iterdir()] == [(first, made)]
+    finally:
+        build.library.cache_clear()

@@ -1,0 +1,89 @@
+"""Compiles kernels.c for this machine, once, and loads it.
+
+The result is kept in the user's cache folder under the hash of source, flags, compiler and processor. It takes a
+second, and `python -m workers.model.native.build` does it ahead. Without a C compiler torch makes the same sums
+(launch.py), several times slower where groups are small.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+#: Products may be fused with sums, sums may not be reordered.
+_FLAGS = ("-O3", "-std=gnu11", "-march=native", "-ffp-contract=fast", "-fno-fast-math", "-fPIC", "-shared")
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they cannot be had (why is logged)."""
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        log.warning("no C compiler (cc, gcc or clang): adapters of small groups are computed several times slower")
+        return None
+    try:
+        return ctypes.CDLL(str(_compiled(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or str(error)
+        log.warning("the native kernels could not be built, adapters are computed slower: %s", reason.strip()[-500:])
+        return None
+
+
+def _compiled(compiler: str) -> Path:
+    source = _SOURCE.read_text()
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    facts = "\n".join((source, *_FLAGS, version, _processor()))
+    target = _cache_folder() / f"kernels-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
+    if not target.exists():
+        handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
+        os.close(handle)
+        try:
+            _compile(compiler, made)
+            os.replace(made, target)  # whole or not there, whoever else compiles at the same time
+        finally:
+            Path(made).unlink(missing_ok=True)
+    return target
+
+
+def _compile(compiler: str, target: str) -> None:
+    """With OpenMP where the compiler has it."""
+    command = [compiler, *_FLAGS, "-o", target, str(_SOURCE)]
+    with_threads = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True)
+    if with_threads.returncode:
+        subprocess.run(command, capture_output=True, text=True, check=True)
+
+
+def _processor() -> str:
+    """What -march=native looks at."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.platform()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _cache_folder() -> Path:
+    """Ours alone: what lies there is run."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(home, os.W_OK) and home.stat().st_uid == os.geteuid():
+            return home
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="weft-native-"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(0 if library() is not None else 1)

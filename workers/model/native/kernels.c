@@ -1,0 +1,274 @@
+/* Low-rank products of many groups of rows, each with factors of its own, in one call.
+ *
+ * Run j belongs to group j % groups and, of experts, to expert j / groups; its rows are start[j]..start[j + 1]. A factor
+ * is float32 [r, n] with the long side n innermost: an A [r, in] as it is, a B [out, r] turned. w[g] is that of group g,
+ * or of its first expert, the others following; NULL leaves the group out. ranks[g] is the group's rank; of `stack` factors
+ * that lie beside each other (an A [stack * r, in]) all rows count. In rows of rank r, `part` says which r columns.
+ *
+ * What a run gets depends on its own rows and factor alone, bit for bit: every sum has one order, fixed by n, r and the
+ * row's place in its run, whatever its address, the threads and the other runs. Without -ffast-math the order stands.
+ *
+ * Threads share the rows (of what is written row by row) or the columns (of gradients, to which several runs may add).
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#define threads_here() omp_get_num_threads()
+#define thread_here() omp_get_thread_num()
+#else
+#define threads_here() 1
+#define thread_here() 0
+#endif
+
+#define LANES 16
+typedef float vec __attribute__((vector_size(4 * LANES)));
+
+typedef struct {
+    int64_t runs, groups, threads;
+    const int64_t *start, *ranks;
+    float *const *w;
+    const float *scale;
+    int64_t stack, part, n;
+} Place;
+
+static inline vec load(const float *p) {
+    vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
+
+static inline vec splat(float x) { return x - (vec){0}; }
+
+/* Halves added to each other until four lanes are left: the same order on every machine. */
+static inline float sum(vec v) {
+    typedef float half __attribute__((vector_size(32)));
+    typedef float quarter __attribute__((vector_size(16)));
+    half h[2];
+    memcpy(h, &v, sizeof v);
+    const half eight = h[0] + h[1];
+    quarter q[2];
+    memcpy(q, &eight, sizeof eight);
+    const quarter four = q[0] + q[1];
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+/* One run: its rows, its factor [r, n], and the column where its part begins. False if it is empty or left out. */
+typedef struct {
+    int64_t first, last, r, column;
+    float *w;
+    float alpha;
+} Run;
+
+static inline int run_of(const Place *place, int64_t j, Run *run) {
+    const int64_t group = j % place->groups, rank = place->ranks[group];
+    run->first = place->start[j];
+    run->last = place->start[j + 1];
+    if (run->first == run->last || !place->w[group]) return 0;
+    run->r = rank * place->stack;
+    run->column = rank * place->part;
+    run->w = place->w[group] + j / place->groups * run->r * place->n;
+    run->alpha = place->scale ? place->scale[group] : 1.0f;
+    return 1;
+}
+
+/* Bring the factor of the run after `j` nearer while that of `j` is used: small factors lie anywhere, and the processor
+ * cannot guess where. */
+#define AHEAD_BYTES 8192
+
+static inline void prefetch_after(const Place *place, int64_t j, int write) {
+    Run next;
+    while (++j < place->runs && !run_of(place, j, &next)) {
+    }
+    if (j >= place->runs) return;
+    const char *from = (const char *)next.w;
+    const int64_t bytes = 4 * next.r * place->n, end = bytes < AHEAD_BYTES ? bytes : AHEAD_BYTES;
+    for (int64_t at = 0; at < end; at += 64) {
+        if (write)
+            __builtin_prefetch(from + at, 1, 3);
+        else
+            __builtin_prefetch(from + at, 0, 3);
+    }
+}
+
+/* Rows that one thread takes at a time; a multiple of ROWS. */
+#define SHARE 32
+
+/* y[row, :] += alpha * u[row, :] W, for up to ROWS rows at a time so that W is read once for them. */
+#define ROWS 4
+
+static inline __attribute__((always_inline)) void expand_rows(
+    const int rows, int64_t r, int64_t n, const float *w, float alpha, const float *const *u, float *const *y) {
+    int64_t c = 0;
+    for (; c + 2 * LANES <= n; c += 2 * LANES) {
+        vec low[ROWS], high[ROWS];
+        for (int i = 0; i < rows; i++) low[i] = high[i] = splat(0.0f);
+        for (int64_t k = 0; k < r; k++) {
+            const vec a = load(w + k * n + c), b = load(w + k * n + c + LANES);
+            for (int i = 0; i < rows; i++) {
+                const vec x = splat(u[i][k]);
+                low[i] += x * a;
+                high[i] += x * b;
+            }
+        }
+        const vec scale = splat(alpha);
+        for (int i = 0; i < rows; i++) {
+            store(y[i] + c, load(y[i] + c) + scale * low[i]);
+            store(y[i] + c + LANES, load(y[i] + c + LANES) + scale * high[i]);
+        }
+    }
+    for (; c < n; c++)
+        for (int i = 0; i < rows; i++) {
+            float total = 0.0f;
+            for (int64_t k = 0; k < r; k++) total += u[i][k] * w[k * n + c];
+            y[i][c] += alpha * total;
+        }
+}
+
+void weft_expand(const Place *place, float *y, int64_t y_stride, const float *u, int64_t u_stride) {
+#pragma omp parallel num_threads(place->threads) if (place->threads > 1)
+    {
+        int64_t share = 0;
+        Run run;
+        for (int64_t j = 0; j < place->runs; j++) {
+            if (!run_of(place, j, &run)) continue;
+            prefetch_after(place, j, 0);
+            for (int64_t row = run.first; row < run.last; row += ROWS) {
+                if ((row - run.first) % SHARE == 0) share++;
+                if (share % threads_here() != thread_here()) continue;
+                const float *us[ROWS];
+                float *ys[ROWS];
+                const int rows = run.last - row < ROWS ? (int)(run.last - row) : ROWS;
+                for (int i = 0; i < rows; i++) {
+                    us[i] = u + (row + i) * u_stride + run.column;
+                    ys[i] = y + (row + i) * y_stride;
+                }
+                switch (rows) {
+                case 4: expand_rows(4, run.r, place->n, run.w, run.alpha, us, ys); break;
+                case 3: expand_rows(3, run.r, place->n, run.w, run.alpha, us, ys); break;
+                case 2: expand_rows(2, run.r, place->n, run.w, run.alpha, us, ys); break;
+                default: expand_rows(1, run.r, place->n, run.w, run.alpha, us, ys);
+                }
+            }
+        }
+    }
+}
+
+/* v[row, :] = alpha * x[row, :] W^T, for up to ROWS rows and FACTORS rows of W at a time. */
+#define FACTORS 4
+
+static inline __attribute__((always_inline)) void shrink_block(
+    const int rows, const int factors, int64_t n, const float *w, float alpha, const float *const *x, float *const *v,
+    int64_t at) {
+    vec total[ROWS][FACTORS];
+    for (int i = 0; i < rows; i++)
+        for (int k = 0; k < factors; k++) total[i][k] = splat(0.0f);
+    int64_t c = 0;
+    for (; c + LANES <= n; c += LANES) {
+        vec own[FACTORS];
+        for (int k = 0; k < factors; k++) own[k] = load(w + k * n + c);
+        for (int i = 0; i < rows; i++) {
+            const vec a = load(x[i] + c);
+            for (int k = 0; k < factors; k++) total[i][k] += a * own[k];
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int k = 0; k < factors; k++) {
+            float rest = 0.0f;
+            for (int64_t d = c; d < n; d++) rest += x[i][d] * w[k * n + d];
+            v[i][at + k] = alpha * (sum(total[i][k]) + rest);
+        }
+}
+
+static inline __attribute__((always_inline)) void shrink_rows(
+    const int rows, int64_t r, int64_t n, const float *w, float alpha, const float *const *x, float *const *v) {
+    int64_t k = 0;
+    for (; k + FACTORS <= r; k += FACTORS) shrink_block(rows, FACTORS, n, w + k * n, alpha, x, v, k);
+    for (; k < r; k++) shrink_block(rows, 1, n, w + k * n, alpha, x, v, k);
+}
+
+void weft_shrink(const Place *place, const float *x, int64_t x_stride, float *v, int64_t v_stride) {
+#pragma omp parallel num_threads(place->threads) if (place->threads > 1)
+    {
+        int64_t share = 0;
+        Run run;
+        for (int64_t j = 0; j < place->runs; j++) {
+            if (!run_of(place, j, &run)) continue;
+            prefetch_after(place, j, 0);
+            for (int64_t row = run.first; row < run.last; row += ROWS) {
+                if ((row - run.first) % SHARE == 0) share++;
+                if (share % threads_here() != thread_here()) continue;
+                const float *xs[ROWS];
+                float *vs[ROWS];
+                const int rows = run.last - row < ROWS ? (int)(run.last - row) : ROWS;
+                for (int i = 0; i < rows; i++) {
+                    xs[i] = x + (row + i) * x_stride;
+                    vs[i] = v + (row + i) * v_stride + run.column;
+                }
+                switch (rows) {
+                case 4: shrink_rows(4, run.r, place->n, run.w, run.alpha, xs, vs); break;
+                case 3: shrink_rows(3, run.r, place->n, run.w, run.alpha, xs, vs); break;
+                case 2: shrink_rows(2, run.r, place->n, run.w, run.alpha, xs, vs); break;
+                default: shrink_rows(1, run.r, place->n, run.w, run.alpha, xs, vs);
+                }
+            }
+        }
+    }
+}
+
+/* W += alpha * u^T y over the rows of a run, for up to FACTORS rows of W, in the columns from..to. */
+static inline __attribute__((always_inline)) void outer_block(
+    const int factors, const Run *run, int64_t n, int64_t k, int64_t from, int64_t to, const float *u, int64_t u_stride,
+    const float *y, int64_t y_stride) {
+    float *w = run->w + k * n;
+    u += run->column + k;
+    int64_t c = from;
+    for (; c + 2 * LANES <= to; c += 2 * LANES) {
+        vec low[FACTORS], high[FACTORS];
+        for (int i = 0; i < factors; i++) low[i] = high[i] = splat(0.0f);
+        for (int64_t row = run->first; row < run->last; row++) {
+            const float *own = y + row * y_stride + c, *by = u + row * u_stride;
+            const vec a = load(own), b = load(own + LANES);
+            for (int i = 0; i < factors; i++) {
+                const vec x = splat(by[i]);
+                low[i] += x * a;
+                high[i] += x * b;
+            }
+        }
+        const vec scale = splat(run->alpha);
+        for (int i = 0; i < factors; i++) {
+            store(w + i * n + c, load(w + i * n + c) + scale * low[i]);
+            store(w + i * n + c + LANES, load(w + i * n + c + LANES) + scale * high[i]);
+        }
+    }
+    for (; c < to; c++)
+        for (int i = 0; i < factors; i++) {
+            float total = 0.0f;
+            for (int64_t row = run->first; row < run->last; row++) total += u[row * u_stride + i] * y[row * y_stride + c];
+            w[i * n + c] += run->alpha * total;
+        }
+}
+
+void weft_outer(const Place *place, const float *u, int64_t u_stride, const float *y, int64_t y_stride) {
+#pragma omp parallel num_threads(place->threads) if (place->threads > 1)
+    {
+        /* Whole blocks of columns, so that a column is computed in the same way whoever does it. */
+        const int64_t n = place->n, blocks = (n + 2 * LANES - 1) / (2 * LANES), threads = threads_here();
+        const int64_t from = blocks * thread_here() / threads * 2 * LANES;
+        const int64_t end = blocks * (thread_here() + 1) / threads * 2 * LANES, to = end < n ? end : n;
+        Run run;
+        for (int64_t j = 0; j < place->runs && from < to; j++) {
+            if (!run_of(place, j, &run)) continue;
+            prefetch_after(place, j, 1);
+            int64_t k = 0;
+            for (; k + FACTORS <= run.r; k += FACTORS)
+                outer_block(FACTORS, &run, n, k, from, to, u, u_stride, y, y_stride);
+            for (; k < run.r; k++) outer_block(1, &run, n, k, from, to, u, u_stride, y, y_stride);
+        }
+    }
+}

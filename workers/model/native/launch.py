@@ -1,0 +1,198 @@
+"""The low-rank products of all groups of a batch on a CPU, one call for each factor.
+
+`u` is [rows, stack * max_rank] float32; a group uses the first stack * rank columns of its rows, part beside part. What
+is beyond them, and rows of groups without the tensor, keep what they had.
+
+Shapes: G groups, E experts, R = E * G runs (one of a group and an expert).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.model.adapter import Adapter
+from workers.model.lora_rows import LoraRows
+from workers.model.native.build import library
+from workers.model.routing import Routing
+
+_NOBODY = 0
+
+
+class _Array:
+    """Numbers for the kernels, with their address: to ask NumPy for it each time costs as much as a small kernel."""
+
+    def __init__(self, values: Sequence[float] | NDArray[Any], dtype: type[np.generic] = np.int64) -> None:
+        self.values = np.ascontiguousarray(values, dtype=dtype)
+        self.address = self.values.ctypes.data
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+class Table:
+    """The adapters of one batch: their ranks and scales, and where their tensors lie."""
+
+    def __init__(self, rows: LoraRows) -> None:
+        # Not the rows themselves: they are the weak key under which this is kept.
+        self.adapters, self.grads = rows.adapters, rows.grads
+        ranks = [0 if adapter is None else adapter.rank for adapter in rows.adapters]
+        self.max_rank = max(ranks, default=0)
+        self.ranks_G = _Array(ranks)
+        scales = [0.0 if adapter is None else adapter.scale for adapter in rows.adapters]
+        self.scales_G = _Array(scales, np.float32)
+        self.start = _Array(rows.offsets)
+        self._addresses: dict[tuple[str, bool], _Array] = {}
+
+    def addresses(self, name: str, *, grads: bool) -> _Array:
+        """[G]: where the tensor called `name` of each adapter (or of its gradient) lies; 0 where there is none."""
+        found = self._addresses.get((name, grads))
+        if found is None:
+            arenas = self.grads if grads else self.adapters
+            found = _Array([_address(arena, name) for arena in arenas])
+            self._addresses[name, grads] = found
+        return found
+
+
+def _address(arena: Adapter | None, name: str) -> int:
+    slot = arena.shape.slots.get(name) if arena is not None else None
+    return arena.flat.data_ptr() + 4 * slot.offset if arena is not None and slot is not None else _NOBODY
+
+
+_TABLES: WeakKeyDictionary[LoraRows, Table] = WeakKeyDictionary()
+
+
+def table_of(rows: LoraRows) -> Table:
+    """The table of these rows, built at the first call."""
+    table = _TABLES.get(rows)
+    if table is None:
+        table = _TABLES[rows] = Table(rows)
+    return table
+
+
+class _Place(ctypes.Structure):
+    """Place of kernels.c."""
+
+    _fields_ = (
+        ("runs", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+        ("start", ctypes.c_void_p),
+        ("ranks", ctypes.c_void_p),
+        ("w", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("stack", ctypes.c_int64),
+        ("part", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rows the products run over: `start` [R + 1] cuts them into runs, those of one expert side by side."""
+
+    table: Table
+    start: _Array
+
+    @classmethod
+    def dense(cls, rows: LoraRows) -> Place:
+        """The batch's own rows, a run for each group."""
+        table = table_of(rows)
+        return cls(table, table.start)
+
+    def experts(self, routing: Routing, rows: LoraRows) -> Place:
+        """The pairs of `routing`, sorted by expert and so, within, by group."""
+        groups = len(rows.adapters)
+        run_P = routing.experts * groups + rows.group_of_row(routing.experts.device)[routing.token]
+        counts_R = torch.bincount(run_P, minlength=routing.num_experts * groups)
+        return Place(self.table, _Array(torch.nn.functional.pad(counts_R.cumsum(0), (1, 0)).numpy()))
+
+    @property
+    def max_rank(self) -> int:
+        return self.table.max_rank
+
+    def shrink(self, x: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
+        """u[:, part] = x W^T of each row's group (and expert), for the tensor W called `name`."""
+        if self._native("weft_shrink", (x, u), x.shape[1], self._weights(name), part, stack, scaled):
+            return
+        for run in self._runs(name, part, stack, scaled):
+            torch.mul(x[run.rows] @ run.w.t(), run.scale, out=u[run.rows, run.columns])
+
+    def expand(self, y: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
+        """y += u[:, part] W in place."""
+        if self._native("weft_expand", (y, u), y.shape[1], self._weights(name), part, stack, scaled):
+            return
+        for run in self._runs(name, part, stack, scaled):
+            y[run.rows].addmm_(u[run.rows, run.columns], run.w, alpha=run.scale)
+
+    def outer(self, u: Tensor, y: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
+        """Add u[:, part]^T y over each group's rows (of each expert) to the gradient of the tensor called `name`.
+        Runs of one gradient add in their order."""
+        if self._native("weft_outer", (u, y), y.shape[1], self._gradients(name), part, stack, scaled):
+            return
+        for run in self._runs(name, part, stack, scaled, grads=True):
+            run.w.addmm_(u[run.rows, run.columns].t(), y[run.rows], alpha=run.scale)
+
+    def _weights(self, name: str) -> _Array:
+        return self.table.addresses(name, grads=False)
+
+    def _gradients(self, name: str) -> _Array:
+        return self.table.addresses(name, grads=True)
+
+    def _native(
+        self, kernel: str, tensors: Sequence[Tensor], wide: int, w: _Array, part: int, stack: int, scaled: bool
+    ) -> bool:
+        for tensor in tensors:
+            if tensor.dtype != torch.float32 or (len(tensor) and tensor.stride(1) != 1):
+                raise ValueError(f"rows must be contiguous float32: {tensor.dtype}, strides {tensor.stride()}")
+        native = library()
+        if native is None:
+            return False
+        table = self.table
+        place = _Place(
+            len(self.start) - 1,
+            len(table.ranks_G),
+            torch.get_num_threads(),
+            self.start.address,
+            table.ranks_G.address,
+            w.address,
+            table.scales_G.address if scaled else None,
+            stack,
+            part,
+            wide,
+        )
+        where: list[Any] = []
+        for tensor in tensors:
+            where += [ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.stride(0))]
+        getattr(native, kernel)(ctypes.byref(place), *where)
+        return True
+
+    def _runs(self, name: str, part: int, stack: int, scaled: bool, *, grads: bool = False) -> Iterator[_Run]:
+        """For machines without a compiler: every run by itself."""
+        table = self.table
+        for j, (first, last) in enumerate(pairwise(self.start.values.tolist())):
+            expert, group = divmod(j, len(table.adapters))
+            arena = (table.grads if grads else table.adapters)[group]
+            if first == last or arena is None or name not in arena.stored:
+                continue
+            w = arena.stored[name]
+            columns = slice(part * arena.rank, part * arena.rank + stack * arena.rank)
+            scale = arena.scale if scaled else 1.0
+            yield _Run(slice(first, last), columns, w[expert] if w.dim() == 3 else w, scale)
+
+
+@dataclass(frozen=True)
+class _Run:
+    rows: slice
+    columns: slice
+    w: Tensor
+    scale: float
