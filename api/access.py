@@ -30,6 +30,10 @@ from store.roles import Scope
 Limit = Literal["call", "work", "poll"]
 Meter = Literal["train", "sample", "storage", "nothing"]
 
+#: Of routes that belong to training and to sampling alike, and of those that show what they make.
+WORKING: tuple[Scope, ...] = ("train", "sample")
+LOOKING: tuple[Scope, ...] = ("train", "sample", "checkpoints:read")
+
 
 @dataclass(frozen=True)
 class Access:

@@ -132,9 +132,14 @@ def _check_role(role: str) -> None:
 # ---- projects
 
 
-def create_project(session: Session, org_id: str, name: str, key_id: int | None = None) -> Project:
+def create_project(
+    session: Session, org_id: str, name: str, *, project_id: str | None = None, key_id: int | None = None
+) -> Project:
+    """A new project; its id is the name where that can be one and is not taken."""
     _check_name(session, org_id, name)
-    row = Project(id=uuid.uuid4().hex, org_id=org_id, name=name, created_at=datetime.now(UTC))
+    taken = session.get(Project, (org_id, name)) is not None
+    project_id = project_id or (name if _is_id(name) and not taken else uuid.uuid4().hex)
+    row = Project(id=project_id, org_id=org_id, name=name, created_at=datetime.now(UTC))
     session.add(row)
     session.flush()
     _note(session, org_id, key_id, "project_created", row.id, name=name)
@@ -156,11 +161,15 @@ def archive_project(session: Session, row: Project, archived: bool = True, key_i
 
 
 def project_by_id(session: Session, org_id: str, project_id: str) -> Project:
-    plain = len(project_id) <= 64 and project_id.isascii() and project_id.isprintable()
-    row = session.get(Project, project_id) if plain else None
-    if row is None or row.org_id != org_id:
+    row = session.get(Project, (org_id, project_id)) if _is_id(project_id) else None
+    if row is None:
         raise NoSuch(f"no project {project_id[:80]!r}")
     return row
+
+
+def _is_id(text: str) -> bool:
+    """Of a project: what fits its column and reads as one word or several."""
+    return 1 <= len(text) <= 64 and text.isprintable() and text == text.strip() and text != "default"
 
 
 def _check_name(session: Session, org_id: str, name: str) -> None:

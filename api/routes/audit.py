@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
+from api.access import declare
 from api.auth import PrincipalDep
 from api.state import ServiceDep
 from api.tokens import owner_urn
@@ -22,7 +23,7 @@ MAX_ENTRIES = 20_000
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
-@router.get("/audit")
+@router.get("/audit", **declare(scope="admin", limit="call"))
 async def audit_log(
     service: ServiceDep, who: PrincipalDep, event_type: EventType = "all", day: date | None = None
 ) -> dict[str, Any]:

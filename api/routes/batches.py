@@ -14,6 +14,7 @@ from weft.wire import weft_wire_pb2 as pb
 from weft.wire.arrays import write_tensor
 from weft.wire.codec import WireError, decode_train_request
 
+from api.access import declare
 from api.auth import PrincipalDep
 from api.bodies import parse_json, read_body
 from api.errors import Invalid, Unreadable, quote
@@ -33,7 +34,7 @@ router = APIRouter(prefix="/api/v1")
 MAX_VALUES = 2**26
 
 
-@router.post("/forward_backward")
+@router.post("/forward_backward", **declare(scope="train", limit="work", meters="train"))
 async def forward_backward(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """One chunk of data. What is wrong with the data is told through the future: Tinker's client sends the first
     chunk only after the others were answered, and would wait for ever for one that was answered with an error."""
@@ -54,7 +55,7 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
     return future
 
 
-@router.post("/forward")
+@router.post("/forward", **declare(scope="train", limit="work", meters="train"))
 async def forward(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """The JSON form of a forward_backward that is `forward_only`, which has an address of its own."""
     return await _submit_json(service, who.org_id, await read_body(request), forward_only=True)

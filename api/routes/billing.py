@@ -15,6 +15,7 @@ from pydantic import AwareDatetime
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from api.access import declare
 from api.auth import PrincipalDep
 from api.errors import Invalid
 from api.lookup import live_checkpoints
@@ -41,7 +42,7 @@ _INFO: dict[str, dict[str, Any]] = {
 }
 
 
-@router.get("/events")
+@router.get("/events", **declare(scope="billing:read", limit="call"))
 async def usage_events(
     service: ServiceDep,
     who: PrincipalDep,
@@ -66,7 +67,7 @@ async def usage_events(
     return await service.read(read)
 
 
-@router.get("/checkpoints/current")
+@router.get("/checkpoints/current", **declare(scope="billing:read", limit="call"))
 async def current_checkpoints(service: ServiceDep, who: PrincipalDep, project_id: str | None = None) -> dict[str, Any]:
     """What is stored now, by project and owner."""
     check_text(project_id, "project_id", 64)

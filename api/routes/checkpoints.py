@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire import SetTtlRequest
 
+from api.access import LOOKING, declare
 from api.auth import Principal, PrincipalDep
 from api.bodies import read_json
 from api.client_versions import readable_kinds
@@ -36,7 +37,7 @@ _NEWEST_FIRST = (tables.Checkpoint.created_at.desc(), tables.Checkpoint.id)
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
-@router.get("/checkpoints")
+@router.get("/checkpoints", **declare(scope=LOOKING, limit="call"))
 async def checkpoints(
     request: Request, service: ServiceDep, who: PrincipalDep, limit: Limit = 100, offset: Offset = 0
 ) -> dict[str, Any]:
@@ -52,7 +53,7 @@ async def checkpoints(
     return await service.read(read)
 
 
-@router.get("/training_runs/{run_id}/checkpoints")
+@router.get("/training_runs/{run_id}/checkpoints", **declare(scope=LOOKING, limit="call"))
 async def run_checkpoints(run_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """All checkpoints of a run, oldest first."""
     shown = tables.Checkpoint.kind.in_(readable_kinds(request))
@@ -65,14 +66,14 @@ async def run_checkpoints(run_id: str, request: Request, service: ServiceDep, wh
     return await service.read(read)
 
 
-@router.post(_ONE + "/publish")
+@router.post(_ONE + "/publish", **declare(scope="checkpoints:write", limit="call"))
 async def publish(run_id: str, kind: str, name: str, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
     """Let every organisation read this checkpoint: load it, copy it, sample from it. Nothing else of the run."""
     await _set_public(service, who, _path(run_id, kind, name), True)
     return {"status": "published"}
 
 
-@router.delete(_ONE + "/publish")
+@router.delete(_ONE + "/publish", **declare(scope="checkpoints:write", limit="call"))
 async def unpublish(run_id: str, kind: str, name: str, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
     """From now on only the own organisation may read it. What others have made of it stays theirs."""
     await _set_public(service, who, _path(run_id, kind, name), False)
@@ -91,7 +92,7 @@ async def _set_public(service: Service, who: Principal, path: CheckpointPath, pu
     await service.database.write(write)
 
 
-@router.put(_ONE + "/ttl")
+@router.put(_ONE + "/ttl", **declare(scope="checkpoints:write", limit="call"))
 async def set_ttl(
     run_id: str, kind: str, name: str, request: Request, service: ServiceDep, who: PrincipalDep
 ) -> dict[str, Any]:
@@ -110,7 +111,7 @@ async def set_ttl(
     return {"expires_at": expires}
 
 
-@router.delete(_ONE)
+@router.delete(_ONE, **declare(scope="checkpoints:write", limit="call"))
 async def delete_checkpoint(
     run_id: str, kind: str, name: str, service: ServiceDep, who: PrincipalDep
 ) -> dict[str, str]:
@@ -129,7 +130,7 @@ async def delete_checkpoint(
     return {"status": "deleted"}
 
 
-@router.get(_ONE + "/external_weights_urls")
+@router.get(_ONE + "/external_weights_urls", **declare(scope="checkpoints:read", limit="call"))
 async def external_weights_urls(
     run_id: str, kind: str, name: str, request: Request, service: ServiceDep, who: PrincipalDep
 ) -> dict[str, Any]:
@@ -148,7 +149,7 @@ async def external_weights_urls(
     return {"urls": await run_in_threadpool(links), "expires": expires}
 
 
-@router.get(_ONE + "/archive")
+@router.get(_ONE + "/archive", **declare(scope="checkpoints:read", limit="call"))
 async def archive(
     run_id: str, kind: str, name: str, request: Request, service: ServiceDep, who: PrincipalDep
 ) -> RedirectResponse:

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire.service import FuturesRetrieveRequest, JoinSamplingSessionRequest
 
+from api.access import WORKING, declare
 from api.auth import PrincipalDep
 from api.bodies import read_json
 from api.errors import Invalid
@@ -33,7 +34,7 @@ LOOK_BACK = timedelta(hours=24)
 SLACK = timedelta(seconds=60)
 
 
-@router.post("/join_sampling_session")
+@router.post("/join_sampling_session", **declare(scope="sample", limit="call"))
 async def join_sampling_session(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """A further client of a sampler gets a number that no other has; the one that made the sampler is 0."""
     body = await read_json(request, JoinSamplingSessionRequest)
@@ -46,7 +47,7 @@ async def join_sampling_session(request: Request, service: ServiceDep, who: Prin
     return {"type": "join_sampling_session", "client_counter": await service.database.write(write)}
 
 
-@router.post("/retrieve_futures")
+@router.post("/retrieve_futures", **declare(scope=WORKING, limit="poll"))
 async def retrieve_futures(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """Which requests of a sampler's client have completed since its cursor; waits while none has."""
     body = await read_json(request, FuturesRetrieveRequest)

@@ -11,6 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 from weft.wire import CopyWeightsRequest
 
+from api.access import declare
 from api.auth import Principal, PrincipalDep
 from api.bodies import read_json
 from api.creation import run_id_of
@@ -25,7 +26,7 @@ from store import audit, tables
 router = APIRouter(prefix="/api/v1")
 
 
-@router.post("/copy_weights")
+@router.post("/copy_weights", **declare(scope="checkpoints:write", limit="call", meters="storage"))
 async def copy_weights(
     request: Request,
     service: ServiceDep,

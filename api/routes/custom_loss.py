@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire import CreateCustomLossRequest
 
+from api.access import declare
 from api.auth import PrincipalDep
 from api.bodies import parse_json, read_body
 from api.errors import Invalid, TooLarge
@@ -29,7 +30,7 @@ router = APIRouter(prefix="/api/v1")
 KIND = "create_custom_loss"
 
 
-@router.post("/create_custom_loss")
+@router.post("/create_custom_loss", **declare(scope="train", limit="call"))
 async def create_custom_loss(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """Keep a loss for the runs of its session. Idempotent on (session, custom_loss_seq_id)."""
     raw = await read_body(request)

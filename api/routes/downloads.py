@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
 from sqlalchemy.orm import Session
 
+from api.access import declare
 from api.errors import NotFound, quote
 from api.exports import archive_ref
 from api.lookup import expired, plain_id
@@ -29,14 +30,14 @@ def archive_path(checkpoint_id: str) -> str:
     return f"{router.prefix}/{checkpoint_id}/{_ARCHIVE}"
 
 
-@router.get("/{checkpoint_id}/files/{name:path}")
+@router.get("/{checkpoint_id}/files/{name:path}", **declare(scope="public", limit="call"))
 async def file(checkpoint_id: str, name: str, request: Request, service: ServiceDep) -> FileResponse:
     row = await _checkpoint(request, service, checkpoint_id)
     folder = service.blobs.path(row.ref).resolve()
     return _serve(folder, folder / name)
 
 
-@router.get("/{checkpoint_id}/checkpoint.tar")
+@router.get("/{checkpoint_id}/checkpoint.tar", **declare(scope="public", limit="call"))
 async def archive(checkpoint_id: str, request: Request, service: ServiceDep) -> FileResponse:
     row = await _checkpoint(request, service, checkpoint_id)
     folder = service.blobs.path(archive_ref(row.ref)).resolve()

@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire import CancelFutureRequest, FutureRetrieveRequest
 
+from api.access import WORKING, declare
 from api.auth import PrincipalDep
 from api.bodies import read_json
 from api.errors import Gone, NotFound, quote
@@ -23,7 +24,7 @@ router = APIRouter(prefix="/api/v1")
 LONGEST_POLL_S = 40.0
 
 
-@router.post("/retrieve_future")
+@router.post("/retrieve_future", **declare(scope=WORKING, limit="poll"))
 async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
     """The outcome of an operation. While there is none, hold the request; then 408, on which clients ask again.
 
@@ -63,7 +64,7 @@ def _as_json(service: Service, request_id: str, payload: bytes) -> Response:
     return JSONResponse(sample_result(payload) if kind == operations.SAMPLE else train_result(payload))
 
 
-@router.post("/cancel_future")
+@router.post("/cancel_future", **declare(scope="sample", limit="poll"))
 async def cancel_future(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, bool]:
     """End a sample now; its future gets the tokens that it has. Anything else, or too late, changes nothing."""
     body = await read_json(request, CancelFutureRequest)

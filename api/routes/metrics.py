@@ -14,6 +14,7 @@ from fastapi import APIRouter, Query, Request
 from sqlalchemy.orm import Session
 from weft.wire import LogMetricsRequest, LogMetricsResponse, RunCurveResponse, RunMetricsResponse
 
+from api.access import LOOKING, declare
 from api.auth import PrincipalDep
 from api.bodies import read_json
 from api.errors import Busy, Invalid
@@ -55,7 +56,7 @@ class PointRate:
 _rate = PointRate()
 
 
-@router.post("/runs/{run_id}/metrics")
+@router.post("/runs/{run_id}/metrics", **declare(scope="train", limit="call"))
 async def log_metrics(run_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> LogMetricsResponse:
     """Add points to the curves of a run. Sending the same again changes nothing."""
     body = await read_json(request, LogMetricsRequest)
@@ -73,7 +74,7 @@ async def log_metrics(run_id: str, request: Request, service: ServiceDep, who: P
         raise Invalid(f"points: {error}") from None
 
 
-@router.get("/runs/{run_id}/metrics")
+@router.get("/runs/{run_id}/metrics", **declare(scope=LOOKING, limit="call"))
 async def run_metrics(
     run_id: str,
     service: ServiceDep,

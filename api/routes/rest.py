@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from api.access import LOOKING, declare
 from api.auth import PrincipalDep
 from api.errors import NotFound, quote
 from api.lookup import live_checkpoints, run_by_id
@@ -27,7 +28,7 @@ Offset = Annotated[int, Query(ge=0, le=2**31)]
 Scope = Literal["owned", "accessible"]
 
 
-@router.get("/training_runs")
+@router.get("/training_runs", **declare(scope=LOOKING, limit="call"))
 async def training_runs(
     service: ServiceDep,
     who: PrincipalDep,
@@ -54,7 +55,7 @@ async def training_runs(
     return await service.read(read)
 
 
-@router.get("/training_runs/{run_id}")
+@router.get("/training_runs/{run_id}", **declare(scope=LOOKING, limit="call"))
 async def training_run(
     run_id: str, service: ServiceDep, who: PrincipalDep, access_scope: Scope = "owned"
 ) -> dict[str, Any]:

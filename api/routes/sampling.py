@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire import CreateSamplingSessionRequest, SampleRequest
 
+from api.access import LOOKING, declare
 from api.auth import PrincipalDep
 from api.bodies import INLINE_BYTES, parse_json, read_body, read_json
 from api.errors import Invalid, quote
@@ -32,7 +33,7 @@ router = APIRouter(prefix="/api/v1")
 MAX_SAMPLE_SEQUENCE = 2**63 - 1
 
 
-@router.post("/create_sampling_session")
+@router.post("/create_sampling_session", **declare(scope="sample", limit="call"))
 async def create_sampling_session(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """A sampler of a base model or of saved weights. Idempotent on (session, sampling_session_seq_id)."""
     body = await read_json(request, CreateSamplingSessionRequest)
@@ -51,13 +52,13 @@ async def create_sampling_session(request: Request, service: ServiceDep, who: Pr
     return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
 
-@router.get("/samplers/{sampler_id}")
+@router.get("/samplers/{sampler_id}", **declare(scope=LOOKING, limit="call"))
 async def get_sampler(sampler_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     row = await service.read(lambda session: sampler_by_id(session, who.org_id, sampler_id))
     return {"sampler_id": row.id, "base_model": row.base_model, "model_path": row.model_path}
 
 
-@router.post("/asample")
+@router.post("/asample", **declare(scope="sample", limit="work", meters="sample"))
 async def asample(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> dict[str, Any]:
     """Queue one request for `num_samples` sequences. Idempotent on (sampler, seq_id), in any order."""
     raw = await read_body(request)

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
+from api.access import declare
 from api.auth import KeyHolderDep, PrincipalDep, presented_key
 from api.bodies import read_body, read_json
 from api.state import ServiceDep
@@ -22,12 +23,12 @@ CHUNK_DATA = 1024
 CHUNK_BYTES = 5_000_000
 
 
-@router.get("/healthz")
+@router.get("/healthz", **declare(scope="public", limit="poll"))
 async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.post("/client/config")
+@router.post("/client/config", **declare(scope="any", limit="poll"))
 async def client_config(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """How clients should behave. Whatever is not named here keeps the client's own default."""
     await read_body(request)
@@ -44,13 +45,13 @@ async def client_config(request: Request, service: ServiceDep, who: PrincipalDep
     }
 
 
-@router.post("/client/dynamic_config")
+@router.post("/client/dynamic_config", **declare(scope="any", limit="poll"))
 async def client_dynamic_config(request: Request, who: PrincipalDep) -> dict[str, Any]:
     await read_body(request)
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
 
-@router.get("/get_server_capabilities")
+@router.get("/get_server_capabilities", **declare(scope="any", limit="call"))
 async def get_server_capabilities(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     longest = service.settings.limits.max_seq_len
     models = [
@@ -65,7 +66,7 @@ async def get_server_capabilities(service: ServiceDep, who: PrincipalDep) -> dic
     return {"supported_models": models}
 
 
-@router.get("/auth/apikey/me")
+@router.get("/auth/apikey/me", **declare(scope="any", limit="call"))
 async def apikey_me(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """The key that asks: its public prefix and its organisation. Keys belong to no person, so there is no email."""
 
@@ -78,7 +79,7 @@ async def apikey_me(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     return {"key_id": who.key_id, "name": prefix, "note": "", "details": details}
 
 
-@router.delete("/auth/apikey/me")
+@router.delete("/auth/apikey/me", **declare(scope="any", limit="call"))
 async def revoke_me(request: Request, service: ServiceDep, who: KeyHolderDep) -> dict[str, str]:
     """Revoke the key that asks, and with it all tokens that it was exchanged for."""
     secret = presented_key(request)
@@ -86,7 +87,7 @@ async def revoke_me(request: Request, service: ServiceDep, who: KeyHolderDep) ->
     return {"status": "revoked"}
 
 
-@router.post("/auth/token")
+@router.post("/auth/token", **declare(scope="any", limit="poll"))
 async def auth_token(request: Request, service: ServiceDep, who: KeyHolderDep) -> dict[str, str]:
     """A short-lived token in exchange for the key that asks."""
     await read_body(request)
@@ -94,7 +95,7 @@ async def auth_token(request: Request, service: ServiceDep, who: KeyHolderDep) -
     return {"jwt": service.tokens.issue(Claims(who.key_id, who.org_id))}
 
 
-@router.post("/telemetry")
+@router.post("/telemetry", **declare(scope="any", limit="poll"))
 async def telemetry(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
     """Clients report what they do. It is kept for some days and within limits; what is beyond them is dropped, since
     a client can do nothing about it."""

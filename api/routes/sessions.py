@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from weft.wire import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
 from weft.wire.sessions import AssignProjectRequest, SessionSearchRequest
 
+from api.access import LOOKING, WORKING, declare
 from api.auth import Principal, PrincipalDep
 from api.bodies import read_json
 from api.errors import Invalid, NotFound, quote
@@ -33,7 +34,7 @@ Offset = Annotated[int, Query(ge=0, le=2**31)]
 Scope = Literal["owned", "accessible"]
 
 
-@router.post("/create_session")
+@router.post("/create_session", **declare(scope=WORKING, limit="call"))
 async def create_session(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """A new session. A retry is known by its idempotency key, from which the id then follows."""
     body = await read_json(request, CreateSessionRequest)
@@ -64,7 +65,7 @@ async def create_session(request: Request, service: ServiceDep, who: PrincipalDe
     return {"type": "create_session", "session_id": new.id}
 
 
-@router.post("/session_heartbeat")
+@router.post("/session_heartbeat", **declare(scope=WORKING, limit="poll"))
 async def session_heartbeat(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
     """Keeps a session alive. 410 once it has ended is how its clients learn of it."""
     body = await read_json(request, SessionHeartbeatRequest)
@@ -72,14 +73,14 @@ async def session_heartbeat(request: Request, service: ServiceDep, who: Principa
     return {"type": "session_heartbeat"}
 
 
-@router.post("/sessions/search")
+@router.post("/sessions/search", **declare(scope=LOOKING, limit="call"))
 async def search_sessions(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """The organisation's sessions that match, newest first, in pages."""
     body = await read_json(request, SessionSearchRequest)
     return await service.read(lambda session: search(session, who, body))
 
 
-@router.post("/sessions/{session_id}/finish")
+@router.post("/sessions/{session_id}/finish", **declare(scope=WORKING, limit="call"))
 async def finish_session(session_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
     """The client is done: what is queued still runs, then its runs are forgotten. The first reason stands."""
     body = await read_json(request, FinishSessionRequest)
@@ -97,7 +98,7 @@ async def finish_session(session_id: str, request: Request, service: ServiceDep,
     return {"status": "finished"}
 
 
-@router.put("/sessions/{session_id}/project")
+@router.put("/sessions/{session_id}/project", **declare(scope=WORKING, limit="call"))
 async def assign_project(session_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
     """Move a session, with its runs, checkpoints and usage, into a project."""
     body = await read_json(request, AssignProjectRequest)
@@ -113,7 +114,7 @@ async def assign_project(session_id: str, request: Request, service: ServiceDep,
     return {"project_id": project or DEFAULT_PROJECT}
 
 
-@router.get("/sessions")
+@router.get("/sessions", **declare(scope=LOOKING, limit="call"))
 async def sessions(
     service: ServiceDep, who: PrincipalDep, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
 ) -> dict[str, Any]:
@@ -129,7 +130,7 @@ async def sessions(
     return await service.read(read)
 
 
-@router.get("/sessions/{session_id}")
+@router.get("/sessions/{session_id}", **declare(scope=LOOKING, limit="call"))
 async def session_details(
     session_id: str, service: ServiceDep, who: PrincipalDep, access_scope: Scope = "owned"
 ) -> dict[str, Any]:

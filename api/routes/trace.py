@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
+from api.access import LOOKING, declare
 from api.auth import PrincipalDep
 from api.lookup import session_by_id
 from api.state import ServiceDep
@@ -18,7 +19,7 @@ router = APIRouter(prefix="/api/v1/sessions")
 LINK_LIFE = timedelta(hours=1)
 
 
-@router.get("/{session_id}/trace_export")
+@router.get("/{session_id}/trace_export", **declare(scope=LOOKING, limit="call"))
 async def trace_export(session_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """A link to the trace. It is drawn when it is fetched, so it is always ready, and as new as the fetch."""
     row = await service.read(lambda session: session_by_id(session, who.org_id, session_id))
@@ -26,7 +27,7 @@ async def trace_export(session_id: str, request: Request, service: ServiceDep, w
     return {"status": "ready", "url": service.signer.link(request, path, datetime.now(UTC) + LINK_LIFE)}
 
 
-@router.get("/{session_id}/trace.pftrace")
+@router.get("/{session_id}/trace.pftrace", **declare(scope="public", limit="call"))
 async def fetch_trace(session_id: str, request: Request, service: ServiceDep) -> StreamingResponse:
     """The trace, to whoever has the link."""
     service.signer.verify(request.url.path, request.query_params)

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from weft.wire import CreateModelRequest, GetInfoRequest, LoraConfig, OptimStepRequest
 
+from api.access import LOOKING, declare
 from api.auth import PrincipalDep
 from api.bodies import read_body, read_json
 from api.creation import check_session, create, run_id_of
@@ -25,7 +26,7 @@ router = APIRouter(prefix="/api/v1")
 DEFAULT_RANK = 32
 
 
-@router.post("/create_model")
+@router.post("/create_model", **declare(scope="train", limit="work"))
 async def create_model(
     request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep
 ) -> dict[str, Any]:
@@ -53,7 +54,7 @@ async def create_model(
     return await create(service, who.org_id, body.session_id, seq, spec, metadata, raw, {"priority": priority})
 
 
-@router.post("/get_info")
+@router.post("/get_info", **declare(scope=LOOKING, limit="call"))
 async def get_info(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     body = await read_json(request, GetInfoRequest)
     run = await service.read(lambda session: run_by_id(session, who.org_id, body.model_id))
@@ -74,7 +75,7 @@ async def get_info(request: Request, service: ServiceDep, who: PrincipalDep) -> 
     }
 
 
-@router.post("/optim_step")
+@router.post("/optim_step", **declare(scope="train", limit="work"))
 async def optim_step(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     def check(body: OptimStepRequest, run: tables.Run) -> Checked:
         check_step(body, run.optimizer)

@@ -13,6 +13,7 @@ from fastapi.responses import FileResponse
 from starlette.concurrency import run_in_threadpool
 from weft.wire import BalanceResponse, LimitsResponse, PricesResponse
 
+from api.access import declare
 from api.auth import PrincipalDep
 from api.errors import NotFound, quote
 from api.limits import limits_of
@@ -39,7 +40,7 @@ TOKENIZER_FILES = (
 )
 
 
-@router.get("/limits")
+@router.get("/limits", **declare(scope="any", limit="call"))
 async def limits(service: ServiceDep, who: PrincipalDep) -> LimitsResponse:
     """What this server accepts, for checks before anything is spent."""
     settings = service.settings.limits
@@ -47,7 +48,7 @@ async def limits(service: ServiceDep, who: PrincipalDep) -> LimitsResponse:
     return limits_of(service.cards, settings, min(CHUNK_DATA, settings.max_data), chunk_bytes)
 
 
-@router.get("/prices")
+@router.get("/prices", **declare(scope="any", limit="call"))
 async def prices(service: ServiceDep, who: PrincipalDep, model: str) -> PricesResponse:
     """The rates for operations on `model` accepted now."""
     name, now = _card(service, model).name, datetime.now(UTC)
@@ -59,7 +60,7 @@ async def prices(service: ServiceDep, who: PrincipalDep, model: str) -> PricesRe
     )
 
 
-@router.get("/balance")
+@router.get("/balance", **declare(scope="billing:read", limit="call"))
 async def balance(service: ServiceDep, who: PrincipalDep) -> BalanceResponse:
     """What the organisation has spent. There are no credits, so there is no balance."""
     month = datetime.now(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
@@ -72,7 +73,7 @@ async def balance(service: ServiceDep, who: PrincipalDep) -> BalanceResponse:
     return BalanceResponse(spent_nusd=spent, spent_this_month_nusd=this_month, month=f"{month:%Y-%m}")
 
 
-@router.get("/usage")
+@router.get("/usage", **declare(scope=("train", "sample", "billing:read"), limit="call"))
 async def get_usage(service: ServiceDep, who: PrincipalDep, run_id: str | None = None) -> dict[str, Any]:
     """What the organisation, or one run of it, has used, and what it costs. Amounts are exact integers of nano-USD."""
 
@@ -106,20 +107,20 @@ def usd(amount_nusd: int) -> str:
     return f"{'-' if amount_nusd < 0 else ''}{abs(amount_nusd) // 10**9}.{abs(amount_nusd) % 10**9:09d}"
 
 
-@router.get("/stats")
+@router.get("/stats", **declare(scope="any", limit="call"))
 async def stats(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """How the machines are doing; counts over all organisations, and nothing about any one of them."""
     return service.stats()
 
 
-@router.get("/models/{name:path}/tokenizer")
+@router.get("/models/{name:path}/tokenizer", **declare(scope="any", limit="call"))
 async def tokenizer(name: str, service: ServiceDep, who: PrincipalDep) -> dict[str, dict[str, str]]:
     """The tokenizer files of a base model that there are, and their SHA-256."""
     card = _card(service, name)
     return {"files": await run_in_threadpool(_hashes, card.path)}
 
 
-@router.get("/models/{name:path}/tokenizer/{file}")
+@router.get("/models/{name:path}/tokenizer/{file}", **declare(scope="any", limit="call"))
 async def tokenizer_file(name: str, file: str, service: ServiceDep, who: PrincipalDep) -> FileResponse:
     path = _card(service, name).path / file
     if file not in TOKENIZER_FILES or not path.is_file():

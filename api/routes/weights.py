@@ -16,6 +16,7 @@ from weft.wire import (
     WeightsInfoRequest,
 )
 
+from api.access import LOOKING, declare
 from api.auth import PrincipalDep
 from api.bodies import parse_json, read_body, read_json
 from api.creation import check_session, create, repeat, run_id_of
@@ -34,7 +35,7 @@ from workers.model.encryption import BadRecipient, parse_recipients
 router = APIRouter(prefix="/api/v1")
 
 
-@router.post("/save_weights")
+@router.post("/save_weights", **declare(scope="train", limit="work", meters="storage"))
 async def save_weights(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """Adapter and optimizer under a name. Whether the name is free is decided in order, by the journal."""
 
@@ -53,7 +54,7 @@ async def save_weights(request: Request, service: ServiceDep, who: PrincipalDep)
     return await submit_json(service, who.org_id, OpKind.SAVE_STATE, raw, SaveWeightsRequest, check)
 
 
-@router.post("/save_weights_for_sampler")
+@router.post("/save_weights_for_sampler", **declare(scope="train", limit="work", meters="storage"))
 async def save_weights_for_sampler(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """The adapter alone: under a name, or unnamed and at once as a sampler."""
 
@@ -102,7 +103,7 @@ def _unnamed_sampler(body: SaveWeightsForSamplerRequest, session: Session, run: 
     )
 
 
-@router.post("/save_weights_external")
+@router.post("/save_weights_external", **declare(scope="train", limit="work", meters="storage"))
 async def save_weights_external(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """The adapter as files for other tools (`workers.model.peft_format`), for their recipients only where it names
     some."""
@@ -120,7 +121,7 @@ async def save_weights_external(request: Request, service: ServiceDep, who: Prin
     return await submit_json(service, who.org_id, OpKind.SAVE_EXTERNAL, raw, SaveWeightsExternalRequest, check)
 
 
-@router.post("/load_weights")
+@router.post("/load_weights", **declare(scope="train", limit="work"))
 async def load_weights(
     request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep
 ) -> dict[str, Any]:
@@ -136,7 +137,7 @@ async def load_weights(
     return await _create_from(service, who.org_id, parse_json(raw, LoadWeightsRequest), raw, priority)
 
 
-@router.post("/weights_info")
+@router.post("/weights_info", **declare(scope=LOOKING, limit="call"))
 async def weights_info(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     body = await read_json(request, WeightsInfoRequest)
     path = parse_path(body.tinker_path, "tinker_path")

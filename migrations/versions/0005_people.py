@@ -61,14 +61,14 @@ def upgrade() -> None:
     op.create_index(op.f("ix_memberships_user_id"), "memberships", ["user_id"], unique=False)
     op.create_table(
         "projects",
-        sa.Column("id", sa.String(length=64), nullable=False),
         sa.Column("org_id", sa.String(length=64), nullable=False),
+        sa.Column("id", sa.String(length=64), nullable=False),
         sa.Column("name", sa.String(length=128), nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("archived_at", sa.DateTime(timezone=True), nullable=True),
         *_limits(),
         sa.ForeignKeyConstraint(["org_id"], ["organisations.id"], name=op.f("fk_projects_org_id")),
-        sa.PrimaryKeyConstraint("id", name=op.f("pk_projects")),
+        sa.PrimaryKeyConstraint("org_id", "id", name=op.f("pk_projects")),
         sa.UniqueConstraint("org_id", "name", name=op.f("uq_projects_org_id")),
     )
     with op.batch_alter_table("api_keys", schema=None) as batch_op:
@@ -83,7 +83,7 @@ def upgrade() -> None:
         for column in _limits():
             batch_op.add_column(column)
         batch_op.create_unique_constraint(batch_op.f("uq_api_keys_previous_sha256"), ["previous_sha256"])
-        batch_op.create_foreign_key(batch_op.f("fk_api_keys_project_id"), "projects", ["project_id"], ["id"])
+        batch_op.create_foreign_key("fk_api_keys_project", "projects", ["org_id", "project_id"], ["org_id", "id"])
         batch_op.create_foreign_key(batch_op.f("fk_api_keys_user_id"), "users", ["user_id"], ["id"])
     op.add_column("sessions", sa.Column("user_id", sa.String(length=64), nullable=True))
     op.add_column("operations", sa.Column("key_id", sa.BigInteger(), nullable=True))
@@ -126,7 +126,7 @@ def downgrade() -> None:
     op.drop_column("sessions", "user_id")
     with op.batch_alter_table("api_keys", schema=None) as batch_op:
         batch_op.drop_constraint(batch_op.f("fk_api_keys_user_id"), type_="foreignkey")
-        batch_op.drop_constraint(batch_op.f("fk_api_keys_project_id"), type_="foreignkey")
+        batch_op.drop_constraint("fk_api_keys_project", type_="foreignkey")
         batch_op.drop_constraint(batch_op.f("uq_api_keys_previous_sha256"), type_="unique")
         for name in (*_LIMITS, "last_used_at", "expires_at", "previous_expires_at", "previous_sha256", "last4"):
             batch_op.drop_column(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, String, UniqueConstraint
+from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, ForeignKeyConstraint, Index, String, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
 from store.tables.base import Base, BigInt
@@ -58,12 +58,13 @@ class Membership(Base):
 
 
 class Project(RateLimited, Base):
-    """A part of an organisation's work with limits of its own. An archived one takes no new sessions."""
+    """A part of an organisation's work with limits of its own. Clients choose the id, so it is only unique within its
+    organisation. An archived project takes no new sessions."""
 
     __tablename__ = "projects"
     __table_args__ = (UniqueConstraint("org_id", "name"),)
+    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), primary_key=True)
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"))
     name: Mapped[str] = mapped_column(String(128))
     created_at: Mapped[datetime]
     archived_at: Mapped[datetime | None]
@@ -75,9 +76,12 @@ class ApiKey(RateLimited, Base):
     Without `user_id` it belongs to the organisation itself; with `project_id` it works in that project only."""
 
     __tablename__ = "api_keys"
+    __table_args__ = (
+        ForeignKeyConstraint(["org_id", "project_id"], ["projects.org_id", "projects.id"], name="fk_api_keys_project"),
+    )
     id: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=True)
     org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
-    project_id: Mapped[str | None] = mapped_column(ForeignKey("projects.id"))
+    project_id: Mapped[str | None] = mapped_column(String(64))
     user_id: Mapped[str | None] = mapped_column(ForeignKey("users.id"))
     name: Mapped[str] = mapped_column(String(128), default="", server_default="")
     scopes: Mapped[list[str]] = mapped_column(default=lambda: ["admin"], server_default='["admin"]')
