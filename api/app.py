@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
 
 from api import errors
 from api.auth import KeyCache
@@ -23,6 +24,7 @@ from api.routes import (
     downloads,
     futures,
     metrics,
+    payments,
     rest,
     sampling,
     service,
@@ -34,6 +36,9 @@ from api.routes import (
 )
 from api.state import Service
 from billing.prices import PriceList
+from scheduler.jobs.catalogue import JOBS
+from scheduler.jobs.embedded import EmbeddedJobs
+from scheduler.jobs.registry import JobContext
 from store.blobs import Blobs
 from store.db import Database
 from store.settings import Settings
@@ -61,9 +66,13 @@ def create_app(
         app.state.stopping = stopping
         machines.start()
         house = asyncio.create_task(keep_house(holder))
+        jobs = EmbeddedJobs(JobContext(database, blobs, settings, prices), JOBS)
+        if settings.jobs.driver == "embedded":
+            jobs.start()
         try:
             yield
         finally:
+            await run_in_threadpool(jobs.stop)
             house.cancel()
             with suppress(asyncio.CancelledError):
                 await house
@@ -100,6 +109,7 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         downloads,
         weft,
         metrics,
+        payments,
     ):
         app.include_router(routes.router)
     return app

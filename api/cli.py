@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from api.commands.jobs import jobs
 from api.commands.places import database_of, refuse, settings_of, where
 from api.commands.tco import tco
 from store import keys
@@ -95,6 +96,7 @@ def list_(data_dir: Path | None, config: Path | None) -> None:
             click.echo(f"{row.prefix}\t{org.name}\t{row.created_at:%Y-%m-%d}\t{state}")
 
 
+weftd.add_command(jobs)
 weftd.add_command(tco)
 
 

@@ -1,5 +1,5 @@
-"""What the server does on its own, now and then: write down who is alive, end idle sessions, forget old telemetry, reap
-checkpoints that have expired and files that nothing needs."""
+"""What each server process does on its own, now and then: write down who is alive, end idle sessions, forget old
+telemetry. What concerns the database alone is a job (`scheduler.jobs`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from starlette.concurrency import run_in_threadpool
 
 from api.presence import end_idle, runs_of
 from api.state import Service
-from scheduler.reaper import Reaper
 
 log = logging.getLogger(__name__)
 
@@ -20,15 +19,12 @@ log = logging.getLogger(__name__)
 ROUND_S = 20.0
 #: After a start, clients have this long to be heard of again before silence counts.
 GRACE_S = 120.0
-#: Time between two looks for files that nothing needs.
-SWEEP_S = 600.0
 
 
 async def keep_house(service: Service) -> None:
     """Rounds for as long as the server runs; cancelled at its end."""
     idle_s = service.settings.session_idle_s
-    started = swept = asyncio.get_running_loop().time()
-    reaper = Reaper(service.database, service.blobs)
+    started = asyncio.get_running_loop().time()
     while True:
         await asyncio.sleep(min(ROUND_S, idle_s / 4))
         try:
@@ -37,10 +33,6 @@ async def keep_house(service: Service) -> None:
             if asyncio.get_running_loop().time() - started > min(GRACE_S, idle_s):
                 await reap(service)
             await run_in_threadpool(service.telemetry.forget_old)
-            await service.database.write(reaper.expire)
-            if asyncio.get_running_loop().time() - swept > SWEEP_S:
-                swept = asyncio.get_running_loop().time()
-                await run_in_threadpool(reaper.sweep)
         except Exception:
             log.exception("a round of housekeeping failed; the next one tries again")
 

@@ -1,4 +1,4 @@
-"""Takes away what has expired and what nothing needs any more. Called now and then by the server's housekeeping.
+"""Takes away what has expired and what nothing needs any more. Called by jobs (`scheduler.jobs.housekeeping`).
 
 Rows first, files after: a checkpoint that has expired is gone for everybody before its folder is. A folder is deleted
 only when two rounds in a row found it unneeded, so that a worker that was just told of it has read it by then. Folders

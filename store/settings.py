@@ -75,6 +75,8 @@ class Limits(_Section):
     max_rank: Positive = 128
     max_stop_sequences: Positive = 64
     max_queued_ops_per_org: Positive = 4096
+    #: Bodies of what is queued, all together.
+    max_queued_bytes_per_org: Positive = 1 << 30
     #: A larger result is first announced with its size alone, to clients that allow it.
     inline_result_bytes: Positive = 1024 * 1024
     #: Telemetry that is kept of one organisation in one day, and for how many days; what is beyond is dropped.

@@ -1,0 +1,94 @@
+"""`weftd jobs`: what the server does on its own (docs/jobs.md)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from api.commands.places import database_of, refuse, settings_of, where
+from store.settings import Settings
+
+
+@click.group()
+def jobs() -> None:
+    """What the server does on its own: billing, webhooks, reaping."""
+
+
+@jobs.command("list")
+@where
+@click.option("--check", is_flag=True, help="Exit code 1 if a job is overdue: for probes and alarms.")
+def list_(data_dir: Path | None, config: Path | None, check: bool) -> None:
+    """Show each job: how often it runs, when it last succeeded, what it did, and what is wrong."""
+    from scheduler.jobs.catalogue import JOBS
+    from scheduler.jobs.running import states
+
+    now = datetime.now(UTC)
+    with database_of(config, data_dir) as database, database.read() as session:
+        found = states(session, JOBS, now)
+    for state in found:
+        row, age_s = state.row, state.age_s(now)
+        last = f"{row.succeeded_at:%Y-%m-%dT%H:%M:%SZ}" if row and row.succeeded_at else "never"
+        age = f"{age_s:.0f}s" if age_s is not None else "-"
+        condition = "running" if state.running else "overdue" if state.overdue(now) else "ok"
+        what = (row.error or json.dumps(row.result or {})) if row else "{}"
+        click.echo(f"{state.job.name}\tevery {state.job.every_s:.0f}s\t{last}\t{age}\t{condition}\t{what}")
+    if check and any(state.overdue(now) for state in found):
+        sys.exit(1)
+
+
+@jobs.command()
+@where
+@click.argument("name")
+def run(data_dir: Path | None, config: Path | None, name: str) -> None:
+    """Run the job NAME now, whether or not it is due; what it did, as JSON."""
+    from scheduler.jobs.catalogue import JOBS
+    from scheduler.jobs.context import open_context
+    from scheduler.jobs.running import run_now
+
+    if name not in JOBS:
+        refuse(f"no job {name!r}: there are {', '.join(sorted(JOBS))}")
+    settings = _migrated(config, data_dir)
+    context = open_context(settings)
+    try:
+        result = run_now(context, JOBS[name])
+    except Exception as error:
+        refuse(f"{name} failed: {type(error).__name__}: {error}")
+    finally:
+        context.database.close()
+    if result is None:
+        refuse(f"{name} is running elsewhere")
+    click.echo(json.dumps(result))
+
+
+@jobs.command()
+@where
+@click.option("--concurrency", type=click.IntRange(1, 64), default=2, show_default=True, help="Jobs at a time.")
+def worker(data_dir: Path | None, config: Path | None, concurrency: int) -> None:
+    """Run jobs that Redis hands out (jobs.driver = "celery"), until SIGTERM."""
+    from scheduler.jobs.production import celery_app, worker_arguments
+
+    app = celery_app(_migrated(config, data_dir))
+    app.worker_main(worker_arguments(concurrency))
+
+
+@jobs.command()
+@where
+def beat(data_dir: Path | None, config: Path | None) -> None:
+    """Have workers look for due jobs, every few seconds. One is enough; several do no harm."""
+    from scheduler.jobs.production import celery_app
+
+    app = celery_app(_migrated(config, data_dir))
+    app.Beat(loglevel="INFO", quiet=True).run()
+
+
+def _migrated(config: Path | None, data_dir: Path | None) -> Settings:
+    """The settings, with the tables of their database up to date."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    with database_of(config, data_dir):
+        return settings_of(config, data_dir)

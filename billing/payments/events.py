@@ -1,0 +1,225 @@
+"""What a Stripe event makes happen. Events come late, twice and in any order, so none is believed: each says which
+object to look at, the object is fetched as it is now, and what follows from its state is posted under a reference that
+exists once. The fetch happens outside of any transaction; the effect, inside the one that marks the event as processed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+from stripe import StripeClient
+
+from billing import ledger
+from billing.alerts import raise_alert
+from billing.payments import invoices
+from billing.payments.client import NUSD_PER_CENT
+from store.tables import LedgerEntry, Organisation
+
+log = logging.getLogger(__name__)
+
+#: What happens in the database, and a line that says what it was.
+Effect = Callable[[Session, datetime], str]
+
+#: Metadata that Checkout puts on a payment of ours.
+KIND_KEY, ORG_KEY, TOPUP = "weft_kind", "weft_org", "topup"
+
+#: A dispute that has not taken money yet.
+INQUIRIES = ("warning_needs_response", "warning_under_review", "warning_closed", "prevented")
+
+
+def effect_of(client: StripeClient, event: dict[str, Any]) -> Effect:
+    """Fetch what the event is about. Raises stripe.StripeError when Stripe does not answer."""
+    kind = event["type"]
+    if kind.startswith("v1.billing.meter."):
+        return _meter_problem(client, event)
+    about = event.get("data", {}).get("object", {})
+    match kind:
+        case "checkout.session.completed" | "checkout.session.async_payment_succeeded":
+            payment = about.get("payment_intent")
+            return _topup(client, payment) if payment else _nothing("a checkout without a payment")
+        case "payment_intent.succeeded":
+            return _topup(client, about["id"])
+        case "payment_intent.payment_failed":
+            return _declined(client, about["id"])
+        case "refund.created" | "refund.updated" | "refund.failed":
+            return _refund(client, about["id"])
+        case (
+            "charge.dispute.created"
+            | "charge.dispute.updated"
+            | "charge.dispute.closed"
+            | "charge.dispute.funds_withdrawn"
+            | "charge.dispute.funds_reinstated"
+        ):
+            return _dispute(client, about["id"])
+        case _ if kind in invoices.EVENTS:
+            invoice = client.v1.invoices.retrieve(about["id"])
+            return lambda session, now: invoices.follow(session, invoice, now)
+    return _nothing("nothing to do")
+
+
+def _nothing(why: str) -> Effect:
+    return lambda _session, _now: f"ignored: {why}"
+
+
+def organisation_of(session: Session, customer_id: str | None) -> Organisation | None:
+    if customer_id is None:
+        return None
+    return session.scalar(select(Organisation).where(Organisation.stripe_customer_id == customer_id))
+
+
+def _owner(session: Session, payment: Any) -> str | None:
+    """The organisation that a payment tops up: a payment of ours, by a customer we know, for that same organisation."""
+    found = organisation_of(session, payment.customer)
+    metadata = dict(payment.metadata or {})
+    if found is None or metadata.get(KIND_KEY) != TOPUP or metadata.get(ORG_KEY) != found.id:
+        log.info("payment %s is no top-up of an organisation here", payment.id)
+        return None
+    return found.id
+
+
+def _topup(client: StripeClient, payment_id: str) -> Effect:
+    payment = client.v1.payment_intents.retrieve(payment_id)
+
+    def credit(session: Session, now: datetime) -> str:
+        org_id = _owner(session, payment)
+        if org_id is None:
+            return "ignored: no top-up of an organisation here"
+        if payment.status != "succeeded" or payment.currency != "usd":
+            return f"ignored: payment is {payment.status} in {payment.currency}"
+        entry = ledger.post(
+            session,
+            org_id=org_id,
+            type="topup",
+            amount_nusd=payment.amount_received * NUSD_PER_CENT,
+            ref_type="payment_intent",
+            ref_id=payment.id,
+            memo="card payment",
+        )
+        return "credited" if entry is not None else "credited before"
+
+    return credit
+
+
+def _declined(client: StripeClient, payment_id: str) -> Effect:
+    payment = client.v1.payment_intents.retrieve(payment_id)
+
+    def tell(session: Session, now: datetime) -> str:
+        org_id = _owner(session, payment)
+        if org_id is None or payment.status == "succeeded":
+            return "ignored: no open top-up of an organisation here"
+        error = payment.last_payment_error
+        reason = (error.decline_code or error.code) if error else "unknown"
+        message = f"a top-up of {payment.amount / 100:.2f} USD was declined ({reason})"
+        raise_alert(session, kind="payment_declined", ref=payment.id, message=message, now=now, org_id=org_id)
+        return "declined"
+
+    return tell
+
+
+def _refund(client: StripeClient, refund_id: str) -> Effect:
+    refund = client.v1.refunds.retrieve(refund_id)
+    payment = client.v1.payment_intents.retrieve(str(refund.payment_intent)) if refund.payment_intent else None
+
+    def follow(session: Session, now: datetime) -> str:
+        org_id = _owner(session, payment) if payment is not None else None
+        if org_id is None:
+            return _by_hand(session, "refund", refund.id, payment, now)
+        nusd = refund.amount * NUSD_PER_CENT
+        if refund.status == "succeeded":
+            return _take(session, org_id, "refund", refund.id, nusd, "card refund")
+        if refund.status in ("failed", "canceled"):
+            return _give_back(session, org_id, "refund", refund.id, "card refund came back")
+        return f"waiting: refund is {refund.status}"
+
+    return follow
+
+
+def _dispute(client: StripeClient, dispute_id: str) -> Effect:
+    dispute = client.v1.disputes.retrieve(dispute_id)
+    payment = client.v1.payment_intents.retrieve(str(dispute.payment_intent)) if dispute.payment_intent else None
+
+    def follow(session: Session, now: datetime) -> str:
+        org_id = _owner(session, payment) if payment is not None else None
+        if org_id is None:
+            return _by_hand(session, "dispute", dispute.id, payment, now)
+        message = f"a payment of {dispute.amount / 100:.2f} USD is disputed ({dispute.reason})"
+        raise_alert(session, kind="dispute", ref=dispute.id, message=message, now=now, org_id=org_id)
+        if dispute.status in INQUIRIES:
+            return f"waiting: {dispute.status}"
+        if dispute.status == "won":
+            return _give_back(session, org_id, "dispute", dispute.id, "dispute won")
+        return _take(session, org_id, "dispute", dispute.id, dispute.amount * NUSD_PER_CENT, "disputed payment")
+
+    return follow
+
+
+_ENTRY: dict[str, ledger.EntryType] = {"refund": "refund", "dispute": "chargeback"}
+
+
+def _take(session: Session, org_id: str, ref_type: str, ref_id: str, nusd: int, memo: str) -> str:
+    row = ledger.post(
+        session, org_id=org_id, type=_ENTRY[ref_type], amount_nusd=-nusd, ref_type=ref_type, ref_id=ref_id, memo=memo
+    )
+    return "taken" if row is not None else "taken before"
+
+
+def _give_back(session: Session, org_id: str, ref_type: str, ref_id: str, memo: str) -> str:
+    """Undo a `_take`, if there was one; where the end came first, there never will be one."""
+    entry = LedgerEntry
+    taken = session.scalar(
+        select(entry.amount_nusd).where(
+            entry.org_id == org_id,
+            entry.type == _ENTRY[ref_type],
+            entry.ref_type == ref_type,
+            entry.ref_id == ref_id,
+        )
+    )
+    if taken is None:
+        return "nothing was taken"
+    row = ledger.post(
+        session,
+        org_id=org_id,
+        type=_ENTRY[ref_type],
+        amount_nusd=-taken,
+        ref_type=f"{ref_type}_undone",
+        ref_id=ref_id,
+        memo=memo,
+    )
+    return "given back" if row is not None else "given back before"
+
+
+def _by_hand(session: Session, what: str, ref: str, payment: Any, now: datetime) -> str:
+    """Of a customer of ours, but no top-up: for instance an invoice that was paid, whose reversal has rules."""
+    owner = organisation_of(session, payment.customer) if payment is not None else None
+    if owner is None:
+        log.info("%s %s is of no organisation here", what, ref)
+        return "ignored: of no organisation here"
+    message = f"{what} {ref} is not of a top-up: book it by hand (weftd credit)"
+    raise_alert(session, kind=f"{what}_by_hand", ref=ref, message=message, now=now, detail={"org_id": owner.id})
+    return "for a person to book"
+
+
+def _meter_problem(client: StripeClient, event: dict[str, Any]) -> Effect:
+    """Stripe could not count events that it had accepted. It names samples, not all of them."""
+    full = client.v2.core.events.retrieve(event["id"]).to_dict()
+    reason = dict(full.get("data") or {}).get("reason") or {}
+    codes = sorted({str(kind.get("code")) for kind in reason.get("error_types", [])})
+    samples = [
+        str((sample.get("request") or {}).get("identifier"))
+        for kind in reason.get("error_types", [])
+        for sample in kind.get("sample_errors", [])
+    ]
+
+    def tell(session: Session, now: datetime) -> str:
+        why = ", ".join(codes) or event["type"]
+        message = f"Stripe did not count {reason.get('error_count', 'some')} meter events: {why}"
+        detail = {"codes": codes, "identifiers": samples[:100]}
+        raise_alert(session, kind="meter_errors", ref=event["id"], message=message, now=now, detail=detail)
+        return "alert raised"
+
+    return tell

@@ -1,0 +1,84 @@
+"""Webhooks: verified and written down while Stripe waits, acted on later (`billing.payments.events`).
+
+An event that arrives twice meets its own id. One that cannot be acted on yet is tried again for as long as it takes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+import stripe
+from pydantic import SecretStr
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from billing.alerts import raise_alert, resolve_alert
+from store.tables import StripeWebhookEvent
+from store.upsert import insert_into
+
+#: How old a signature may be.
+TOLERANCE_S = 300
+FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 3600.0
+#: After so many failed attempts a person is told; they go on all the same.
+ATTEMPTS_BEFORE_ALERT = 6
+
+
+class BadWebhook(ValueError):
+    """Not signed by Stripe with a secret of ours, too old, or not an event."""
+
+
+def verify(body: bytes, signature: str, secrets: Sequence[SecretStr]) -> dict[str, Any]:
+    """The event in a webhook's raw body, signed with one of the secrets. Raises BadWebhook."""
+    for secret in secrets:
+        try:
+            stripe.WebhookSignature.verify_header(body.decode(), signature, secret.get_secret_value(), TOLERANCE_S)
+            break
+        except (stripe.SignatureVerificationError, ValueError):  # ValueError: not UTF-8
+            continue
+    else:
+        raise BadWebhook("stripe-signature: not a valid signature of this body by a secret of this server")
+    try:
+        event = json.loads(body)
+    except json.JSONDecodeError:
+        raise BadWebhook("the body is not JSON") from None
+    if not (isinstance(event, dict) and _text(event.get("id")) and _text(event.get("type"))):
+        raise BadWebhook("the body is not an event: it needs id and type")
+    return event
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= 128
+
+
+def keep(session: Session, event: dict[str, Any], now: datetime) -> bool:
+    """Write an event down, in a write. False: it was there."""
+    row = insert_into(session, StripeWebhookEvent).values(
+        event_id=event["id"], type=event["type"], payload=event, received_at=now, next_attempt_at=now
+    )
+    return session.scalar(row.on_conflict_do_nothing().returning(StripeWebhookEvent.event_id)) is not None
+
+
+def due(session: Session, now: datetime, limit: int) -> list[StripeWebhookEvent]:
+    row = StripeWebhookEvent
+    query = select(row).where(row.processed_at.is_(None), row.next_attempt_at <= now)
+    return list(session.scalars(query.order_by(row.next_attempt_at, row.received_at).limit(limit)))
+
+
+def done(session: Session, event_id: str, outcome: str, now: datetime) -> None:
+    """In the transaction that does what the event asks for."""
+    row = session.get_one(StripeWebhookEvent, event_id)
+    row.processed_at, row.outcome = now, outcome[:512]
+    resolve_alert(session, kind="webhook_stuck", ref=event_id, now=now)
+
+
+def failed(session: Session, event_id: str, error: str, now: datetime) -> None:
+    row = session.get_one(StripeWebhookEvent, event_id)
+    row.attempts += 1
+    row.outcome = error[:512]
+    row.next_attempt_at = now + timedelta(seconds=min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(row.attempts, 20)))
+    if row.attempts == ATTEMPTS_BEFORE_ALERT:
+        message = f"Stripe event {event_id} ({row.type}) cannot be acted on: {error}"
+        raise_alert(session, kind="webhook_stuck", ref=event_id, message=message, now=now)

@@ -1,0 +1,119 @@
+"""The months of postpaid organisations. A month is closed here first, once every meter event of it is confirmed and the
+books agree; Stripe's invoice is then compared with that, and its payment credited.
+"""
+
+from __future__ import annotations
+
+import uuid
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from billing import ledger
+from billing.alerts import raise_alert, resolve_alert
+from billing.payments.client import NUSD_PER_CENT
+from billing.payments.meters import METERS, used_nusd
+from billing.payments.periods import end_of, name_of, period_of
+from store.tables import Invoice, Organisation, StripeOutbox
+
+EVENTS = (
+    "invoice.finalized",
+    "invoice.paid",
+    "invoice.payment_failed",
+    "invoice.voided",
+    "invoice.marked_uncollectible",
+)
+
+#: A month is closed no sooner than this after its end.
+CLOSE_AFTER = timedelta(hours=1)
+#: And if it cannot be by then, a person is told.
+CLOSE_BY = timedelta(hours=48)
+#: Each line of an invoice is rounded to a cent.
+ROUNDING_NUSD = len(METERS) * NUSD_PER_CENT // 2
+
+
+class NotClosedHere(RuntimeError):
+    """Stripe's invoice came before our own close: to be looked at again later."""
+
+
+def close(session: Session, org_id: str, period_start: datetime, now: datetime) -> bool:
+    """Close a month of an organisation, in a write; False if it is closed, or cannot be yet."""
+    there = select(Invoice.id).where(Invoice.org_id == org_id, Invoice.period_start == period_start)
+    if now < end_of(period_start) + CLOSE_AFTER or session.scalar(there) is not None:
+        return False
+    ref = f"{org_id}:{name_of(period_start)}"
+    row = StripeOutbox
+    waiting = select(func.count()).select_from(row).where(row.org_id == org_id, row.period_start == period_start)
+    if count := session.scalar(waiting.where(row.state != "sent")):
+        if now > end_of(period_start) + CLOSE_BY:
+            message = f"{name_of(period_start)} of {org_id} cannot be closed: {count} meter events are unconfirmed"
+            raise_alert(session, kind="invoice_blocked", ref=ref, message=message, now=now)
+        return False
+    total = used_nusd(session, org_id, period_start)
+    if total == 0:
+        return False
+    session.add(
+        Invoice(
+            id=f"inv_{uuid.uuid4().hex}",
+            org_id=org_id,
+            period_start=period_start,
+            total_nusd=total,
+            status="closed",
+            closed_at=now,
+        )
+    )
+    resolve_alert(session, kind="invoice_blocked", ref=ref, now=now)
+    return True
+
+
+def follow(session: Session, invoice: Any, now: datetime) -> str:
+    """Do what follows from the state that Stripe's invoice is in. In a write. Raises NotClosedHere."""
+    org = session.scalar(select(Organisation).where(Organisation.stripe_customer_id == invoice.customer))
+    if org is None:
+        return "ignored: of no organisation here"
+    period = period_of(datetime.fromtimestamp(invoice.period_end - 1, UTC))
+    row = session.scalar(select(Invoice).where(Invoice.org_id == org.id, Invoice.period_start == period))
+    if row is None:
+        if invoice.amount_due == 0:
+            return "ignored: nothing was used"
+        raise NotClosedHere(f"{name_of(period)} of {org.id} is not closed yet")
+    row.stripe_invoice_id = invoice.id
+    row.hosted_url, row.pdf_url = invoice.hosted_invoice_url, invoice.invoice_pdf
+    difference = invoice.total * NUSD_PER_CENT - row.total_nusd
+    if abs(difference) > ROUNDING_NUSD:
+        message = f"invoice {invoice.id} is {difference:+d} nano-USD beside what was used in {name_of(period)}"
+        raise_alert(session, kind="invoice_differs", ref=invoice.id, message=message, now=now, detail={"org": org.id})
+    if invoice.status == "paid":
+        return _paid(session, row, invoice, now)
+    if row.status == "paid":
+        return "paid before"
+    if invoice.status == "void" or invoice.status == "uncollectible":
+        row.status = "void"
+        return f"invoice is {invoice.status}"
+    if invoice.attempted:
+        row.status, org.status = "failed", "past_due" if org.status == "active" else org.status
+        message = f"the invoice for {name_of(period)} could not be collected"
+        raise_alert(session, kind="invoice_failed", ref=invoice.id, message=message, now=now, org_id=org.id)
+        return "payment failed"
+    row.status = "open"
+    return "open"
+
+
+def _paid(session: Session, row: Invoice, invoice: Any, now: datetime) -> str:
+    paid_nusd = invoice.amount_paid * NUSD_PER_CENT
+    ref = {"org_id": row.org_id, "ref_type": "stripe_invoice", "ref_id": invoice.id}
+    if paid_nusd and not ledger.post(session, type="invoice", amount_nusd=paid_nusd, memo="invoice paid", **ref):
+        return "paid before"
+    rest = row.total_nusd - paid_nusd
+    if rest and abs(rest) <= ROUNDING_NUSD:
+        ledger.post(session, type="adjustment", amount_nusd=rest, memo="rounding of an invoice to cents", **ref)
+    row.status, row.paid_at = "paid", now
+    resolve_alert(session, kind="invoice_failed", ref=invoice.id, now=now)
+    session.flush()
+    failed = select(Invoice.id).where(Invoice.org_id == row.org_id, Invoice.status == "failed")
+    org = session.get_one(Organisation, row.org_id)
+    if org.status == "past_due" and session.scalar(failed.limit(1)) is None:
+        org.status = "active"
+    return "paid"

@@ -1,0 +1,84 @@
+"""Usage becomes meter events. For each organisation, meter and month a cursor says how many micro-USD are in the outbox
+already; what the usage events add up to beyond it becomes one new row, in the transaction that moves the cursor. The
+remainder below a micro-USD stays behind for the next time, so rounding never drifts.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from billing.payments.client import NUSD_PER_UUSD
+from billing.payments.periods import end_of, name_of, period_before, period_of
+from store.tables import Invoice, Organisation, StripeMeterCursor, StripeOutbox, UsageEvent, Wallet
+from store.upsert import insert_into
+
+#: Each meter, and the kinds of usage on it: one line of an invoice each.
+METERS: dict[str, tuple[str, ...]] = {
+    "train": ("train",),
+    "prefill": ("prefill", "cached_prefill"),
+    "sample": ("sample",),
+    "storage": ("storage",),
+}
+
+
+def event_name(meter: str) -> str:
+    """What the meter is called at Stripe."""
+    return f"weft_{meter}"
+
+
+def metered_organisations(session: Session) -> list[tuple[str, str]]:
+    """Those that pay by invoice, and their customers. Prepaid ones have paid before: metering would charge twice."""
+    query = select(Organisation.id, Organisation.stripe_customer_id).join(Wallet, Wallet.org_id == Organisation.id)
+    query = query.where(Wallet.mode == "postpaid", Organisation.stripe_customer_id.is_not(None))
+    return [(org_id, customer) for org_id, customer in session.execute(query.order_by(Organisation.id)) if customer]
+
+
+def put_into_outbox(session: Session, org_id: str, customer_id: str, now: datetime) -> int:
+    """Put what is new of one organisation into the outbox: of this month, and of the last one until it is invoiced.
+    In a write. Returns how many rows."""
+    this = period_of(now)
+    periods = [this] if _invoiced(session, org_id, period_before(this)) else [period_before(this), this]
+    return sum(_put(session, org_id, customer_id, meter, period, now) for period in periods for meter in METERS)
+
+
+def used_nusd(session: Session, org_id: str, period_start: datetime, kinds: tuple[str, ...] | None = None) -> int:
+    """What an organisation used in a month. SQLite raises, rather than errs, beyond 64 bits of nano-dollars."""
+    event = UsageEvent
+    query = select(func.sum(event.amount_nusd)).where(event.org_id == org_id)
+    query = query.where(event.recorded_at >= period_start, event.recorded_at < end_of(period_start))
+    if kinds is not None:
+        query = query.where(event.kind.in_(kinds))
+    return int(session.scalar(query) or 0)
+
+
+def _invoiced(session: Session, org_id: str, period_start: datetime) -> bool:
+    query = select(Invoice.id).where(Invoice.org_id == org_id, Invoice.period_start == period_start)
+    return session.scalar(query) is not None
+
+
+def _put(session: Session, org_id: str, customer_id: str, meter: str, period: datetime, now: datetime) -> int:
+    key = {"org_id": org_id, "meter": meter, "period_start": period}
+    first = insert_into(session, StripeMeterCursor).values(**key, sent_uusd=0, seq=0)
+    session.execute(first.on_conflict_do_nothing())
+    # Locked before the sum is taken, so that two processes never put the same delta in.
+    cursor = session.get_one(StripeMeterCursor, tuple(key.values()), with_for_update=True, populate_existing=True)
+    delta_uusd = used_nusd(session, org_id, period, METERS[meter]) // NUSD_PER_UUSD - cursor.sent_uusd
+    if delta_uusd == 0:
+        return 0
+    cursor.seq += 1
+    cursor.sent_uusd += delta_uusd
+    session.add(
+        StripeOutbox(
+            **key,
+            identifier=f"{org_id}:{meter}:{name_of(period)}:{cursor.seq}",
+            customer_id=customer_id,
+            value_uusd=delta_uusd,
+            occurred_at=min(now, end_of(period) - timedelta(seconds=1)).replace(microsecond=0),
+            state="pending",
+            next_attempt_at=now,
+        )
+    )
+    return 1

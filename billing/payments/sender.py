@@ -1,0 +1,150 @@
+"""Sends the outbox to Stripe, each row with exactly one effect whatever is lost on the way.
+
+Stripe knows an identifier for at least 24 hours, so until 23 hours after the first attempt a row is simply sent again
+under the same identifier. After that it would be counted twice if the first attempt had arrived; so Stripe's own sum of
+the period decides whether it did. Rows of one organisation and meter go one at a time and in order (Stripe takes one
+call at a time for a customer's meter), which is also what makes that sum mean something.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+import stripe
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+from stripe import StripeClient
+
+from billing.alerts import raise_alert, resolve_alert
+from billing.payments.meters import event_name
+from store.tables import StripeOutbox
+
+#: No attempt begins later than this after the first one.
+RESEND_WINDOW = timedelta(hours=23)
+#: A row that is being sent is nobody else's for this long: more than the client's timeouts.
+CLAIM = timedelta(seconds=120)
+#: Waits after a failure, doubled each time.
+FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 900.0
+#: What Stripe cannot take as it is, or our key may not do, is looked at again after this.
+REFUSED_WAIT = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class MeterEvent:
+    """A row of the outbox in the hands of a sender."""
+
+    row_id: int
+    identifier: str
+    meter: str
+    customer_id: str
+    value_uusd: int
+    occurred_at: datetime
+    attempts: int
+    resend_until: datetime
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of an attempt: `sent`, `again` after a while, or `refused` for good."""
+
+    state: str
+    error: str = ""
+    wait: timedelta = timedelta(0)
+
+
+def claim(session: Session, now: datetime, limit: int) -> list[MeterEvent]:
+    """Take rows that may be sent now, at most one of each organisation and meter. In a write of its own, committed
+    before anything is sent: that the first attempt was made is known even to those who come after a crash."""
+    row = StripeOutbox
+    heads = select(func.min(row.id)).where(row.state != "sent").group_by(row.org_id, row.meter)
+    query = select(row).where(row.id.in_(heads), row.state == "pending", row.next_attempt_at <= now)
+    query = query.order_by(row.next_attempt_at, row.id).limit(limit).with_for_update(skip_locked=True)
+    events = []
+    for found in session.scalars(query):
+        if found.first_sent_at is not None and now - found.first_sent_at >= RESEND_WINDOW:
+            found.state, found.last_error = "reconcile", "not confirmed within the window of its identifier"
+            continue
+        found.first_sent_at = found.first_sent_at or now
+        found.last_sent_at, found.next_attempt_at = now, now + CLAIM
+        found.attempts += 1
+        events.append(_event(found, found.first_sent_at))
+    return events
+
+
+def _event(row: StripeOutbox, first_sent_at: datetime) -> MeterEvent:
+    return MeterEvent(
+        row.id,
+        row.identifier,
+        row.meter,
+        row.customer_id,
+        row.value_uusd,
+        row.occurred_at,
+        row.attempts,
+        first_sent_at + RESEND_WINDOW,
+    )
+
+
+def send(client: StripeClient, event: MeterEvent, now: Callable[[], datetime]) -> Verdict:
+    """One attempt. Without an Idempotency-Key of ours: Stripe would repeat a stored error for a day."""
+    if now() >= event.resend_until:  # whoever claimed it was asleep
+        return Verdict("again", "too late for its identifier")
+    try:
+        client.v1.billing.meter_events.create(
+            {
+                "event_name": event_name(event.meter),
+                "identifier": event.identifier,
+                "timestamp": int(event.occurred_at.timestamp()),
+                "payload": {"stripe_customer_id": event.customer_id, "value": str(event.value_uusd)},
+            }
+        )
+    except stripe.InvalidRequestError as error:
+        return Verdict("sent") if _already_there(error) else Verdict("refused", _said(error), REFUSED_WAIT)
+    except (stripe.AuthenticationError, stripe.PermissionError) as error:
+        return Verdict("refused", _said(error), REFUSED_WAIT)
+    except stripe.StripeError as error:  # 429, 5xx, no answer: it may or may not have arrived
+        return Verdict("again", _said(error), _backoff(event.attempts, error))
+    return Verdict("sent")
+
+
+def settle(session: Session, event: MeterEvent, verdict: Verdict, now: datetime) -> None:
+    """Write down what came of an attempt. In a write."""
+    row = session.get_one(StripeOutbox, event.row_id, with_for_update=True)
+    if row.state == "sent":
+        return
+    row.last_error = verdict.error or None
+    if verdict.state == "sent":
+        mark_sent(session, row, now)
+        return
+    row.next_attempt_at = now + verdict.wait
+    if verdict.state == "refused":
+        raise_alert(
+            session,
+            kind="stripe_refused",
+            ref=row.identifier,
+            message=f"Stripe refuses meter event {row.identifier}, and later ones wait for it: {verdict.error}",
+            now=now,
+        )
+
+
+def mark_sent(session: Session, row: StripeOutbox, now: datetime) -> None:
+    row.state, row.sent_at, row.last_error = "sent", now, None
+    for kind in ("stripe_refused", "stripe_unclear"):
+        resolve_alert(session, kind=kind, ref=row.identifier, now=now)
+
+
+def _already_there(error: stripe.InvalidRequestError) -> bool:
+    return error.http_status == 400 and "already exists with identifier" in str(error.user_message or error)
+
+
+def _said(error: stripe.StripeError) -> str:
+    return f"{type(error).__name__} {error.http_status or ''}: {error.user_message or error}"[:500]
+
+
+def _backoff(attempts: int, error: stripe.StripeError) -> timedelta:
+    """Doubling with jitter, and no less than Stripe asks for."""
+    wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(attempts - 1, 20)) * random.uniform(0.5, 1.0)
+    asked = (error.headers or {}).get("retry-after", "")
+    return timedelta(seconds=max(wait_s, min(float(asked), LONGEST_WAIT_S) if str(asked).isdecimal() else 0.0))

@@ -1,0 +1,34 @@
+"""Checkpoints whose time is over, files that nothing needs, and a sign of life."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scheduler.jobs.registry import JobContext, Result, job
+from scheduler.reaper import Reaper
+
+#: One per data folder and process: it remembers what the last round found unneeded.
+_REAPERS: dict[Path, Reaper] = {}
+
+
+def _reaper(context: JobContext) -> Reaper:
+    root = context.blobs.root
+    if root not in _REAPERS:
+        _REAPERS[root] = Reaper(context.database, context.blobs, context.now)
+    return _REAPERS[root]
+
+
+@job("heartbeat", every_s=30)
+def heartbeat(context: JobContext) -> Result:
+    """Nothing but its own row in job_runs: while that is young, driver, carrier and database all work."""
+    return {}
+
+
+@job("expire_checkpoints", every_s=20)
+def expire_checkpoints(context: JobContext) -> Result:
+    return {"expired": context.database.write_now(_reaper(context).expire)}
+
+
+@job("sweep_files", every_s=600)
+def sweep_files(context: JobContext) -> Result:
+    return {"deleted": len(_reaper(context).sweep())}

@@ -1,0 +1,150 @@
+"""Stripe's jobs: meter events out, webhooks in, months closed, sums compared. Nothing happens unless payments are
+enabled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from stripe import StripeClient
+
+from billing.payments import customers, events, inbox, invoices, meters, sender, summaries
+from billing.payments.client import stripe_client
+from billing.payments.periods import period_before, period_of
+from billing.payments.sender import MeterEvent
+from scheduler.jobs.registry import JobContext, Result, job
+from scheduler.jobs.running import ask
+
+log = logging.getLogger(__name__)
+
+#: Calls to Stripe at a time, each for another customer's meter.
+SENDERS = 8
+#: One run sends this many rounds at most; the rest is due at the next.
+ROUNDS = 50
+#: Webhooks that one run acts on.
+WEBHOOKS = 200
+
+
+@job("put_meter_events", every_s=3600)
+def put_meter_events(context: JobContext) -> Result:
+    """Usage since the last time into the outbox, organisation by organisation; each is subscribed first, because Stripe
+    invoices a meter from the start of the subscription on."""
+    settings, now = context.settings.payments, context.now()
+    if not settings.enabled:
+        return {}
+    with context.database.read() as session:
+        organisations = meters.metered_organisations(session)
+    client = stripe_client(settings) if settings.price_ids else None
+    put = 0
+    for org_id, customer_id in organisations:
+        if client is not None:
+            customers.subscribe(client, customer_id, settings.price_ids, now)
+        put += context.database.write_now(
+            partial(meters.put_into_outbox, org_id=org_id, customer_id=customer_id, now=now)
+        )
+    if put:
+        context.database.write_now(partial(ask, name="send_meter_events", now=now))
+    return {"put": put}
+
+
+@job("send_meter_events", every_s=60)
+def send_meter_events(context: JobContext) -> Result:
+    """The outbox to Stripe, until nothing is due."""
+    if not context.settings.payments.enabled:
+        return {}
+    client = stripe_client(context.settings.payments)
+    counts: Counter[str] = Counter()
+    with ThreadPoolExecutor(SENDERS, thread_name_prefix="stripe") as pool:
+        for _ in range(ROUNDS):
+            claimed = context.database.write_now(lambda session: sender.claim(session, context.now(), SENDERS))
+            if not claimed:
+                break
+            counts.update(pool.map(lambda event: _send(context, client, event), claimed))
+    counts.update(_decide(context, client))
+    return dict(counts)
+
+
+def _send(context: JobContext, client: StripeClient, event: MeterEvent) -> str:
+    verdict = sender.send(client, event, context.now)
+    context.database.write_now(lambda session: sender.settle(session, event, verdict, context.now()))
+    return verdict.state
+
+
+def _decide(context: JobContext, client: StripeClient) -> list[str]:
+    """Rows too old to be resent: what does Stripe say?"""
+    with context.database.read() as session:
+        rows = summaries.unclear(session, context.now())
+    if not rows:
+        return []
+    ids = summaries.meter_ids(client)
+    states = []
+    for row in rows:
+        counted = summaries.counted_uusd(client, ids, row.meter, row.customer_id, row.period_start)
+        decide = partial(summaries.decide, row_id=row.id, counted=counted, now=context.now())
+        state = context.database.write_now(decide)
+        states.append(f"found_{state}")
+    return states
+
+
+@job("process_webhooks", every_s=60)
+def process_webhooks(context: JobContext) -> Result:
+    """What the inbox holds. One that fails does not hold up the others."""
+    if not context.settings.payments.enabled:
+        return {}
+    client = stripe_client(context.settings.payments)
+    counts: Counter[str] = Counter()
+    with context.database.read() as session:
+        waiting = inbox.due(session, context.now(), WEBHOOKS)
+    for row in waiting:
+        counts[_act(context, client, row.event_id, dict(row.payload))] += 1
+    return dict(counts)
+
+
+def _act(context: JobContext, client: StripeClient, event_id: str, event: dict[str, object]) -> str:
+    try:
+        effect = events.effect_of(client, event)
+        context.database.write_now(
+            lambda session: inbox.done(session, event_id, effect(session, context.now()), context.now())
+        )
+        return "processed"
+    except Exception as error:
+        log.warning("Stripe event %s is tried again: %s", event_id, type(error).__name__)
+        said = f"{type(error).__name__}: {error}"
+        context.database.write_now(lambda session: inbox.failed(session, event_id, said, context.now()))
+        return "failed"
+
+
+@job("close_invoices", every_s=3600)
+def close_invoices(context: JobContext) -> Result:
+    """The last month of every postpaid organisation."""
+    if not context.settings.payments.enabled:
+        return {}
+    with context.database.read() as session:
+        organisations = meters.metered_organisations(session)
+    now = context.now()
+    last = period_before(period_of(now))
+    closed = 0
+    for org_id, _ in organisations:
+        closed += context.database.write_now(partial(invoices.close, org_id=org_id, period_start=last, now=now))
+    return {"closed": closed}
+
+
+@job("compare_with_stripe", every_s=86_400)
+def compare_with_stripe(context: JobContext) -> Result:
+    """Stripe's sums of this month and the last against what it confirmed to us."""
+    if not context.settings.payments.enabled:
+        return {}
+    client = stripe_client(context.settings.payments)
+    now = context.now()
+    with context.database.read() as session:
+        states = summaries.cursors(session, period_before(period_of(now)))
+    ids = summaries.meter_ids(client) if states else {}
+    differ = 0
+    for state in states:
+        counted = summaries.counted_uusd(client, ids, state.meter, state.customer_id, state.period_start)
+        compare = partial(summaries.compare, state=state, counted=counted, now=now)
+        differ += context.database.write_now(compare) != 0
+    return {"compared": len(states), "differ": differ}

@@ -1,0 +1,95 @@
+"""The same jobs carried by Celery on Redis: `weftd jobs beat` says "look" every few seconds, a worker looks which jobs
+are due and runs each as a task of its own. Messages carry names and nothing else, so one that is lost, late or doubled
+changes nothing: the next look finds what is due in the database.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from celery import Celery
+
+from scheduler.jobs.catalogue import JOBS
+from scheduler.jobs.context import open_context
+from scheduler.jobs.registry import JobContext
+from scheduler.jobs.running import LEASE_S, run_if_due, states
+from store.settings import Settings
+
+#: Time between two looks, and so how late a job may start.
+LOOK_EVERY_S = 5.0
+#: A "look" that nobody took by then is dropped: a newer one says the same.
+LOOK_EXPIRES_S = 3 * LOOK_EVERY_S
+#: A task is killed before its lease ends, so that a job never runs twice at a time.
+TASK_LIMIT_S = LEASE_S - 30.0
+
+#: Without `socket_timeout` a worker whose connection dies silently hears nothing for ever, and looks alive
+#: (docs/jobs.md). The visibility timeout is when Redis hands out an unacknowledged task again.
+TRANSPORT_OPTIONS = {
+    "visibility_timeout": 2 * LEASE_S,
+    "socket_timeout": 15.0,
+    "socket_connect_timeout": 5.0,
+    "socket_keepalive": True,
+    "health_check_interval": 10,
+    "retry_on_timeout": True,
+}
+
+
+class ProcessContext:
+    """The context of this process, opened on first use: a database does not survive the fork of a worker."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._opened: tuple[int, JobContext] | None = None
+
+    def __call__(self) -> JobContext:
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = (os.getpid(), open_context(self._settings))
+        return self._opened[1]
+
+
+def worker_arguments(concurrency: int) -> list[str]:
+    """Celery's, for a worker that needs to know nothing of others."""
+    return ["worker", "--loglevel=INFO", f"--concurrency={concurrency}", "--without-gossip", "--without-mingle"]
+
+
+def celery_app(settings: Settings) -> Any:
+    """The Celery application of worker and beat."""
+    context = ProcessContext(settings)
+    app = Celery("weft", broker=settings.jobs.redis_url)
+    app.conf.update(
+        task_serializer="json",
+        accept_content=["json"],
+        task_ignore_result=True,
+        task_acks_late=True,
+        task_reject_on_worker_lost=True,
+        task_time_limit=TASK_LIMIT_S,
+        task_default_queue="weft-jobs",
+        worker_prefetch_multiplier=1,
+        worker_hijack_root_logger=False,
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,
+        broker_transport_options=TRANSPORT_OPTIONS,
+        timezone="UTC",
+        beat_scheduler="celery.beat:Scheduler",  # in memory: the database knows what ran
+        beat_schedule={
+            "look": {"task": "weft.look", "schedule": LOOK_EVERY_S, "options": {"expires": LOOK_EXPIRES_S}},
+        },
+    )
+
+    def run(name: str) -> None:
+        run_if_due(context(), JOBS[name])
+
+    run_task = app.task(name="weft.run")(run)
+
+    def look() -> None:
+        here = context()
+        now = here.now()
+        with here.database.read() as session:
+            due = [state.job.name for state in states(session, JOBS, now) if state.due(now)]
+        for name in due:
+            run_task.apply_async(args=[name], expires=LOOK_EXPIRES_S)
+
+    app.task(name="weft.look")(look)
+    return app

@@ -1,0 +1,131 @@
+"""Which jobs are due, and running one: under its lease row, with what came of it written down.
+
+Both drivers go through here, so that what is due is decided by the database alone. A lease keeps two processes from
+doing the same work at once; that is thrift, not safety: jobs are safe to run twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from scheduler.jobs.registry import Job, JobContext, Result
+from store.tables import JobLease, JobRun
+from store.upsert import insert_into
+
+log = logging.getLogger(__name__)
+
+#: A job that has not ended by then may be started again: its process is taken for dead.
+LEASE_S = 600.0
+#: A job that failed is tried again after this long, or after its own time if that is shorter.
+RETRY_S = 60.0
+
+
+@dataclass(frozen=True)
+class JobState:
+    """A job as an operator sees it."""
+
+    job: Job
+    row: JobRun | None
+    running: bool
+
+    def due(self, now: datetime) -> bool:
+        if self.running:
+            return False
+        if self.row is None or self.row.started_at is None or self.row.asked_at is not None:
+            return True
+        ended_well = self.row.succeeded_at is not None and self.row.succeeded_at >= self.row.started_at
+        wait_s = self.job.every_s if ended_well else min(self.job.every_s, RETRY_S)
+        return now >= self.row.started_at + timedelta(seconds=wait_s)
+
+    def age_s(self, now: datetime) -> float | None:
+        """Seconds since it last succeeded; None: never."""
+        return (now - self.row.succeeded_at).total_seconds() if self.row and self.row.succeeded_at else None
+
+    def overdue(self, now: datetime) -> bool:
+        """It should have succeeded twice over since it last did."""
+        age_s = self.age_s(now)
+        return age_s is None or age_s > 2 * self.job.every_s + LEASE_S
+
+
+def states(session: Session, jobs: Mapping[str, Job], now: datetime) -> list[JobState]:
+    rows = {row.name: row for row in session.scalars(select(JobRun))}
+    running = set(session.scalars(select(JobLease.name).where(JobLease.until > now)))
+    return [JobState(job, rows.get(name), name in running) for name, job in sorted(jobs.items())]
+
+
+def ask(session: Session, name: str, now: datetime) -> None:
+    """Make a job due at once. In the transaction that writes what it is to do, so that neither is lost."""
+    row = insert_into(session, JobRun).values(name=name, asked_at=now)
+    session.execute(row.on_conflict_do_update(index_elements=["name"], set_={"asked_at": now}))
+
+
+def run_if_due(context: JobContext, job: Job) -> Result | None:
+    """Run a job if it is due and nobody runs it. None if not; a job's own error is logged and written down."""
+    try:
+        return _run(context, job, forced=False)
+    except Exception:
+        log.exception("job %s failed; it is tried again", job.name)
+        return None
+
+
+def run_now(context: JobContext, job: Job) -> Result | None:
+    """Run a job whether or not it is due, and raise what it raises. None: another process is running it."""
+    return _run(context, job, forced=True)
+
+
+def _run(context: JobContext, job: Job, *, forced: bool) -> Result | None:
+    holder = uuid.uuid4().hex
+    started_at, began = context.now(), time.monotonic()
+    if not context.database.write_now(lambda session: _start(session, job, holder, started_at, forced)):
+        return None
+    result: Result | None = None
+    error: str | None = None
+    try:
+        result = job.run(context)
+        return result
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"[:1024]
+        raise
+    finally:
+        duration_ms = round((time.monotonic() - began) * 1000)
+        ended_at = max(context.now(), started_at)
+        context.database.write_now(lambda session: _end(session, job, holder, ended_at, duration_ms, result, error))
+
+
+def _start(session: Session, job: Job, holder: str, now: datetime, forced: bool) -> bool:
+    lease = insert_into(session, JobLease).values(name=job.name, holder=holder, until=now + timedelta(seconds=LEASE_S))
+    lease = lease.on_conflict_do_update(
+        index_elements=["name"],
+        set_={"holder": lease.excluded.holder, "until": lease.excluded.until},
+        where=JobLease.until <= now,
+    )
+    if session.scalar(lease.returning(JobLease.name)) is None:
+        return False
+    row = session.get(JobRun, job.name, with_for_update=True)
+    if not forced and not JobState(job, row, running=False).due(now):
+        session.execute(delete(JobLease).where(JobLease.name == job.name))
+        return False
+    started = {"started_at": now, "asked_at": None}
+    insert = insert_into(session, JobRun).values(name=job.name, **started)
+    session.execute(insert.on_conflict_do_update(index_elements=["name"], set_=started))
+    return True
+
+
+def _end(
+    session: Session, job: Job, holder: str, now: datetime, duration_ms: int, result: Result | None, error: str | None
+) -> None:
+    session.execute(delete(JobLease).where(JobLease.name == job.name, JobLease.holder == holder))
+    row = session.get_one(JobRun, job.name, with_for_update=True)
+    row.duration_ms, row.error = duration_ms, error
+    if error is None:
+        row.succeeded_at, row.result = now, dict(result or {})
+    else:
+        row.failed_at = now
