@@ -26,7 +26,9 @@ class Machines:
     ) -> None:
         self._settings = settings
         self._database = database
-        self.journal = Journal(database, blobs, prices, settings.limits.max_queued_ops_per_org)
+        self.journal = Journal(
+            database, blobs, prices, settings.limits.max_queued_ops_per_org, settings.limits.max_queued_bytes_per_org
+        )
         self._trainer = TrainerDesk(self.journal, settings.trainer.pass_tokens)
         self._generator = GeneratorDesk(self.journal)
         models = {name: card.path for name, card in cards.items()}

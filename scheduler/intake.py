@@ -126,6 +126,7 @@ def _operation(new: NewOperation, request_id: str) -> Operation:
         body_ref=f"ops/{request_id[:2]}/{request_id}" if new.body and new.refused is None else "",
         plan=plan,
         accepted_at=datetime.now(UTC),
+        body_bytes=len(new.body),
     )
 
 

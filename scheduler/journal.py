@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,6 +20,7 @@ from sqlalchemy import Update, update
 
 from billing.prices import PriceList
 from scheduler.answers import Answers, result_ref
+from scheduler.backlog import Backlog
 from scheduler.charges import Charges
 from scheduler.completions import Completion, Completions, Target
 from scheduler.fair import FairTree
@@ -35,7 +35,6 @@ from scheduler.operations import (
     NewOperation,
     Operation,
     Outcome,
-    QueueFull,
     RunClosed,
     Waiting,
 )
@@ -72,7 +71,14 @@ class Desk(Protocol):
 
 
 class Journal:
-    def __init__(self, database: Database, blobs: Blobs, prices: PriceList, max_queued_per_org: int = 20_000) -> None:
+    def __init__(
+        self,
+        database: Database,
+        blobs: Blobs,
+        prices: PriceList,
+        max_queued_per_org: int = 20_000,
+        max_queued_bytes_per_org: int = 1 << 30,
+    ) -> None:
         self.train_queue: FairTree[Unit] = FairTree()
         self.sample_queue: FairTree[Operation] = FairTree()
         self.runs: dict[str, RunLane] = {}
@@ -83,12 +89,11 @@ class Journal:
         self._database = database
         self._blobs = blobs
         self._prices = prices
-        self._max_queued = max_queued_per_org
+        self._backlog = Backlog(max_queued_per_org, max_queued_bytes_per_org)
         self.answers = Answers(database, blobs)
         self._charges = Charges(self._weight, time.monotonic)
         self._intake = Intake(database, blobs)
         self._open: dict[str, Operation] = {}
-        self._queued: Counter[str] = Counter()
         self._samplers: dict[str, SamplerFacts] = {}
         self.versions: dict[str, int] = {}  # optimizer steps of runs, as far as they were told since the start
         self._settling: set[asyncio.Task[Any]] = set()
@@ -104,10 +109,15 @@ class Journal:
         if request_id is not None:
             return request_id
         self._admit(new)
-        op = await self._intake.take(new, rows)
+        try:
+            op = await self._intake.take(new, rows)
+        except BaseException:
+            self._backlog.release(new.org_id, len(new.body))
+            raise
         if new.refused is None:
-            self.enqueue(op)
+            self._enqueue(op)
         else:
+            self._backlog.release(op.org_id, op.body_bytes)
             self._refuse(op, new.refused)
         return op.id
 
@@ -125,17 +135,18 @@ class Journal:
     def _admit(self, new: NewOperation) -> None:
         if self.draining:
             raise Draining("the server is restarting; it takes work again in a moment")
-        if self._queued[new.org_id] >= self._max_queued:
-            raise QueueFull(f"{self._queued[new.org_id]} operations are queued; the limit is {self._max_queued}")
-        if new.kind == SAMPLE or new.kind == OpKind.CREATE:
-            return
         lane = self.runs.get(new.lane)
-        if lane is None or lane.closing:
+        if new.kind not in (SAMPLE, OpKind.CREATE) and (lane is None or lane.closing):
             raise RunClosed(f"run {new.lane} is closed: its session has ended, or it is a copy of weights")
+        self._backlog.take(new.org_id, len(new.body))
 
     def enqueue(self, op: Operation) -> None:
+        """Queue an operation that an earlier process accepted."""
+        self._backlog.add(op.org_id, op.body_bytes)
+        self._enqueue(op)
+
+    def _enqueue(self, op: Operation) -> None:
         self._open[op.id] = op
-        self._queued[op.org_id] += 1
         if op.kind == SAMPLE:
             self.queue_sample(op)
         else:
@@ -254,7 +265,7 @@ class Journal:
         assert op.outcome is not None
         ok = op.outcome.error is None
         self._open.pop(op.id, None)
-        self._queued[op.org_id] -= 1
+        self._backlog.release(op.org_id, op.body_bytes)
         self.answers.remember(op)
         self._intake.forget(op)
         lane = self.runs.get(op.lane)

@@ -93,6 +93,7 @@ class Operation:
     body_ref: str
     plan: dict[str, Any]
     accepted_at: datetime
+    body_bytes: int = 0
     running: bool = False
     settling: bool = False  # a worker has answered; a second answer changes nothing
     attempts: int = 0  # times a worker was lost while it ran
