@@ -3,9 +3,16 @@ connection for a minute (docs/production.md)."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeAlias
+
 import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
+
+if TYPE_CHECKING:
+    Client: TypeAlias = redis.Redis[bytes]
+else:
+    Client = redis.Redis
 
 #: A command that takes longer has lost its connection: scripts here take less than a millisecond.
 COMMAND_S = 2.0
@@ -15,7 +22,7 @@ CONNECTIONS = 32
 LONGEST_BLOCK_S = 5.0
 
 
-def pooled(url: str, *, db_timeout_s: float = COMMAND_S) -> redis.Redis:
+def pooled(url: str, *, db_timeout_s: float = COMMAND_S) -> Client:
     """For short commands, from any number of threads."""
     pool = redis.BlockingConnectionPool.from_url(
         url,
@@ -30,7 +37,7 @@ def pooled(url: str, *, db_timeout_s: float = COMMAND_S) -> redis.Redis:
     return redis.Redis(connection_pool=pool)
 
 
-def blocking(url: str) -> redis.Redis:
+def blocking(url: str) -> Client:
     """For one reader that waits inside a command, up to LONGEST_BLOCK_S: one connection, no hidden retries."""
     return redis.Redis.from_url(
         url,

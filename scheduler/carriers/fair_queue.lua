@@ -173,6 +173,15 @@ local function release(worker)
   return back, given_up
 end
 
+-- Grows for ever, also over a Redis that has lost everything.
+local function next_epoch()
+  local epoch = redis.call("INCR", P .. "epochs")
+  if epoch > 1 then return epoch end
+  local time = redis.call("TIME")
+  redis.call("SET", P .. "epochs", string.format("%d", time[1] * 1000 + math.floor(time[2] / 1000)))
+  return redis.call("INCR", P .. "epochs")
+end
+
 local calls = {}
 
 function calls.push(id, path, weights, cost, slots, body)
@@ -243,7 +252,7 @@ function calls.lease(worker, now, ttl, slots, ...)
     end
     if not model then break end
     local id = serve("", {model}, 1)
-    local item, epoch = key("i", id), redis.call("INCR", P .. "epochs")
+    local item, epoch = key("i", id), string.format("%d", next_epoch())
     redis.call("HSET", item, "worker", worker, "epoch", epoch)
     redis.call("SADD", key("h", worker), id)
     local facts = redis.call("HMGET", item, "path", "body", "slots")

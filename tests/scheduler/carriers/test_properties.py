@@ -67,7 +67,7 @@ def played(queue: FairQueue, clock: Clock, script: list[tuple]) -> list[object]:
                 worker, slots, both = arguments
                 found = queue.lease(worker, ["m1", "m2"] if both else ["m2"], slots, 5)
                 leases += [(lease.id, lease.epoch) for lease in found]
-                told.append(found)
+                told.append([(lease.id, lease.path) for lease in found])
             case "answer" if leases:
                 told.append(queue.answer(*leases[arguments[0] % len(leases)], b""))
             case "correct":
@@ -80,7 +80,7 @@ def played(queue: FairQueue, clock: Clock, script: list[tuple]) -> list[object]:
                 told.append(queue.expire())
         told.append(queue.peek())
     while found := queue.lease("last", ["m1", "m2"], 1, 1e6):
-        told.append(found)
+        told.append(found[0].id)
     return told
 
 

@@ -1,0 +1,83 @@
+"""Who leads, decided in the database; and writes that only the leader's count.
+
+The lease is the row "journal" of `job_leases`: a token and a time. A new leader puts its own token there, which waits for
+whatever the old one is committing. Every write of a leader reads the token in its own transaction: one that was
+superseded without noticing, because it was stopped or cut off, can change nothing any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import TypeVar
+
+from sqlalchemy import or_, select, update
+from sqlalchemy.orm import Session
+
+from store import tables
+from store.db import Database
+
+T = TypeVar("T")
+LEASE = "journal"
+
+
+class Superseded(BaseException):
+    """Another process leads. Not an Exception: nothing that goes on after an error may go on after this."""
+
+
+def take(session: Session, token: str, now: datetime, lasts_s: float) -> bool:
+    """In a write: become the leader, or stay it. False while somebody else is."""
+    lease, until = tables.JobLease, now + timedelta(seconds=lasts_s)
+    row = session.get(lease, LEASE)
+    if row is None:
+        session.add(lease(name=LEASE, holder=token, until=until))
+        session.flush()
+        return True
+    free = or_(lease.holder == token, lease.until < now)
+    change = update(lease).where(lease.name == LEASE, free).values(holder=token, until=until)
+    return session.scalar(change.returning(lease.holder)) == token
+
+
+def give_up(session: Session, token: str, now: datetime) -> None:
+    """In a write: the next one need not wait for the lease to end."""
+    lease = tables.JobLease
+    session.execute(update(lease).where(lease.name == LEASE, lease.holder == token).values(until=now, holder=""))
+
+
+def check(session: Session, token: str) -> None:
+    """Raise Superseded unless `token` leads, and keep it so until this transaction is over."""
+    lease = tables.JobLease
+    holder = session.scalar(select(lease.holder).where(lease.name == LEASE).with_for_update(read=True))
+    if holder != token:
+        raise Superseded(token)
+
+
+class Fenced(Database):
+    """The database as a leader sees it: every write checks first that it still leads."""
+
+    def __init__(self, database: Database, token: str) -> None:
+        self.url = database.url
+        self._database = database
+        self._token = token
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        with self._database.read() as session:
+            yield session
+
+    async def write(self, work: Callable[[Session], T]) -> T:
+        return await self._database.write(self._checked(work))
+
+    def write_now(self, work: Callable[[Session], T]) -> T:
+        return self._database.write_now(self._checked(work))
+
+    def close(self) -> None:
+        """Its owner closes the database."""
+
+    def _checked(self, work: Callable[[Session], T]) -> Callable[[Session], T]:
+        def run(session: Session) -> T:
+            check(session, self._token)
+            return work(session)
+
+        return run

@@ -1,0 +1,149 @@
+"""The generator's link in production: it leases samples from the shared queue by itself, under the same messages as
+over a socket (`scheduler.link`).
+
+What it holds is its own as long as it gives signs of life, from a thread. If it was given up, because it was cut off for
+too long or Redis has lost everything, it is told to cancel what it had, and its answers to that are dropped. While Redis
+is away it goes on with what it has and keeps the answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from scheduler.carriers.contract import QueueUnreachable
+from scheduler.carriers.news import Listener, News
+from scheduler.carriers.parcels import pack
+from scheduler.carriers.redis_queue import RedisQueue
+from scheduler.messages import Cancel, Declined, Done, Failure, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
+from store.blobs import Blobs
+
+log = logging.getLogger(__name__)
+
+#: A worker that gives no sign of life for so long has lost what it held.
+LEASE_S = 6.0
+BEAT_S = 1.0
+#: A busy generator looks for more work not more often than this.
+LOOK_EVERY_S = 0.01
+
+_decode = msgspec.msgpack.Decoder(SampleOp).decode
+
+
+def worker_name(role: str) -> str:
+    """Unique for this process, and telling for an operator."""
+    return f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+class SampleLink:
+    def __init__(self, url: str, blobs: Blobs) -> None:
+        self.name = worker_name("generator")
+        self._queue, self._news, self._blobs = RedisQueue(url), News(url), blobs
+        self._epochs: dict[str, int] = {}  # of what is held
+        self._late: list[tuple[str, int, bytes]] = []  # answers that Redis was not there for
+        self._told: queue.SimpleQueue[Cancel | PolicyMoved] = queue.SimpleQueue()
+        self._models: list[str] = []
+        self._free = 0
+        self._looked = self._beaten = 0.0
+        self._draining = False
+        self._lock = threading.Lock()
+        self._listener = Listener.of_workers(url, self.name, self._told.put, self._beat)
+        self._listener.start()
+
+    def drain(self) -> None:
+        """Take nothing more."""
+        self._draining = True
+
+    def close(self) -> None:
+        self._listener.stop()
+        self._queue.close()
+        self._news.close()
+
+    def send(self, message: Any) -> None:
+        match message:
+            case PullSamples():
+                self._models, self._free = message.models, message.free_slots
+            case Done():
+                self._answer(message)
+            case Declined():
+                self._answer(Done(message.op_id, failure=Failure(message.message, "user")))
+            case Occupancy():
+                pass
+
+    def recv(self, timeout_s: float | None = None) -> SampleWork | Cancel | PolicyMoved | None:
+        """Something to do, or None when there is nothing within `timeout_s`."""
+        deadline = time.monotonic() + (1e9 if timeout_s is None else timeout_s)
+        while True:
+            try:
+                self._deliver()
+                if not self._told.empty():
+                    return self._told.get()
+                work = self._take()
+                left = deadline - time.monotonic()
+                if work is not None or left <= 0:
+                    return work
+                self._queue.wait(max(0.05, min(left, BEAT_S)))
+                self._looked = 0.0
+            except QueueUnreachable as error:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                log.warning("%s; trying again", error)
+                time.sleep(min(left, BEAT_S))
+
+    def _take(self) -> SampleWork | None:
+        now = time.monotonic()
+        if self._free <= 0 or self._draining or now - self._looked < LOOK_EVERY_S:
+            return None
+        self._looked = now
+        with self._lock:
+            leases = self._queue.lease(self.name, self._models, self._free, LEASE_S)
+            self._epochs.update({lease.id: lease.epoch for lease in leases})
+        ops = self._newest([_decode(lease.body) for lease in leases])
+        self._free -= sum(op.num_samples for op in ops)
+        return SampleWork(ops) if ops else None
+
+    def _newest(self, ops: list[SampleOp]) -> list[SampleOp]:
+        """Policies move while samples wait."""
+        policies = self._news.policies(sorted({op.run_id for op in ops if op.run_id}))
+        return [_on(op, policies[op.run_id]) if op.run_id in policies else op for op in ops]
+
+    def _answer(self, done: Done) -> None:
+        epoch = self._epochs.pop(done.op_id, None)
+        if epoch is not None:
+            self._late.append((done.op_id, epoch, pack(done, self._blobs)))
+
+    def _deliver(self) -> None:
+        while self._late:
+            self._queue.answer(*self._late[0])
+            self._late.pop(0)
+
+    def _beat(self) -> None:
+        """In the listener's thread."""
+        if time.monotonic() - self._beaten < BEAT_S:
+            return
+        self._beaten = time.monotonic()
+        try:
+            with self._lock:
+                if not self._epochs or self._queue.renew(self.name, LEASE_S):
+                    return
+                lost, self._epochs = list(self._epochs), {}
+        except QueueUnreachable:
+            return
+        log.warning("given up by the queue: %d samples are cancelled here and done by others", len(lost))
+        for op_id in lost:
+            self._told.put(Cancel(op_id))
+
+
+def _on(op: SampleOp, moved: PolicyMoved) -> SampleOp:
+    ref = moved.adapter_ref if op.inflight and moved.adapter_ref else op.adapter_ref
+    return msgspec.structs.replace(op, adapter_ref=ref, version=max(op.version, moved.version))
+
+
