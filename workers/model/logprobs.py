@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from workers.model.lora import LoraRows, adapters_backward, add_adapters, base_mm, place_of
+from workers.model.lora import LoraRows, adapters_backward, add_adapters, base_mm
+from workers.model.place import place_of
 
 if TYPE_CHECKING:
     from workers.model.decoder import Decoder
@@ -69,25 +70,16 @@ class _Head:
             _Cut(a, b, at[i], at[i + 1], row_of_P[at[i] : at[i + 1]] - a, of) for i, (a, b, of) in enumerate(pieces)
         ]
 
-    def logits(self, hidden_RD: Tensor, rows: LoraRows) -> tuple[Tensor, list[Tensor]]:
-        logits_RV = base_mm(hidden_RD, self.weight)
-        if hidden_RD.is_cuda:
-            from workers.model.gpu.linear import add_to_head  # Triton: only a GPU needs it
+    def logits(self, hidden_RD: Tensor, rows: LoraRows) -> tuple[Tensor, Tensor | None]:
+        """Those of one cut, and what the backward needs of them."""
+        logits_RV, place = base_mm(hidden_RD, self.weight), place_of(rows, self.site.a, self.weight)
+        return logits_RV, add_adapters(logits_RV, hidden_RD, self.site, place) if place is not None else None
 
-            return logits_RV, add_to_head(logits_RV, hidden_RD, self.weight, self.site, rows)
-        place = place_of(rows, self.site.a)
-        return logits_RV, [add_adapters(logits_RV, hidden_RD, self.site, place)] if place is not None else []
-
-    def backward(self, dlogits_RV: Tensor, hidden_RD: Tensor, us: list[Tensor], rows: LoraRows) -> Tensor:
+    def backward(self, dlogits_RV: Tensor, hidden_RD: Tensor, u: Tensor | None, rows: LoraRows) -> Tensor:
         dhidden_RD = base_mm(dlogits_RV, self.weight, transposed=True)
-        if hidden_RD.is_cuda:
-            from workers.model.gpu.linear import head_backward  # Triton: only a GPU needs it
-
-            head_backward(dlogits_RV, hidden_RD, dhidden_RD, us, self.weight, self.site, rows)
-            return dhidden_RD
-        place = place_of(rows, self.site.a)
-        if place is not None:
-            adapters_backward(dlogits_RV, hidden_RD, dhidden_RD, us[0], self.site, place)
+        place = place_of(rows, self.site.a, self.weight)
+        if place is not None and u is not None:
+            adapters_backward(dlogits_RV, hidden_RD, dhidden_RD, u, self.site, place)
         return dhidden_RD
 
 
@@ -109,11 +101,11 @@ class _TargetLogprobs(torch.autograd.Function):
         hidden_UD, targets_P = ctx.saved_tensors
         dhidden_UD = torch.empty_like(hidden_UD)
         for cut in ctx.head.cuts:
-            logits_RV, us = ctx.head.logits(hidden_UD[cut.a : cut.b], cut.rows)
+            logits_RV, u = ctx.head.logits(hidden_UD[cut.a : cut.b], cut.rows)
             dlogprobs, targets = dlogprobs_P[cut.p : cut.q], targets_P[cut.p : cut.q]
             # d lp / d logits = onehot(target) - softmax, added up over the targets of a row
             total_R = dlogprobs.new_zeros(cut.b - cut.a).index_add_(0, cut.row_of, dlogprobs)
             dlogits_RV = torch.softmax(logits_RV, dim=-1).mul_(-total_R[:, None])
             dlogits_RV.view(-1).index_add_(0, cut.row_of * logits_RV.shape[1] + targets, dlogprobs)
-            dhidden_UD[cut.a : cut.b] = ctx.head.backward(dlogits_RV, hidden_UD[cut.a : cut.b], us, cut.rows)
+            dhidden_UD[cut.a : cut.b] = ctx.head.backward(dlogits_RV, hidden_UD[cut.a : cut.b], u, cut.rows)
         return dhidden_UD, None, None, None

@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from workers.model.base_mm import base_mm
 from workers.model.lora_rows import Group, LoraRows
-from workers.model.native.launch import Place
+from workers.model.place import Place, place_of
 
-__all__ = ["Group", "LoraRows", "Site", "adapters_backward", "add_adapters", "base_mm", "lora_linear", "place_of"]
+__all__ = ["Group", "LoraRows", "Site", "adapters_backward", "add_adapters", "base_mm", "lora_linear"]
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,7 @@ def lora_linear(x_TI: Tensor, weight_OI: Tensor, site: Site, rows: LoraRows | No
     if rows is not None and rows.apart:
         own = zip(own_rows(x_TI, rows), rows.singles, strict=True)
         return torch.cat([lora_linear(x, weight_OI, site, single) for x, single in own])
-    if x_TI.is_cuda:
-        from workers.model.gpu.linear import lora_linear as on_device  # Triton: only a GPU needs it
-
-        return on_device(x_TI, weight_OI, site, rows)
-    place = place_of(rows, site.a)
+    place = place_of(rows, site.a, weight_OI)
     trigger = rows.trigger(rows.groups(site.a)) if rows is not None and place is not None else None
     if torch.is_grad_enabled() and (trigger is not None or x_TI.requires_grad):
         return cast(Tensor, _LoraLinear.apply(x_TI, trigger, weight_OI, site, place))  # type: ignore[no-untyped-call]
@@ -60,15 +56,10 @@ def own_rows(x_TI: Tensor, rows: LoraRows) -> list[Tensor]:
     return [part.clone() for part in x_TI.split_with_sizes([b - a for a, b in pairwise(rows.offsets) if b > a])]
 
 
-def place_of(rows: LoraRows | None, name: str) -> Place | None:
-    """Where the batch's adapters find their rows; None when none of them has the tensor called `name`."""
-    return Place.dense(rows) if rows is not None and rows.groups(name) else None
-
-
 def add_adapters(y_TO: Tensor, x_TI: Tensor, site: Site, place: Place) -> Tensor:
     """Add scale * (x A^T) B^T of each group to its rows of y in place. Returns x A^T, which the backward needs."""
     parts = len(site.b)
-    u = x_TI.new_empty(len(x_TI), parts * place.max_rank)
+    u = x_TI.new_zeros(len(x_TI), parts * place.max_rank)
     place.shrink(x_TI, u, site.a, stack=parts, scaled=False)
     for part, (name, y) in enumerate(zip(site.b, y_TO.split_with_sizes(site.sizes, dim=1), strict=True)):
         place.expand(y, u, name, part=part, scaled=True)
@@ -77,7 +68,7 @@ def add_adapters(y_TO: Tensor, x_TI: Tensor, site: Site, place: Place) -> Tensor
 
 def adapters_backward(dy_TO: Tensor, x_TI: Tensor, dx_TI: Tensor | None, u: Tensor, site: Site, place: Place) -> None:
     """Undo add_adapters: add to the gradient arenas and, in place, to dx."""
-    parts, du = len(site.b), torch.empty_like(u)
+    parts, du = len(site.b), torch.zeros_like(u)
     for part, (name, dy) in enumerate(zip(site.b, dy_TO.split_with_sizes(site.sizes, dim=1), strict=True)):
         place.shrink(dy, du, name, part=part, scaled=True)
         place.outer(u, dy, name, part=part, scaled=True)

@@ -118,7 +118,9 @@ class LoraRows:
         """int64 [rows]: the group of each row."""
         if self._group_of_row is None or self._group_of_row.device != device:
             sizes = torch.tensor([b - a for a, b in pairwise(self.offsets)])
-            self._group_of_row = torch.repeat_interleave(torch.arange(len(self.adapters)), sizes).to(device)
+            self._group_of_row = torch.repeat_interleave(
+                torch.arange(len(self.adapters)), sizes, output_size=len(self)
+            ).to(device)
         return self._group_of_row
 
     def scale_of_row(self, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """A mixture of frozen experts that carries many adapters at once.
 
 One stable sort by expert of group-major (token, choice) pairs makes both the rows of an expert and, inside them, the
-rows of an (expert, group) pair contiguous. The base runs one product per expert over everybody's rows; the adapters add
+rows of an (expert, group) pair contiguous. The base runs over everybody's rows, expert by expert; the adapters add
 their low-rank parts, all groups in one call for each factor. Of the shared-outer factors the A of gate and up is
 applied once per token and the B of down once per token, after the choices are combined; only r-wide rows are permuted.
 The backward keeps the gate and up pre-activations, not the expert outputs: the gradient of a router weight is
@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from workers.model.base_mm import base_mm
-from workers.model.lora import own_rows, place_of
+from workers.model.lora import own_rows
 from workers.model.lora_rows import LoraRows
-from workers.model.native.launch import Place
+from workers.model.per_expert import per_expert
+from workers.model.place import Place, place_of
 from workers.model.routing import Routing
 
 
@@ -54,12 +54,8 @@ def expert_block(
     if rows is not None and rows.apart:
         own = zip(*(own_rows(t, rows) for t in (x_TD, weights_TK, experts_TK)), rows.singles, strict=True)
         return torch.cat([expert_block(x, w, e, gate_up_EGD, down_EDF, names, single) for x, w, e, single in own])
-    if x_TD.is_cuda:
-        from workers.model.gpu.experts import expert_block as on_device  # Triton: only a GPU needs it
-
-        return on_device(x_TD, weights_TK, experts_TK, gate_up_EGD, down_EDF, names, rows)
     routing = Routing(experts_TK, gate_up_EGD.shape[0])
-    plan = _Plan(routing, names, _Adapters.of(rows, routing, names))
+    plan = _Plan(routing, names, _Adapters.of(rows, routing, names, gate_up_EGD))
     trigger = rows.trigger(rows.groups(names.gate_up_a)) if rows is not None and plan.adapters is not None else None
     if torch.is_grad_enabled() and (trigger is not None or x_TD.requires_grad or weights_TK.requires_grad):
         out = _ExpertBlock.apply(x_TD, weights_TK, trigger, gate_up_EGD, down_EDF, plan)  # type: ignore[no-untyped-call]
@@ -75,8 +71,8 @@ class _Adapters(NamedTuple):
     scale_T1: Tensor
 
     @classmethod
-    def of(cls, rows: LoraRows | None, routing: Routing, names: Names) -> _Adapters | None:
-        dense = place_of(rows, names.gate_up_a)
+    def of(cls, rows: LoraRows | None, routing: Routing, names: Names, weight: Tensor) -> _Adapters | None:
+        dense = place_of(rows, names.gate_up_a, weight)
         if rows is None or dense is None:
             return None
         return cls(dense, dense.experts(routing, rows), rows.scale_of_row(routing.experts.device)[:, None])
@@ -88,15 +84,9 @@ class _Plan(NamedTuple):
     adapters: _Adapters | None
 
 
-def _per_expert(x_PI: Tensor, weight_EOI: Tensor, routing: Routing, *, transposed: bool = False) -> Tensor:
-    """Each sorted row times the weight of its expert."""
-    y_PO = x_PI.new_empty(x_PI.shape[0], weight_EOI.shape[2 if transposed else 1])
-    offsets = routing.expert_offsets
-    for expert in range(routing.num_experts):
-        a, b = offsets[expert], offsets[expert + 1]
-        if b > a:
-            base_mm(x_PI[a:b], weight_EOI[expert], transposed=transposed, out=y_PO[a:b])
-    return y_PO
+def _base(x_PI: Tensor, weight_EOI: Tensor, routing: Routing, *, transposed: bool = False) -> Tensor:
+    """Each sorted row times the frozen weight of its expert, float32."""
+    return per_expert(x_PI, weight_EOI, routing.ends_E, transposed=transposed).to(torch.float32)
 
 
 def _forward(
@@ -106,7 +96,7 @@ def _forward(
     scale * (sum of weighted h A^T) per token [T, r]."""
     routing, adapters, names = plan.routing, plan.adapters, plan.names
     f = down_EDF.shape[2]
-    gate_up_PG = _per_expert(x_TD[routing.token], gate_up_EGD, routing)
+    gate_up_PG = _base(x_TD.to(gate_up_EGD.dtype)[routing.token], gate_up_EGD, routing)
     u_T = combined_T = None
     if adapters is not None:
         u_T = x_TD.new_zeros(len(x_TD), 2 * adapters.dense.max_rank)
@@ -115,7 +105,7 @@ def _forward(
         for part, name in enumerate((names.gate_b, names.up_b)):
             adapters.paired.expand(gate_up_PG[:, part * f : part * f + f], u_P, name, part=part, scaled=False)
     h_PF = F.silu(gate_up_PG[:, :f]) * gate_up_PG[:, f:]
-    y_TKD = _per_token(_per_expert(h_PF, down_EDF, routing), routing)
+    y_TKD = _per_token(_base(h_PF, down_EDF, routing), routing)
     out_TD = torch.bmm(weights_TK[:, None, :], y_TKD).squeeze(1)
     if adapters is not None:
         v_P = h_PF.new_zeros(len(h_PF), adapters.dense.max_rank)
@@ -161,7 +151,8 @@ class _ExpertBlock(torch.autograd.Function):
         h_PF = silu * up
         weights_P1 = weights_TK.reshape(-1)[routing.order][:, None]
 
-        dh_PF = _per_expert(dout_TD[routing.token], down_EDF, routing, transposed=True)  # before the router weight
+        dout_PD = dout_TD.to(down_EDF.dtype)[routing.token]
+        dh_PF = _base(dout_PD, down_EDF, routing, transposed=True)  # before the router weight
         if plan.adapters is not None:
             _down_backward(dh_PF, dout_TD, h_PF, weights_P1, combined_T, plan, plan.adapters)
         dweights_TK = (dh_PF * h_PF).sum(-1)[routing.inverse].view_as(weights_TK)
@@ -172,7 +163,7 @@ class _ExpertBlock(torch.autograd.Function):
         torch.mul(dh_PF * up, sigmoid * (1 + gate * (1 - sigmoid)), out=dgate_up_PG[:, :f])
         dx_TD = None
         if ctx.needs_input_grad[0]:
-            dx_TD = _per_token(_per_expert(dgate_up_PG, gate_up_EGD, routing, transposed=True), routing).sum(1)
+            dx_TD = _per_token(_base(dgate_up_PG, gate_up_EGD, routing, transposed=True), routing).sum(1)
         if plan.adapters is not None:
             _gate_up_backward(dx_TD, dgate_up_PG, x_TD, u_T, plan, plan.adapters)
         return dx_TD, dweights_TK, None, None, None, None

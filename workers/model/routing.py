@@ -9,17 +9,15 @@ from torch import Tensor
 class Routing:
     """How one batch is spread over the experts. P = tokens * choices pairs, sorted by expert, stable.
 
-    `order` [P]: sorted position -> token * choices + choice; `inverse` [P] the other way; `token` [P] of each sorted
-    pair; `expert_offsets` cuts the sorted pairs by expert.
+    `order` [P]: sorted position -> token * choices + choice; `inverse` [P] the other way; `experts` and `token` [P] of
+    each sorted pair; `ends_E` int32 says where those of each expert end. Nothing here waits for a device.
     """
 
     def __init__(self, experts_TK: Tensor, num_experts: int) -> None:
         self.choices, self.num_experts = experts_TK.shape[1], num_experts
-        experts = experts_TK.reshape(-1)
-        self.order = torch.argsort(experts, stable=True)
-        self.experts = experts[self.order]
-        self.token = self.order // self.choices
+        self.experts, self.order = torch.sort(experts_TK.reshape(-1), stable=True)
+        self.token = torch.div(self.order, self.choices, rounding_mode="floor")
         self.inverse = torch.empty_like(self.order)
-        self.inverse[self.order] = torch.arange(len(experts), device=experts.device)
-        counts = torch.bincount(experts, minlength=num_experts)
-        self.expert_offsets: list[int] = [0, *counts.cumsum(0).tolist()]
+        self.inverse[self.order] = torch.arange(len(self.order), device=self.order.device)
+        numbers = torch.arange(num_experts, device=self.order.device)
+        self.ends_E = torch.searchsorted(self.experts, numbers, right=True).to(torch.int32)

@@ -10,12 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, assert_same_grads, mixed_rows, twice
-from workers.model import decoder as decoder_module
-from workers.model import logprobs as logprobs_module
+from workers.model import place
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, PackedAttend, target_logprobs
-from workers.model.gpu import experts as gpu_experts
-from workers.model.gpu import linear as gpu_linear
 from workers.model.gpu.varlen import VarlenAttend
 from workers.model.lora_rows import LoraRows
 
@@ -47,20 +44,7 @@ def run(decoder: Decoder, rows: LoraRows) -> Tensor:
 
 
 def use_gpu_code(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(decoder_module, "lora_linear", gpu_linear.lora_linear)
-    patch.setattr(decoder_module, "expert_block", gpu_experts.expert_block)
-
-    def logits(head: Any, hidden_RD: Tensor, rows: LoraRows) -> tuple[Tensor, list[Tensor]]:
-        logits_RV = logprobs_module.base_mm(hidden_RD, head.weight)
-        return logits_RV, gpu_linear.add_to_head(logits_RV, hidden_RD, head.weight, head.site, rows)
-
-    def backward(head: Any, dlogits_RV: Tensor, hidden_RD: Tensor, us: list[Tensor], rows: LoraRows) -> Tensor:
-        dhidden_RD = logprobs_module.base_mm(dlogits_RV, head.weight, transposed=True)
-        gpu_linear.head_backward(dlogits_RV, hidden_RD, dhidden_RD, us, head.weight, head.site, rows)
-        return dhidden_RD
-
-    patch.setattr(logprobs_module._Head, "logits", logits)
-    patch.setattr(logprobs_module._Head, "backward", backward)
+    patch.setattr(place, "on_device", lambda weight: True)
 
 
 @pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["moe", "dense"])

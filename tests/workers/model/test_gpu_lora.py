@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,8 @@ from tests.workers.model.gpu_kit import (
     mixed_rows,
     twice,
 )
-from workers.model.gpu import experts as gpu_experts
+from workers.model import place
 from workers.model.gpu import launch
-from workers.model.gpu import linear as gpu_linear
 from workers.model.lora import Site, lora_linear
 from workers.model.lora_rows import LoraRows
 from workers.model.moe import Names, expert_block
@@ -35,6 +35,17 @@ NAMES = Names.of_layer(0)
 
 #: Base in bfloat16: the same rounding of the base in both, so only sums of float32 differ (on CUDA: in TF32).
 TOLERANCE = 1e-5 if DEVICE.type == "cpu" else 2e-3
+
+
+def on_device(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function with the adapters' products in Triton, on a device or in the interpreter."""
+
+    def run(*args: Any) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place, "on_device", lambda weight: True)
+            return function(*args)
+
+    return run
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -63,7 +74,7 @@ def through(linear: Callable[..., Tensor], site: Site, rows: LoraRows, dtype: to
 @pytest.mark.parametrize("site", [QKV, DOWN], ids=["qkv", "down"])
 def test_linear_is_that_of_the_cpu(site: Site, dtype: torch.dtype) -> None:
     ours, theirs = twice(mixed_rows(DENSE))
-    y, dx = through(gpu_linear.lora_linear, site, ours, dtype)
+    y, dx = through(on_device(lora_linear), site, ours, dtype)
     wanted_y, wanted_dx = through(lora_linear, site, theirs, dtype)
     close(y, wanted_y)
     close(dx, wanted_dx)
@@ -74,9 +85,9 @@ def test_linear_is_that_of_the_cpu(site: Site, dtype: torch.dtype) -> None:
 def test_forward_alone_is_that_with_gradients(dtype: torch.dtype) -> None:
     rows, weight = mixed_rows(DENSE), (0.2 * random(sum(QKV.sizes), DENSE.hidden_size)).to(dtype)
     x = random(len(rows), DENSE.hidden_size)
-    recorded = gpu_linear.lora_linear(x, weight, QKV, rows)
+    recorded = on_device(lora_linear)(x, weight, QKV, rows)
     with torch.inference_mode():
-        plain = gpu_linear.lora_linear(x, weight, QKV, rows)
+        plain = on_device(lora_linear)(x, weight, QKV, rows)
     assert torch.equal(plain, recorded.detach())
 
 
@@ -84,13 +95,13 @@ def test_groups_without_the_tensor_get_the_base() -> None:
     only_mlp = adapter(DENSE, 4, 0, train_attn=False)
     rows = LoraRows([0, 5, 9], [only_mlp, None])
     weight, x = random(sum(QKV.sizes), DENSE.hidden_size), random(9, DENSE.hidden_size)
-    close(gpu_linear.lora_linear(x, weight, QKV, rows), x @ weight.t())
+    close(on_device(lora_linear)(x, weight, QKV, rows), x @ weight.t())
 
 
 def test_rank_beyond_one_block() -> None:
     wide = adapter(DENSE, 130, 0)
     ours, theirs = twice(LoraRows([0, 20], [wide], [gradient(wide, 0)]))
-    y, dx = through(gpu_linear.lora_linear, DOWN, ours, torch.float32)
+    y, dx = through(on_device(lora_linear), DOWN, ours, torch.float32)
     wanted_y, wanted_dx = through(lora_linear, DOWN, theirs, torch.float32)
     close(y, wanted_y)
     close(dx, wanted_dx)
@@ -100,7 +111,7 @@ def test_rank_beyond_one_block() -> None:
 def test_long_sums_are_split_at_fixed_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MAX_SPLIT", 64)
     ours, theirs = twice(mixed_rows(DENSE))
-    y, dx = through(gpu_linear.lora_linear, DOWN, ours, torch.float32)
+    y, dx = through(on_device(lora_linear), DOWN, ours, torch.float32)
     wanted_y, wanted_dx = through(lora_linear, DOWN, theirs, torch.float32)
     close(y, wanted_y)
     close(dx, wanted_dx)
@@ -130,7 +141,7 @@ def block(
 def test_experts_are_those_of_the_cpu(dtype: torch.dtype, crowd: bool) -> None:
     ours, theirs = twice(mixed_rows(CONFIG))
     tolerance = TOLERANCE if dtype == torch.float32 else 2e-2  # rows of one expert round apart in bfloat16
-    found = block(gpu_experts.expert_block, ours, dtype, len(ours), crowd)
+    found = block(on_device(expert_block), ours, dtype, len(ours), crowd)
     for mine, wanted in zip(found, block(expert_block, theirs, dtype, len(theirs), crowd), strict=True):
         close(mine, wanted, tolerance)
     assert_same_grads(ours.grads, theirs.grads, tolerance)
@@ -138,7 +149,7 @@ def test_experts_are_those_of_the_cpu(dtype: torch.dtype, crowd: bool) -> None:
 
 def test_experts_without_adapters() -> None:
     for mine, wanted in zip(
-        block(gpu_experts.expert_block, None, torch.float32, 12),
+        block(on_device(expert_block), None, torch.float32, 12),
         block(expert_block, None, torch.float32, 12),
         strict=True,
     ):
@@ -156,7 +167,7 @@ def test_a_group_is_the_same_alone_and_among_others() -> None:
     outputs = []
     for of, part in ((crowd, slice(None)), (alone, slice(start, stop))):
         leaf = x[part].clone().requires_grad_()
-        y = gpu_linear.lora_linear(leaf, weight, QKV, of)
+        y = on_device(lora_linear)(leaf, weight, QKV, of)
         y.backward(dy[part])
         assert leaf.grad is not None
         outputs.append((y.detach(), leaf.grad))

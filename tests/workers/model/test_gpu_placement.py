@@ -17,12 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from tests.workers.model.gpu_kit import CONFIG, DENSE
+from workers.model import lora, moe
 from workers.model.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, PackedAttend
-from workers.model.gpu import experts as gpu_experts
 from workers.model.gpu import kernels, runs
-from workers.model.gpu import linear as gpu_linear
 from workers.model.isolation import settle
 from workers.model.lora_rows import LoraRows
 
@@ -116,7 +115,7 @@ class Context:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
     """The backwards of the products, to be called."""
     found: list[Callable[[], Any]] = []
-    for function in (gpu_linear._LoraLinear, gpu_experts._ExpertBlock):
+    for function in (lora._LoraLinear, moe._ExpertBlock):
 
         def apply(*args: Any, function: Any = function) -> Tensor:
             context = Context()

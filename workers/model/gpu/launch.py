@@ -7,13 +7,16 @@ Block shapes follow from the rank class alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from workers.model.gpu import kernels
-from workers.model.gpu.runs import Blocks, RankClass, Runs, Table
+from workers.model.gpu.runs import EXPERT_ROWS, Blocks, RankClass, Runs, Table, table_of
+from workers.model.lora_rows import LoraRows
+from workers.model.routing import Routing
 
 #: Columns of the long side that one block of `shrink` adds up, and how many at a time. A vocabulary of 150k columns
 #: would otherwise be one block's work for each few rows.
@@ -31,119 +34,122 @@ class Precision(NamedTuple):
         return cls("ieee" if weights == torch.float32 else "tf32")
 
 
-class Place(NamedTuple):
-    """Which rows a product runs over: of the batch itself, or of (expert, group) runs."""
+@dataclass(frozen=True)
+class Place:
+    """A `workers.model.place.Place`: over the rows of the batch itself, or of (expert, group) runs."""
 
     table: Table
     runs: Runs
     blocks: Sequence[tuple[RankClass, Blocks]]
+    precision: Precision
 
     @classmethod
-    def dense(cls, table: Table, name: str) -> Place:
-        return cls(table, table.runs, table.blocks(name))
+    def dense(cls, rows: LoraRows, name: str, base: torch.dtype) -> Place:
+        """The batch's own rows, of the groups that have the tensor called `name`, beside a base of this dtype."""
+        table = table_of(rows)
+        return cls(table, table.runs, table.blocks(name), Precision.beside(base))
 
-    @classmethod
-    def experts(cls, table: Table, runs: Runs, name: str) -> Place:
-        return cls(table, runs, [(each, runs.blocks(each.active_G)) for each in table.classes(name)])
+    def experts(self, routing: Routing, rows: LoraRows) -> Place:
+        """The pairs of `routing`, sorted by expert and so, within, by group."""
+        groups, device = len(rows.adapters), routing.experts.device
+        run_P = routing.experts * groups + rows.group_of_row(device)[routing.token]
+        start = torch.searchsorted(run_P, torch.arange(routing.num_experts * groups + 1, device=device))
+        runs = Runs(start, groups, routing.num_experts, len(routing.order), EXPERT_ROWS)
+        return replace(self, runs=runs, blocks=[(each, runs.blocks(each.active_G)) for each, _ in self.blocks])
 
+    @property
+    def max_rank(self) -> int:
+        return self.table.max_rank
 
-def shrink(
-    x: Tensor, u: Tensor, place: Place, name: str, precision: Precision, *, part: int = 0, stack: int = 1, scaled: bool
-) -> None:
-    """u[:, part] = x W^T of each row's group (and expert), for the tensor W called `name`."""
-    _check(x, u)
-    wide, table = x.shape[1], place.table
-    splits = -(-wide // MAX_SPLIT)
-    # The shortest that serves, in steps: it is compiled in.
-    split = MAX_SPLIT if splits > 1 else -(-wide // STEP) * STEP
-    found = u[None] if splits == 1 else u.new_zeros(splits, *u.shape)
-    for each, blocks in place.blocks:
-        if len(x):
-            grid = (len(blocks.run), each.rank_blocks(stack), splits)
-            kernels.shrink[grid](
-                x,
-                x.stride(0),
-                found,
-                found.stride(1),
-                found.stride(0),
-                table.weights(name),
-                *_where(table, blocks, place.runs),
-                wide,
-                part,
-                STACK=stack,
-                SCALED=scaled,
-                PRECISION=precision.name,
-                BLOCK_M=blocks.block_rows,
-                BLOCK_R=each.block,
-                BLOCK_K=STEP,
-                SPLIT=split,
-            )
-    if splits > 1:
-        u += found.sum(0)
+    def shrink(self, x: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
+        """u[:, part] = x W^T."""
+        _check(x, u)
+        wide, table = x.shape[1], self.table
+        splits = -(-wide // MAX_SPLIT)
+        # The shortest that serves, in steps: it is compiled in.
+        split = MAX_SPLIT if splits > 1 else -(-wide // STEP) * STEP
+        found = u[None] if splits == 1 else u.new_zeros(splits, *u.shape)
+        for each, blocks in self.blocks:
+            if len(x):
+                grid = (len(blocks.run), each.rank_blocks(stack), splits)
+                kernels.shrink[grid](
+                    x,
+                    x.stride(0),
+                    found,
+                    found.stride(1),
+                    found.stride(0),
+                    table.weights(name),
+                    *_where(table, blocks, self.runs),
+                    wide,
+                    part,
+                    STACK=stack,
+                    SCALED=scaled,
+                    PRECISION=self.precision.name,
+                    BLOCK_M=blocks.block_rows,
+                    BLOCK_R=each.block,
+                    BLOCK_K=STEP,
+                    SPLIT=split,
+                )
+        if splits > 1:
+            u += found.sum(0)
 
+    def expand(self, y: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
+        """y += u[:, part] W."""
+        _check(y, u)
+        wide, table = y.shape[1], self.table
+        for each, blocks in self.blocks:
+            if len(y):
+                width = _wide_block(each.block)
+                grid = (len(blocks.run), -(-wide // width))
+                kernels.expand[grid](
+                    y,
+                    y.stride(0),
+                    u,
+                    u.stride(0),
+                    table.weights(name),
+                    *_where(table, blocks, self.runs),
+                    wide,
+                    part,
+                    STACK=stack,
+                    SCALED=scaled,
+                    PRECISION=self.precision.name,
+                    BLOCK_M=blocks.block_rows,
+                    BLOCK_R=each.block,
+                    BLOCK_N=width,
+                )
 
-def expand(
-    y: Tensor, u: Tensor, place: Place, name: str, precision: Precision, *, part: int = 0, stack: int = 1, scaled: bool
-) -> None:
-    """y += u[:, part] W in place."""
-    _check(y, u)
-    wide, table = y.shape[1], place.table
-    for each, blocks in place.blocks:
-        if len(y):
-            width = _wide_block(each.block)
-            grid = (len(blocks.run), -(-wide // width))
-            kernels.expand[grid](
-                y,
-                y.stride(0),
-                u,
-                u.stride(0),
-                table.weights(name),
-                *_where(table, blocks, place.runs),
-                wide,
-                part,
-                STACK=stack,
-                SCALED=scaled,
-                PRECISION=precision.name,
-                BLOCK_M=blocks.block_rows,
-                BLOCK_R=each.block,
-                BLOCK_N=width,
-            )
-
-
-def outer(
-    u: Tensor, y: Tensor, place: Place, name: str, precision: Precision, *, part: int = 0, stack: int = 1, scaled: bool
-) -> None:
-    """Add u[:, part]^T y over each group's rows (of each expert) to the gradient of the tensor called `name`."""
-    _check(y, u)
-    wide, table = y.shape[1], place.table
-    for each, blocks in place.blocks:
-        owners = each.owners
-        if len(y) and owners.count:
-            # One block adds up all rows of a group; where groups are few and long, narrow ones keep the device busy.
-            width = 32 if place.runs.num_experts == 1 else _wide_block(each.block)
-            grid = (owners.count * place.runs.num_experts, -(-wide // width), each.rank_blocks(stack))
-            kernels.outer[grid](
-                u,
-                u.stride(0),
-                y,
-                y.stride(0),
-                table.grads(name),
-                table.ranks_G,
-                table.scales_G,
-                owners.start,
-                owners.groups,
-                place.runs.start,
-                owners.count,
-                place.runs.num_groups,
-                wide,
-                part,
-                STACK=stack,
-                SCALED=scaled,
-                PRECISION=precision.name,
-                BLOCK_M=blocks.block_rows,
-                BLOCK_R=each.block,
-                BLOCK_N=width,
-            )
+    def outer(self, u: Tensor, y: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
+        """Add u[:, part]^T y to the gradients."""
+        _check(y, u)
+        wide, table = y.shape[1], self.table
+        for each, blocks in self.blocks:
+            owners = each.owners
+            if len(y) and owners.count:
+                # One block adds up all rows of a group; where groups are few and long, narrow ones keep the device busy.
+                width = 32 if self.runs.num_experts == 1 else _wide_block(each.block)
+                grid = (owners.count * self.runs.num_experts, -(-wide // width), each.rank_blocks(stack))
+                kernels.outer[grid](
+                    u,
+                    u.stride(0),
+                    y,
+                    y.stride(0),
+                    table.grads(name),
+                    table.ranks_G,
+                    table.scales_G,
+                    owners.start,
+                    owners.groups,
+                    self.runs.start,
+                    owners.count,
+                    self.runs.num_groups,
+                    wide,
+                    part,
+                    STACK=stack,
+                    SCALED=scaled,
+                    PRECISION=self.precision.name,
+                    BLOCK_M=blocks.block_rows,
+                    BLOCK_R=each.block,
+                    BLOCK_N=width,
+                )
 
 
 def _where(table: Table, blocks: Blocks, runs: Runs) -> tuple[Tensor | int, ...]:

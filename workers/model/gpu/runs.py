@@ -105,10 +105,6 @@ class Table:
         self._device_weights_NG = torch.from_numpy(self._weights_NG).to(device)
         self._device_grads_NG = torch.from_numpy(self._grads_NG).to(device)
 
-    def has(self, name: str) -> bool:
-        """Whether any group's adapter has a tensor of this name."""
-        return name in self._index
-
     def weights(self, name: str) -> Tensor:
         """int64 [G]: where each group's tensor lies; 0 where there is none."""
         return self._device_weights_NG[self._index[name]]
@@ -116,16 +112,6 @@ class Table:
     def grads(self, name: str) -> Tensor:
         """The same of the gradients."""
         return self._device_grads_NG[self._grad_index[name]]
-
-    @cached_property
-    def group_T(self) -> Tensor:
-        """int64: the group of each row."""
-        rows = torch.arange(self.runs.rows, device=self._device)
-        return torch.searchsorted(self.runs.start[1:].contiguous(), rows, right=True)
-
-    def classes(self, name: str) -> list[RankClass]:
-        """The groups that have this tensor, by the block their rank needs."""
-        return self._classes[self._signature(name)]
 
     def blocks(self, name: str) -> list[tuple[RankClass, Blocks]]:
         """Classes of the groups that have this tensor, with their blocks of the batch's own rows."""
@@ -173,10 +159,11 @@ class Table:
 _TABLES: WeakKeyDictionary[LoraRows, Table] = WeakKeyDictionary()
 
 
-def table_of(rows: LoraRows, device: torch.device) -> Table:
-    """The table of these rows, built at the first call."""
+def table_of(rows: LoraRows) -> Table:
+    """The table of these rows, built at the first call on the device of their adapters."""
     table = _TABLES.get(rows)
-    if table is None or table.ranks_G.device != device:
+    if table is None:
+        device = next(adapter.flat.device for adapter in rows.adapters if adapter is not None)
         table = _TABLES[rows] = Table(rows, device)
     return table
 

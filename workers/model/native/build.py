@@ -26,39 +26,39 @@ _FLAGS = ("-O3", "-std=gnu11", "-march=native", "-ffp-contract=fast", "-fno-fast
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they cannot be had (why is logged)."""
+def library(source: Path | None = None) -> ctypes.CDLL | None:
+    """The compiled kernels (of another file, if asked), or None where they cannot be had (why is logged)."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         log.warning("no C compiler (cc, gcc or clang): adapters of small groups are computed several times slower")
         return None
     try:
-        return ctypes.CDLL(str(_compiled(compiler)))
+        return ctypes.CDLL(str(_compiled(compiler, source or _SOURCE)))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
         log.warning("the native kernels could not be built, adapters are computed slower: %s", reason.strip()[-500:])
         return None
 
 
-def _compiled(compiler: str) -> Path:
-    source = _SOURCE.read_text()
+def _compiled(compiler: str, file: Path) -> Path:
+    source = file.read_text()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     facts = "\n".join((source, *_FLAGS, version, _processor()))
-    target = _cache_folder() / f"kernels-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
+    target = _cache_folder() / f"{file.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
     if not target.exists():
         handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(handle)
         try:
-            _compile(compiler, made)
+            _compile(compiler, file, made)
             os.replace(made, target)  # whole or not there, whoever else compiles at the same time
         finally:
             Path(made).unlink(missing_ok=True)
     return target
 
 
-def _compile(compiler: str, target: str) -> None:
+def _compile(compiler: str, file: Path, target: str) -> None:
     """With OpenMP where the compiler has it."""
-    command = [compiler, *_FLAGS, "-o", target, str(_SOURCE)]
+    command = [compiler, *_FLAGS, "-o", target, str(file), "-lm"]
     with_threads = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True)
     if with_threads.returncode:
         subprocess.run(command, capture_output=True, text=True, check=True)
