@@ -11,8 +11,10 @@ from starlette.concurrency import run_in_threadpool
 
 from api import errors
 from api.auth import KeyCache
+from api.console import install as console
 from api.housekeeping import keep_house
 from api.machines import Machines
+from api.rates import LocalRates, Rates
 from api.routes import (
     audit,
     batches,
@@ -25,6 +27,7 @@ from api.routes import (
     futures,
     metrics,
     payments,
+    probes,
     rest,
     sampling,
     service,
@@ -34,6 +37,8 @@ from api.routes import (
     weft,
     weights,
 )
+from api.shared_machines import SharedMachines
+from api.shared_rates import SharedRates
 from api.state import Service
 from billing.prices import PriceList
 from scheduler.jobs.catalogue import JOBS
@@ -54,8 +59,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        machines = Machines(settings, cards, database, blobs, prices)
-        holder = Service(settings, cards, database, blobs, prices, machines.journal, machines.stats)
+        machines, rates = parts_of(settings, cards, database, blobs, prices)
+        holder = Service(settings, cards, database, blobs, prices, machines.journal, machines.stats, rates=rates)
 
         def stopping() -> None:
             machines.drain()
@@ -81,6 +86,15 @@ def create_app(
             await holder.last_used.flush()
 
     return front(lifespan)
+
+
+def parts_of(
+    settings: Settings, cards: dict[str, ModelCard], database: Database, blobs: Blobs, prices: PriceList
+) -> tuple[Machines | SharedMachines, Rates]:
+    """Those of the embedded service, or those of one replica of several."""
+    if settings.redis_url:
+        return SharedMachines(settings, database, blobs, prices), SharedRates(settings.redis_url)
+    return Machines(settings, cards, database, blobs, prices), LocalRates()
 
 
 def front(lifespan: Lifespan | None = None) -> FastAPI:
@@ -110,6 +124,8 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         weft,
         metrics,
         payments,
+        probes,
     ):
         app.include_router(routes.router)
+    console.install(app)
     return app

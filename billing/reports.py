@@ -1,7 +1,8 @@
 """What was spent, added up for people: by day, kind, model, project, key, user and run. Read only.
 
-Sums are exact integers of the usage rows, so whatever way they are added up they agree to the nano-dollar. Days are
-UTC. The database adds up: in two halves, because SQLite's SUM fails beyond 64 bits.
+Read from the hourly sums, which are kept up in the commit of the usage itself: whatever way they are added up, they
+agree with the ledger to the nano-dollar. Days are UTC. The database adds up: in two halves, because SQLite's SUM fails
+beyond 64 bits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Literal, get_args
 from sqlalchemy import ColumnElement, Select, func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from store.tables import UsageEvent
+from store.tables import UsageEvent, UsageHour
 
 Dimension = Literal["kind", "model", "project", "key", "user", "run"]
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
@@ -63,6 +64,15 @@ class ShareRow:
     amount_nusd: int
 
 
+@dataclass(frozen=True)
+class DayShareRow:
+    day: date
+    name: str | None
+    kind: str
+    quantity: int
+    amount_nusd: int
+
+
 def last_days(count: int, now: datetime | None = None) -> Window:
     """A window that ends today."""
     today = (now or datetime.now(UTC)).astimezone(UTC).date()
@@ -77,7 +87,7 @@ def this_month(now: datetime | None = None) -> Window:
 def by_day(session: Session, org_id: str, window: Window) -> list[DayRow]:
     """Cost of each day by kind, in order; days without usage have no row."""
     day = _day(session)
-    rows = session.execute(_within(org_id, window, day, UsageEvent.kind).group_by(day, UsageEvent.kind))
+    rows = session.execute(_within(org_id, window, day, UsageHour.kind).group_by(day, UsageHour.kind))
     found = [DayRow(_date(at), kind, *_sums(*sums)) for at, kind, *sums in rows]
     return sorted(found, key=lambda row: (row.day, row.kind))
 
@@ -85,8 +95,18 @@ def by_day(session: Session, org_id: str, window: Window) -> list[DayRow]:
 def by_dimension(session: Session, org_id: str, window: Window, dimension: Dimension) -> list[ShareRow]:
     """Cost by the values of `dimension` and by kind, in no particular order."""
     column = _column(dimension)
-    rows = session.execute(_within(org_id, window, column, UsageEvent.kind).group_by(column, UsageEvent.kind))
-    return [ShareRow(None if value is None else str(value), kind, *_sums(*sums)) for value, kind, *sums in rows]
+    rows = session.execute(_within(org_id, window, column, UsageHour.kind).group_by(column, UsageHour.kind))
+    return [ShareRow(str(value) if value else None, kind, *_sums(*sums)) for value, kind, *sums in rows]
+
+
+def by_day_and(session: Session, org_id: str, window: Window, dimension: Dimension) -> list[DayShareRow]:
+    """Cost of each day by the values of `dimension` and by kind, in order."""
+    columns = (_day(session), _column(dimension), UsageHour.kind)
+    rows = session.execute(_within(org_id, window, *columns).group_by(*columns))
+    found = [
+        DayShareRow(_date(at), str(value) if value else None, kind, *_sums(*sums)) for at, value, kind, *sums in rows
+    ]
+    return sorted(found, key=lambda row: (row.day, row.name or "", row.kind))
 
 
 def total(session: Session, org_id: str, window: Window) -> int:
@@ -97,8 +117,8 @@ def total(session: Session, org_id: str, window: Window) -> int:
 def of_runs(session: Session, org_id: str, run_ids: Sequence[str]) -> dict[str, Spent]:
     """What runs have used so far, samples from their weights included."""
     spent: dict[str, Spent] = {}
-    columns = (UsageEvent.run_id, UsageEvent.kind)
-    query = select(*columns, *_halves()).where(UsageEvent.org_id == org_id, UsageEvent.run_id.in_(run_ids))
+    columns = (UsageHour.run_id, UsageHour.kind)
+    query = select(*columns, *_halves()).where(UsageHour.org_id == org_id, UsageHour.run_id.in_(run_ids))
     for run_id, kind, *sums in session.execute(query.group_by(*columns)):
         quantity, amount = _sums(*sums)
         so_far = spent.get(run_id, Spent())
@@ -110,7 +130,7 @@ def of_runs(session: Session, org_id: str, run_ids: Sequence[str]) -> dict[str, 
 def spent_by(session: Session, org_id: str, run_id: str, times: Sequence[Sequence[datetime]]) -> list[list[Spent]]:
     """What a run had used by each of `times`."""
     event = UsageEvent
-    query = select(event.recorded_at, event.kind, _quantity(), event.amount_nusd)
+    query = select(event.recorded_at, event.kind, event.quantity, event.amount_nusd)
     query = query.where(event.org_id == org_id, event.run_id == run_id).order_by(event.recorded_at, event.id)
     rows = session.execute(query.execution_options(yield_per=10_000)).all()
     instants = [at for at, _, _, _ in rows]
@@ -130,33 +150,30 @@ def narrowed(window: Window, dimension: Dimension, value: str | None) -> Window:
 def _within(org_id: str, window: Window, *columns: Any) -> Select[Any]:
     start = datetime.combine(window.first, time(), UTC)
     end = datetime.combine(window.last + timedelta(days=1), time(), UTC)
-    event = UsageEvent
     query = select(*columns, *_halves())
-    query = query.where(event.org_id == org_id, event.recorded_at >= start, event.recorded_at < end)
+    query = query.where(UsageHour.org_id == org_id, UsageHour.hour >= start, UsageHour.hour < end)
     for dimension, value in window.match:
-        column = _column(dimension)
-        if value is not None and dimension == "key":
-            query = query.where(column == int(value)) if value.isdecimal() else query.where(column != column)
-        else:
-            query = query.where(column.is_(None) if value is None else column == value)
+        query = query.where(_column(dimension) == _stored(dimension, value))
     return query
 
 
 def _column(dimension: Dimension) -> InstrumentedAttribute[Any]:
     names = {"model": "base_model", "project": "project_id", "key": "key_id", "user": "user_id", "run": "run_id"}
-    column: InstrumentedAttribute[Any] = getattr(UsageEvent, names.get(dimension, dimension))
+    column: InstrumentedAttribute[Any] = getattr(UsageHour, names.get(dimension, dimension))
     return column
 
 
-def _quantity() -> InstrumentedAttribute[int]:
-    column: InstrumentedAttribute[int] = getattr(UsageEvent, "quantity", None) or UsageEvent.tokens
-    return column
+def _stored(dimension: Dimension, value: str | None) -> str | int:
+    """The value as the table has it: "" or 0 for none."""
+    if dimension != "key":
+        return value or ""
+    return int(value) if value and value.isdecimal() and len(value) < 19 else 0 if value is None else -1
 
 
 def _halves() -> list[ColumnElement[int]]:
     """Sums of the upper and the lower part of quantity and amount; together they are exact at any size."""
-    columns = (_quantity(), UsageEvent.amount_nusd)
-    # sign-preserving in both databases: n == (n / half) * half + n % half
+    columns = (UsageHour.quantity, UsageHour.amount_nusd)
+    # In both databases n == (n / half) * half + n % half, whatever the sign.
     return [func.sum(part) for column in columns for part in (column.op("/")(_HALF), column % _HALF)]
 
 
@@ -166,10 +183,9 @@ def _sums(*halves: Any) -> tuple[int, int]:
 
 
 def _day(session: Session) -> ColumnElement[Any]:
-    at = UsageEvent.recorded_at
     if session.get_bind().dialect.name == "sqlite":
-        return func.date(at)
-    return func.date(func.timezone("UTC", at))
+        return func.date(UsageHour.hour)
+    return func.date(func.timezone("UTC", UsageHour.hour))
 
 
 def _date(value: date | str) -> date:

@@ -25,6 +25,7 @@ from api.routes.downloads import archive_path, file_path
 from api.session_search import text_values
 from api.state import Service, ServiceDep
 from api.validate.runs import check_ttl
+from billing import storage
 from scheduler.references import in_use
 from store import audit, tables
 
@@ -99,8 +100,12 @@ async def set_ttl(
     """Let a checkpoint expire so many seconds from now, or (null) never."""
     path = _path(run_id, kind, name)
     body = await read_json(request, SetTtlRequest)
-    check_ttl(body.ttl_seconds)
-    ttl = body.ttl_seconds
+    return {"expires_at": await expire(service, who, path, body.ttl_seconds)}
+
+
+async def expire(service: Service, who: Principal, path: CheckpointPath, ttl: int | None) -> datetime | None:
+    """Let a checkpoint expire `ttl` seconds from now, or never. Returns when."""
+    check_ttl(ttl)
     expires = None if ttl is None else datetime.now(UTC) + timedelta(seconds=ttl)
 
     def write(session: Session) -> None:
@@ -108,7 +113,7 @@ async def set_ttl(
         _note(session, who, "checkpoint_ttl_set", path, ttl_seconds=ttl)
 
     await service.database.write(write)
-    return {"expires_at": expires}
+    return expires
 
 
 @router.delete(_ONE, **declare(scope="checkpoints:write", limit="call"))
@@ -120,6 +125,7 @@ async def delete_checkpoint(
 
     def write(session: Session) -> str | None:
         row = checkpoint_at(session, who.org_id, path)
+        storage.end(session, row, datetime.now(UTC))
         session.delete(row)
         _note(session, who, "checkpoint_deleted", path)
         return None if in_use(session, row.ref) else row.ref

@@ -1,0 +1,48 @@
+"""The console, added to the application: its pages under /console, its files, its headers."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import FileResponse, RedirectResponse
+
+from api.access import declare
+from api.console.pages import (
+    audit,
+    checkpoints,
+    login,
+    overview,
+    run,
+    runs,
+    usage,
+)
+from api.console.render import STATIC, ConsoleRoute
+from api.console.security import PREFIX, SecurityHeaders
+from api.errors import NotFound, quote
+
+router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+
+PAGES = (login, overview, usage, runs, run, checkpoints, audit)
+
+
+def install(app: FastAPI) -> None:
+    for module in PAGES:
+        app.include_router(module.router, prefix=PREFIX)
+    app.include_router(router)
+    app.add_middleware(SecurityHeaders)
+
+
+@router.get("", **declare(scope="public", limit="poll"))
+async def front_door() -> RedirectResponse:
+    return RedirectResponse(PREFIX + "/", 308)
+
+
+@router.get("/static/{name:path}", **declare(scope="public", limit="poll"))
+async def static(name: str) -> FileResponse:
+    """A file of the console. Its address has its hash, so it may be kept for ever."""
+    if name not in _files():
+        raise NotFound(f"no file {quote(name)} of the console")
+    return FileResponse(STATIC / name, headers={"cache-control": "public, max-age=31536000, immutable"})
+
+
+def _files() -> frozenset[str]:
+    return frozenset(path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*") if path.is_file())

@@ -1,0 +1,109 @@
+"""Stored weights: what there is, whose, how large, until when; and the buttons that end it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Form, Query, Request, Response
+from fastapi.responses import HTMLResponse
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from api.access import declare
+from api.console.lists import PageNumber, names, paged
+from api.console.render import ConsoleRoute, page, say
+from api.console.security import ViewerDep
+from api.lookup import live_checkpoints
+from api.paths import parse_path
+from api.routes.checkpoints import delete_checkpoint, expire
+from api.state import ServiceDep
+from store import tables
+from store.tables import Checkpoint, Run
+
+router = APIRouter(route_class=ConsoleRoute)
+
+LOOKING = ("checkpoints:read", "train", "sample")
+Sort = Literal["newest", "largest", "expiring"]
+ORDERS: dict[Sort, tuple[Any, ...]] = {
+    "newest": (Checkpoint.created_at.desc(), Checkpoint.id),
+    "largest": (Checkpoint.size_bytes.desc(), Checkpoint.id),
+    "expiring": (Checkpoint.expires_at.is_(None), Checkpoint.expires_at, Checkpoint.id),
+}
+#: What the button offers, in days; 0 is for ever.
+LIVES = ((1, "1 day"), (7, "1 week"), (30, "30 days"), (365, "1 year"), (0, "never"))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What one owner stores."""
+
+    name: str
+    count: int
+    size_bytes: int
+
+
+@router.get("/checkpoints", **declare(scope="public", limit="poll"))
+async def checkpoints(
+    request: Request,
+    service: ServiceDep,
+    viewer: ViewerDep,
+    page_number: Annotated[PageNumber, Query(alias="page")] = 1,
+    sort: Sort = "newest",
+    search: Annotated[str, Query(max_length=128)] = "",
+) -> HTMLResponse:
+    viewer.need(*LOOKING)
+    query = {"sort": sort, "search": search.strip()}
+
+    def read(session: Session) -> dict[str, Any]:
+        live = select(Checkpoint).filter_by(org_id=viewer.org_id).where(live_checkpoints())
+        found = live.order_by(*ORDERS[sort])
+        if query["search"]:
+            text = query["search"]
+            found = found.where(
+                Checkpoint.name.contains(text, autoescape=True) | Checkpoint.run_id.contains(text, autoescape=True)
+            )
+        rows, pages = paged(session, found, page_number)
+        owners = _by_project(session, viewer.org_id)
+        return {
+            "checkpoints": rows,
+            "pages": pages,
+            "query": query,
+            "owners": owners,
+            "stored": Stored("", sum(o.count for o in owners), sum(o.size_bytes for o in owners)),
+            "lives": LIVES,
+        }
+
+    return page(request, "checkpoints.html", viewer, **await service.read(read))
+
+
+@router.post("/checkpoints/ttl", **declare(scope="public", limit="poll"))
+async def set_ttl(
+    service: ServiceDep,
+    viewer: ViewerDep,
+    path: Annotated[str, Form(max_length=512)],
+    days: Annotated[int, Form(ge=0, le=3650)],
+) -> Response:
+    viewer.need("checkpoints:write")
+    await expire(service, viewer.who, parse_path(path, "path"), days * 86_400 or None)
+    return say("Expiry changed")
+
+
+@router.post("/checkpoints/delete", **declare(scope="public", limit="poll"))
+async def delete(service: ServiceDep, viewer: ViewerDep, path: Annotated[str, Form(max_length=512)]) -> Response:
+    viewer.need("checkpoints:write")
+    parsed = parse_path(path, "path")
+    await delete_checkpoint(parsed.run_id, parsed.kind, parsed.name, service, viewer.who)
+    return say("Checkpoint deleted")
+
+
+def _by_project(session: Session, org_id: str) -> list[Stored]:
+    owner = tables.Session
+    query = select(owner.project_id, func.count(), func.sum(Checkpoint.size_bytes)).select_from(Checkpoint)
+    query = query.join(Run, Run.id == Checkpoint.run_id).join(owner, owner.id == Run.session_id)
+    rows = session.execute(
+        query.where(Checkpoint.org_id == org_id, live_checkpoints()).group_by(owner.project_id)
+    ).all()
+    called = names(session, org_id, "project", [project for project, _, _ in rows])
+    found = [Stored(called[project], number, int(size or 0)) for project, number, size in rows]
+    return sorted(found, key=lambda stored: -stored.size_bytes)

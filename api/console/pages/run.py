@@ -1,0 +1,82 @@
+"""One run: its curves against step, tokens or cost, and what it has cost so far, while it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse, JSONResponse
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from api.access import declare
+from api.console.formats import usd_exact, usd_text
+from api.console.lists import names
+from api.console.pages.runs import run_lines, title_of
+from api.console.render import ConsoleRoute, page
+from api.console.security import ViewerDep
+from api.lookup import live_checkpoints, run_by_id
+from api.routes.metrics import run_metrics
+from api.state import ServiceDep
+from billing import usage
+from store import tables
+from store.tables import Checkpoint, Operation
+
+router = APIRouter(route_class=ConsoleRoute)
+
+RECENT = 8
+
+
+@router.get("/runs/{run_id}", **declare(scope="public", limit="poll"))
+async def run_page(request: Request, service: ServiceDep, viewer: ViewerDep, run_id: str) -> HTMLResponse:
+    def read(session: Session) -> dict[str, Any]:
+        run = run_by_id(session, viewer.org_id, run_id)
+        owner = session.get_one(tables.Session, run.session_id)
+        saved = select(Checkpoint).filter_by(org_id=viewer.org_id, run_id=run_id).where(live_checkpoints())
+        failed = select(Operation).filter_by(org_id=viewer.org_id, lane=run_id, state="failed")
+        return {
+            "run": run,
+            "title": title_of(run, owner),
+            "session": owner,
+            "project": names(session, viewer.org_id, "project", [owner.project_id])[owner.project_id],
+            "checkpoints": list(session.scalars(saved.order_by(Checkpoint.created_at.desc()).limit(100))),
+            "failures": list(session.scalars(failed.order_by(Operation.accepted_at.desc()).limit(RECENT))),
+            **_spent(session, viewer.org_id, run_id),
+        }
+
+    return page(request, "run.html", viewer, **await service.read(read))
+
+
+@router.get("/runs/{run_id}/live", **declare(scope="public", limit="poll"))
+async def run_live(service: ServiceDep, viewer: ViewerDep, run_id: str) -> JSONResponse:
+    """What changes on the page: the API's own curves, and what the run has cost so far."""
+    curves = await run_metrics(run_id, service, viewer.who)
+
+    def read(session: Session) -> dict[str, Any]:
+        run = run_by_id(session, viewer.org_id, run_id)
+        (line,) = run_lines(session, viewer.org_id, [run])
+        steps = _operations(session, run_id).get("optim_step", 0)
+        return {
+            "state": run.state,
+            "cost_usd": usd_exact(line.spent.amount_nusd),
+            "cost_text": usd_text(line.spent.amount_nusd),
+            "tokens": line.spent.tokens,
+            "optim_steps": steps,
+        }
+
+    return JSONResponse({**curves.model_dump(), **await service.read(read)})
+
+
+def _spent(session: Session, org_id: str, run_id: str) -> dict[str, Any]:
+    rows = usage.summary(session, org_id, run_id)
+    return {
+        "kinds": rows,
+        "total_nusd": sum(row.amount_nusd for row in rows),
+        "operations": _operations(session, run_id),
+    }
+
+
+def _operations(session: Session, run_id: str) -> dict[str, int]:
+    """How many operations of each kind were done."""
+    query = select(Operation.kind, func.count()).filter_by(lane=run_id, state="done").group_by(Operation.kind)
+    return {kind: number for kind, number in session.execute(query)}

@@ -1,0 +1,100 @@
+"""The list of runs, each with what it has cost so far and the last value of its curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import HTMLResponse
+from sqlalchemy import or_, select
+from sqlalchemy.orm import Session
+
+from api.access import declare
+from api.console.lists import PageNumber, paged
+from api.console.render import ConsoleRoute, page
+from api.console.security import ViewerDep
+from api.state import ServiceDep
+from billing.reports import Spent, of_runs
+from store import tables
+from store.curves import curves_of
+from store.tables import Run, RunCurve
+
+router = APIRouter(route_class=ConsoleRoute)
+
+#: Curves that tell most, in the order in which one of them is shown in the list.
+TELLING = ("reward", "loss", "train/loss", "eval/reward", "eval/loss", "kl")
+
+
+@dataclass(frozen=True)
+class RunLine:
+    run: Run
+    title: str
+    session: tables.Session
+    spent: Spent
+    curve: RunCurve | None
+
+
+def run_lines(session: Session, org_id: str, runs: Sequence[Run]) -> list[RunLine]:
+    """What the list says of these runs, with three queries for all of them."""
+    ids = [run.id for run in runs]
+    spent, curves = of_runs(session, org_id, ids), curves_of(session, org_id, ids)
+    found = session.scalars(select(tables.Session).where(tables.Session.id.in_({run.session_id for run in runs})))
+    owners = {row.id: row for row in found}
+    return [
+        RunLine(
+            run,
+            title_of(run, owners[run.session_id]),
+            owners[run.session_id],
+            spent.get(run.id, Spent()),
+            _telling(curves.get(run.id, [])),
+        )
+        for run in runs
+    ]
+
+
+def title_of(run: Run, session: tables.Session) -> str:
+    """What a run is called: by its metadata, by its session's, or not at all."""
+    for metadata in (run.user_metadata, session.user_metadata):
+        for name in ("name", "run_name", "title"):
+            if isinstance(metadata.get(name), str) and metadata[name].strip():
+                return str(metadata[name])
+    return session.display_name or ""
+
+
+def _telling(curves: list[RunCurve]) -> RunCurve | None:
+    by_name = {curve.name: curve for curve in curves}
+    return next((by_name[name] for name in TELLING if name in by_name), curves[0] if curves else None)
+
+
+@router.get("/runs", **declare(scope="public", limit="poll"))
+async def runs(
+    request: Request,
+    service: ServiceDep,
+    viewer: ViewerDep,
+    page_number: Annotated[PageNumber, Query(alias="page")] = 1,
+    state: Literal["", "live", "closed"] = "",
+    search: Annotated[str, Query(max_length=128)] = "",
+) -> HTMLResponse:
+    query = {"state": state, "search": search.strip()}
+
+    def read(session: Session) -> dict[str, Any]:
+        wanted = select(Run).filter_by(org_id=viewer.org_id).order_by(Run.created_at.desc(), Run.id)
+        if state:
+            wanted = wanted.where(Run.state == state)
+        if query["search"]:
+            text = query["search"]
+            owner = tables.Session
+            wanted = wanted.join(owner, owner.id == Run.session_id).where(
+                or_(
+                    Run.id.contains(text, autoescape=True),
+                    Run.base_model.contains(text, autoescape=True),
+                    owner.display_name.contains(text, autoescape=True),
+                )
+            )
+        rows, pages = paged(session, wanted, page_number)
+        return {"runs": run_lines(session, viewer.org_id, rows), "pages": pages, "query": query}
+
+    template = "runs_table.html" if request.headers.get("hx-target") == "runs" else "runs.html"
+    return page(request, template, viewer, **await service.read(read))

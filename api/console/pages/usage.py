@@ -1,0 +1,165 @@
+"""What was used and what it cost, by day and by whatever one asks for. The filters are the address, so that a view can
+be passed on; the same view comes as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import defaultdict
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, timedelta
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import HTMLResponse, Response
+from sqlalchemy.orm import Session
+
+from api.access import declare
+from api.console import series
+from api.console.formats import csv_cell, usd_exact
+from api.console.lists import Pages, names
+from api.console.render import ConsoleRoute, page
+from api.console.security import Viewer, ViewerDep
+from api.errors import Invalid
+from api.state import ServiceDep
+from billing import reports
+from billing.reports import DIMENSIONS, Dimension, ShareRow, Window
+
+router = APIRouter(route_class=ConsoleRoute)
+
+LONGEST = 366
+#: Dimensions that a view can be narrowed by and split by.
+SPLITS: dict[Dimension, str] = {
+    "model": "Model",
+    "project": "Project",
+    "key": "API key",
+    "user": "User",
+    "run": "Run",
+    "kind": "Kind",
+}
+_NONE = "-"
+_Text = Annotated[str, Query(max_length=256)]
+
+
+@dataclass(frozen=True)
+class Filters:
+    """What the address says. `-` is for what has no project (key, user, run)."""
+
+    window: Window
+    split: Dimension
+    query: dict[str, str]
+
+
+def filters(
+    first: date | None = None,
+    last: date | None = None,
+    days: Annotated[int, Query(ge=1, le=LONGEST)] = 30,
+    by: Dimension = "model",
+    model: _Text = "",
+    project: _Text = "",
+    key: _Text = "",
+    user: _Text = "",
+    run: _Text = "",
+    kind: _Text = "",
+) -> Filters:
+    given = {"model": model, "project": project, "key": key, "user": user, "run": run, "kind": kind}
+    window = reports.last_days(days)
+    if first is not None or last is not None:
+        end = last or window.last
+        window = Window(first or end - timedelta(days=days - 1), end)
+    length = (window.last - window.first).days + 1
+    if not 1 <= length <= LONGEST:
+        raise Invalid(f"first, last: a view has 1 to {LONGEST} days, and this would be {length}: change the dates")
+    for dimension in DIMENSIONS:
+        if given[dimension]:
+            window = reports.narrowed(window, dimension, None if given[dimension] == _NONE else given[dimension])
+    dated = {"first": first.isoformat() if first else "", "last": last.isoformat() if last else ""}
+    query = {**dated, "days": "" if first or last or days == 30 else str(days), "by": by, **given}
+    return Filters(window, by, query)
+
+
+FiltersDep = Annotated[Filters, Depends(filters)]
+
+
+@dataclass
+class Share:
+    """One line of the table: what one model (project, ...) used."""
+
+    value: str | None
+    title: str
+    tokens: int = 0
+    byte_hours: int = 0
+    amounts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    @property
+    def amount_nusd(self) -> int:
+        return sum(self.amounts.values())
+
+
+@router.get("/usage", **declare(scope="public", limit="poll"))
+async def usage_page(
+    request: Request,
+    service: ServiceDep,
+    viewer: ViewerDep,
+    chosen: FiltersDep,
+    page_number: Annotated[int, Query(alias="page", ge=1, le=10_000)] = 1,
+) -> HTMLResponse:
+    def read(session: Session) -> dict[str, Any]:
+        window = chosen.window
+        days = reports.by_day(session, viewer.org_id, window)
+        rows = reports.by_dimension(session, viewer.org_id, window, chosen.split)
+        shares = _shares(session, viewer, chosen.split, rows)
+        pages = Pages(page_number, len(shares))
+        narrowed = {
+            dimension: names(session, viewer.org_id, dimension, [value])[value] for dimension, value in window.match
+        }
+        return {
+            "chosen": chosen,
+            "query": chosen.query,
+            "splits": SPLITS,
+            "narrowed": narrowed,
+            "chart": series.cost_by_day(window, days),
+            "days": days,
+            "kinds": [kind for kind in series.KINDS if any(row.kind == kind for row in days)],
+            "shares": shares[pages.offset : pages.last],
+            "pages": pages,
+            "total_nusd": sum(row.amount_nusd for row in days),
+            "total_tokens": sum(row.quantity for row in days if row.kind in reports.TOKEN_KINDS),
+            "today": datetime.now(UTC).date(),
+        }
+
+    return page(request, "usage.html", viewer, **await service.read(read))
+
+
+@router.get("/usage.csv", **declare(scope="public", limit="poll"))
+async def usage_csv(service: ServiceDep, viewer: ViewerDep, chosen: FiltersDep) -> Response:
+    """The view by day, kind and the chosen dimension, with exact amounts."""
+
+    def read(session: Session) -> str:
+        out = io.StringIO()
+        table = csv.writer(out, lineterminator="\r\n")
+        table.writerow(["day", chosen.split, "name", "kind", "quantity", "amount_usd"])
+        rows = reports.by_day_and(session, viewer.org_id, chosen.window, chosen.split)
+        called = names(session, viewer.org_id, chosen.split, {row.name for row in rows})
+        for row in rows:
+            cells = [csv_cell(row.name or ""), csv_cell(called[row.name]), csv_cell(row.kind)]
+            table.writerow([row.day.isoformat(), *cells, row.quantity, usd_exact(row.amount_nusd)])
+        return out.getvalue()
+
+    text = await service.read(read)
+    name = f"weft-usage-{chosen.window.first}-{chosen.window.last}-by-{chosen.split}.csv"
+    headers = {"content-disposition": f'attachment; filename="{name}"'}
+    return Response(text, media_type="text/csv; charset=utf-8", headers=headers)
+
+
+def _shares(session: Session, viewer: Viewer, split: Dimension, rows: list[ShareRow]) -> list[Share]:
+    called = names(session, viewer.org_id, split, {row.name for row in rows})
+    shares: dict[str | None, Share] = {}
+    for row in rows:
+        share = shares.setdefault(row.name, Share(row.name, called[row.name]))
+        share.amounts[row.kind] += row.amount_nusd
+        if row.kind in reports.TOKEN_KINDS:
+            share.tokens += row.quantity
+        else:
+            share.byte_hours += row.quantity
+    return sorted(shares.values(), key=lambda share: (-share.amount_nusd, share.title))

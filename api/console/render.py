@@ -1,0 +1,143 @@
+"""Pages from templates. Everything that a template prints is escaped: names of runs and projects are hostile input."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.routing import APIRoute
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from api.console import formats
+from api.console.security import PREFIX, SignInNeeded, Viewer
+from api.errors import ApiError, explain
+
+HERE = Path(__file__).parent
+STATIC = HERE / "static"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A page in the navigation, for those who have one of `scopes` (none: everybody)."""
+
+    path: str
+    title: str
+    icon: str
+    scopes: tuple[str, ...] = ()
+    operator: bool = False
+
+    def shown_to(self, viewer: Viewer) -> bool:
+        return viewer.operator if self.operator else not self.scopes or viewer.may(*self.scopes)
+
+
+NAVIGATION: tuple[tuple[str, tuple[Link, ...]], ...] = (
+    (
+        "",
+        (
+            Link("/", "Overview", "home"),
+            Link("/usage", "Usage", "chart"),
+            Link("/runs", "Runs", "run"),
+            Link("/checkpoints", "Checkpoints", "disk"),
+            Link("/queues", "Queues", "queue"),
+        ),
+    ),
+    (
+        "Organisation",
+        (
+            Link("/keys", "API keys", "key", ("admin",)),
+            Link("/members", "Members", "people", ("admin",)),
+            Link("/budgets", "Budgets", "gauge", ("admin", "billing:read")),
+            Link("/billing", "Billing", "card", ("admin", "billing:read")),
+            Link("/audit", "Audit log", "list", ("admin",)),
+        ),
+    ),
+    ("Operator", (Link("/ownership", "Cost of ownership", "server", operator=True),)),
+)
+
+
+def page(request: Request, template: str, viewer: Viewer | None, status: int = 200, **values: Any) -> HTMLResponse:
+    """A page (or a part of one) as HTML."""
+    sections = [
+        (title, [link for link in links if viewer is not None and link.shown_to(viewer)]) for title, links in NAVIGATION
+    ]
+    html = (
+        _environment()
+        .get_template(template)
+        .render(
+            viewer=viewer,
+            sections=[(title, links) for title, links in sections if links],
+            here=request.url.path.removeprefix(PREFIX) or "/",
+            **values,
+        )
+    )
+    return HTMLResponse(html, status)
+
+
+def say(message: str, *, reload: bool = True) -> Response:
+    """The answer to a button: what was done, and the page shows it as it is now."""
+    headers = {"hx-refresh": "true"} if reload else {}
+    return PlainTextResponse(message, 200, headers)
+
+
+def link_with(query: Mapping[str, Any], **changes: Any) -> str:
+    """The present filters as a query string, with some of them changed; empty ones are left out."""
+    merged = {**query, **changes}
+    return "?" + urlencode({name: value for name, value in merged.items() if value not in (None, "")})
+
+
+class ConsoleRoute(APIRoute):
+    """A route whose errors are pages, or one line for the part of a page that asked."""
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                response: Response = await handle(request)
+            except SignInNeeded as error:
+                return error.response()
+            except RequestValidationError as error:
+                return _failed(request, 422, explain(error, prefix=("query", "path", "body")))
+            except ApiError as error:
+                return _failed(request, error.status, error.detail)
+            return response
+
+        return answer
+
+
+def _failed(request: Request, status: int, detail: str) -> Response:
+    if "hx-request" in request.headers or "text/html" not in request.headers.get("accept", ""):
+        return PlainTextResponse(detail, status)
+    return page(request, "error.html", None, status, error_status=status, detail=detail)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(HERE / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for name in ("usd", "usd_text", "usd_exact", "count", "size", "number", "when", "minute", "as_data"):
+        environment.filters[name] = getattr(formats, name)
+    environment.globals.update(
+        kind_names=formats.KIND_NAMES, link_with=link_with, root=PREFIX, static=static_url, zip=zip
+    )
+    return environment
+
+
+@cache
+def static_url(name: str) -> str:
+    """Where a static file is found; the address changes with what is in it, so that browsers may keep it for ever."""
+    version = hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:12]
+    return f"{PREFIX}/static/{name}?v={version}"

@@ -1,0 +1,192 @@
+"""What stands between a browser and a page: the cookie, the CSRF token, the headers.
+
+A page is for whoever has a good session cookie. What changes something must also carry the session's CSRF token in a
+header, which no other site can read or send, and must not come from another site by the browser's own account.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated
+from urllib.parse import quote as url_quote
+from urllib.parse import urlsplit
+
+from fastapi import Depends, Request
+from fastapi.responses import RedirectResponse, Response
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.auth import Principal, admit
+from api.console import sessions
+from api.errors import Forbidden, Unauthenticated
+from api.state import service_of
+from store.caller import Caller, become
+from store.secret import derive
+
+PREFIX = "/console"
+CSRF_HEADER = "x-csrf-token"
+SAFE_METHODS = frozenset({"GET", "HEAD"})
+
+#: Nothing inline and nothing from elsewhere; forms may lead to Stripe's checkout.
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self' https://checkout.stripe.com; frame-ancestors 'none'; base-uri 'none'"
+)
+HEADERS = {
+    "content-security-policy": CSP,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+}
+
+
+class SignInNeeded(Unauthenticated):
+    """No good session. A page leads to the sign-in page; a part of one has htmx go there."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__("not signed in, or no longer: sign in again")
+        self._to = f"{PREFIX}/login?next={url_quote(_here(request), safe='')}"
+        self._part = "hx-request" in request.headers
+        self._page = request.method in SAFE_METHODS and "text/html" in request.headers.get("accept", "")
+
+    def response(self) -> Response:
+        if self._part:
+            return Response(self.detail, 401, {"hx-redirect": self._to})
+        return RedirectResponse(self._to, 303) if self._page else super().response()
+
+
+@dataclass(frozen=True)
+class Viewer:
+    """Who looks at a page."""
+
+    who: Principal
+    org_name: str
+    name: str
+    operator: bool
+    csrf: str
+    since: datetime
+
+    @property
+    def org_id(self) -> str:
+        return self.who.org_id
+
+    def may(self, *scopes: str) -> bool:
+        """Whether one of `scopes` is theirs."""
+        return any(scope in self.who.scopes for scope in scopes)
+
+    def need(self, *scopes: str) -> None:
+        if not self.may(*scopes):
+            raise Forbidden(
+                f"this needs {' or '.join(scopes)}, which the role {self.who.role} does not have: ask an admin"
+            )
+
+
+async def viewer(request: Request) -> Viewer:
+    """The viewer of a page, or who presses a button on one; for `Depends`."""
+    sid = request.cookies.get(cookie_name(request), "")
+    now = datetime.now(UTC)
+    service = service_of(request)
+    found = await service.read(lambda session: sessions.signed_in(session, sid, now)) if sid else None
+    if found is None:
+        raise SignInNeeded(request)
+    token = csrf_token(service.secret, sid)
+    if request.method not in SAFE_METHODS:
+        check_same_site(request)
+        if not hmac.compare_digest(request.headers.get(CSRF_HEADER, "").encode(), token.encode()):
+            raise Forbidden("the CSRF token is missing or not of this session: load the page again")
+    if found.stale:
+        await service.database.write(lambda session: sessions.note_use(session, sid, now))
+    who = found.who
+    if who.status != "suspended" or not request.url.path.startswith(f"{PREFIX}/billing"):
+        admit(request, who)  # a suspended organisation sees its bills, so that it can pay them
+    else:
+        become(Caller(who.org_id, who.actor, request.client.host if request.client else None))
+    return Viewer(who, found.org_name, found.name, found.operator, token, found.since)
+
+
+ViewerDep = Annotated[Viewer, Depends(viewer)]
+
+
+def check_same_site(request: Request) -> None:
+    """Refuse what a browser says comes from another site."""
+    site = request.headers.get("sec-fetch-site")
+    if site is None:
+        origin = request.headers.get("origin")
+        if origin is None or urlsplit(origin).netloc == request.headers.get("host"):
+            return
+        site = "cross-site"
+    if site not in ("same-origin", "none"):
+        raise Forbidden(f"a {site} request: this can only be done from the console's own pages")
+
+
+def csrf_token(secret: bytes, sid: str) -> str:
+    """The token of a session: known to its pages only, and kept nowhere."""
+    return hmac.new(derive(secret, "console csrf"), sid.encode(), hashlib.sha256).hexdigest()
+
+
+def cookie_name(request: Request) -> str:
+    """Under https a name that browsers refuse to have set from elsewhere, or without Secure."""
+    return "__Host-weft_console" if request.url.scheme == "https" else "weft_console"
+
+
+def give_cookie(request: Request, response: Response, sid: str) -> None:
+    response.set_cookie(
+        cookie_name(request),
+        sid,
+        max_age=int(sessions.ABSOLUTE.total_seconds()),
+        path="/",
+        secure=request.url.scheme == "https",
+        httponly=True,
+        samesite="lax",
+    )
+
+
+def take_cookie(request: Request, response: Response) -> None:
+    secure = request.url.scheme == "https"
+    response.delete_cookie(cookie_name(request), path="/", secure=secure, httponly=True, samesite="lax")
+
+
+def local_path(value: str) -> str:
+    """Where to go after signing in: a page of the console, never another site."""
+    path = urlsplit(value)
+    good = value.startswith(PREFIX + "/") and not path.netloc and not path.scheme and "\\" not in value
+    return value if good and value.isprintable() else PREFIX + "/"
+
+
+def _here(request: Request) -> str:
+    if request.method not in SAFE_METHODS or "hx-request" in request.headers:
+        return urlsplit(request.headers.get("hx-current-url", PREFIX + "/")).path
+    return request.url.path + (f"?{request.url.query}" if request.url.query else "")
+
+
+class SecurityHeaders:
+    """Adds HEADERS to whatever the console answers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _of_console(scope):
+            await self.app(scope, receive, send)
+            return
+
+        async def add(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("cache-control", "no-store")
+            await send(message)
+
+        await self.app(scope, receive, add)
+
+
+def _of_console(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path == PREFIX or path.startswith(PREFIX + "/")

@@ -1,0 +1,157 @@
+"""Who is signed in: sessions of browsers, kept by the server, and the links that begin them.
+
+A secret (session id or link) is 256 random bits that only the browser has; here is its SHA-256. What a session may do
+is looked up at each request, so a revoked key or an ended membership ends it at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+
+from api.auth import Principal, RateLimit, principal_of
+from store import audit
+from store.caller import acting_as, caller
+from store.keys import find, is_good
+from store.roles import ALLOWED
+from store.tables import ApiKey, BrowserSession, LoginLink, Membership, Organisation, User
+
+#: A session ends when it is not used for so long, and in any case so long after it began.
+IDLE = timedelta(hours=2)
+ABSOLUTE = timedelta(hours=24)
+#: A link lets somebody in for so long.
+LINK_LIFE = timedelta(minutes=15)
+#: How often it is noted that a session is used.
+NOTED = timedelta(minutes=1)
+#: Sessions of one organisation; the oldest give way.
+MAX_SESSIONS = 1000
+
+
+@dataclass(frozen=True)
+class SignedIn:
+    """Somebody with a good session. `name` is what they are called."""
+
+    who: Principal
+    org_name: str
+    name: str
+    operator: bool
+    since: datetime
+    stale: bool  # its use should be noted
+
+
+def digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def sign_in_with_key(session: Session, key: str, now: datetime) -> str | None:
+    """A new session for the holder of an API key; None if the key is not good."""
+    row = find(session, key, now)
+    if row is None:
+        return None
+    _note(session, row.org_id, f"key:{row.id}", row.id, row.prefix)
+    return _begin(session, row.org_id, now, key_id=row.id)
+
+
+def new_link(session: Session, org_id: str, user_id: str, *, operator: bool = False) -> str:
+    """The secret of a link that signs a member in, once. For `weftd user login-link`."""
+    now, token = datetime.now(UTC), secrets.token_urlsafe(32)
+    session.add(
+        LoginLink(
+            token_sha256=digest(token),
+            org_id=org_id,
+            user_id=user_id,
+            operator=operator,
+            created_at=now,
+            expires_at=now + LINK_LIFE,
+        )
+    )
+    return token
+
+
+def sign_in_with_link(session: Session, token: str, now: datetime) -> str | None:
+    """A new session for whom the link is for, who must still be a member. Only the first use counts."""
+    unused = (LoginLink.token_sha256 == digest(token), LoginLink.used_at.is_(None), LoginLink.expires_at > now)
+    used = update(LoginLink).where(*unused).values(used_at=now).returning(LoginLink)
+    link = session.scalars(used, execution_options={"synchronize_session": False}).one_or_none()
+    if link is None or session.get(Membership, (link.org_id, link.user_id)) is None:
+        return None
+    _note(session, link.org_id, f"user:{link.user_id}", None, link.user_id)
+    return _begin(session, link.org_id, now, user_id=link.user_id, operator=link.operator)
+
+
+def signed_in(session: Session, sid: str, now: datetime) -> SignedIn | None:
+    """Whose session it is, if it is good."""
+    row = session.get(BrowserSession, digest(sid))
+    if row is None or now >= row.expires_at or now - row.last_seen_at >= IDLE:
+        return None
+    org = session.get_one(Organisation, row.org_id)
+    found = _holder(session, row, org)
+    if found is None:
+        return None
+    who, name = found
+    return SignedIn(who, org.name, name, row.operator, row.created_at, now - row.last_seen_at >= NOTED)
+
+
+def note_use(session: Session, sid: str, now: datetime) -> None:
+    session.execute(update(BrowserSession).filter_by(sid_sha256=digest(sid)).values(last_seen_at=now))
+
+
+def sign_out(session: Session, sid: str) -> None:
+    session.execute(delete(BrowserSession).where(BrowserSession.sid_sha256 == digest(sid)))
+
+
+def _holder(session: Session, row: BrowserSession, org: Organisation) -> tuple[Principal, str] | None:
+    if row.key_id is not None:
+        key = session.get(ApiKey, row.key_id)
+        if key is None or not is_good(key):
+            return None
+        who = principal_of(session, key)
+        return (who, key.name or f"{key.prefix}…") if who is not None else None
+    member = session.get(Membership, (row.org_id, row.user_id or ""))
+    user = session.get(User, row.user_id or "")
+    if member is None or user is None:
+        return None
+    scopes, limits = ALLOWED[member.role], (RateLimit.of(org),)
+    return Principal(org.id, None, user.id, None, member.role, scopes, org.status, limits), user.email
+
+
+def _note(session: Session, org_id: str, actor: str, key_id: int | None, target: str) -> None:
+    with acting_as(replace(caller(), org_id=org_id, actor=actor)):
+        audit.record(session, org_id=org_id, key_id=key_id, event="console_signed_in", target=target)
+
+
+def _begin(
+    session: Session,
+    org_id: str,
+    now: datetime,
+    *,
+    key_id: int | None = None,
+    user_id: str | None = None,
+    operator: bool = False,
+) -> str:
+    """A session under a new id; what is over, and what is too many, is forgotten on the way."""
+    session.execute(delete(BrowserSession).where(BrowserSession.expires_at <= now))
+    session.execute(delete(LoginLink).where(LoginLink.expires_at <= now - ABSOLUTE))
+    newest = select(BrowserSession.sid_sha256).filter_by(org_id=org_id).order_by(BrowserSession.created_at.desc())
+    for old in session.scalars(newest.offset(MAX_SESSIONS - 1)).all():
+        session.execute(delete(BrowserSession).where(BrowserSession.sid_sha256 == old))
+    sid = secrets.token_urlsafe(32)
+    session.add(
+        BrowserSession(
+            sid_sha256=digest(sid),
+            org_id=org_id,
+            key_id=key_id,
+            user_id=user_id,
+            operator=operator,
+            created_at=now,
+            last_seen_at=now,
+            expires_at=now + ABSOLUTE,
+        )
+    )
+    session.flush()
+    return sid

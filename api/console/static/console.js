@@ -1,0 +1,132 @@
+"use strict";
+/* What pages do beside htmx: menu, colours, messages, charts, and a run's live numbers. */
+(() => {
+  const $ = (selector, root = document) => root.querySelector(selector);
+  const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
+
+  /* ---- messages */
+  const toast = $("#toast");
+  let hiding = 0;
+  function tell(text, bad) {
+    toast.textContent = text;
+    toast.className = bad ? "shown bad" : "shown";
+    clearTimeout(hiding);
+    hiding = setTimeout(() => { toast.className = ""; }, bad ? 9000 : 3500);
+  }
+  document.body.addEventListener("htmx:responseError", (event) => {
+    const { status, responseText } = event.detail.xhr;
+    tell(status < 500 && responseText.length < 600 ? responseText : "That did not work (" + status + "). Try again.", true);
+  });
+  document.body.addEventListener("htmx:sendError", () => tell("The server cannot be reached.", true));
+  document.body.addEventListener("htmx:afterRequest", (event) => {
+    const { xhr, successful } = event.detail;
+    if (!successful || xhr.getResponseHeader("hx-refresh") !== "true") return;
+    sessionStorage.setItem("weft-said", xhr.responseText);
+  });
+  const said = sessionStorage.getItem("weft-said");
+  if (said) { sessionStorage.removeItem("weft-said"); tell(said); }
+
+  /* ---- menu on small screens */
+  const menu = $(".menu");
+  if (menu) menu.addEventListener("click", () => {
+    const open = $("#side").classList.toggle("open");
+    menu.setAttribute("aria-expanded", String(open));
+    if (open) $("#side li a").focus();
+  });
+
+  /* ---- colours */
+  const themes = ["auto", "light", "dark"];
+  const button = $("[data-theme-next]");
+  function showTheme(theme) {
+    if (theme === "auto") delete document.documentElement.dataset.theme; else document.documentElement.dataset.theme = theme;
+    if (!button) return;
+    button.lastElementChild.textContent = { auto: "Auto", light: "Light", dark: "Dark" }[theme];
+    button.setAttribute("aria-label", "Colours: " + { auto: "as the system", light: "light", dark: "dark" }[theme]);
+    drawAll();
+  }
+  const chosen = () => localStorage.getItem("weft-theme") || "auto";
+  if (button) button.addEventListener("click", () => {
+    const next = themes[(themes.indexOf(chosen()) + 1) % themes.length];
+    if (next === "auto") localStorage.removeItem("weft-theme"); else localStorage.setItem("weft-theme", next);
+    showTheme(next);
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawAll());
+
+  /* ---- copying and forms */
+  document.body.addEventListener("click", (event) => {
+    const copy = event.target.closest("[data-copy]");
+    if (copy) navigator.clipboard.writeText($(copy.dataset.copy).textContent).then(() => tell("Copied"), () => tell("Copying is not allowed here", true));
+  });
+  document.body.addEventListener("change", (event) => {
+    if (event.target.matches("[data-submits]")) event.target.form.requestSubmit();
+  });
+  $$("form.filters").forEach((form) => form.addEventListener("submit", () => {
+    $$("input, select", form).forEach((field) => { if (!field.value) field.disabled = true; });
+  }));
+
+  /* ---- charts */
+  function drawAll() {
+    const names = JSON.parse(document.body.dataset.kinds || "{}");
+    $$("[data-cost]").forEach((el) => Charts.costBars(el, JSON.parse(el.dataset.cost), names));
+    $$("[data-shares]").forEach((el) => Charts.shares(el, JSON.parse(el.dataset.shares)));
+    drawCurves();
+  }
+
+  /* ---- a run */
+  const run = $("[data-run]");
+  let live = null, axis = "steps";
+  function drawCurves() {
+    if (!run || !live) return;
+    const box = $("#curves");
+    const first = (name) => /reward/.test(name) ? 0 : /loss/.test(name) ? 1 : 2;
+    const curves = [...live.curves].sort((a, b) => first(a.name) - first(b.name) || a.name.localeCompare(b.name));
+    $("#no-curves").hidden = curves.length > 0;
+    $("#axis").hidden = curves.length === 0;
+    for (const data of curves) {
+      let card = $$(".card", box).find((c) => c.dataset.curve === data.name);
+      if (!card) {
+        card = $("#curve").content.firstElementChild.cloneNode(true);
+        card.dataset.curve = data.name;
+        $("h2", card).textContent = data.name;
+        $(".chart", card).setAttribute("aria-label", "Curve of " + data.name);
+        box.append(card);
+      }
+      $(".latest", card).textContent = String(+data.values[data.values.length - 1].toPrecision(4));
+      $(".at", card).textContent = "step " + data.steps[data.steps.length - 1].toLocaleString("en");
+      Charts.curve($(".chart", card), data, axis);
+    }
+  }
+  async function refresh() {
+    let pause = 3000;
+    try {
+      const answer = await fetch(run.dataset.run, { headers: { accept: "application/json" } });
+      if (answer.status === 401) { location.reload(); return; }
+      if (!answer.ok) throw new Error(String(answer.status));
+      const text = await answer.text();
+      if (text !== refresh.last) {
+        refresh.last = text;
+        live = JSON.parse(text);
+        const cost = $("#cost data");
+        cost.value = live.cost_usd; cost.title = "$" + live.cost_usd; cost.textContent = live.cost_text;
+        $("#tokens").textContent = live.tokens.toLocaleString("en");
+        $("#optim-steps").textContent = live.optim_steps.toLocaleString("en");
+        const state = $("#state .state");
+        state.textContent = live.state; state.className = "state " + live.state;
+        drawCurves();
+      }
+      if (live.state === "closed") pause = 15000;
+    } catch { pause = 10000; }
+    if (document.visibilityState === "hidden") await new Promise((go) => document.addEventListener("visibilitychange", go, { once: true }));
+    setTimeout(refresh, pause);
+  }
+  if (run) {
+    $$("#axis button").forEach((choice) => choice.addEventListener("click", () => {
+      axis = choice.dataset.axis;
+      $$("#axis button").forEach((b) => b.setAttribute("aria-pressed", String(b === choice)));
+      drawCurves();
+    }));
+    refresh();
+  }
+
+  showTheme(chosen());
+})();

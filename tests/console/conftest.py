@@ -1,0 +1,118 @@
+"""The console over a real database and journal, seeded; once for a client in process, once for a browser."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from api.app import front
+from api.state import Service
+from billing.prices import load_prices
+from scheduler.journal import Journal
+from store.blobs import Blobs
+from store.db import Database
+from store.settings import Settings
+from tests.console.seed import MODEL, Seeded, seed
+from workers.model.card import read_card
+from workers.model.tiny import TINY_PATH
+
+SAME_SITE = {"sec-fetch-site": "same-origin"}
+
+
+class Console:
+    """A seeded console, and how somebody of a role signs in to it."""
+
+    def __init__(self, app: FastAPI, database: Database, made: Seeded, client: Any = None, url: str = "") -> None:
+        self.app = app
+        self.database = database
+        self.made = made
+        self.http = client
+        self.url = url
+
+    def sign_in(self, role: str = "owner") -> httpx.Response:
+        self.http.cookies.clear()
+        body = {"key": self.made.keys[role]}
+        reply: httpx.Response = self.http.post("/console/login", data=body, headers=SAME_SITE, follow_redirects=False)
+        return reply
+
+    def get(self, path: str, status: int = 200) -> str:
+        reply = self.http.get(f"/console{path}", headers={"accept": "text/html"}, follow_redirects=False)
+        assert reply.status_code == status, reply.text[:500]
+        return str(reply.text)
+
+    def csrf(self) -> str:
+        found = re.search(r'"X-CSRF-Token": "(\w+)"', self.get("/runs"))
+        assert found is not None
+        return found.group(1)
+
+    def press(self, path: str, status: int = 200, **form: Any) -> httpx.Response:
+        """What a button does."""
+        headers = {**SAME_SITE, "hx-request": "true", "x-csrf-token": self.csrf()}
+        reply: httpx.Response = self.http.post(f"/console{path}", data=form, headers=headers, follow_redirects=False)
+        assert reply.status_code == status, reply.text[:500]
+        return reply
+
+    def api(self, path: str, role: str = "owner") -> Any:
+        reply = self.http.get(f"/api/v1/{path}", headers={"x-api-key": self.made.keys[role]})
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+
+def application(folder: Path, database: Database) -> FastAPI:
+    settings = Settings(data_dir=folder, long_poll_s=0.2)
+    prices = load_prices()
+    journal = Journal(database, Blobs(folder / "blobs"), prices, 50)
+    cards = {MODEL: read_card(MODEL, TINY_PATH)}
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.service = Service(
+            settings, cards, database, Blobs(folder / "blobs"), prices, journal, lambda: {"queue": {}}
+        )
+        yield
+        await journal.flush()
+
+    return front(lifespan)
+
+
+@pytest.fixture
+def console(tmp_path: Path, database: Database) -> Iterator[Console]:
+    made = database.write_now(lambda session: seed(session, load_prices(), days=9))
+    app = application(tmp_path, database)
+    with TestClient(app) as http:
+        yield Console(app, database, made, http)
+
+
+@contextmanager
+def served(folder: Path, days: int = 30) -> Iterator[Console]:
+    """A seeded console at an address."""
+    database = Database(f"sqlite:///{folder}/weft.db")
+    database.migrate()
+    made = database.write_now(lambda session: seed(session, load_prices(), days=days))
+    app = application(folder, database)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + 60
+        while not server.started and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert server.started
+        with httpx.Client(base_url=url) as client:
+            yield Console(app, database, made, client, url)
+        server.should_exit = True
+        thread.join(30)
+    database.close()
