@@ -42,7 +42,8 @@ class RateLimit:
     @classmethod
     def of(cls, row: tables.ApiKey | tables.Project | tables.Organisation) -> RateLimit:
         scope = {"api_keys": "key", "projects": "project"}.get(row.__tablename__, "organisation")
-        return cls(scope, str(row.id), row.requests_per_minute, row.tokens_per_minute, row.max_in_flight)
+        id = f"{row.org_id} {row.id}" if isinstance(row, tables.Project) else str(row.id)
+        return cls(scope, id, row.requests_per_minute, row.tokens_per_minute, row.max_in_flight)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def admit(request: Request, who: Principal) -> Principal:
     if who.key_id is not None:
         service_of(request).last_used.note(who.key_id)
     address = request.client.host if request.client is not None else None
-    become(Caller(who.org_id, who.actor, address, uuid.uuid4().hex))
+    become(Caller(who.org_id, who.actor, address, uuid.uuid4().hex, who.key_id, who.user_id))
     return who
 
 

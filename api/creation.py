@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 from sqlalchemy.orm import Session
 
+from api.auth import Principal
 from api.errors import Invalid
 from api.lookup import active_session, run_by_id
 from api.state import Service
-from api.submit import accept, known
+from api.submit import Place, accept, known
 from scheduler.messages import OpKind, RunSpec
 from scheduler.operations import NewOperation
 from store import tables
@@ -38,7 +39,7 @@ def check_session(session: Session, org_id: str, session_id: str, run_id: str) -
 
 async def create(
     service: Service,
-    org_id: str,
+    who: Principal,
     session_id: str,
     seq: int,
     spec: RunSpec,
@@ -50,7 +51,7 @@ async def create(
     facts = msgspec.structs.asdict(spec)
     run = tables.Run(
         id=facts.pop("run_id"),
-        org_id=org_id,
+        org_id=who.org_id,
         session_id=session_id,
         model_seq_id=seq,
         state="live",
@@ -60,12 +61,17 @@ async def create(
         **facts,
     )
     whole = {"spec": msgspec.structs.asdict(spec), **plan}
-    new = NewOperation(org_id, session_id, spec.run_id, 0, OpKind.CREATE, spec.base_model, 0, raw, whole)
-    return {"request_id": await accept(service, new, run), "model_id": spec.run_id}
+    new = NewOperation(who.org_id, session_id, spec.run_id, 0, OpKind.CREATE, spec.base_model, 0, raw, whole)
+    place = await service.read(lambda session: Place.of(session, who, session_id))
+    return {"request_id": await accept(service, place, new, run), "model_id": spec.run_id}
 
 
-async def repeat(service: Service, org_id: str, session_id: str, run_id: str, raw: bytes) -> dict[str, Any]:
+async def repeat(service: Service, who: Principal, session_id: str, run_id: str, raw: bytes) -> dict[str, Any]:
     """The first answer again, for the creation of a run that exists."""
-    run = await service.read(lambda session: run_by_id(session, org_id, run_id))
-    new = NewOperation(org_id, session_id, run_id, 0, OpKind.CREATE, run.base_model, 0, raw)
-    return {"request_id": await accept(service, new), "model_id": run_id}
+
+    def read(session: Session) -> tuple[tables.Run, Place]:
+        return run_by_id(session, who.org_id, run_id), Place.of(session, who, session_id)
+
+    run, place = await service.read(read)
+    new = NewOperation(who.org_id, session_id, run_id, 0, OpKind.CREATE, run.base_model, 0, raw)
+    return {"request_id": await accept(service, place, new, repeat=True), "model_id": run_id}

@@ -22,6 +22,8 @@ from api.errors import RateLimited
 
 if TYPE_CHECKING:
     from api.auth import Principal, RateLimit
+    from scheduler.in_flight import InFlight
+    from scheduler.operations import NewOperation
 
 PERIOD_S = 60.0
 #: Buckets kept in memory; full ones are forgotten first.
@@ -99,13 +101,15 @@ async def count_tokens(rates: Rates, limits: Iterable[RateLimit], tokens: int) -
         await _take(rates, [_charge(limit, "tokens_per_minute", tokens) for limit in limits])
 
 
-def check_in_flight(limits: Iterable[RateLimit], in_flight: Callable[[str, str], int]) -> None:
-    """Whether one more operation may be accepted; `in_flight` counts those of a scope and id. Raises RateLimited."""
+def check_in_flight(limits: Iterable[RateLimit], in_flight: InFlight, new: NewOperation) -> None:
+    """Whether `new` may be accepted beside what is in flight. Raises RateLimited."""
     for limit in limits:
-        open_now = in_flight(limit.scope, limit.id) if limit.max_in_flight is not None else 0
-        if limit.max_in_flight is not None and open_now >= limit.max_in_flight:
+        if limit.max_in_flight is None or in_flight.has(limit.scope, limit.id, new):
+            continue
+        open_now = in_flight.count(limit.scope, limit.id)
+        if open_now >= limit.max_in_flight:
             raise RateLimited(
-                f"{open_now} operations of this {limit.scope} are in flight; its limit max_in_flight is "
+                f"{open_now} samples and runs of this {limit.scope} are in flight; its limit max_in_flight is "
                 f"{limit.max_in_flight}: wait for results before you send more",
                 retry_after_s=1,
                 scope=limit.scope,

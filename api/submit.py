@@ -8,19 +8,23 @@ behind it would wait for ever.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
+from weft.money import usd
 
+from api.auth import Principal, RateLimit
 from api.bodies import parse_json
-from api.errors import ApiError, Busy, Invalid, Unavailable
-from api.lookup import run_by_id
+from api.errors import ApiError, Busy, Forbidden, Invalid, PaymentRequired, Unavailable
+from api.lookup import run_by_id, session_by_id
+from api.rates import check_in_flight, count_tokens
 from api.state import Service
 from api.validate.runs import check_sequence
+from billing.accounts import OutOfMoney
 from scheduler.messages import OpKind
 from scheduler.operations import Draining, NewOperation, QueueFull, RunClosed, SequenceReused
 from store import tables
@@ -50,16 +54,61 @@ class Checked:
 Check = Callable[[tables.Run], Checked]
 
 
-async def accept(service: Service, new: NewOperation, *rows: tables.Base) -> str:
-    """`Journal.accept` with its refusals as errors of the API."""
+@dataclass(frozen=True)
+class Place:
+    """For whom an operation is: who asks, the project of its session, and the limits of both."""
+
+    who: Principal
+    project_id: str | None
+    limits: tuple[RateLimit, ...]
+
+    @classmethod
+    def of(cls, session: Session, who: Principal, session_id: str) -> Place:
+        """Raises Forbidden for a key of another project."""
+        project_id = session_by_id(session, who.org_id, session_id).project_id
+        if who.project_id is not None:
+            if project_id != who.project_id:
+                raise Forbidden(
+                    f"this key is bound to the project {who.project_id}; session {session_id} is in the project "
+                    f"{project_id or 'default'}"
+                )
+            return cls(who, project_id, who.limits)
+        project = session.get(tables.Project, (who.org_id, project_id)) if project_id is not None else None
+        return cls(who, project_id, (*who.limits, RateLimit.of(project)) if project is not None else who.limits)
+
+    def sign(self, new: NewOperation) -> NewOperation:
+        return replace(new, key_id=self.who.key_id, user_id=self.who.user_id, project_id=self.project_id)
+
+
+async def accept(service: Service, place: Place, new: NewOperation, *rows: tables.Base, repeat: bool = False) -> str:
+    """`Journal.accept` within the limits of `place`, with its refusals as errors of the API. Neither a `repeat` nor an
+    operation that only spends its number is counted."""
+    new, in_flight = place.sign(new), service.journal.in_flight
+    if not repeat and new.refused is None:
+        await count_tokens(service.rates, place.limits, new.tokens)
+        check_in_flight(place.limits, in_flight, new)
     try:
-        return await service.journal.accept(new, *rows)
+        with in_flight.arriving(new):
+            return await service.journal.accept(new, *rows)
     except QueueFull as error:
         raise Busy(str(error)) from None
+    except OutOfMoney as error:
+        raise _payment_required(error) from None
     except Draining as error:
         raise Unavailable(str(error)) from None
     except (SequenceReused, RunClosed) as error:
         raise Invalid(str(error)) from None
+
+
+def _payment_required(error: OutOfMoney) -> PaymentRequired:
+    needed, available, held = (usd(n) for n in (error.needed_nusd, error.available_nusd, error.held_nusd))
+    return PaymentRequired(
+        f"{error.limit} does not allow this operation: it can cost ${needed}, available are ${available} beside "
+        f"${held} held for operations that run; {error.remedy}. The operation was not accepted: send it again",
+        needed_nusd=error.needed_nusd,
+        available_nusd=error.available_nusd,
+        held_nusd=error.held_nusd,
+    )
 
 
 def known(session: Session, lane: str, seq: int) -> bool:
@@ -69,25 +118,26 @@ def known(session: Session, lane: str, seq: int) -> bool:
 
 
 async def submit(
-    service: Service, org_id: str, address: Address, kind: OpKind, body: bytes, check: Check
+    service: Service, who: Principal, address: Address, kind: OpKind, body: bytes, check: Check
 ) -> tuple[dict[str, Any], ApiError | None]:
     """Accept one operation of a run. Returns the future for the client, and why the operation will fail, if it will.
 
     Raises NotFound for a run that is not there, and Invalid for an impossible number: those consume none."""
     seq = check_sequence(address.seq_id, "seq_id", least=1)
 
-    def examine() -> tuple[tables.Run, Checked, ApiError | None]:
+    def examine() -> tuple[tables.Run, Place, bool, Checked, ApiError | None]:
         with service.database.read() as session:
-            run = run_by_id(session, org_id, address.model_id)
+            run = run_by_id(session, who.org_id, address.model_id)
+            place = Place.of(session, who, run.session_id)
             repeat = known(session, run.id, seq)
         try:
-            return run, Checked() if repeat else check(run), None
+            return run, place, repeat, Checked() if repeat else check(run), None
         except ApiError as error:
-            return run, Checked(), error
+            return run, place, repeat, Checked(), error
 
-    run, checked, refused = await run_in_threadpool(examine)
+    run, place, repeat, checked, refused = await run_in_threadpool(examine)
     new = NewOperation(
-        org_id=org_id,
+        org_id=who.org_id,
         session_id=run.session_id,
         lane=run.id,
         seq=seq,
@@ -99,7 +149,7 @@ async def submit(
         plan=checked.plan,
         refused=refused.detail if refused is not None else None,
     )
-    request_id = await accept(service, new)
+    request_id = await accept(service, place, new, repeat=repeat)
     if refused is not None:
         refused.request_id = request_id
     return {"request_id": request_id, "model_id": run.id}, refused
@@ -107,7 +157,7 @@ async def submit(
 
 async def submit_json(
     service: Service,
-    org_id: str,
+    who: Principal,
     kind: OpKind,
     body: bytes,
     model: type[M],
@@ -115,9 +165,7 @@ async def submit_json(
 ) -> dict[str, Any]:
     """`submit` for an operation with a JSON body. What is wrong with it is the answer at once, beside the outcome."""
     address = parse_json(body, Address)
-    future, refused = await submit(
-        service, org_id, address, kind, body, lambda run: check(parse_json(body, model), run)
-    )
+    future, refused = await submit(service, who, address, kind, body, lambda run: check(parse_json(body, model), run))
     if refused is not None:
         raise refused
     return future

@@ -2,6 +2,9 @@
 
 (lane, seq) names one operation for ever. While one is being accepted or is unfinished it is known in memory, so that
 arrivals at the same moment are one; afterwards its row in the database knows it.
+
+The most that an operation can cost is held in the commit of its row, and the row is the hold: it cannot be without
+the operation, nor outlive it. An operation that cannot be paid for leaves nothing, so its number is still free.
 """
 
 from __future__ import annotations
@@ -9,21 +12,29 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
+from billing.accounts import Accounts, OutOfMoney, Payer
+from billing.estimates import most_for_sample, most_for_tokens
+from billing.prices import Kind, PriceList
 from scheduler.messages import OpKind
-from scheduler.operations import NewOperation, Operation, SequenceReused
+from scheduler.operations import SAMPLE, NewOperation, Operation, SequenceReused
 from store import tables
 from store.blobs import Blobs
+from store.caller import caller
 from store.db import Database
 
 #: A larger body is written by a thread, so that the event loop goes on.
 SMALL_BODY_BYTES = 1 << 18
 
+#: Tinker counts a forward as prefill: it reads tokens and trains nothing.
+TRAIN_KINDS: dict[OpKind, Kind] = {OpKind.FORWARD_BACKWARD: "train", OpKind.FORWARD: "prefill"}
 _SAVES = (OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER, OpKind.SAVE_EXTERNAL)
 
 
@@ -45,10 +56,19 @@ class _Entry:
             )
 
 
+@dataclass(frozen=True)
+class Taking:
+    """The row of a new operation, and the rows that come with it."""
+
+    row: dict[str, Any]
+    others: tuple[tables.Base, ...] = ()
+
+
 class Intake:
-    def __init__(self, database: Database, blobs: Blobs) -> None:
+    def __init__(self, database: Database, blobs: Blobs, prices: PriceList) -> None:
         self._database = database
         self._blobs = blobs
+        self._prices = prices
         self._entries: dict[tuple[str, int], _Entry] = {}
 
     async def known(self, new: NewOperation, *, maybe_stored: bool) -> str | None:
@@ -65,18 +85,23 @@ class Intake:
         return entry.id
 
     async def take(self, new: NewOperation, rows: tuple[tables.Base, ...]) -> Operation:
-        """Make `new` and `rows` durable in one commit. Not known before: the caller has asked."""
+        """Make `new` and `rows` durable in one commit. Not known before: the caller has asked. Raises OutOfMoney."""
         entry = _Entry(uuid.uuid4().hex, new.kind, _digest(new), asyncio.get_running_loop().create_future())
         assert entry.durable is not None
         self._entries[new.lane, new.seq] = entry
         op = _operation(new, entry.id)
         row = _row(op, entry.body_sha256)
-        if new.refused is not None:
-            row.state, row.error, row.error_category, row.finished_at = "failed", new.refused, "user", op.accepted_at
+        if new.refused is None:
+            row["hold_nusd"] = most_nusd(self._prices, op)
+        else:
+            row |= {"state": "failed", "error": new.refused, "error_category": "user", "finished_at": op.accepted_at}
         try:
-            await self._write(op.body_ref, new.body, [*rows, row])
+            await self._put_body(op.body_ref, new.body)
+            await self._database.write_batched(insert_all, Taking(row, rows), lock=op.org_id)
         except BaseException as error:
             self.forget(op)
+            if op.body_ref and isinstance(error, OutOfMoney):
+                self._blobs.delete(op.body_ref)
             entry.durable.set_exception(error)
             entry.durable.exception()  # seen, even when nobody else waits for it
             raise
@@ -92,18 +117,61 @@ class Intake:
             row = session.scalars(select(tables.Operation).filter_by(lane=lane, seq=seq)).one_or_none()
         return _Entry(row.id, row.kind, row.body_sha256) if row is not None else None
 
-    async def _write(self, body_ref: str, body: bytes, rows: list[tables.Base]) -> None:
+    async def _put_body(self, body_ref: str, body: bytes) -> None:
         if body_ref and len(body) > SMALL_BODY_BYTES:
             await asyncio.to_thread(self._blobs.put, body_ref, body)
         elif body_ref:
             self._blobs.put(body_ref, body)
 
-        def insert(session: Session) -> None:
-            for row in rows:
-                session.add(row)
-                session.flush()
 
-        await self._database.write(insert)
+def insert_all(session: Session, takings: list[Taking]) -> list[OutOfMoney | None]:
+    """Insert operations with their holds; those that cannot be paid for are answered with why, and leave nothing.
+    To be run by `Database.write_batched`, in the locks of their organisations."""
+    owner = tables.Session
+    query = select(owner.id, owner.key_id, owner.user_id, owner.project_id)
+    rows = session.execute(query.where(owner.id.in_({taking.row["session_id"] for taking in takings})))
+    owners = {session_id: whose for session_id, *whose in rows}
+    payers = []
+    for row in (taking.row for taking in takings):
+        key_id, user_id, project_id = owners.get(row["session_id"], (None, None, None))
+        if row["key_id"] is None and row["user_id"] is None:
+            row |= {"key_id": key_id, "user_id": user_id}
+        row["project_id"] = project_id
+        payers.append(payer_of(row))
+    times = {taking.row["accepted_at"] for taking in takings}
+    accounts = Accounts(session, set(payers), times, datetime.now(UTC))
+    refusals = [_take(session, accounts, payer, taking) for payer, taking in zip(payers, takings, strict=True)]
+    session.flush()
+    taken = [taking.row for taking, refusal in zip(takings, refusals, strict=True) if refusal is None]
+    if taken:
+        session.execute(insert(tables.Operation), taken)
+    return refusals
+
+
+def _take(session: Session, accounts: Accounts, payer: Payer, taking: Taking) -> OutOfMoney | None:
+    try:
+        accounts.hold(payer, taking.row["hold_nusd"], taking.row["accepted_at"])
+    except OutOfMoney as refusal:
+        return refusal
+    for other in taking.others:
+        session.add(other)
+        session.flush()
+    return None
+
+
+def payer_of(row: Mapping[str, Any]) -> Payer:
+    return Payer(row["org_id"], row["project_id"], row["key_id"])
+
+
+def most_nusd(prices: PriceList, op: Operation) -> int:
+    """The most that `op` can cost."""
+    if op.kind in TRAIN_KINDS:
+        kind = TRAIN_KINDS[OpKind(op.kind)]
+        return most_for_tokens(prices, op.base_model, kind, op.tokens, op.accepted_at)
+    if op.kind != SAMPLE:
+        return 0
+    prompt, samples = op.plan.get("prompt_tokens", 0), op.plan.get("num_samples", 1)
+    return most_for_sample(prices, op.base_model, prompt, samples, op.tokens - prompt, op.accepted_at)
 
 
 def _digest(new: NewOperation) -> str:
@@ -126,23 +194,34 @@ def _operation(new: NewOperation, request_id: str) -> Operation:
         body_ref=f"ops/{request_id[:2]}/{request_id}" if new.body and new.refused is None else "",
         plan=plan,
         accepted_at=datetime.now(UTC),
+        key_id=new.key_id,
+        user_id=new.user_id,
+        project_id=new.project_id,
         body_bytes=len(new.body),
     )
 
 
-def _row(op: Operation, digest: str) -> tables.Operation:
-    return tables.Operation(
-        id=op.id,
-        org_id=op.org_id,
-        session_id=op.session_id,
-        lane=op.lane,
-        seq=op.seq,
-        kind=str(op.kind),
-        base_model=op.base_model,
-        state="queued",
-        tokens=op.tokens,
-        body_ref=op.body_ref,
-        body_sha256=digest,
-        plan=op.plan,
-        accepted_at=op.accepted_at,
-    )
+def _row(op: Operation, digest: str) -> dict[str, Any]:
+    who = caller()
+    return {
+        "id": op.id,
+        "org_id": op.org_id,
+        "session_id": op.session_id,
+        "key_id": who.key_id,
+        "user_id": who.user_id,
+        "project_id": None,
+        "lane": op.lane,
+        "seq": op.seq,
+        "kind": str(op.kind),
+        "base_model": op.base_model,
+        "state": "queued",
+        "tokens": op.tokens,
+        "hold_nusd": 0,
+        "body_ref": op.body_ref,
+        "body_sha256": digest,
+        "plan": op.plan,
+        "error": None,
+        "error_category": None,
+        "accepted_at": op.accepted_at,
+        "finished_at": None,
+    }

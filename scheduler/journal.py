@@ -12,11 +12,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from sqlalchemy import Update, update
+from sqlalchemy.exc import OperationalError
 
 from billing.prices import PriceList
 from scheduler.answers import Answers, result_ref
@@ -24,6 +26,7 @@ from scheduler.backlog import Backlog
 from scheduler.charges import Charges
 from scheduler.completions import Completion, Completions, Target
 from scheduler.fair import FairTree
+from scheduler.in_flight import InFlight
 from scheduler.intake import Intake
 from scheduler.lanes import RunLane, Unit
 from scheduler.messages import MUTATING, Done, Failure, OpKind, PolicyMoved, RunSpec, Snapshot
@@ -38,12 +41,15 @@ from scheduler.operations import (
     RunClosed,
     Waiting,
 )
-from scheduler.settle import result_of, settle
+from scheduler.settle import Ending, Settled, Settlement, result_of
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
 
 log = logging.getLogger(__name__)
+
+#: Pauses before a result is settled again while the database does not answer: about two minutes.
+SETTLE_AGAIN_S = (0.1, 0.3, 1.0, 3.0, 10.0, 15.0, 30.0, 60.0)
 
 
 @dataclass(frozen=True)
@@ -85,14 +91,15 @@ class Journal:
         self.released: list[str] = []  # runs that trainers may forget
         self.desks: list[Desk] = []
         self.completions = Completions()
+        self.in_flight = InFlight()
         self.draining = False
         self._database = database
         self._blobs = blobs
-        self._prices = prices
+        self._settlement = Settlement(prices)
         self._backlog = Backlog(max_queued_per_org, max_queued_bytes_per_org)
         self.answers = Answers(database, blobs)
         self._charges = Charges(self._weight, time.monotonic)
-        self._intake = Intake(database, blobs)
+        self._intake = Intake(database, blobs, prices)
         self._open: dict[str, Operation] = {}
         self._samplers: dict[str, SamplerFacts] = {}
         self.versions: dict[str, int] = {}  # optimizer steps of runs, as far as they were told since the start
@@ -103,7 +110,7 @@ class Journal:
     async def accept(self, new: NewOperation, *rows: tables.Base) -> str:
         """Make `new` (and `rows`) durable, queue it, and return its request id. A repeat returns the first id.
 
-        Raises SequenceReused, QueueFull, Draining, RunClosed."""
+        Raises SequenceReused, QueueFull, Draining, RunClosed, OutOfMoney."""
         lane = self.runs.get(new.lane)
         request_id = await self._intake.known(new, maybe_stored=lane is None or lane.spent(new.seq))
         if request_id is not None:
@@ -147,6 +154,7 @@ class Journal:
 
     def _enqueue(self, op: Operation) -> None:
         self._open[op.id] = op
+        self.in_flight.add(op)
         if op.kind == SAMPLE:
             self.queue_sample(op)
         else:
@@ -239,19 +247,36 @@ class Journal:
             result = result_of(op, done)
             if result.error is None:  # stored before the commit that promises it
                 self._blobs.put(result_ref(op.id), result.payload)
-            now = datetime.now(UTC)
-            settled = await self._database.write(
-                lambda session: settle(session, op, done, result, run_id, self._prices, now)
-            )
+            settled = await self._write_end(Ending(op, done, result, run_id))
             if settled is None:
                 return
             op.outcome, freed = settled
         except Exception:
             log.exception("operation %s could not be settled", op.id)
             op.outcome, freed = Outcome(error="the server could not store the result; it is not billed"), []
+            with suppress(Exception):  # what was held for it is released with its failure, now or after a restart
+                await self._write_end(Ending(op, done, op.outcome, run_id))
         self._close(op, freed)
         if op.outcome.error is None and "version" in done.facts:
             self._moved(op, done.facts["version"])
+
+    async def _write_end(self, ending: Ending) -> Settled:
+        """Settle, again if the database was away for a moment; then it may have been settled the first time."""
+        for pause_s in SETTLE_AGAIN_S:
+            try:
+                settled: Settled = await self._database.write_batched(
+                    self._settlement.settle, ending, lock=ending.op.org_id
+                )
+            except OperationalError:
+                log.warning("operation %s: the database does not answer; again in %.1f s", ending.op.id, pause_s)
+                await asyncio.sleep(pause_s)
+                continue
+            return settled if settled is not None or pause_s == SETTLE_AGAIN_S[0] else self._settled_before(ending.op)
+        raise RuntimeError("the database did not answer for too long")
+
+    def _settled_before(self, op: Operation) -> Settled:
+        stored = self.answers.stored(op.org_id, op.id)
+        return (stored, []) if isinstance(stored, Outcome) else None
 
     def _moved(self, op: Operation, version: int) -> None:
         """The policy of a run has moved, or its inflight samplers have."""
@@ -264,7 +289,8 @@ class Journal:
     def _close(self, op: Operation, freed: list[str]) -> None:
         assert op.outcome is not None
         ok = op.outcome.error is None
-        self._open.pop(op.id, None)
+        if self._open.pop(op.id, None) is not None:
+            self.in_flight.remove(op)
         self._backlog.release(op.org_id, op.body_bytes)
         self.answers.remember(op)
         self._intake.forget(op)

@@ -53,6 +53,9 @@ class NewOperation:
     plan: dict[str, Any] = field(default_factory=dict)
     refused: str | None = None
     sent: bytes | None = None
+    key_id: int | None = None  # who asks, and the project that it counts for
+    user_id: str | None = None
+    project_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,9 @@ class Operation:
     body_ref: str
     plan: dict[str, Any]
     accepted_at: datetime
+    key_id: int | None = None
+    user_id: str | None = None
+    project_id: str | None = None
     body_bytes: int = 0
     running: bool = False
     settling: bool = False  # a worker has answered; a second answer changes nothing

@@ -21,15 +21,21 @@ from store.db import Database
 
 def recover(journal: Journal, database: Database) -> None:
     """Fill a fresh journal. Call once, in its event loop, before any worker attaches."""
+    recover_runs(journal, database)
     with database.read() as session:
-        for run in session.scalars(select(tables.Run).filter_by(state="live")):
-            _recover_run(journal, session, run)
         unfinished = select(tables.Operation).filter_by(kind=SAMPLE, state="queued")
         for row in session.scalars(unfinished.order_by(tables.Operation.accepted_at)):
-            journal.enqueue(_from_row(row))
+            journal.enqueue(from_row(row))
 
 
-def _recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
+def recover_runs(journal: Journal, database: Database) -> None:
+    """The part of it that is about training."""
+    with database.read() as session:
+        for run in session.scalars(select(tables.Run).filter_by(state="live")):
+            recover_run(journal, session, run)
+
+
+def recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
     query = select(tables.Operation).filter(tables.Operation.lane == run.id, tables.Operation.kind != SAMPLE)
     rows = session.scalars(query.order_by(tables.Operation.seq)).all()
     ended = {row.seq for row in rows if row.state != "queued"}
@@ -43,11 +49,11 @@ def _recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
         lane.refuse(seq)
     for row in rows:
         if row.state == "queued":
-            journal.enqueue(_from_row(row))
+            journal.enqueue(from_row(row))
         elif row.state == "failed" and row.kind == OpKind.CREATE:
             lane.broken = f"run {run.id} was never created: {row.error}"
         elif row.state == "done" and row.kind in MUTATING and (snapshot is None or row.seq > snapshot[0]):
-            lane.remember(_from_row(row))
+            lane.remember(from_row(row))
     if lane.closing:
         journal.close_run(run.id)
 
@@ -66,7 +72,7 @@ def spec_of(run: tables.Run) -> RunSpec:
     )
 
 
-def _from_row(row: tables.Operation) -> Operation:
+def from_row(row: tables.Operation) -> Operation:
     return Operation(
         id=row.id,
         org_id=row.org_id,
@@ -79,4 +85,7 @@ def _from_row(row: tables.Operation) -> Operation:
         body_ref=row.body_ref,
         plan=row.plan,
         accepted_at=row.accepted_at,
+        key_id=row.key_id,
+        user_id=row.user_id,
+        project_id=row.project_id,
     )

@@ -15,7 +15,7 @@ from weft.wire.arrays import write_tensor
 from weft.wire.codec import WireError, decode_train_request
 
 from api.access import declare
-from api.auth import PrincipalDep
+from api.auth import Principal, PrincipalDep
 from api.bodies import parse_json, read_body
 from api.errors import Invalid, Unreadable, quote
 from api.json_forms import PROTOBUF, train_body
@@ -40,7 +40,7 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
     chunk only after the others were answered, and would wait for ever for one that was answered with an error."""
     form = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if form == "application/json":
-        return await _submit_json(service, who.org_id, await read_body(request), forward_only=False)
+        return await _submit_json(service, who, await read_body(request), forward_only=False)
     if form != PROTOBUF:
         raise Unreadable(f"forward_backward takes {PROTOBUF} or application/json, not {quote(form)}")
     body = await read_body(request)
@@ -51,17 +51,17 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
     def check(run: tables.Run) -> Checked:
         return _check(service, message, body, run)
 
-    future, _ = await submit(service, who.org_id, address, kind, body, check)
+    future, _ = await submit(service, who, address, kind, body, check)
     return future
 
 
 @router.post("/forward", **declare(scope="train", limit="work", meters="train"))
 async def forward(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """The JSON form of a forward_backward that is `forward_only`, which has an address of its own."""
-    return await _submit_json(service, who.org_id, await read_body(request), forward_only=True)
+    return await _submit_json(service, who, await read_body(request), forward_only=True)
 
 
-async def _submit_json(service: Service, org_id: str, raw: bytes, forward_only: bool) -> dict[str, Any]:
+async def _submit_json(service: Service, who: Principal, raw: bytes, forward_only: bool) -> dict[str, Any]:
     """The operation of a JSON body, which is kept and executed in its protobuf form."""
 
     def check(run: tables.Run) -> Checked:
@@ -71,7 +71,7 @@ async def _submit_json(service: Service, org_id: str, raw: bytes, forward_only: 
 
     address = await run_in_threadpool(parse_json, raw, Address)
     kind = OpKind.FORWARD if forward_only else OpKind.FORWARD_BACKWARD
-    future, _ = await submit(service, org_id, address, kind, raw, check)
+    future, _ = await submit(service, who, address, kind, raw, check)
     return future
 
 

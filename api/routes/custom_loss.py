@@ -50,6 +50,8 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
         id=request_id,
         org_id=who.org_id,
         session_id=body.session_id,
+        key_id=who.key_id,
+        user_id=who.user_id,
         lane=lane,
         seq=number,
         kind=KIND,

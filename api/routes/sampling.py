@@ -18,7 +18,7 @@ from api.errors import Invalid, quote
 from api.lookup import active_session, plain_id, readable_checkpoint, sampler_by_id, served_model
 from api.paths import parse_path
 from api.state import Service, ServiceDep
-from api.submit import accept
+from api.submit import Place, accept, known
 from api.validate.priority import PriorityDep
 from api.validate.runs import check_sequence
 from api.validate.samples import check_sample, prompt_tokens
@@ -68,10 +68,16 @@ async def asample(request: Request, service: ServiceDep, who: PrincipalDep, prio
         raise Invalid("sampling_session_id: required; create one with create_sampling_session")
     seq = check_sequence(body.seq_id, "seq_id", most=MAX_SAMPLE_SEQUENCE)
     sampler_id = body.sampling_session_id
-    sampler = await service.read(lambda session: sampler_by_id(session, who.org_id, sampler_id))
+
+    def read(session: Session) -> tuple[tables.Sampler, Place, bool]:
+        row = sampler_by_id(session, who.org_id, sampler_id)
+        return row, Place.of(session, who, row.session_id), known(session, row.id, seq)
+
+    sampler, place, repeat = await service.read(read)
     card = served_model(service.cards, sampler.base_model, "sampling_session_id")
     check = partial(_checked, service, body, card, sampler, seq, priority)
-    request_id = await accept(service, await run_in_threadpool(check) if large else check())
+    new = await run_in_threadpool(check) if large else check()
+    request_id = await accept(service, place, new, repeat=repeat)
     sequences = [sequence_id(request_id, sample) for sample in range(body.num_samples)]
     return {"request_id": request_id, "sample_sequence_ids": sequences}
 

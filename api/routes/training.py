@@ -51,7 +51,7 @@ async def create_model(
     await service.read(lambda session: check_session(session, who.org_id, body.session_id, spec.run_id))
     metadata = check_metadata(body.user_metadata)
     raw = body.model_dump_json(exclude_none=True).encode()
-    return await create(service, who.org_id, body.session_id, seq, spec, metadata, raw, {"priority": priority})
+    return await create(service, who, body.session_id, seq, spec, metadata, raw, {"priority": priority})
 
 
 @router.post("/get_info", **declare(scope=LOOKING, limit="call"))
@@ -82,4 +82,4 @@ async def optim_step(request: Request, service: ServiceDep, who: PrincipalDep) -
         return Checked()
 
     raw = await read_body(request)
-    return await submit_json(service, who.org_id, OpKind.OPTIM_STEP, raw, OptimStepRequest, check)
+    return await submit_json(service, who, OpKind.OPTIM_STEP, raw, OptimStepRequest, check)

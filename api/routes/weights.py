@@ -17,7 +17,7 @@ from weft.wire import (
 )
 
 from api.access import LOOKING, declare
-from api.auth import PrincipalDep
+from api.auth import Principal, PrincipalDep
 from api.bodies import parse_json, read_body, read_json
 from api.creation import check_session, create, repeat, run_id_of
 from api.errors import Invalid, quote
@@ -51,7 +51,7 @@ async def save_weights(request: Request, service: ServiceDep, who: PrincipalDep)
         )
 
     raw = await read_body(request)
-    return await submit_json(service, who.org_id, OpKind.SAVE_STATE, raw, SaveWeightsRequest, check)
+    return await submit_json(service, who, OpKind.SAVE_STATE, raw, SaveWeightsRequest, check)
 
 
 @router.post("/save_weights_for_sampler", **declare(scope="train", limit="work", meters="storage"))
@@ -65,7 +65,7 @@ async def save_weights_for_sampler(request: Request, service: ServiceDep, who: P
             return _unnamed_sampler(body, session, run)
 
     raw = await read_body(request)
-    return await submit_json(service, who.org_id, OpKind.SAVE_SAMPLER, raw, SaveWeightsForSamplerRequest, check)
+    return await submit_json(service, who, OpKind.SAVE_SAMPLER, raw, SaveWeightsForSamplerRequest, check)
 
 
 def _named_sampler(body: SaveWeightsForSamplerRequest, path: str) -> Checked:
@@ -118,7 +118,7 @@ async def save_weights_external(request: Request, service: ServiceDep, who: Prin
         )
 
     raw = await read_body(request)
-    return await submit_json(service, who.org_id, OpKind.SAVE_EXTERNAL, raw, SaveWeightsExternalRequest, check)
+    return await submit_json(service, who, OpKind.SAVE_EXTERNAL, raw, SaveWeightsExternalRequest, check)
 
 
 @router.post("/load_weights", **declare(scope="train", limit="work"))
@@ -133,8 +133,8 @@ async def load_weights(
             return _load_in_place(body, session, run)
 
     if parse_json(raw, _Target).model_id is not None:
-        return await submit_json(service, who.org_id, OpKind.LOAD_STATE, raw, LoadWeightsRequest, check)
-    return await _create_from(service, who.org_id, parse_json(raw, LoadWeightsRequest), raw, priority)
+        return await submit_json(service, who, OpKind.LOAD_STATE, raw, LoadWeightsRequest, check)
+    return await _create_from(service, who, parse_json(raw, LoadWeightsRequest), raw, priority)
 
 
 @router.post("/weights_info", **declare(scope=LOOKING, limit="call"))
@@ -185,7 +185,7 @@ def _source(session: Session, org_id: str, body: LoadWeightsRequest) -> tuple[ta
 
 
 async def _create_from(
-    service: Service, org_id: str, body: LoadWeightsRequest, raw: bytes, priority: str
+    service: Service, who: Principal, body: LoadWeightsRequest, raw: bytes, priority: str
 ) -> dict[str, Any]:
     """A new run that goes on from a checkpoint: the base model, rank and trained parts are those of its run."""
     session_id = body.session_id or ""
@@ -194,9 +194,9 @@ async def _create_from(
     optimizer = family_of(body.optimizer_config, "optimizer_config")
 
     def read(session: Session) -> tuple[RunSpec, str] | None:
-        if check_session(session, org_id, session_id, run_id):
+        if check_session(session, who.org_id, session_id, run_id):
             return None
-        checkpoint, source = _source(session, org_id, body)
+        checkpoint, source = _source(session, who.org_id, body)
         if body.base_model is not None and body.base_model != source.base_model:
             raise Invalid(f"base_model: that checkpoint is of {source.base_model}, not of {quote(body.base_model)}")
         served_model(service.cards, source.base_model, "path")
@@ -217,8 +217,8 @@ async def _create_from(
 
     found = await service.read(read)
     if found is None:
-        return await repeat(service, org_id, session_id, run_id, raw)
+        return await repeat(service, who, session_id, run_id, raw)
     spec, ref = found
     plan = {"source_ref": ref, "with_optimizer": body.optimizer, "path": body.path, "priority": priority}
     metadata = check_metadata(body.user_metadata)
-    return await create(service, org_id, session_id, seq, spec, metadata, raw, plan)
+    return await create(service, who, session_id, seq, spec, metadata, raw, plan)
