@@ -125,6 +125,21 @@ class Malformed(ApiError):
     code = "malformed"
 
 
+class PaymentRequired(ApiError):
+    """A limit on money does not allow what the operation can cost. Clients wait and ask again, with the same sequence
+    number, so it goes on after a top-up; `needed`, `available` and `held` are nano-USD."""
+
+    status = 402
+    code = "out_of_money"
+
+    def __init__(self, detail: str, *, needed_nusd: int, available_nusd: int, held_nusd: int) -> None:
+        super().__init__(detail)
+        self.amounts = {"needed_nusd": needed_nusd, "available_nusd": available_nusd, "held_nusd": held_nusd}
+
+    def response(self) -> Response:
+        return JSONResponse({"detail": self.detail, "code": self.code, **self.amounts}, self.status, self.headers)
+
+
 class Busy(ApiError):
     """The organisation has as much queued as it may: try again, with the same sequence number."""
 

@@ -1,37 +1,46 @@
 """Usage by the hour: what the ledger says, grouped as a bill shows it. Read only.
 
-An event belongs to the hour in which it was recorded. Amounts are sums of the ledger's own, so that whatever way they
-are added up, they agree with it to the nano-dollar; different rates within an hour are different rows.
+An event belongs to the hour in which it was recorded; its row in `usage_hourly` is written in the same commit. Amounts
+are sums of the ledger's own, so that whatever way they are added up, they agree with it to the nano-dollar; different
+rates within an hour are different rows.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from store.tables import AuditEntry, UsageEvent
+from store.tables import AuditEntry, UsageHour
 
 HOUR = timedelta(hours=1)
 
 
 @dataclass(frozen=True, order=True)
-class TokenGroup:
+class UsageGroup:
+    """`key_id` and `user_id` are those that asked, and `project_id` the session's project then; None for none."""
+
     hour: datetime
     kind: str
     base_model: str
     session_id: str
-    rate_uusd_per_mtok: int
+    rate_uusd: int
+    per_units: int
+    project_id: str = ""
+    key_id: int = 0
 
 
 @dataclass(frozen=True)
-class TokenRow:
-    group: TokenGroup
-    tokens: int
+class GroupRow:
+    group: UsageGroup
+    quantity: int
     amount_nusd: int
+
+
+_GROUP = tuple(field.name for field in fields(UsageGroup))
 
 
 @dataclass(frozen=True)
@@ -44,21 +53,17 @@ class CheckpointRow:
     count: int
 
 
-def token_rows(session: Session, org_id: str, start: datetime, end: datetime) -> list[TokenRow]:
-    """Tokens recorded from `start` to before `end`, by hour and then by descending tokens."""
-    event = UsageEvent
-    columns = (event.recorded_at, event.kind, event.base_model, event.session_id, event.rate_uusd)
-    query = select(*columns, event.quantity, event.amount_nusd)
-    query = query.where(event.org_id == org_id, event.recorded_at >= start, event.recorded_at < end)
-    sums: defaultdict[TokenGroup, list[int]] = defaultdict(lambda: [0, 0])
-    for at, kind, base_model, session_id, rate, tokens, amount in session.execute(
-        query.execution_options(yield_per=10_000)
-    ):
-        total = sums[TokenGroup(hour_of(at), kind, base_model, session_id, rate)]
-        total[0] += tokens
-        total[1] += amount
-    rows = [TokenRow(group, tokens, amount) for group, (tokens, amount) in sums.items()]
-    return sorted(rows, key=lambda row: (row.group.hour, -row.tokens, row.group))
+def usage_rows(session: Session, org_id: str, start: datetime, end: datetime) -> list[GroupRow]:
+    """What was recorded from `start` to before `end`, by hour and then by descending quantity."""
+    row = UsageHour
+    query = select(row).where(row.org_id == org_id, row.hour >= start, row.hour < end)
+    sums: defaultdict[UsageGroup, list[int]] = defaultdict(lambda: [0, 0])
+    for found in session.scalars(query.execution_options(yield_per=10_000)):
+        total = sums[UsageGroup(**{name: getattr(found, name) for name in _GROUP})]
+        total[0] += found.quantity
+        total[1] += found.amount_nusd
+    rows = [GroupRow(group, quantity, amount) for group, (quantity, amount) in sums.items()]
+    return sorted(rows, key=lambda row: (row.group.hour, -row.quantity, row.group))
 
 
 def checkpoint_rows(session: Session, org_id: str, start: datetime, end: datetime) -> list[CheckpointRow]:

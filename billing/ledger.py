@@ -9,12 +9,11 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
-from sqlalchemy import update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from billing.wallets import wallet_of
-from store.tables import LedgerEntry, Wallet
+from store.tables import LedgerEntry
 
 EntryType = Literal["topup", "grant", "usage", "refund", "adjustment", "expiry", "invoice", "chargeback"]
 TYPES: tuple[EntryType, ...] = get_args(EntryType)
@@ -36,7 +35,7 @@ def post(
     To be called in a write. None when that reference was posted before; then nothing changes."""
     if amount_nusd == 0:
         raise ValueError(f"ledger entry {type} {ref_type} {ref_id}: the amount is 0; an entry moves the balance")
-    wallet_of(session, org_id)
+    wallet = wallet_of(session, org_id)
     insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     row = insert(LedgerEntry).values(
         org_id=org_id,
@@ -51,7 +50,6 @@ def post(
     entry = session.scalars(row.on_conflict_do_nothing().returning(LedgerEntry)).one_or_none()
     if entry is None:
         return None
-    session.execute(
-        update(Wallet).where(Wallet.org_id == org_id).values(balance_nusd=Wallet.balance_nusd + amount_nusd)
-    )
+    wallet.balance_nusd += amount_nusd
+    session.flush()
     return entry

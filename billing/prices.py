@@ -1,4 +1,4 @@
-"""The price list: integer micro-USD per million tokens, by model and kind, in versions.
+"""The price list: integer micro-USD per million tokens, by model and kind, and per GB-month of storage, in versions.
 
 The version that holds when an operation is accepted prices it, however long it then waits: a price change never
 alters work that is under way. Money is integer from here to the database; nothing in this room is a float.
@@ -17,6 +17,10 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 Kind = Literal["train", "prefill", "cached_prefill", "sample"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+STORAGE = "storage"
+TOKENS_PER_RATE = 1_000_000
+#: Storage is counted in byte-hours; a month has 720 hours.
+BYTE_HOURS_PER_RATE = 720 * 10**9
 ANY_MODEL = "*"
 _DEFAULT = Path(__file__).with_name("default_prices.toml")
 
@@ -30,15 +34,19 @@ class PriceError(ValueError):
 
 @dataclass(frozen=True)
 class Rate:
-    """What a million tokens cost, and the version of the list that says so."""
+    """What `per_units` cost in micro-USD, and the version of the list that says so."""
 
     version: str
-    uusd_per_mtok: int
+    uusd: int
+    per_units: int = TOKENS_PER_RATE
+
+    def amount_nusd(self, quantity: int) -> int:
+        return amount_nusd(quantity, self.uusd, self.per_units)
 
 
-def amount_nusd(tokens: int, uusd_per_mtok: int) -> int:
-    """The price of `tokens` in nano-USD, rounded half up once: tokens * uusd_per_mtok * 1000 / 1_000_000."""
-    return (tokens * uusd_per_mtok * 1000 + 500_000) // 1_000_000
+def amount_nusd(quantity: int, rate_uusd: int, per_units: int = TOKENS_PER_RATE) -> int:
+    """The price of `quantity` in nano-USD, rounded half up once: quantity * rate_uusd * 1000 / per_units."""
+    return (quantity * rate_uusd * 1000 + per_units // 2) // per_units
 
 
 _UusdPerMtok = Annotated[int, Field(strict=True, ge=0, le=_MAX_UUSD_PER_MTOK)]
@@ -56,6 +64,7 @@ class _Version(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     version: Annotated[str, Field(min_length=1, max_length=64)]
     effective_from: AwareDatetime
+    storage_uusd_per_gb_month: _UusdPerMtok = 0
     models: dict[str, _ModelPrices]
 
     @field_validator("models")
@@ -84,9 +93,11 @@ class PriceList:
         index = bisect_right(self._starts, at)
         if index == 0:
             raise PriceError(f"no prices hold at {at.isoformat()}: the first begin at {self._starts[0].isoformat()}")
-        if kind not in KINDS:
-            raise PriceError(f"there is no price for {kind!r}: kinds are {', '.join(KINDS)}")
         version = self._versions[index - 1]
+        if kind == STORAGE:
+            return Rate(version.version, version.storage_uusd_per_gb_month, BYTE_HOURS_PER_RATE)
+        if kind not in KINDS:
+            raise PriceError(f"there is no price for {kind!r}: kinds are {', '.join((*KINDS, STORAGE))}")
         prices = version.models.get(model) or version.models[ANY_MODEL]
         return Rate(version.version, int(getattr(prices, kind)))
 

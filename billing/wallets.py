@@ -8,6 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
+from store.db import take_locks
 from store.tables import Wallet, WalletDefault
 
 Mode = Literal["prepaid", "postpaid", "unlimited"]
@@ -15,9 +16,11 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def wallet_of(session: Session, org_id: str) -> Wallet:
-    """The wallet of an organisation, locked until the transaction ends. To be called in a write."""
-    query = select(Wallet).where(Wallet.org_id == org_id).with_for_update()
-    wallet = session.scalars(query.execution_options(populate_existing=True)).one_or_none()
+    """The wallet of an organisation, which nobody else changes until the transaction ends. To be called in a write,
+    before anything of the organisation's money is read."""
+    take_locks(session, [org_id])
+    query = select(Wallet).where(Wallet.org_id == org_id).execution_options(populate_existing=True)
+    wallet = session.scalars(query).one_or_none()
     if wallet is None:
         make_wallets(session, [org_id])
         wallet = session.scalars(query).one()

@@ -14,6 +14,7 @@ from pathlib import Path
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from billing import storage
 from scheduler.references import all_in_use
 from store import audit, tables
 from store.blobs import Blobs
@@ -48,6 +49,7 @@ class Reaper:
         for row in rows:
             path = f"tinker://{row.run_id}/{row.kind}/{row.name}"
             audit.record(session, org_id=row.org_id, key_id=None, event="checkpoint_expired", target=path, at=now)
+            storage.end(session, row, now)
             session.delete(row)
         return len(rows)
 

@@ -1,21 +1,27 @@
 """The one place where an operation's result, its metering and what it made become lasting, in one transaction.
 
-Called by the journal inside the database's writer. Settling an operation that is already settled changes nothing and
-returns nothing, so a result that arrives twice is never billed twice.
+Called by the journal inside the database's writer, for all operations that end at the same moment. Settling one that
+is already settled changes nothing and returns nothing, so a result that arrives twice is never billed twice. What was
+held for an operation is released here and nowhere else, whether it succeeded or failed.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from billing import usage
+from billing import storage
+from billing.accounts import Payer
+from billing.charges import Charge
+from billing.charges import settle as settle_charges
 from billing.prices import PriceList
 from scheduler.answers import result_ref
+from scheduler.intake import TRAIN_KINDS
 from scheduler.messages import Done, OpKind
 from scheduler.operations import SAMPLE, Operation, Outcome
 from scheduler.references import in_use
@@ -24,8 +30,6 @@ from store import audit, tables
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 
-#: Tinker counts a forward as prefill: it reads tokens and trains nothing.
-_TRAIN_KINDS = {OpKind.FORWARD_BACKWARD: "train", OpKind.FORWARD: "prefill"}
 _SAVE_TYPES = {
     OpKind.SAVE_STATE: "save_weights",
     OpKind.SAVE_SAMPLER: "save_weights_for_sampler",
@@ -51,19 +55,51 @@ def result_of(op: Operation, done: Done) -> Outcome:
     return Outcome(done.payload, JSON if kind == OpKind.OPTIM_STEP else PROTOBUF)
 
 
-def settle(
-    session: Session, op: Operation, done: Done, result: Outcome, run_id: str | None, prices: PriceList, now: datetime
-) -> tuple[Outcome, list[str]] | None:
-    """Write how `op` ended, `result` being stored already. Returns its outcome, which is another one if a name is
-    taken, and the weights that nothing needs any more; None when it had ended."""
-    row = session.get(tables.Operation, op.id)
-    if row is None or row.state != "queued":
-        return None
-    freed: list[str] = []
-    refusal = _make(session, op, done, now, freed) if result.error is None else None
+@dataclass(frozen=True)
+class Ending:
+    """An operation that has ended with `result`, which is stored already; `run_id` is what a sample was drawn from."""
+
+    op: Operation
+    done: Done
+    result: Outcome
+    run_id: str | None
+
+
+#: Its outcome, and the weights that nothing needs any more. None: it had ended before.
+Settled = tuple[Outcome, list[str]] | None
+
+
+class Settlement:
+    """`settle` at a price list, to be run by `Database.write_batched` in the locks of the organisations."""
+
+    def __init__(self, prices: PriceList) -> None:
+        self._prices = prices
+
+    def settle(self, session: Session, endings: list[Ending]) -> list[Settled]:
+        """Write how operations ended. The outcome of one is another than its result if a name is taken."""
+        now = datetime.now(UTC)
+        row = tables.Operation
+        query = select(row).where(row.id.in_({ending.op.id for ending in endings})).with_for_update()
+        rows = {found.id: found for found in session.scalars(query)}
+        charges: list[Charge] = []
+        settled: list[Settled] = []
+        for ending in endings:
+            found = rows.get(ending.op.id)
+            if found is None or found.state != "queued":
+                settled.append(None)
+                continue
+            freed: list[str] = []
+            outcome = _end(session, found, ending, now, freed)
+            charges.append(_charge(found, ending, outcome))
+            settled.append((outcome, freed))
+        settle_charges(session, charges, self._prices, now)
+        return settled
+
+
+def _end(session: Session, row: tables.Operation, ending: Ending, now: datetime, freed: list[str]) -> Outcome:
+    op, result = ending.op, ending.result
+    refusal = _make(session, op, ending.done, now, freed) if result.error is None else None
     outcome = Outcome(error=refusal, category="user") if refusal else result
-    if outcome.error is None:
-        _meter(session, op, done, run_id, prices)
     row.state = "done" if outcome.error is None else "failed"
     row.error = outcome.error[:4096] if outcome.error else None
     row.error_category = outcome.category if outcome.error else None
@@ -71,27 +107,28 @@ def settle(
     row.result_type = outcome.content_type
     row.finished_at = now
     row.timings = op.timings.row(op.accepted_at, datetime.now(UTC))
-    return outcome, freed
+    return outcome
 
 
-def _meter(session: Session, op: Operation, done: Done, run_id: str | None, prices: PriceList) -> None:
-    if op.kind in _TRAIN_KINDS:
-        tokens = {_TRAIN_KINDS[OpKind(op.kind)]: done.facts.get("tokens", 0)}
-    elif op.kind == SAMPLE:
-        tokens = {kind: done.facts.get(kind, 0) for kind in _SAMPLE_KINDS}
-    else:
-        return
-    usage.record(
-        session,
-        org_id=op.org_id,
-        session_id=op.session_id,
-        run_id=run_id,
-        operation_id=op.id,
-        base_model=op.base_model,
-        tokens_by_kind=tokens,
-        prices=prices,
-        at=op.accepted_at,
+def _charge(row: tables.Operation, ending: Ending, outcome: Outcome) -> Charge:
+    return Charge(
+        payer=Payer(row.org_id, row.project_id, row.key_id),
+        session_id=row.session_id,
+        run_id=ending.run_id,
+        operation_id=row.id,
+        base_model=row.base_model,
+        accepted_at=row.accepted_at,
+        quantities=_quantities(ending) if outcome.error is None else {},
+        hold_nusd=row.hold_nusd,
+        user_id=row.user_id,
     )
+
+
+def _quantities(ending: Ending) -> dict[str, int]:
+    facts, kind = ending.done.facts, ending.op.kind
+    if kind in TRAIN_KINDS:
+        return {TRAIN_KINDS[OpKind(kind)]: facts.get("tokens", 0)}
+    return {name: facts.get(name, 0) for name in _SAMPLE_KINDS} if kind == SAMPLE else {}
 
 
 def _make(session: Session, op: Operation, done: Done, now: datetime, freed: list[str]) -> str | None:
@@ -125,6 +162,8 @@ def _new_checkpoint(session: Session, op: Operation, done: Done, now: datetime, 
     if row is None:
         row = tables.Checkpoint(id=op.id, org_id=op.org_id, run_id=op.lane, kind=kind, name=name, public=False)
         session.add(row)
+    else:
+        storage.end(session, row, now)
     older, row.ref = row.ref, op.plan["target_ref"]
     ttl = op.plan.get("ttl_seconds")
     row.public = False
@@ -135,6 +174,7 @@ def _new_checkpoint(session: Session, op: Operation, done: Done, now: datetime, 
     if older and not in_use(session, older):
         freed.append(older)
     session.flush()
+    storage.begin(session, row, now)
     _note(session, op, "checkpoint_created", _path(op), now, size_bytes=row.size_bytes, overwritten=bool(older))
     return None
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
 #: The PostgreSQL role that requests work as, bound by row-level security (`store.row_security`).
@@ -73,12 +73,23 @@ def unrestricted(session: Session) -> Iterator[None]:
         restrict(session, restricted)
 
 
+def enter(session: Session) -> bool:
+    """Restrict a session that has just begun to what its caller may see. Whether that was done: not for the server, and
+    not on SQLite."""
+    org_id = caller().org_id
+    if org_id is None or session.get_bind().dialect.name != "postgresql":
+        return False
+    restrict(session, org_id)
+    return True
+
+
 def restrict(session: Session, org_id: str) -> None:
     """Until the transaction (or savepoint) ends, PostgreSQL shows and takes rows of `org_id` only."""
     session.info[RESTRICTED_TO] = org_id
     session.execute(_RESTRICT, {"org": org_id, "role": APP_ROLE})
 
 
-def lift(session: Session) -> None:
+def lift(session: Session | Connection) -> None:
+    """Back to all organisations."""
     session.info.pop(RESTRICTED_TO, None)
     session.execute(_RESTRICT, {"org": "", "role": "none"})

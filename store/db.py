@@ -5,6 +5,8 @@ transaction and commits once. There is no timer: an idle writer commits at once,
 gathers by itself. Each work of a group runs in its own savepoint, so one that raises fails alone, and every caller is
 answered after the COMMIT that holds its rows.
 
+Works of one kind may also run as one (`write_batched`): a statement for all of them instead of one for each.
+
 On SQLite a commit survives kill -9; it survives a power cut only with `durable` (synchronous=FULL).
 """
 
@@ -15,18 +17,19 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 
 from store import audit
+from store.caller import enter, lift
 
 T = TypeVar("T")
 
@@ -75,10 +78,19 @@ class _Awaiting:
             self.future.set_result(result)
 
 
+#: Does many items as one work. Returns for each its result, or the exception that it alone fails with.
+Batch = Callable[[Session, list[Any]], list[Any]]
+
+
 @dataclass
 class _Work:
+    """Something to run in the writer; with `batch`, an item to run together with the others of that batch."""
+
     run: Callable[[Session], Any]
     waiting: _Waiting
+    batch: Batch | None = None
+    item: Any = None
+    lock: str = ""
     context: Context = field(default_factory=copy_context)  # the work runs as whoever has asked for it
     noted: list[dict[str, Any]] = field(default_factory=list)  # for the audit log
     result: Any = None
@@ -115,6 +127,7 @@ class Database:
     def read(self) -> Iterator[Session]:
         """A session for a short read, in any thread. It sees every write that was answered before it began."""
         with Session(self._read_engine, expire_on_commit=False, autoflush=False) as session:
+            enter(session)
             yield session
 
     async def write(self, work: Callable[[Session], T]) -> T:
@@ -125,6 +138,21 @@ class Database:
         future: asyncio.Future[T] = loop.create_future()
         self._submit(_Work(work, _Awaiting(future, loop)))
         return await future
+
+    async def write_batched(self, batch: Batch, item: Any, *, lock: str) -> Any:
+        """Have `batch` do `item`, together with the other items that are waiting for the same `batch`, as the server
+        and for nobody in particular; return its result once that is committed. When `batch` raises, each item is done
+        alone. On PostgreSQL nobody else has `lock` (`take_locks`) meanwhile, in any process."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        self._submit(_batched(batch, item, lock, _Awaiting(future, loop)))
+        return await future
+
+    def write_batched_now(self, batch: Batch, item: Any, *, lock: str) -> Any:
+        """`write_batched` for a thread that may block."""
+        future: Future[Any] = Future()
+        self._submit(_batched(batch, item, lock, _Blocked(future)))
+        return future.result()
 
     def write_now(self, work: Callable[[Session], T]) -> T:
         """`write` for a thread that may block: command line, start-up, tests."""
@@ -177,8 +205,12 @@ class Database:
         """Run and commit a group. An error returned is that of the transaction, and so of every work in it."""
         try:
             with self._write_engine.connect() as connection, connection.begin() as transaction:
-                for work in group:
-                    _run(work, connection, alone=len(group) == 1)
+                take_locks(connection, {work.lock for work in group if work.lock})
+                for works in _parts(group):
+                    if works[0].batch is not None:
+                        _run_batch(works[0].batch, works, connection)
+                    else:
+                        _run(works[0], connection, alone=len(group) == 1)
                 audit.seal(connection, [entry for work in group if work.error is None for entry in work.noted])
                 if transaction.is_active and all(work.error is not None for work in group):
                     transaction.rollback()
@@ -187,16 +219,76 @@ class Database:
         return None
 
 
+def take_locks(connection: Connection | Session, names: Collection[str]) -> None:
+    """Wait until nobody else has any of these locks, in any process, and have them until the transaction ends. In one
+    order, so that two who want several never wait for each other. SQLite has one writer at a time anyway."""
+    dialect = connection.get_bind().dialect if isinstance(connection, Session) else connection.dialect
+    if names and dialect.name == "postgresql":
+        connection.execute(_LOCK, {"names": sorted(names)})
+
+
+_LOCK = text(
+    "SELECT pg_advisory_xact_lock(key) FROM (SELECT DISTINCT hashtextextended(name, 6) AS key "
+    "FROM unnest(CAST(:names AS text[])) AS name ORDER BY key) AS keys"
+)
+
+
+def _batched(batch: Batch, item: Any, lock: str, waiting: _Waiting) -> _Work:
+    return _Work(lambda _session: None, waiting, batch, item, lock, Context())
+
+
+def _parts(group: list[_Work]) -> list[list[_Work]]:
+    """What runs together, each at the place of its first work."""
+    parts: list[list[_Work]] = []
+    batches: dict[Batch, list[_Work]] = {}
+    for work in group:
+        if work.batch is not None and work.batch in batches:
+            batches[work.batch].append(work)
+            continue
+        parts.append([work])
+        if work.batch is not None:
+            batches[work.batch] = parts[-1]
+    return parts
+
+
+def _run_batch(batch: Batch, works: list[_Work], connection: Connection) -> None:
+    """Run a batch in its own savepoint; when it fails, each of its items in one of its own."""
+    with Session(connection, expire_on_commit=False, join_transaction_mode="create_savepoint") as session:
+        try:
+            results = works[0].context.run(batch, session, [work.item for work in works])
+            session.commit()
+        except BaseException as error:
+            session.rollback()
+            if len(works) == 1:
+                works[0].error = error
+                return
+            results = None
+        noted = audit.pending(session)
+    if results is None:
+        for work in works:
+            _run_batch(batch, [work], connection)
+        return
+    for work, result in zip(works, results, strict=True):
+        if isinstance(result, BaseException):
+            work.error = result
+        else:
+            work.result, work.noted, noted = result, noted, []
+
+
 def _run(work: _Work, connection: Connection, *, alone: bool) -> None:
     """Run one work in its own session, and unless it is alone in the transaction, in its own savepoint."""
     mode: Literal["rollback_only", "create_savepoint"] = "rollback_only" if alone else "create_savepoint"
+    restricted = False
     try:
         with Session(connection, expire_on_commit=False, join_transaction_mode=mode) as session:
+            restricted = work.context.run(enter, session)
             work.result = work.context.run(work.run, session)
             session.commit()
             work.noted = audit.pending(session)
     except BaseException as error:
         work.error = error
+    if restricted and connection.in_transaction():
+        lift(connection)
 
 
 def use_wal(connection: sqlite3.Connection) -> None:

@@ -1,4 +1,4 @@
-"""Usage by the hour and stored bytes, in the shapes of Tinker's AdminClient.
+"""Usage by the hour, storage included, and what is stored now, in the shapes of Tinker's AdminClient.
 
 Its amounts are floats of dollars. They are the ledger's integers divided once, so rounding them to nine digits gives
 the ledger's nano-dollars back.
@@ -24,15 +24,16 @@ from api.state import ServiceDep
 from api.tokens import owner_urn
 from api.validate.runs import check_text
 from api.validate.times import check_utc
-from billing.hourly import HOUR, CheckpointRow, TokenRow, checkpoint_rows, hour_of, token_rows
+from billing.hourly import HOUR, CheckpointRow, GroupRow, checkpoint_rows, hour_of, usage_rows
+from billing.prices import ANY_MODEL, STORAGE
 from store import tables
 
 router = APIRouter(prefix="/api/v1/billing/usage")
 
 LONGEST_WINDOW = timedelta(days=14)
 NUSD_PER_USD = 10**9
-#: What the storage of checkpoints costs: nothing.
-STORAGE_USD_PER_GB_MONTH = 0.0
+UUSD_PER_USD = 10**6
+BYTES_PER_GB = 10**9
 
 _INFO: dict[str, dict[str, Any]] = {
     "train": {"type": "training"},
@@ -53,11 +54,11 @@ async def usage_events(
     start, end = _window(starting_on, ending_before)
 
     def read(session: Session) -> dict[str, Any]:
-        tokens = token_rows(session, who.org_id, start, end)
+        used = usage_rows(session, who.org_id, start, end)
         saves = checkpoint_rows(session, who.org_id, start, end)
-        ids = {row.group.session_id for row in tokens} | {row.session_id for row in saves if row.session_id}
+        ids = {row.group.session_id for row in used} | {row.session_id for row in saves if row.session_id}
         facts = _sessions(session, ids)
-        events = [_token_event(row, facts) for row in tokens] + [_save_event(row, facts) for row in saves]
+        events = [_usage_event(row, facts) for row in used] + [_save_event(row, facts) for row in saves]
         return {
             "data": sorted(events, key=lambda event: event["bucket_start"]),
             "sessions": {name: {"user_metadata": facts[name].metadata or None} for name in sorted(ids & facts.keys())},
@@ -71,6 +72,7 @@ async def usage_events(
 async def current_checkpoints(service: ServiceDep, who: PrincipalDep, project_id: str | None = None) -> dict[str, Any]:
     """What is stored now, by project and owner."""
     check_text(project_id, "project_id", 64)
+    rate_usd = service.prices.rate(ANY_MODEL, STORAGE, datetime.now(UTC)).uusd / UUSD_PER_USD
 
     def read(session: Session) -> dict[str, Any]:
         run, owner, saved = tables.Run, tables.Session, tables.Checkpoint
@@ -83,8 +85,10 @@ async def current_checkpoints(service: ServiceDep, who: PrincipalDep, project_id
         rows = session.execute(query).all()
         names = _key_names(session, {key_id for _, key_id, _, _ in rows if key_id is not None})
         items = [_storage(project, key_id, names, count, int(size or 0)) for project, key_id, count, size in rows]
+        for item in items:
+            item["estimated_monthly_cost_usd"] = item["size_gigabytes"] * rate_usd
         items.sort(key=lambda item: (-item["size_bytes"], item["project_id"] or "", item["org_user_urn"] or ""))
-        return {"effective_rate_usd_per_gigabyte_month": STORAGE_USD_PER_GB_MONTH, "data": items}
+        return {"effective_rate_usd_per_gigabyte_month": rate_usd, "data": items}
 
     return await service.read(read)
 
@@ -138,14 +142,16 @@ def _event(hour: datetime, base_model: str | None, facts: _Facts | None, session
     return {"bucket_start": hour, "bucket_end": hour + HOUR, "base_model": base_model, **envelope}
 
 
-def _token_event(row: TokenRow, facts: dict[str, _Facts]) -> dict[str, Any]:
+def _usage_event(row: GroupRow, facts: dict[str, _Facts]) -> dict[str, Any]:
     group = row.group
     event = _event(group.hour, group.base_model, facts.get(group.session_id), group.session_id)
-    return event | {
-        "estimated_cost_usd": row.amount_nusd / NUSD_PER_USD,
-        "effective_rate_usd_per_million_tokens": group.rate_uusd_per_mtok / 10**6,
-        "event_info": {**_INFO[group.kind], "token_count": row.tokens},
-    }
+    event["estimated_cost_usd"] = row.amount_nusd / NUSD_PER_USD
+    rate_usd = group.rate_uusd / UUSD_PER_USD
+    if group.kind == STORAGE:
+        info = {"type": "storage", "free": group.rate_uusd == 0, "gigabyte_hours": row.quantity / BYTES_PER_GB}
+        return event | {"effective_rate_usd_per_gigabyte_month": rate_usd, "event_info": info}
+    info = {**_INFO[group.kind], "token_count": row.quantity}
+    return event | {"effective_rate_usd_per_million_tokens": rate_usd, "event_info": info}
 
 
 def _save_event(row: CheckpointRow, facts: dict[str, _Facts]) -> dict[str, Any]:
@@ -156,7 +162,6 @@ def _save_event(row: CheckpointRow, facts: dict[str, _Facts]) -> dict[str, Any]:
 def _storage(
     project: str | None, key_id: int | None, names: dict[int | None, str], count: int, size_bytes: int
 ) -> dict[str, Any]:
-    gigabytes = size_bytes / 10**9
     return {
         "project_id": project,
         "org_user_urn": owner_urn(key_id) if key_id is not None else None,
@@ -164,6 +169,5 @@ def _storage(
         "user_name": names.get(key_id),
         "checkpoint_count": count,
         "size_bytes": size_bytes,
-        "size_gigabytes": gigabytes,
-        "estimated_monthly_cost_usd": gigabytes * STORAGE_USD_PER_GB_MONTH,
+        "size_gigabytes": size_bytes / BYTES_PER_GB,
     }

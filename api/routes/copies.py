@@ -16,11 +16,12 @@ from api.auth import Principal, PrincipalDep
 from api.bodies import read_json
 from api.creation import run_id_of
 from api.errors import Invalid, quote
-from api.lookup import active_session, readable_checkpoint
+from api.lookup import active_session, readable_checkpoint, run_of
 from api.paths import CheckpointPath, parse_path
 from api.session_search import DEFAULT_PROJECT
 from api.state import ServiceDep
 from api.validate.runs import check_sequence, check_text
+from billing import storage
 from store import audit, tables
 
 router = APIRouter(prefix="/api/v1")
@@ -119,7 +120,7 @@ def _copy(
 ) -> tables.Checkpoint:
     """A closed run like the source's, and in it a checkpoint on the same folder."""
     now = datetime.now(UTC)
-    source = session.get_one(tables.Run, original.run_id)
+    source = run_of(session, original)
     same = ("base_model", "rank", "alpha", "seed", "train_attn", "train_mlp", "train_unembed", "optimizer")
     run = tables.Run(
         id=run_id_of(owner.id, number),
@@ -149,4 +150,5 @@ def _copy(
     )
     session.add(made)
     session.flush()
+    storage.begin(session, made, now)
     return made

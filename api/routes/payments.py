@@ -12,12 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
+from weft.money import usd
 
 from api.access import declare
 from api.auth import PrincipalDep
 from api.bodies import read_body, read_json
 from api.errors import Invalid, NotHere, Unavailable
-from api.routes.weft import usd
 from api.state import Service, ServiceDep
 from billing.payments import inbox
 from billing.payments.checkout import Checkout, start_topup

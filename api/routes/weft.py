@@ -1,4 +1,4 @@
-"""Weft's own endpoints, beside Tinker's: limits, prices, usage, statistics and tokenizers."""
+"""Weft's own endpoints, beside Tinker's: limits, prices, statistics and tokenizers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import FileResponse
 from starlette.concurrency import run_in_threadpool
-from weft.wire import BalanceResponse, LimitsResponse, PricesResponse
+from weft.wire import LimitsResponse, PricesResponse
 
 from api.access import declare
 from api.auth import PrincipalDep
 from api.errors import NotFound, quote
 from api.limits import limits_of
-from api.lookup import run_by_id
 from api.routes.service import CHUNK_BYTES, CHUNK_DATA
 from api.state import Service, ServiceDep
-from billing import usage
-from billing.prices import ANY_MODEL, KINDS
+from billing.prices import KINDS, STORAGE
 from workers.model.card import ModelCard
 
 router = APIRouter(prefix="/api/v1/weft")
@@ -56,55 +54,9 @@ async def prices(service: ServiceDep, who: PrincipalDep, model: str) -> PricesRe
     return PricesResponse(
         base_model=name,
         price_version=rates["train"].version,
-        rates_uusd_per_mtok={kind: rate.uusd_per_mtok for kind, rate in rates.items()},
+        rates_uusd_per_mtok={kind: rate.uusd for kind, rate in rates.items()},
+        storage_uusd_per_gb_month=service.prices.rate(name, STORAGE, now).uusd,
     )
-
-
-@router.get("/balance", **declare(scope="billing:read", limit="call"))
-async def balance(service: ServiceDep, who: PrincipalDep) -> BalanceResponse:
-    """What the organisation has spent. There are no credits, so there is no balance."""
-    month = datetime.now(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
-
-    def read(session: Any) -> tuple[int, int]:
-        ever, lately = usage.summary(session, who.org_id), usage.summary(session, who.org_id, since=month)
-        return sum(row.amount_nusd for row in ever), sum(row.amount_nusd for row in lately)
-
-    spent, this_month = await service.read(read)
-    return BalanceResponse(spent_nusd=spent, spent_this_month_nusd=this_month, month=f"{month:%Y-%m}")
-
-
-@router.get("/usage", **declare(scope=("train", "sample", "billing:read"), limit="call"))
-async def get_usage(service: ServiceDep, who: PrincipalDep, run_id: str | None = None) -> dict[str, Any]:
-    """What the organisation, or one run of it, has used, and what it costs. Amounts are exact integers of nano-USD."""
-
-    def read(session: Any) -> list[usage.UsageRow]:
-        if run_id is not None:
-            run_by_id(session, who.org_id, run_id)
-        return usage.summary(session, who.org_id, run_id)
-
-    rows = await service.read(read)
-    total = sum(row.amount_nusd for row in rows)
-    return {
-        "rows": [
-            {
-                "run_id": row.run_id,
-                "kind": row.kind,
-                "base_model": row.base_model,
-                "tokens": row.tokens,
-                "amount_nusd": row.amount_nusd,
-                "amount_usd": usd(row.amount_nusd),
-            }
-            for row in rows
-        ],
-        "total_nusd": total,
-        "total_usd": usd(total),
-        "price_version": service.prices.rate(ANY_MODEL, "train", datetime.now(UTC)).version,
-    }
-
-
-def usd(amount_nusd: int) -> str:
-    """Nano-USD as decimal dollars, exactly: 1_234_500_000 is "1.234500000"."""
-    return f"{'-' if amount_nusd < 0 else ''}{abs(amount_nusd) // 10**9}.{abs(amount_nusd) % 10**9:09d}"
 
 
 @router.get("/stats", **declare(scope="any", limit="call"))

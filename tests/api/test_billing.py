@@ -90,11 +90,8 @@ def test_the_window_and_the_organisation(world: World) -> None:
 
 def test_two_rates_in_one_hour_are_two_rows(world: World) -> None:
     train(world, world.run(), 1, 5)
-    again = (
-        "INSERT INTO usage_events (org_id, session_id, run_id, operation_id, kind, base_model, quantity, price_version, "
-        "rate_uusd, amount_nusd, recorded_at) SELECT org_id, session_id, run_id, 'x', kind, base_model, 2, "
-        "'new', 500000, 1000, recorded_at FROM usage_events"
-    )
+    again = "INSERT INTO usage_hourly SELECT org_id, hour, kind, base_model, project_id, key_id, user_id, session_id, "
+    again += "run_id, 'new', 500000, per_units, 2, 1000, 1 FROM usage_hourly"
     world.database.write_now(lambda writing: writing.execute(text(again)))
     rates = [
         (event["event_info"]["token_count"], event["effective_rate_usd_per_million_tokens"]) for event in events(world)
@@ -127,7 +124,7 @@ def test_mistakes(world: World, query: str, says: str) -> None:
 class TestStorage:
     def stored(self, world: World, query: str = "", key: str | None = None) -> list[dict[str, Any]]:
         reply = world.get(f"billing/usage/checkpoints/current{query}", key=key)
-        assert reply["effective_rate_usd_per_gigabyte_month"] == 0.0
+        assert reply["effective_rate_usd_per_gigabyte_month"] == 0.1
         return list(reply["data"])
 
     def test_by_project_and_owner(self, world: World) -> None:
@@ -145,7 +142,7 @@ class TestStorage:
             "checkpoint_count": 2,
             "size_bytes": 14,
             "size_gigabytes": 14e-9,
-            "estimated_monthly_cost_usd": 0.0,
+            "estimated_monthly_cost_usd": 14e-9 * 0.1,
         }
         assert (second["project_id"], second["size_bytes"]) == (None, 7)
         assert self.stored(world, "?project_id=p") == [first]

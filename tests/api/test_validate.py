@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from weft.money import usd
 from weft.wire import AdamParams, LoraConfig, OptimStepRequest, SampleRequest, TrainBatch
 
 from api.errors import Invalid, Malformed
 from api.paths import CheckpointPath, check_name, parse_path
-from api.routes.weft import usd
 from api.validate.batches import check_batch, slices
 from api.validate.optimizers import check_step, family_of
 from api.validate.runs import check_lora, check_metadata, check_sequence, check_text, check_ttl

@@ -36,7 +36,7 @@ def test_prices_of_a_model(world: World) -> None:
     prices = world.get(f"weft/prices?model={MODEL}")
     assert prices["base_model"] == MODEL
     assert prices["rates_uusd_per_mtok"] == {
-        kind: world.service.prices.rate(MODEL, kind, _now()).uusd_per_mtok
+        kind: world.service.prices.rate(MODEL, kind, _now()).uusd
         for kind in ("train", "prefill", "cached_prefill", "sample")
     }
     assert "no model 'nobody/nothing'" in world.get("weft/prices?model=nobody/nothing", status=404)["detail"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from billing.prices import KINDS, PriceError, amount_nusd, load_prices
+from billing.prices import KINDS, STORAGE, PriceError, amount_nusd, load_prices
 
 NEW_YEAR = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -50,7 +50,7 @@ def test_an_amount_is_within_half_a_nano_dollar_of_the_exact_price(tokens: int, 
 
 def test_the_default_list_prices_everything() -> None:
     prices = load_prices()
-    rates = {kind: prices.rate("any/model", kind, NEW_YEAR).uusd_per_mtok for kind in KINDS}
+    rates = {kind: prices.rate("any/model", kind, NEW_YEAR).uusd for kind in KINDS}
     assert rates == {"train": 400_000, "prefill": 130_000, "cached_prefill": 26_000, "sample": 400_000}
     assert prices.rate("any/model", "train", NEW_YEAR).version == "default-2026-01"
 
@@ -59,13 +59,13 @@ def test_the_version_in_force_and_the_named_model_win() -> None:
     later = NEW_YEAR + timedelta(days=31)
     prices = load_prices([version("b", later, 20, m=25), version("a", NEW_YEAR, 10)], now=later)
     almost = later - timedelta(microseconds=1)
-    assert [prices.rate("m", "train", at).uusd_per_mtok for at in (NEW_YEAR, almost, later)] == [10, 10, 25]
-    assert prices.rate("other", "train", later).uusd_per_mtok == 20
+    assert [prices.rate("m", "train", at).uusd for at in (NEW_YEAR, almost, later)] == [10, 10, 25]
+    assert prices.rate("other", "train", later).uusd == 20
     assert prices.rate("m", "train", almost).version == "a"
 
 
 def test_a_free_model_is_free() -> None:
-    assert load_prices([version("a", NEW_YEAR, 10, m=0)]).rate("m", "sample", NEW_YEAR).uusd_per_mtok == 0
+    assert load_prices([version("a", NEW_YEAR, 10, m=0)]).rate("m", "sample", NEW_YEAR).uusd == 0
 
 
 def test_before_the_first_version_there_is_no_price() -> None:
@@ -74,8 +74,14 @@ def test_before_the_first_version_there_is_no_price() -> None:
 
 
 def test_an_unknown_kind_is_named() -> None:
-    with pytest.raises(PriceError, match="'storage'"):
-        load_prices().rate("m", "storage", NEW_YEAR)
+    with pytest.raises(PriceError, match="'repose'"):
+        load_prices().rate("m", "repose", NEW_YEAR)
+
+
+def test_storage_is_priced_by_the_gigabyte_month() -> None:
+    rate = load_prices().rate("any/model", STORAGE, NEW_YEAR)
+    assert (rate.uusd, rate.amount_nusd(720 * 10**9), rate.amount_nusd(10**9)) == (100_000, 10**8, 138_889)
+    assert load_prices([version("a", NEW_YEAR)]).rate("m", STORAGE, NEW_YEAR).uusd == 0
 
 
 @pytest.mark.parametrize(

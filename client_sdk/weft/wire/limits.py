@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from weft.wire.base import Response
@@ -57,13 +59,19 @@ class PricesResponse(Response):
     base_model: str
     price_version: str
     rates_uusd_per_mtok: dict[UsageKind, int]
+    storage_uusd_per_gb_month: int = 0
 
 
 class BalanceResponse(Response):
-    """What was spent, in nano-USD. `balance_nusd` is None where the server keeps no credits."""
+    """What was spent, and what is left, in nano-USD. `balance_nusd`, and what is `available_nusd` of it and of the
+    overdraft beside what is held for running operations, are None where nothing limits spending."""
 
     spent_nusd: int
     spent_this_month_nusd: int
     #: The month in UTC, as 2026-11.
     month: str
     balance_nusd: int | None = None
+    mode: Literal["prepaid", "postpaid", "unlimited"] = "unlimited"
+    held_nusd: int = 0
+    overdraft_nusd: int = 0
+    available_nusd: int | None = None

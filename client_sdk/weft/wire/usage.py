@@ -10,15 +10,17 @@ UsageKind = Literal["train", "prefill", "cached_prefill", "sample"]
 
 
 class UsageRow(Response):
-    """Tokens of one kind that one run (None: sampling of a base model) has used, and what they cost.
+    """Tokens of one kind that one run (None: sampling of a base model) has used, and what they cost; of storage, bytes
+    times hours.
 
     `amount_nusd` is in billionths of a dollar and is the amount that is billed; `amount_usd` is the same for reading.
     """
 
     run_id: str | None
-    kind: UsageKind
+    kind: UsageKind | Literal["storage"]
     base_model: str
-    tokens: int
+    tokens: int = 0
+    byte_hours: int = 0
     amount_nusd: int
     amount_usd: str
 

@@ -1,0 +1,226 @@
+"""The wallets and budgets that a batch of operations moves: read once, checked and moved in memory, written once.
+
+Whoever works with them has the lock of every organisation in the batch (`store.db.take_locks`) until the commit, so
+what is read here is what is true, in however many processes; that is what makes limits hard. `hold` is called when
+operations are accepted, `settle` when they have ended. Nobody else writes wallets' holds, budgets or grants' remains.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sqlalchemy import exists, insert, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from billing.wallets import available_nusd, make_wallets
+from store.tables import Budget, BudgetAlert, BudgetPeriod, CreditGrant, LedgerEntry, Wallet
+
+#: Where the one period of a total begins.
+EVER = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class Payer:
+    """Whom an operation is charged to."""
+
+    org_id: str
+    project_id: str | None = None
+    key_id: int | None = None
+
+    def scope_ids(self) -> dict[str, str]:
+        ids = {"org": self.org_id}
+        if self.project_id is not None:
+            ids["project"] = self.project_id
+        if self.key_id is not None:
+            ids["key"] = str(self.key_id)
+        return ids
+
+
+class OutOfMoney(Exception):
+    """A limit does not allow what an operation can cost. Amounts are in nano-USD; `limit` names what stands in the way
+    and `remedy` what helps."""
+
+    def __init__(self, limit: str, remedy: str, needed_nusd: int, available_nusd: int, held_nusd: int) -> None:
+        super().__init__(limit)
+        self.limit = limit
+        self.remedy = remedy
+        self.needed_nusd = needed_nusd
+        self.available_nusd = available_nusd
+        self.held_nusd = held_nusd
+
+
+def period_start(period: str, at: datetime) -> datetime:
+    """When the period that `at` is in began: its month in UTC, or ever."""
+    if period == "total":
+        return EVER
+    return at.astimezone(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+
+
+class Accounts:
+    """Those of some payers. `at` are the times at which their operations were accepted."""
+
+    def __init__(self, session: Session, payers: Collection[Payer], at: Collection[datetime], now: datetime) -> None:
+        self._session = session
+        self._now = now
+        self._wallets: dict[str, Wallet] = {}
+        self._grants: defaultdict[str, list[CreditGrant]] = defaultdict(list)
+        self._budgets: defaultdict[tuple[str, str, str], list[Budget]] = defaultdict(list)
+        self._periods: dict[tuple[str, datetime], BudgetPeriod] = {}
+        org_ids = sorted({payer.org_id for payer in payers})
+        granted, budgeted = self._read_wallets(org_ids)
+        if granted:
+            self._read_grants(granted)
+        if budgeted:
+            self._read_budgets(budgeted, payers, at)
+
+    def hold(self, payer: Payer, amount_nusd: int, at: datetime) -> None:
+        """Keep an amount back for an operation accepted at `at`. Raises OutOfMoney, with nothing kept back."""
+        wallet = self._wallets[payer.org_id]
+        limits = self._limits(payer, at)
+        if amount_nusd:
+            self._check_wallet(wallet, amount_nusd)
+            for budget, period in limits:
+                _check_budget(budget, period, amount_nusd)
+        wallet.held_nusd += amount_nusd
+        for _, period in limits:
+            period.held_nusd += amount_nusd
+
+    def settle(self, payer: Payer, held_nusd: int, amount_nusd: int, at: datetime) -> None:
+        """Give back what was held for an operation accepted at `at`, and take what it costs."""
+        wallet = self._wallets[payer.org_id]
+        wallet.held_nusd -= held_nusd
+        wallet.balance_nusd -= amount_nusd
+        self._burn(payer.org_id, amount_nusd)
+        for budget, period in self._limits(payer, at):
+            before = period.spent_nusd
+            period.held_nusd -= held_nusd
+            period.spent_nusd += amount_nusd
+            self._alert(budget, period, before)
+
+    def expire_grants(self) -> int:
+        """Take back what has expired of the grants of these organisations, but for what is held: running work was
+        promised it. Returns how many had something to take back."""
+        expired = 0
+        for org_id, grants in self._grants.items():
+            wallet = self._wallets[org_id]
+            for grant in grants:
+                over = grant.expires_at is not None and grant.expires_at <= self._now
+                amount = min(grant.remaining_nusd, max(0, wallet.balance_nusd - wallet.held_nusd)) if over else 0
+                if amount:
+                    expired += 1
+                    grant.remaining_nusd -= amount
+                    wallet.balance_nusd -= amount
+                    self._post_expiry(grant, amount)
+        return expired
+
+    # ---- reading
+
+    def _read_wallets(self, org_ids: list[str]) -> tuple[list[str], list[str]]:
+        """Also says who has grants that are not used up, and who has budgets: most have neither."""
+        grants = exists().where(CreditGrant.org_id == Wallet.org_id, CreditGrant.remaining_nusd > 0)
+        query = select(Wallet, grants, exists().where(Budget.org_id == Wallet.org_id))
+        query = query.where(Wallet.org_id.in_(org_ids))
+        rows = self._session.execute(query).all()
+        if len(rows) < len(org_ids):
+            make_wallets(self._session, org_ids)
+            rows = self._session.execute(query).all()
+        self._wallets = {wallet.org_id: wallet for wallet, _, _ in rows}
+        return [w.org_id for w, granted, _ in rows if granted], [w.org_id for w, _, budgeted in rows if budgeted]
+
+    def _read_grants(self, org_ids: list[str]) -> None:
+        query = select(CreditGrant).where(CreditGrant.org_id.in_(org_ids), CreditGrant.remaining_nusd > 0)
+        for grant in sorted(self._session.scalars(query), key=_burning_order):
+            self._grants[grant.org_id].append(grant)
+
+    def _read_budgets(self, org_ids: list[str], payers: Collection[Payer], at: Collection[datetime]) -> None:
+        scope_ids = {scope_id for payer in payers for scope_id in payer.scope_ids().values()}
+        query = select(Budget).where(Budget.org_id.in_(org_ids), Budget.scope_id.in_(scope_ids))
+        budgets = list(self._session.scalars(query))
+        for budget in budgets:
+            self._budgets[budget.org_id, budget.scope, budget.scope_id].append(budget)
+        starts = {period_start(period, when) for when in at for period in ("month", "total")}
+        period = BudgetPeriod
+        chosen = select(period).where(period.budget_id.in_([b.id for b in budgets]), period.start.in_(starts))
+        self._periods = {(row.budget_id, row.start): row for row in self._session.scalars(chosen)}
+
+    def _limits(self, payer: Payer, at: datetime) -> list[tuple[Budget, BudgetPeriod]]:
+        found = []
+        for scope, scope_id in payer.scope_ids().items() if self._budgets else ():
+            for budget in self._budgets[payer.org_id, scope, scope_id]:
+                start = period_start(budget.period, at)
+                period = self._periods.get((budget.id, start))
+                if period is None:
+                    period = BudgetPeriod(budget_id=budget.id, start=start, spent_nusd=0, held_nusd=0)
+                    self._periods[budget.id, start] = period
+                    self._session.add(period)
+                found.append((budget, period))
+        return found
+
+    # ---- checking and moving
+
+    def _check_wallet(self, wallet: Wallet, amount_nusd: int) -> None:
+        available = available_nusd(wallet)
+        if available is None:
+            return
+        if amount_nusd <= available and not self._grants[wallet.org_id]:
+            return
+        self.expire_grants()
+        available = available_nusd(wallet)
+        assert available is not None
+        if amount_nusd > available:
+            limit = "the prepaid balance" if wallet.mode == "prepaid" else "the credit limit"
+            remedy = "top up, or wait until running operations have released what they do not need"
+            raise OutOfMoney(limit, remedy, amount_nusd, available, wallet.held_nusd)
+
+    def _burn(self, org_id: str, amount_nusd: int) -> None:
+        for grant in self._grants[org_id]:
+            part = min(amount_nusd, grant.remaining_nusd)
+            grant.remaining_nusd -= part
+            amount_nusd -= part
+
+    def _post_expiry(self, grant: CreditGrant, amount_nusd: int) -> None:
+        values = {
+            "org_id": grant.org_id,
+            "type": "expiry",
+            "amount_nusd": -amount_nusd,
+            "ref_type": "grant",
+            "ref_id": f"{grant.id}:{grant.remaining_nusd}",  # in parts, when some of it was held
+            "memo": f"credit of {grant.created_at:%Y-%m-%d}",
+            "at": self._now,
+        }
+        self._session.execute(insert(LedgerEntry), [values])
+
+    def _alert(self, budget: Budget, period: BudgetPeriod, before_nusd: int) -> None:
+        reached = [
+            pct for pct in budget.alert_pcts if before_nusd * 100 < budget.limit_nusd * pct <= period.spent_nusd * 100
+        ]
+        if reached:
+            record_alerts(self._session, budget, period.start, period.spent_nusd, reached, self._now)
+
+
+def record_alerts(
+    session: Session, budget: Budget, start: datetime, spent_nusd: int, pcts: list[int], now: datetime
+) -> None:
+    """That spending has reached these percentages of a budget; each is recorded once for a period."""
+    put = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    facts = {"budget_id": budget.id, "start": start, "org_id": budget.org_id, "limit_nusd": budget.limit_nusd}
+    rows = [facts | {"pct": pct, "spent_nusd": spent_nusd, "at": now} for pct in pcts]
+    session.execute(put(BudgetAlert).on_conflict_do_nothing(), rows)
+
+
+def _check_budget(budget: Budget, period: BudgetPeriod, amount_nusd: int) -> None:
+    left = budget.limit_nusd - period.spent_nusd - period.held_nusd
+    if budget.hard and amount_nusd > left:
+        whose = "organisation" if budget.scope == "org" else f"{budget.scope} {budget.scope_id}"
+        when = f"in {period.start:%Y-%m} (UTC)" if budget.period == "month" else "in total"
+        remedy = "raise the budget" + (", or wait for the next month" if budget.period == "month" else "")
+        raise OutOfMoney(f"the budget of the {whose} {when}", remedy, amount_nusd, left, period.held_nusd)
+
+
+def _burning_order(grant: CreditGrant) -> tuple[bool, bool, datetime, str]:
+    """Promotions first, then what expires soonest; what never does comes last."""
+    return grant.kind != "promo", grant.expires_at is None, grant.expires_at or grant.created_at, grant.id

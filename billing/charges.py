@@ -1,0 +1,136 @@
+"""What operations cost, at the moment they end: usage, ledger, wallets and budgets move in one transaction.
+
+`settle` is called inside the transaction that makes results lasting, and nowhere else, so there is no result without
+its metering and no metering without a result. The caller has made sure that an operation ends once; the database
+refuses a second row for one (operation, kind) all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import insert
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from billing.accounts import Accounts, Payer
+from billing.prices import PriceList
+from store.tables import LedgerEntry, UsageEvent, UsageHour
+
+log = logging.getLogger(__name__)
+
+_HOUR_KEY = tuple(column.name for column in UsageHour.__table__.primary_key)
+_SUMS = ("quantity", "amount_nusd", "events")
+
+
+@dataclass(frozen=True)
+class Charge:
+    """One operation that has ended: what it used, by kind (nothing if it failed), and what was held for it: None for
+    what nobody could refuse, which is storage. `accepted_at` decides prices and the budgets' period."""
+
+    payer: Payer
+    session_id: str
+    run_id: str | None
+    operation_id: str
+    base_model: str
+    accepted_at: datetime
+    quantities: dict[str, int] = field(default_factory=dict)
+    hold_nusd: int | None = 0
+    user_id: str | None = None
+
+
+def settle(session: Session, charges: Sequence[Charge], prices: PriceList, now: datetime) -> int:
+    """Charge operations and release their holds, in the locks of their organisations. Returns what they cost in all."""
+    charges = [charge for charge in charges if charge.quantities or charge.hold_nusd]
+    if not charges:
+        return 0
+    accounts = Accounts(session, {c.payer for c in charges}, {c.accepted_at for c in charges}, now)
+    settlements: defaultdict[str, str] = defaultdict(lambda: uuid.uuid4().hex)
+    events: list[dict[str, Any]] = []
+    spent: defaultdict[str, int] = defaultdict(int)
+    for charge in charges:
+        rows = _events(charge, prices, settlements[charge.payer.org_id], now)
+        amount = sum(row["amount_nusd"] for row in rows)
+        if charge.hold_nusd is not None and amount > charge.hold_nusd:
+            log.error("operation %s: held %d nUSD, costs %d", charge.operation_id, charge.hold_nusd, amount)
+        accounts.settle(charge.payer, charge.hold_nusd or 0, amount, charge.accepted_at)
+        events += rows
+        spent[charge.payer.org_id] += amount
+    if events:
+        session.execute(insert(UsageEvent), events)
+        _add_to_hours(session, events)
+    entries = [_entry(org_id, -amount, settlements[org_id], now) for org_id, amount in spent.items() if amount]
+    if entries:
+        session.execute(insert(LedgerEntry), entries)
+    session.flush()
+    return sum(spent.values())
+
+
+def _events(charge: Charge, prices: PriceList, settlement: str, now: datetime) -> list[dict[str, Any]]:
+    """Kinds of which nothing was used make no row."""
+    rows = []
+    for kind, quantity in charge.quantities.items():
+        if quantity < 0:
+            raise ValueError(f"operation {charge.operation_id} reports {quantity} of {kind}: usage cannot be negative")
+        if quantity == 0:
+            continue
+        rate = prices.rate(charge.base_model, kind, charge.accepted_at)
+        rows.append(
+            {
+                "org_id": charge.payer.org_id,
+                "project_id": charge.payer.project_id,
+                "key_id": charge.payer.key_id,
+                "user_id": charge.user_id,
+                "session_id": charge.session_id,
+                "run_id": charge.run_id,
+                "operation_id": charge.operation_id,
+                "kind": kind,
+                "base_model": charge.base_model,
+                "quantity": quantity,
+                "price_version": rate.version,
+                "rate_uusd": rate.uusd,
+                "per_units": rate.per_units,
+                "amount_nusd": rate.amount_nusd(quantity),
+                "accepted_at": charge.accepted_at,
+                "recorded_at": now,
+                "settlement": settlement,
+            }
+        )
+    return rows
+
+
+def _add_to_hours(session: Session, events: list[dict[str, Any]]) -> None:
+    hours: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for event in events:
+        row = hour_row(event)
+        key = tuple(row[name] for name in _HOUR_KEY)
+        if key in hours:
+            for name in _SUMS:
+                hours[key][name] += row[name]
+        else:
+            hours[key] = row
+    put = (sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert)(UsageHour)
+    sums = {name: getattr(UsageHour, name) + getattr(put.excluded, name) for name in _SUMS}
+    # In one order: two writers that share rows of an hour never wait for each other in a ring.
+    rows = [hours[key] for key in sorted(hours)]
+    session.execute(put.on_conflict_do_update(index_elements=_HOUR_KEY, set_=sums), rows)
+
+
+def hour_row(event: dict[str, Any]) -> dict[str, Any]:
+    """The row of `usage_hourly` that an event belongs to, with the event alone in it."""
+    names = ("org_id", "kind", "base_model", "session_id", "price_version", "rate_uusd", "per_units")
+    row = {name: event[name] for name in (*names, "quantity", "amount_nusd")}
+    row |= {name: event[name] or "" for name in ("project_id", "user_id", "run_id")}
+    hour = event["recorded_at"].astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+    return row | {"key_id": event["key_id"] or 0, "hour": hour, "events": 1}
+
+
+def _entry(org_id: str, amount_nusd: int, settlement: str, now: datetime) -> dict[str, Any]:
+    values = {"org_id": org_id, "type": "usage", "amount_nusd": amount_nusd, "ref_type": "settlement"}
+    return values | {"ref_id": settlement, "memo": "", "at": now}

@@ -1,0 +1,70 @@
+"""Credit that is given, and may expire. It is used up before other money (`billing.accounts`)."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import UTC, datetime
+from typing import Literal
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from billing import ledger
+from billing.accounts import Accounts, Payer
+from store.db import Database, take_locks
+from store.tables import CreditGrant
+
+GrantKind = Literal["promo", "paid"]
+
+
+def give(
+    session: Session,
+    org_id: str,
+    amount_nusd: int,
+    *,
+    kind: GrantKind = "promo",
+    expires_at: datetime | None = None,
+    memo: str = "",
+    now: datetime | None = None,
+) -> CreditGrant:
+    """Credit an organisation. To be called in a write."""
+    if amount_nusd <= 0:
+        raise ValueError(f"a grant must be more than 0, got {amount_nusd} nUSD")
+    now = now or datetime.now(UTC)
+    grant = CreditGrant(
+        id=uuid.uuid4().hex,
+        org_id=org_id,
+        kind=kind,
+        amount_nusd=amount_nusd,
+        remaining_nusd=amount_nusd,
+        created_at=now,
+        expires_at=expires_at,
+    )
+    ledger.post(
+        session,
+        org_id=org_id,
+        type="grant",
+        amount_nusd=amount_nusd,
+        ref_type="grant",
+        ref_id=grant.id,
+        memo=memo,
+        at=now,
+    )
+    session.add(grant)
+    session.flush()
+    return grant
+
+
+def expire(database: Database, now: datetime | None = None) -> dict[str, int]:
+    """Take back what has expired, of all organisations. For the jobs; before that, `hold` does it when it matters."""
+    now = now or datetime.now(UTC)
+
+    def work(session: Session) -> int:
+        over = select(CreditGrant.org_id).where(CreditGrant.expires_at <= now, CreditGrant.remaining_nusd > 0)
+        org_ids = sorted(set(session.scalars(over)))
+        take_locks(session, org_ids)
+        expired = Accounts(session, {Payer(org_id) for org_id in org_ids}, set(), now).expire_grants()
+        session.flush()
+        return expired
+
+    return {"expired": database.write_now(work)}
