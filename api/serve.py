@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,11 +47,14 @@ def serve(settings: Settings) -> int:
 
     prices = load_prices(settings.prices)
     cards = read_cards(settings.models)
-    with _locked(settings.data_dir), _bound(settings.host, settings.port) as sock:
+    alone = nullcontext() if settings.redis_url else _locked(settings.data_dir)
+    with alone, _bound(settings.host, settings.port) as sock:
         database = open_database(settings)
         try:
+            database.write_now(lambda session: set_default(session, settings.billing))
             blobs = Blobs(settings.blobs_dir, durable=settings.durable)
-            blobs.clear_unfinished()
+            if not settings.redis_url:
+                blobs.clear_unfinished()
             app = create_app(settings, cards, database, blobs, prices)
             server = _Server(app, _url(settings.host, sock))
             return server.run_until_signal(sock)

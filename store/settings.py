@@ -21,6 +21,10 @@ Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
+#: Settings that hold passwords, and may be left out of the file.
+FROM_ENVIRONMENT = {"database_url": "WEFT_DATABASE_URL", "redis_url": "WEFT_REDIS_URL"}
+
+
 class SettingsError(ValueError):
     """The settings cannot be used; the message is one line for the operator."""
 
@@ -84,6 +88,15 @@ class Limits(_Section):
     telemetry_days: Positive = 14
 
 
+class BillingSettings(_Section):
+    """How organisations pay that are new from now on; `weftd billing mode` changes one that is there."""
+
+    #: unlimited: everything is counted and nothing refused. prepaid: only what was paid for, and `overdraft_usd`.
+    #: postpaid: up to `overdraft_usd` of credit.
+    mode: Literal["unlimited", "prepaid", "postpaid"] = "unlimited"
+    overdraft_usd: Annotated[int, Field(ge=0, le=10**9)] = 0
+
+
 class JobsSettings(_Section):
     #: embedded: a thread of the server. celery: `weftd jobs worker` and `weftd jobs beat`, on Redis.
     driver: Literal["embedded", "celery"] = "embedded"
@@ -135,11 +148,15 @@ class Settings(_Section):
     models: dict[str, Path] = {}
     #: Empty: SQLite in the data folder. `postgresql+psycopg://...` in production.
     database_url: str = ""
+    #: Several API replicas and workers on this Redis, `redis://...`, with one PostgreSQL and one folder for all
+    #: (docs/production.md). Empty: the embedded service.
+    redis_url: str = ""
     #: Flush every commit and every blob to the disk: safe against power loss, not only against kill -9.
     durable: bool = False
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     limits: Limits = Field(default_factory=Limits)
+    billing: BillingSettings = Field(default_factory=BillingSettings)
     jobs: JobsSettings = Field(default_factory=JobsSettings)
     payments: PaymentsSettings = Field(default_factory=PaymentsSettings)
     ownership: OwnershipSettings = Field(default_factory=OwnershipSettings)
@@ -171,7 +188,8 @@ class Settings(_Section):
 def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
     """Settings from the file, with `overrides` (None: not given) on top. Folders come back absolute; in the file they
     are relative to the file's own folder. Raises SettingsError with one line that names the key."""
-    values = _read(config_file) if config_file is not None else {}
+    values = {name: os.environ[variable] for name, variable in FROM_ENVIRONMENT.items() if os.environ.get(variable)}
+    values |= _read(config_file) if config_file is not None else {}
     values.update({name: value for name, value in overrides.items() if value is not None})
     try:
         settings = Settings.model_validate(values)

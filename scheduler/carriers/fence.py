@@ -1,7 +1,7 @@
 """Who leads, decided in the database; and writes that only the leader's count.
 
-The lease is the row "journal" of `job_leases`: a token and a time. A new leader puts its own token there, which waits for
-whatever the old one is committing. Every write of a leader reads the token in its own transaction: one that was
+The lease is the row "journal" of `job_leases`: a token and a time. A new leader puts its own token there, which waits
+for whatever the old one is committing. Every write of a leader reads the token in its own transaction: one that was
 superseded without noticing, because it was stopped or cut off, can change nothing any more.
 """
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 
 from store import tables
-from store.db import Database
+from store.db import Batch, Database
 
 T = TypeVar("T")
 LEASE = "journal"
@@ -60,6 +60,7 @@ class Fenced(Database):
         self.url = database.url
         self._database = database
         self._token = token
+        self._batches: dict[Batch, Batch] = {}  # what runs together must be one batch
 
     @contextmanager
     def read(self) -> Iterator[Session]:
@@ -72,8 +73,21 @@ class Fenced(Database):
     def write_now(self, work: Callable[[Session], T]) -> T:
         return self._database.write_now(self._checked(work))
 
+    async def write_batched(self, batch: Batch, item: Any, *, lock: str) -> Any:
+        return await self._database.write_batched(self._checked_batch(batch), item, lock=lock)
+
+    def write_batched_now(self, batch: Batch, item: Any, *, lock: str) -> Any:
+        return self._database.write_batched_now(self._checked_batch(batch), item, lock=lock)
+
     def close(self) -> None:
         """Its owner closes the database."""
+
+    def _checked_batch(self, batch: Batch) -> Batch:
+        def run(session: Session, items: list[Any]) -> list[Any]:
+            check(session, self._token)
+            return batch(session, items)
+
+        return self._batches.setdefault(batch, run)
 
     def _checked(self, work: Callable[[Session], T]) -> Callable[[Session], T]:
         def run(session: Session) -> T:

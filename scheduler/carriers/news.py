@@ -27,14 +27,14 @@ MOST_ACCEPTED = 10_000
 #: Between two attempts to reach Redis again.
 RETRY_S = 0.5
 
+#: Takes ARGV[1] stamps, publishes ARGV[3] on ARGV[2] with the last of them if it is not empty, and returns the first.
 _STAMP = """
 local time = redis.call("TIME")
-local stamp = time[1] * 1000000 + time[2]
-local last = tonumber(redis.call("GET", KEYS[1]) or "0")
-if stamp <= last then stamp = last + 1 end
-local text = string.format("%d", stamp)
-redis.call("SET", KEYS[1], text)
-return redis.call("PUBLISH", ARGV[1], text .. " " .. ARGV[2])
+local first = math.max(time[1] * 1000000 + time[2], tonumber(redis.call("GET", KEYS[1]) or "0") + 1)
+local last = string.format("%.0f", first + ARGV[1] - 1)
+redis.call("SET", KEYS[1], last)
+if ARGV[3] ~= "" then redis.call("PUBLISH", ARGV[2], last .. " " .. ARGV[3]) end
+return string.format("%.0f", first)
 """
 
 
@@ -81,7 +81,12 @@ class News:
 
     def ended(self, news: Ended) -> None:
         with reaching():
-            self._stamp(keys=[f"{_ENDED}:stamp"], args=[_ENDED, _encode(news)])
+            self._stamp(keys=[f"{_ENDED}:stamp"], args=[1, _ENDED, _encode(news)])
+
+    def reserve(self, stamps: int) -> int:
+        """The first of so many stamps, all later than those of everything that was told before."""
+        with reaching():
+            return int(cast(bytes, self._stamp(keys=[f"{_ENDED}:stamp"], args=[stamps, _ENDED, ""])))
 
     def cancel(self, worker: str, op_id: str) -> None:
         with reaching():
@@ -92,7 +97,11 @@ class News:
         with reaching():
             self._redis.publish(_WORKERS, _encode(ToWorker("", moved)))
             known = self.policies([moved.run_id]).get(moved.run_id)
-            newest = moved if moved.adapter_ref or known is None else PolicyMoved(moved.run_id, moved.version, known.adapter_ref)
+            newest = (
+                moved
+                if moved.adapter_ref or known is None
+                else PolicyMoved(moved.run_id, moved.version, known.adapter_ref)
+            )
             self._redis.hset(_POLICIES, moved.run_id, _encode(newest))
 
     def forget_policy(self, run_id: str) -> None:
@@ -104,7 +113,7 @@ class News:
         if not run_ids:
             return {}
         with reaching():
-            found = cast("list[bytes | None]", self._redis.hmget(_POLICIES, run_ids))
+            found = self._redis.hmget(_POLICIES, run_ids)
         return {run_id: _moved.decode(value) for run_id, value in zip(run_ids, found, strict=True) if value}
 
     def accepted(self, note: Accepted) -> None:

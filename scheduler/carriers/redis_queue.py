@@ -75,7 +75,7 @@ class RedisQueue:
 
     def holder(self, item_id: str) -> str | None:
         with reaching():
-            found = cast("bytes | None", self._redis.hget(f"{self._prefix}i:{item_id}", "worker"))
+            found = self._redis.hget(f"{self._prefix}i:{item_id}", "worker")
         return found.decode() if found else None
 
     def answer(self, item_id: str, epoch: int, result: bytes) -> bool:

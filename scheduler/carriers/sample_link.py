@@ -1,9 +1,9 @@
 """The generator's link in production: it leases samples from the shared queue by itself, under the same messages as
 over a socket (`scheduler.link`).
 
-What it holds is its own as long as it gives signs of life, from a thread. If it was given up, because it was cut off for
-too long or Redis has lost everything, it is told to cancel what it had, and its answers to that are dropped. While Redis
-is away it goes on with what it has and keeps the answers.
+What it holds is its own as long as it gives signs of life, from a thread. If it was given up, because it was cut off
+for too long or Redis has lost everything, it is told to cancel what it had, and its answers to that are dropped. While
+Redis is away it goes on with what it has and keeps the answers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import secrets
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -23,7 +24,17 @@ from scheduler.carriers.contract import QueueUnreachable
 from scheduler.carriers.news import Listener, News
 from scheduler.carriers.parcels import pack
 from scheduler.carriers.redis_queue import RedisQueue
-from scheduler.messages import Cancel, Declined, Done, Failure, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
+from scheduler.messages import (
+    Cancel,
+    Declined,
+    Done,
+    Failure,
+    Occupancy,
+    PolicyMoved,
+    PullSamples,
+    SampleOp,
+    SampleWork,
+)
 from store.blobs import Blobs
 
 log = logging.getLogger(__name__)
@@ -62,6 +73,9 @@ class SampleLink:
         self._draining = True
 
     def close(self) -> None:
+        """Deliver what is left, if Redis is there; else it is done again by others."""
+        with suppress(QueueUnreachable):
+            self._deliver()
         self._listener.stop()
         self._queue.close()
         self._news.close()
@@ -145,5 +159,3 @@ class SampleLink:
 def _on(op: SampleOp, moved: PolicyMoved) -> SampleOp:
     ref = moved.adapter_ref if op.inflight and moved.adapter_ref else op.adapter_ref
     return msgspec.structs.replace(op, adapter_ref=ref, version=max(op.version, moved.version))
-
-

@@ -1,10 +1,10 @@
-"""The link between a trainer and whoever leads (`scheduler.carriers.leader`), over Redis, under the same messages as over
-a socket pair.
+"""The link between a trainer and whoever leads (`scheduler.carriers.leader`), over Redis, under the same messages as
+over a socket pair.
 
 A trainer finds the leader's token, makes up a link of its own and joins. From then on `up:<link>` and `down:<link>`
 carry the messages; `alive:<link>` is the trainer's sign of life and lasts for LEASE_S. Either end is gone for the other
-when its sign is: the trainer then gets EOFError and forgets its runs, the leader rebuilds them elsewhere. A link is never
-taken up again, so what a trainer sends after it was given up reaches nobody.
+when its sign is: the trainer then gets EOFError and forgets its runs, the leader rebuilds them elsewhere. A link is
+never taken up again, so what a trainer sends after it was given up reaches nobody.
 """
 
 from __future__ import annotations

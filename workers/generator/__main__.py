@@ -4,6 +4,9 @@ Started by a supervisor that holds the other end of the link. It generates until
 SIGTERM), finishes what it has and exits 0. When the server is gone it exits 1: whatever it held is still in the
 journal and will be sampled again. SIGINT is ignored, because a terminal's Ctrl-C reaches every process of the group
 and the supervisor alone decides how to stop.
+
+With `--redis URL` in place of the link it leases samples from the queue that API replicas share (`scheduler.carriers`),
+until SIGTERM.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import torch
 
+from scheduler.carriers.sample_link import SampleLink
 from scheduler.link import WorkerLink
 from store.blobs import Blobs
 from workers.generator.tokenizer import text_decoder
@@ -44,17 +49,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if args.threads:
         torch.set_num_threads(args.threads)
-    link = WorkerLink(args.link_fd)
-    target = target_of(args)
+    target, blobs = target_of(args), Blobs(args.data_dir / "blobs")
     engines = {name: _engine(name, path, args, target) for name, path in args.model}
-    generator = Generator(engines, Blobs(args.data_dir / "blobs"), link, slots=args.slots)
-    signal.signal(signal.SIGTERM, lambda signum, frame: generator.drain())
+    link = WorkerLink(args.link_fd) if args.redis is None else SampleLink(args.redis, blobs)
+    generator = Generator(engines, blobs, link, slots=args.slots)
+
+    def drain(signum: int, frame: FrameType | None) -> None:
+        generator.drain()
+        if isinstance(link, SampleLink):
+            link.drain()
+
+    signal.signal(signal.SIGTERM, drain)
     log.info("ready on %s, with %d slots and %d threads", target, args.slots, torch.get_num_threads())
     try:
         generator.serve()
     except EOFError:
         log.info("the server is gone")
         return 1
+    if isinstance(link, SampleLink):
+        link.close()
     return 0
 
 
@@ -84,7 +97,9 @@ def _model(pair: str) -> tuple[str, Path]:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m workers.generator", description="A Weft generator worker.")
-    parser.add_argument("--link-fd", type=int, required=True, help="inherited file descriptor of the worker link")
+    link = parser.add_mutually_exclusive_group(required=True)
+    link.add_argument("--link-fd", type=int, help="inherited file descriptor of the worker link")
+    link.add_argument("--redis", metavar="URL", help="work for the API replicas on this Redis")
     parser.add_argument(
         "--data-dir", type=Path, required=True, help="the service's data folder; blobs are in its blobs/"
     )

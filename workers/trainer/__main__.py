@@ -4,6 +4,9 @@ Started by a supervisor that holds the other end of the link. Pulls passes and e
 (by message, or by SIGTERM after the pass in progress), then snapshots its runs and exits 0. When the server is gone it
 exits 1: whatever it held can be rebuilt from the journal. SIGINT is ignored, because a terminal's Ctrl-C reaches every
 process of the group and the supervisor alone decides how to stop.
+
+With `--redis URL` in place of the link it works for whichever API replica leads (`scheduler.carriers`), one after the
+other with empty hands, until SIGTERM.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ import argparse
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -21,6 +26,7 @@ from typing import Protocol
 import msgspec
 import torch
 
+from scheduler.carriers.train_link import TrainerLink
 from scheduler.link import WorkerLink
 from scheduler.messages import Drain, Pass, PullPass
 from store.blobs import Blobs
@@ -88,25 +94,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     settings = TrainerSettings(args.microbatch_tokens, args.snapshot_every_tokens, args.resident_bytes, args.host_bytes)
     target = target_of(args)
-    pages_dir = args.data_dir / "pages"
-    shutil.rmtree(pages_dir, ignore_errors=True)  # of a lost trainer: the journal rebuilds what was in them
-    trainer = Trainer(load_models(args.model, target), Blobs(args.data_dir / "blobs"), settings, pages_dir)
-    _log(f"runs may take {trainer.residency.budget_bytes >> 20} MiB of memory")
-    _log(f"ready on {target}, with {torch.get_num_threads()} threads")
+    models, blobs = load_models(args.model, target), Blobs(args.data_dir / "blobs")
+    _log(f"loaded on {target}, with {torch.get_num_threads()} threads")
+    if args.redis is None:
+        pages_dir = args.data_dir / "pages"
+        shutil.rmtree(pages_dir, ignore_errors=True)  # of a lost trainer: the journal rebuilds what was in them
+        trainer = Trainer(models, blobs, settings, pages_dir)
+        return 0 if work(trainer, WorkerLink(args.link_fd), stop) else 1
+    while not stop.is_set:
+        with tempfile.TemporaryDirectory(prefix="weft-pages-") as pages:
+            trainer = Trainer(models, blobs, settings, Path(pages))
+            with suppress(EOFError), closing(TrainerLink(args.redis, blobs, lambda: stop.is_set)) as link:
+                work(trainer, link, stop)
+    return 0
+
+
+def work(trainer: Trainer, link: Link, stop: StopFlag) -> bool:
+    """Serve one server to its end. False when it was lost, and with it all that the trainer holds."""
+    _log(f"ready: runs may take {trainer.residency.budget_bytes >> 20} MiB of memory")
     try:
-        serve(trainer, WorkerLink(args.link_fd), stop)
+        serve(trainer, link, stop)
     except EOFError:
         _log("the server is gone")
-        return 1
+        return False
     finally:
         trainer.residency.close()
-    return 0
+    return True
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     defaults = TrainerSettings()
     parser = argparse.ArgumentParser(prog="python -m workers.trainer", description="A Weft trainer worker.")
-    parser.add_argument("--link-fd", type=int, required=True, help="inherited file descriptor of the worker link")
+    link = parser.add_mutually_exclusive_group(required=True)
+    link.add_argument("--link-fd", type=int, help="inherited file descriptor of the worker link")
+    link.add_argument("--redis", metavar="URL", help="work for the API replicas on this Redis")
     parser.add_argument(
         "--data-dir", type=Path, required=True, help="the service's data folder; blobs are in its blobs/"
     )

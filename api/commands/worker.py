@@ -1,0 +1,42 @@
+"""`weftd worker`: a trainer or a generator for API replicas that share a Redis. `weftd migrate` (docs/production.md)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from api.commands.places import database_of, refuse, settings_of, where
+
+
+@click.command()
+@where
+@click.argument("role", type=click.Choice(["trainer", "generator"]))
+@click.option("--redis", metavar="URL", help="The Redis of the API replicas (default: redis_url of the settings).")
+def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | None) -> None:
+    """Work as ROLE until SIGTERM, which lets it finish what it has. Whatever supervises it starts it again."""
+    from api.serve import CannotServe, read_cards
+    from api.supervisor import embedded_workers
+
+    settings = settings_of(config, data_dir, redis_url=redis)
+    if not settings.redis_url:
+        refuse("there is no Redis to come to: give --redis URL, or redis_url in the settings")
+    try:
+        cards = read_cards(settings.models)
+    except CannotServe as error:
+        refuse(str(error))
+    programs = embedded_workers(settings, {name: card.path for name, card in cards.items()})
+    program = next(program for program in programs if program.role == role)
+    os.environ.update(program.environment)
+    sys.stdout.flush()
+    os.execv(program.command[0], [*program.command, "--redis", settings.redis_url])
+
+
+@click.command()
+@where
+def migrate(data_dir: Path | None, config: Path | None) -> None:
+    """Bring the database up to date, and exit: before the servers of a new version start."""
+    with database_of(config, data_dir):
+        click.echo("the database is up to date")

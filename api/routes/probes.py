@@ -1,0 +1,40 @@
+"""For whoever watches the processes: `/healthz` says that this one answers, `/readyz` that it can take requests. Both
+without a key, and they tell nothing about anybody."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from sqlalchemy import text
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.concurrency import run_in_threadpool
+
+from api.access import declare
+from api.state import Service, ServiceDep
+from store.migrate import head
+
+router = APIRouter()
+
+
+@router.get("/healthz", **declare(scope="public", limit="poll", meters="nothing"))
+async def healthz() -> dict[str, str]:
+    """Nothing outside of this process is asked: restarting it would mend nothing there."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", **declare(scope="public", limit="poll", meters="nothing"))
+async def readyz(service: ServiceDep) -> JSONResponse:
+    """503 while requests should go to another replica, and why."""
+    if service.journal.draining:
+        return JSONResponse({"status": "draining"}, 503)
+    why = await run_in_threadpool(_database_says, service)
+    return JSONResponse({"status": why or "ready"}, 503 if why else 200)
+
+
+def _database_says(service: Service) -> str | None:
+    try:
+        with service.database.read() as session:
+            found = session.scalar(text("SELECT version_num FROM alembic_version"))
+    except SQLAlchemyError:
+        return "the database does not answer"
+    return None if found == head() else f"the database is at migration {found}, this server needs {head()}"

@@ -1,0 +1,109 @@
+"""The running parts of one of several API replicas: what `api.machines` is for the embedded service. No workers are
+children of this process: they come to Redis (`weftd worker`)."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from api.supervisor import Supervisor
+from billing.prices import PriceList
+from scheduler.carriers.leader import Leadership, Shared
+from scheduler.carriers.news import Ended, Listener, News
+from scheduler.carriers.redis_queue import RedisQueue
+from scheduler.carriers.sample_link import worker_name
+from scheduler.carriers.shared_journal import SharedJournal
+from scheduler.operations import Waiting
+from store.blobs import Blobs
+from store.db import Database
+from store.settings import Settings
+
+#: Threads for calls to Redis and the database; a few of them always wait inside of Redis.
+THREADS = 24
+
+
+class SharedMachines:
+    """Built inside the event loop it lives in, from `start` to `stop`."""
+
+    def __init__(self, settings: Settings, database: Database, blobs: Blobs, prices: PriceList) -> None:
+        self._settings = settings
+        self._threads = ThreadPoolExecutor(THREADS, "carrier")
+        self._news, self._queue = News(settings.redis_url), RedisQueue(settings.redis_url)
+        limits, self._name = settings.limits, worker_name("api")
+        self.journal = SharedJournal(
+            database,
+            blobs,
+            prices,
+            limits.max_queued_ops_per_org,
+            limits.max_queued_bytes_per_org,
+            name=self._name,
+            queue=self._queue,
+            news=self._news,
+            threads=self._threads,
+            waiting_of=self._waiting_of,
+        )
+        shared = Shared(
+            settings.redis_url,
+            database,
+            blobs,
+            prices,
+            self._queue,
+            self._news,
+            self._threads,
+            self.journal,
+            settings.trainer.pass_tokens,
+        )
+        self._leadership = Leadership(shared)
+        self._loop = asyncio.get_running_loop()
+        self._listener = Listener.of_ends(settings.redis_url, self._on_end, self._on_gap)
+        self.journal.reachable = self._listener.connected.is_set
+        self._settling: asyncio.Task[None] | None = None
+        self.supervisor = Supervisor([], self._attach)
+
+    def start(self) -> None:
+        self._listener.start()
+        self._leadership.start()
+        self._settling = asyncio.create_task(self.journal.settle_answers())
+
+    def drain(self) -> None:
+        """From now on nothing new is accepted here."""
+        self.journal.draining = True
+
+    async def stop(self) -> None:
+        self.drain()
+        await self._leadership.stop(self._settings.drain_s)
+        if self._settling is not None:
+            self._settling.cancel()
+            await asyncio.gather(self._settling, return_exceptions=True)
+        await self.journal.flush()
+        self._listener.stop()
+        await asyncio.to_thread(self._threads.shutdown)
+        self._queue.close()
+        self._news.close()
+
+    def stats(self) -> dict[str, Any]:
+        term = self._leadership.term
+        return {
+            "queue": self.journal.queue_lengths(),
+            "trainer": dict(term.desk.stats) if term is not None else {},
+            "generator": {},
+            "workers": [],
+            "replica": {"name": self._name, "leads": term is not None, "redis": self.journal.reachable()},
+        }
+
+    def _waiting_of(self, op_id: str) -> Waiting | None:
+        term = self._leadership.term
+        return term.journal.waiting(op_id) if term is not None else None
+
+    def _on_end(self, news: Ended, stamp: int) -> None:
+        with suppress(RuntimeError):  # the loop has closed meanwhile
+            self._loop.call_soon_threadsafe(self.journal.heard, news, stamp)
+
+    def _on_gap(self) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.journal.missed)
+
+    async def _attach(self, role: str, sock: Any) -> None:
+        raise RuntimeError(f"a {role} cannot be a child of a replica")

@@ -1,0 +1,339 @@
+"""The replica that leads: it owns the runs. Their lanes, the composition of passes and the trainer's desk are the same
+code as in the embedded service; what is accepted elsewhere comes in by `News`, trainers by `train_link`.
+
+Every replica would lead; the lease in the database (`scheduler.carriers.fence`) decides. A new leader rebuilds the
+journal of runs from the database, as a restarted server does, and its trainer rebuilds the runs by replay. It also
+looks after the shared queue: puts back what dead generators held, and queues again what the database knows and Redis
+does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from billing.prices import PriceList
+from scheduler.carriers.contract import LIVES, FairQueue, QueueUnreachable
+from scheduler.carriers.fence import Fenced, Superseded, give_up, take
+from scheduler.carriers.news import Accepted, News
+from scheduler.carriers.shared_journal import SharedJournal
+from scheduler.carriers.train_link import Joining, LeaderLink
+from scheduler.desks import TrainerDesk
+from scheduler.journal import Journal
+from scheduler.messages import Done, Failure, PolicyMoved
+from scheduler.operations import SAMPLE, Operation, Waiting
+from scheduler.recovery import from_row, recover_run, recover_runs
+from store import tables
+from store.blobs import Blobs
+from store.db import Database
+
+log = logging.getLogger(__name__)
+
+#: A leader that did not renew its lease for so long may be followed by another.
+LEADS_S = 5.0
+BEAT_S = 1.0
+#: How often the leader looks for what is accepted in the database and queued nowhere.
+RESCAN_S = 2.0
+#: Samples queued again in one look.
+RESCAN_ROWS = 2000
+
+
+class LeadingJournal(Journal):
+    """The runs' part of the journal. `announce` tells all replicas that an operation has ended."""
+
+    def __init__(
+        self,
+        database: Database,
+        blobs: Blobs,
+        prices: PriceList,
+        announce: Callable[[Operation], Coroutine[Any, Any, None]],
+    ) -> None:
+        super().__init__(database, blobs, prices, max_queued_per_org=2**31, max_queued_bytes_per_org=2**62)
+        self._announce = announce
+
+    def waiting(self, op_id: str) -> Waiting | None:
+        """What an operation waits for, if it is here."""
+        op = self._open.get(op_id)
+        return self._waiting(op) if op is not None else None
+
+    def take_in(self, session: Session, row: tables.Operation) -> Operation | None:
+        """An operation that some replica has accepted. Returned when its run can do nothing more."""
+        lane = self.runs.get(row.lane)
+        if row.id in self._open or (lane is not None and lane.spent(row.seq)):
+            return None
+        if lane is None:
+            run = session.get(tables.Run, row.lane)
+            if run is not None and run.state == "live":
+                recover_run(self, session, run)
+                return None
+            return from_row(row) if row.state == "queued" else None
+        if row.state == "queued":
+            self.enqueue(from_row(row))
+        else:
+            self._queue_units(lane, lane.refuse(row.seq))
+            self.wake()
+        return None
+
+    def gaps(self) -> list[tuple[str, int]]:
+        """The numbers that runs wait for: (run, number)."""
+        return [(lane.run_id, lane.next_seq) for lane in self.runs.values() if not lane.idle]
+
+    async def _settle(self, op: Operation, done: Done) -> None:
+        with suppress(Superseded):  # the one that leads now will
+            await super()._settle(op, done)
+
+    def _close(self, op: Operation, freed: list[str]) -> None:
+        super()._close(op, freed)
+        self._background(self._announce(op))
+
+
+class PolicyDesk:
+    """Tells generators, wherever they are, how runs move."""
+
+    worker = "generator"
+    attached = True
+
+    def __init__(self, journal: Journal, tell: Callable[[PolicyMoved], None]) -> None:
+        self._tell = tell
+        journal.desks.append(self)
+
+    def wake(self) -> None:
+        """Generators come to the shared queue by themselves."""
+
+    def cancel(self, op: Operation) -> None:
+        """Replicas cancel samples."""
+
+    def policy_moved(self, moved: PolicyMoved) -> None:
+        self._tell(moved)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a replica has in common with the others."""
+
+    url: str
+    database: Database
+    blobs: Blobs
+    prices: PriceList
+    queue: FairQueue
+    news: News
+    threads: Executor
+    journal: SharedJournal
+    pass_tokens: int
+
+
+class Term:
+    """One time of leading, from the election to its end."""
+
+    def __init__(self, shared: Shared, token: str) -> None:
+        self.token = token
+        self._shared = shared
+        self._run = shared.journal.run
+        self.database = Fenced(shared.database, token)
+        self.journal = LeadingJournal(self.database, shared.blobs, shared.prices, shared.journal.announce)
+        self.desk = TrainerDesk(self.journal, shared.pass_tokens)
+        PolicyDesk(self.journal, self._policy_moved)
+        self._joining = Joining(shared.url, token)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.over = asyncio.Event()
+        self._unattached = asyncio.Event()
+
+    def begin(self) -> None:
+        recover_runs(self.journal, self.database)
+        works = (self._lead, self._trainers, self._hear, self._rescan, self._expire)
+        self._tasks = [asyncio.create_task(self._keep(work)) for work in works]
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._run(self._joining.close)
+
+    def drain(self) -> None:
+        """Have the trainer snapshot its runs; it then looks for the next leader."""
+        self.desk.drain()
+
+    async def drained(self, within_s: float) -> None:
+        """Until the trainer has said goodbye, and everything it has sent is settled."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                if self.desk.attached:
+                    await self._unattached.wait()
+                await self.journal.flush()
+
+    async def _keep(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do `work` again and again; end the term when it finds out that another leads."""
+        while True:
+            try:
+                await work()
+            except Superseded:
+                self.over.set()
+                return
+            except QueueUnreachable:
+                await asyncio.sleep(BEAT_S)
+            except Exception:
+                log.exception("leading: trying again")
+                await asyncio.sleep(BEAT_S)
+
+    async def _lead(self) -> None:
+        await self._run(self._joining.lead, LEADS_S)
+        await asyncio.sleep(BEAT_S)
+
+    async def _trainers(self) -> None:
+        """One trainer at a time; others that have joined stand by."""
+        name = await self._run(self._joining.next, 1.0)
+        if name is None:
+            return
+        log.info("%s attached", name)
+        self._unattached.clear()
+        link = LeaderLink(self._shared.url, name, self._shared.blobs, self._shared.threads)
+        try:
+            await self.desk.serve(link)  # type: ignore[arg-type]
+        finally:
+            link.close()
+            self._unattached.set()
+        log.info("%s is gone", name)
+
+    async def _hear(self) -> None:
+        note = await self._run(self._shared.news.next_accepted, 1.0)
+        if note is not None and note.closed_run:
+            self.journal.close_run(note.closed_run)
+        elif note is not None:
+            await self._take_in([note])
+
+    async def _take_in(self, notes: list[Accepted]) -> None:
+        closed: list[Operation] = []
+        with self.database.read() as session:
+            for note in notes:
+                row = session.get(tables.Operation, note.op_id)
+                if row is not None and row.kind != SAMPLE and (op := self.journal.take_in(session, row)) is not None:
+                    closed.append(op)
+        for op in closed:
+            failure = Failure(f"run {op.lane} was closed before this operation reached it", "user")
+            await self._shared.journal.end(op, Done(op.id, failure=failure))
+
+    async def _rescan(self) -> None:
+        """What the database knows, and nobody told."""
+        missing, samples, closed = await self._run(self._look)
+        await self._take_in([Accepted(op_id) for op_id in missing])
+        for run_id in closed:
+            self.journal.close_run(run_id)
+        if samples:
+            known = await self._run(self._shared.queue.known, [op.id for op in samples])
+            await self._shared.journal.push([op for op in samples if op.id not in known])
+        await asyncio.sleep(RESCAN_S)
+
+    def _look(self) -> tuple[list[str], list[Operation], list[str]]:
+        """Operations of runs that may not have arrived, queued samples, and runs whose session has ended."""
+        row, run, owner = tables.Operation, tables.Run, tables.Session
+        gaps = self.journal.gaps()
+        lanes = dict(self.journal.runs)
+        with self.database.read() as session:
+            queued = select(row.id).where(row.state == "queued", row.kind != SAMPLE)
+            missing = list(session.scalars(queued.order_by(row.lane, row.seq)))
+            for lane, seq in gaps:
+                refused = select(row.id).where(row.lane == lane, row.seq == seq, row.state == "failed")
+                missing += session.scalars(refused)
+            waiting = select(row).where(row.state == "queued", row.kind == SAMPLE).order_by(row.accepted_at)
+            samples = [from_row(found) for found in session.scalars(waiting.limit(RESCAN_ROWS))]
+            over = select(run.id).join(owner, owner.id == run.session_id)
+            ended = session.scalars(over.where(run.state == "live", owner.state != "active"))
+            closed = [run_id for run_id in ended if run_id in lanes and not lanes[run_id].closing]
+        return missing, samples, closed
+
+    async def _expire(self) -> None:
+        expired = await self._run(self._shared.queue.expire)
+        if expired.back:
+            log.warning("%d samples are queued again: their generator is gone", len(expired.back))
+        for op_id in expired.given_up:
+            await self._give_up(op_id)
+        await asyncio.sleep(BEAT_S)
+
+    async def _give_up(self, op_id: str) -> None:
+        message = f"the generator stopped {LIVES} times while it ran this operation; it was given up and is not billed"
+        op = await self._run(self._shared.journal.queued_row, op_id)
+        if op is not None:
+            await self._shared.journal.end(op, Done(op_id, failure=Failure(message)))
+        await self._run(self._shared.queue.forget, op_id)
+
+    def _policy_moved(self, moved: PolicyMoved) -> None:
+        asyncio.get_running_loop().run_in_executor(self._shared.threads, self._send_move, moved)
+
+    def _send_move(self, moved: PolicyMoved) -> None:
+        with suppress(QueueUnreachable):
+            self._shared.news.moved(moved)
+
+
+class Leadership:
+    """Stands for election for as long as the server runs."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self.term: Term | None = None
+        self._elections: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._elections = asyncio.create_task(self._stand())
+
+    async def stop(self, drain_s: float) -> None:
+        """Let the next one lead, after what is running has ended."""
+        if self._elections is not None:
+            self._elections.cancel()
+            await asyncio.gather(self._elections, return_exceptions=True)
+        term = self.term
+        if term is None:
+            return
+        renewals = asyncio.create_task(self._renew_until_over(term))
+        try:
+            term.drain()
+            await term.drained(drain_s)
+        finally:
+            renewals.cancel()
+        await self._end(term)
+        token, now = term.token, datetime.now(UTC)
+        await self._shared.database.write(lambda session: give_up(session, token, now))
+
+    async def _stand(self) -> None:
+        while True:
+            token = uuid.uuid4().hex
+            try:
+                if await self._take(token):
+                    await self._serve(Term(self._shared, token))
+            except Exception:
+                log.exception("cannot tell who leads; asking again")
+            await asyncio.sleep(BEAT_S)
+
+    async def _serve(self, term: Term) -> None:
+        log.info("this replica leads")
+        self.term = term
+        term.begin()
+        await self._renew_until_over(term)
+        log.warning("another replica leads")
+        await self._end(term)
+
+    async def _end(self, term: Term) -> None:
+        self.term = None
+        await term.end()
+
+    async def _renew_until_over(self, term: Term) -> None:
+        """Until the lease is another's. While the database does not answer it is nobody's: nothing can be written."""
+        while not term.over.is_set():
+            try:
+                if not await self._take(term.token):
+                    return
+            except Exception:
+                log.exception("the lease could not be renewed; trying again")
+            await asyncio.sleep(BEAT_S)
+
+    async def _take(self, token: str) -> bool:
+        return await self._shared.database.write(lambda session: take(session, token, datetime.now(UTC), LEADS_S))
