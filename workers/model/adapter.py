@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -25,15 +25,11 @@ from workers.model.config import DecoderConfig, read_json
 from workers.model.encryption import SUFFIX as ENCRYPTED
 from workers.model.peft_format import WEIGHTS_FILE, Array, PeftFormatError, read_layout
 
-if TYPE_CHECKING:
-    from workers.model.adapter_pool import Block
-
 __all__ = [
     "Adapter",
     "AdapterFileError",
     "AdapterShape",
     "LoadedAdapter",
-    "Seat",
     "Slot",
     "load_adapter",
     "policy_version",
@@ -48,21 +44,13 @@ class AdapterFileError(ValueError):
     """An adapter folder that does not hold what the model needs; the message names the tensor or the field."""
 
 
-@dataclass(frozen=True)
-class Seat:
-    """Where a pool keeps an adapter (adapter_pool.py)."""
-
-    block: Block
-    index: int
-
-
 class Adapter:
     """`flat` [shape.numel] float32 and its named views; `scale` = alpha / rank multiplies the adapter's output."""
 
-    def __init__(self, shape: AdapterShape, flat: Tensor, scale: float, seat: Seat | None = None) -> None:
+    def __init__(self, shape: AdapterShape, flat: Tensor, scale: float) -> None:
         if flat.shape != (shape.numel,) or flat.dtype != torch.float32:
             raise ValueError(f"an arena of float32 [{shape.numel}] is needed, got {flat.dtype} {list(flat.shape)}")
-        self.shape, self.flat, self.scale, self.seat = shape, flat, scale, seat
+        self.shape, self.flat, self.scale = shape, flat, scale
         #: As they lie in memory: contiguous, B factors [.., r, out].
         self.stored: dict[str, Tensor] = {
             slot.name: flat[slot.offset : slot.offset + slot.numel].view(slot.stored_shape)
@@ -137,6 +125,7 @@ def save_adapter(
         "train_attn": shape.train_attn,
         "train_mlp": shape.train_mlp,
         "train_unembed": shape.train_unembed,
+        "shared_experts": shape.shared,
         "extra": sorted(extra or {}),
         "details": dict(details or {}),
     }
@@ -153,7 +142,8 @@ def load_adapter(folder: Path, config: DecoderConfig, *, device: str | torch.dev
     if fields.get("format") != FORMAT:
         raise AdapterFileError(f"{folder}: adapter_config.json has format {fields.get('format')!r}, need {FORMAT!r}")
     try:
-        shape = AdapterShape(config, fields["rank"], fields["train_attn"], fields["train_mlp"], fields["train_unembed"])
+        trained = (fields["train_attn"], fields["train_mlp"], fields["train_unembed"])
+        shape = AdapterShape(config, fields["rank"], *trained, shared=fields.get("shared_experts", True))
         scale, base_model, extra_names = float(fields["scale"]), str(fields["base_model"]), list(fields["extra"])
     except (KeyError, TypeError, ValueError) as error:
         raise AdapterFileError(f"{folder}: adapter_config.json: bad or missing field: {error}") from error
@@ -174,8 +164,8 @@ def _load_export(
     try:
         tensors = read_layout(arrays)
         rank, alpha, base_model = int(fields["r"]), float(fields["lora_alpha"]), str(fields["base_model_name_or_path"])
-        trained = [any(part in name for name in tensors) for part in (".attn.", ".mlp.", "unembed_")]
-        shape = AdapterShape(config, rank, *trained)
+        attn, mlp, unembed = (any(part in name for name in tensors) for part in (".attn.", ".mlp.", "unembed_"))
+        shape = AdapterShape(config, rank, attn, mlp, unembed, not any(".each_" in name for name in tensors))
     except (PeftFormatError, KeyError, TypeError, ValueError) as error:
         raise AdapterFileError(f"{folder}: {error}") from error
     adapter = Adapter(shape, torch.zeros(shape.numel, device=device), alpha / rank)

@@ -2,7 +2,8 @@
 
 One arena per run makes the optimizer one fused call, paging one memcpy and hashing one pass. Experts use the
 shared-outer form: the factor on the hidden side is shared by all experts, the one on the expert side is per expert.
-That is 3.6 times fewer parameters than a full pair per expert on Qwen3-30B-A3B, and what Tinker trains.
+That is 3.6 times fewer parameters than a full pair per expert on Qwen3-30B-A3B, and what Tinker trains. An adapter that
+another tool has trained with a full pair for each expert keeps it (`shared` False).
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class AdapterShape:
     | layers.i.attn.qkv_A [3r,d], q_B, k_B, v_B [out,r], o_A [r,q], o_B [d,r]                       | train_attn    |
     | layers.i.mlp.gate_up_A [2r,d], gate_B, up_B [f,r], down_A [r,f], down_B [d,r]                 | train_mlp     |
     | of experts: gate_B, up_B [E,f,r] and down_A [E,r,f] per expert, gate_up_A and down_B shared   | train_mlp     |
+    | not `shared`: each_gate_up_A [E,2r,d] and each_down_B [E,d,r] instead of gate_up_A and down_B  | train_mlp     |
     | unembed_A [r,d], unembed_B [V,r]                                                              | train_unembed |
     """
 
@@ -60,6 +62,7 @@ class AdapterShape:
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+    shared: bool = True
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -111,8 +114,9 @@ class AdapterShape:
         r, d = self.rank, self.config.hidden_size
         f = self.config.moe_intermediate_size if moe else self.config.intermediate_size
         per = (self.config.num_experts,) if moe else ()
-        yield at + "gate_up_A", (2 * r, d), d
+        each = moe and not self.shared
+        yield (at + "each_gate_up_A", (*per, 2 * r, d), d) if each else (at + "gate_up_A", (2 * r, d), d)
         yield at + "gate_B", (*per, f, r), 0
         yield at + "up_B", (*per, f, r), 0
         yield at + "down_A", (*per, r, f), f
-        yield at + "down_B", (d, r), 0
+        yield (at + "each_down_B", (*per, d, r), 0) if each else (at + "down_B", (d, r), 0)

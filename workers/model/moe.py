@@ -27,17 +27,20 @@ from workers.model.routing import Routing
 
 
 class Names(NamedTuple):
-    """The adapter tensors of one layer's MLP."""
+    """The adapter tensors of one layer's MLP. Experts have `each_...` where they do not share the outer factors."""
 
     gate_up_a: str
     gate_b: str
     up_b: str
     down_a: str
     down_b: str
+    each_gate_up_a: str
+    each_down_b: str
 
     @classmethod
     def of_layer(cls, layer: int) -> Names:
-        return cls(*(f"layers.{layer}.mlp.{t}" for t in ("gate_up_A", "gate_B", "up_B", "down_A", "down_B")))
+        tensors = ("gate_up_A", "gate_B", "up_B", "down_A", "down_B", "each_gate_up_A", "each_down_B")
+        return cls(*(f"layers.{layer}.mlp.{tensor}" for tensor in tensors))
 
 
 def expert_block(
@@ -56,7 +59,7 @@ def expert_block(
         return torch.cat([expert_block(x, w, e, gate_up_EGD, down_EDF, names, single) for x, w, e, single in own])
     routing = Routing(experts_TK, gate_up_EGD.shape[0])
     plan = _Plan(routing, names, _Adapters.of(rows, routing, names, gate_up_EGD))
-    trigger = rows.trigger(rows.groups(names.gate_up_a)) if rows is not None and plan.adapters is not None else None
+    trigger = rows.trigger(rows.groups(names.down_a)) if rows is not None and plan.adapters is not None else None
     if torch.is_grad_enabled() and (trigger is not None or x_TD.requires_grad or weights_TK.requires_grad):
         out = _ExpertBlock.apply(x_TD, weights_TK, trigger, gate_up_EGD, down_EDF, plan)  # type: ignore[no-untyped-call]
         return cast(Tensor, out)
@@ -64,18 +67,22 @@ def expert_block(
 
 
 class _Adapters(NamedTuple):
-    """Where the adapters find their rows: per token and per (expert, group) run; and the scale of each token."""
+    """Where the adapters find their rows: `shared` per token, of those that share the outer factors; per (expert,
+    group) run `paired` of all and `each` of those that do not. `scale_T1` of each token."""
 
-    dense: Place
+    shared: Place | None
     paired: Place
+    each: Place | None
     scale_T1: Tensor
 
     @classmethod
     def of(cls, rows: LoraRows | None, routing: Routing, names: Names, weight: Tensor) -> _Adapters | None:
-        dense = place_of(rows, names.gate_up_a, weight)
-        if rows is None or dense is None:
+        every, shared = place_of(rows, names.down_a, weight), place_of(rows, names.gate_up_a, weight)
+        if rows is None or every is None:
             return None
-        return cls(dense, dense.experts(routing, rows), rows.scale_of_row(routing.experts.device)[:, None])
+        each = place_of(rows, names.each_gate_up_a, weight)
+        scale_T1 = rows.scale_of_row(routing.experts.device)[:, None]
+        return cls(shared, every.experts(routing, rows), each.experts(routing, rows) if each else None, scale_T1)
 
 
 class _Plan(NamedTuple):
@@ -91,28 +98,41 @@ def _base(x_PI: Tensor, weight_EOI: Tensor, routing: Routing, *, transposed: boo
 
 def _forward(
     x_TD: Tensor, weights_TK: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, plan: _Plan
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The output, and what the backward needs: the pre-activations of gate and up, scale * x A^T per token [T, 2r] and
-    scale * (sum of weighted h A^T) per token [T, r]."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The output, and what the backward needs: the pre-activations of gate and up, scale * x A^T per pair [P, 2r],
+    h A^T per pair [P, r], and scale * (sum of weighted h A^T) per token [T, r]."""
     routing, adapters, names = plan.routing, plan.adapters, plan.names
     f = down_EDF.shape[2]
-    gate_up_PG = _base(x_TD.to(gate_up_EGD.dtype)[routing.token], gate_up_EGD, routing)
-    u_T = combined_T = None
+    x_PD = x_TD.to(gate_up_EGD.dtype)[routing.token]
+    gate_up_PG = _base(x_PD, gate_up_EGD, routing)
+    u_P = v_P = combined_T = None
     if adapters is not None:
-        u_T = x_TD.new_zeros(len(x_TD), 2 * adapters.dense.max_rank)
-        adapters.dense.shrink(x_TD, u_T, names.gate_up_a, stack=2, scaled=True)
-        u_P = u_T[routing.token]
+        u_P = _gate_up_shrink(x_TD, adapters, plan)
         for part, name in enumerate((names.gate_b, names.up_b)):
             adapters.paired.expand(gate_up_PG[:, part * f : part * f + f], u_P, name, part=part, scaled=False)
     h_PF = F.silu(gate_up_PG[:, :f]) * gate_up_PG[:, f:]
-    y_TKD = _per_token(_base(h_PF, down_EDF, routing), routing)
-    out_TD = torch.bmm(weights_TK[:, None, :], y_TKD).squeeze(1)
+    y_PD = _base(h_PF, down_EDF, routing)
     if adapters is not None:
-        v_P = h_PF.new_zeros(len(h_PF), adapters.dense.max_rank)
+        v_P = h_PF.new_zeros(len(h_PF), adapters.paired.max_rank)
         adapters.paired.shrink(h_PF, v_P, names.down_a, scaled=False)
+        if adapters.each is not None:
+            adapters.each.expand(y_PD, v_P, names.each_down_b, scaled=True)
+    out_TD = torch.bmm(weights_TK[:, None, :], _per_token(y_PD, routing)).squeeze(1)
+    if adapters is not None and adapters.shared is not None and v_P is not None:
         combined_T = (_per_token(v_P, routing) * weights_TK[:, :, None]).sum(1) * adapters.scale_T1
-        adapters.dense.expand(out_TD, combined_T, names.down_b, scaled=False)
-    return out_TD, gate_up_PG, u_T, combined_T
+        adapters.shared.expand(out_TD, combined_T, names.down_b, scaled=False)
+    return out_TD, gate_up_PG, u_P, v_P, combined_T
+
+
+def _gate_up_shrink(x_TD: Tensor, adapters: _Adapters, plan: _Plan) -> Tensor:
+    """scale * x A^T of each pair, [P, 2r]."""
+    u_T = x_TD.new_zeros(len(x_TD), 2 * adapters.paired.max_rank)
+    if adapters.shared is not None:
+        adapters.shared.shrink(x_TD, u_T, plan.names.gate_up_a, stack=2, scaled=True)
+    u_P = u_T[plan.routing.token]
+    if adapters.each is not None:
+        adapters.each.shrink(x_TD[plan.routing.token], u_P, plan.names.each_gate_up_a, stack=2, scaled=True)
+    return u_P
 
 
 def _per_token(x_PI: Tensor, routing: Routing) -> Tensor:
@@ -140,7 +160,7 @@ class _ExpertBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TD: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, weights_TK, gate_up_EGD, down_EDF, gate_up_PG, u_T, combined_T = ctx.saved_tensors
+        x_TD, weights_TK, gate_up_EGD, down_EDF, gate_up_PG, u_P, v_P, combined_T = ctx.saved_tensors
         plan: _Plan = ctx.plan
         routing = plan.routing
         dout_TD = dout_TD.contiguous()
@@ -154,18 +174,22 @@ class _ExpertBlock(torch.autograd.Function):
         dout_PD = dout_TD.to(down_EDF.dtype)[routing.token]
         dh_PF = _base(dout_PD, down_EDF, routing, transposed=True)  # before the router weight
         if plan.adapters is not None:
-            _down_backward(dh_PF, dout_TD, h_PF, weights_P1, combined_T, plan, plan.adapters)
+            _down_backward(dh_PF, dout_TD, h_PF, weights_P1, (v_P, combined_T), plan, plan.adapters)
         dweights_TK = (dh_PF * h_PF).sum(-1)[routing.inverse].view_as(weights_TK)
         dh_PF *= weights_P1
 
         dgate_up_PG = torch.empty_like(gate_up_PG)
         torch.mul(dh_PF, silu, out=dgate_up_PG[:, f:])
         torch.mul(dh_PF * up, sigmoid * (1 + gate * (1 - sigmoid)), out=dgate_up_PG[:, :f])
-        dx_TD = None
+        dx_PD = None
         if ctx.needs_input_grad[0]:
-            dx_TD = _per_token(_base(dgate_up_PG, gate_up_EGD, routing, transposed=True), routing).sum(1)
+            dx_PD = _base(dgate_up_PG, gate_up_EGD, routing, transposed=True)
+        du_P = None
         if plan.adapters is not None:
-            _gate_up_backward(dx_TD, dgate_up_PG, x_TD, u_T, plan, plan.adapters)
+            du_P = _gate_up_backward(dx_PD, dgate_up_PG, x_TD, u_P, plan, plan.adapters)
+        dx_TD = _per_token(dx_PD, routing).sum(1) if dx_PD is not None else None
+        if plan.adapters is not None and plan.adapters.shared is not None and du_P is not None:
+            _shared_backward(dx_TD, du_P, x_TD, plan, plan.adapters.shared, plan.adapters.scale_T1)
         return dx_TD, dweights_TK, None, None, None, None
 
 
@@ -174,32 +198,50 @@ def _down_backward(
     dout_TD: Tensor,
     h_PF: Tensor,
     weights_P1: Tensor,
-    combined_T: Tensor,
+    shrunk: tuple[Tensor, Tensor | None],
     plan: _Plan,
     adapters: _Adapters,
 ) -> None:
-    """Add to dh in place, before the router weight is applied to it, and to the gradients of the down factors."""
-    names, dv_T = plan.names, torch.zeros_like(combined_T)
-    adapters.dense.shrink(dout_TD, dv_T, names.down_b, scaled=True)
-    adapters.dense.outer(combined_T, dout_TD, names.down_b, scaled=False)
-    dv_P = dv_T[plan.routing.token]
+    """Add to dh in place, before the router weight is applied to it, and to the gradients of the down factors. `shrunk`
+    are v and combined of the forward."""
+    names, token, (v_P, combined_T) = plan.names, plan.routing.token, shrunk
+    dv_T = dout_TD.new_zeros(len(dout_TD), v_P.shape[1])
+    if adapters.shared is not None and combined_T is not None:
+        adapters.shared.shrink(dout_TD, dv_T, names.down_b, scaled=True)
+        adapters.shared.outer(combined_T, dout_TD, names.down_b, scaled=False)
+    dv_P = dv_T[token]
+    if adapters.each is not None:
+        dout_PD = dout_TD[token]
+        adapters.each.shrink(dout_PD, dv_P, names.each_down_b, scaled=True)
+        adapters.each.outer(v_P * weights_P1, dout_PD, names.each_down_b, scaled=True)
     adapters.paired.expand(dh_PF, dv_P, names.down_a, scaled=False)
     dv_P *= weights_P1
     adapters.paired.outer(dv_P, h_PF, names.down_a, scaled=False)
 
 
 def _gate_up_backward(
-    dx_TD: Tensor | None, dgate_up_PG: Tensor, x_TD: Tensor, u_T: Tensor, plan: _Plan, adapters: _Adapters
-) -> None:
-    """Add to dx in place and to the gradients of the gate and up factors."""
-    names, routing, f = plan.names, plan.routing, dgate_up_PG.shape[1] // 2
-    u_P = u_T[routing.token]
+    dx_PD: Tensor | None, dgate_up_PG: Tensor, x_TD: Tensor, u_P: Tensor, plan: _Plan, adapters: _Adapters
+) -> Tensor:
+    """Add to the gradients of the gate and up factors, and to dx what goes through factors that are not shared. Returns
+    the gradient of x A^T, before the scale, for those that are."""
+    names, f = plan.names, dgate_up_PG.shape[1] // 2
     du_P = torch.zeros_like(u_P)
     for part, name in enumerate((names.gate_b, names.up_b)):
         dy_PF = dgate_up_PG[:, part * f : part * f + f]
         adapters.paired.shrink(dy_PF, du_P, name, part=part, scaled=False)
         adapters.paired.outer(u_P, dy_PF, name, part=part, scaled=False)
-    du_T = _per_token(du_P, routing).sum(1) * adapters.scale_T1
-    adapters.dense.outer(du_T, x_TD, names.gate_up_a, stack=2, scaled=False)
+    if adapters.each is not None:
+        adapters.each.outer(du_P, x_TD[plan.routing.token], names.each_gate_up_a, stack=2, scaled=True)
+        if dx_PD is not None:
+            adapters.each.expand(dx_PD, du_P, names.each_gate_up_a, stack=2, scaled=True)
+    return du_P
+
+
+def _shared_backward(
+    dx_TD: Tensor | None, du_P: Tensor, x_TD: Tensor, plan: _Plan, shared: Place, scale_T1: Tensor
+) -> None:
+    """Add to dx in place and to the gradients of the shared factors of gate and up."""
+    du_T = _per_token(du_P, plan.routing).sum(1) * scale_T1
+    shared.outer(du_T, x_TD, plan.names.gate_up_a, stack=2, scaled=False)
     if dx_TD is not None:
-        adapters.dense.expand(dx_TD, du_T, names.gate_up_a, stack=2, scaled=False)
+        shared.expand(dx_TD, du_T, plan.names.gate_up_a, stack=2, scaled=False)

@@ -10,7 +10,8 @@ Two layouts say the same thing, and differ only for experts and for the unembedd
 
 An export has Tinker's layout in its root, because every Tinker tool reads the root, and where PEFT's is not the very
 same, PEFT's beside it in `peft/`. Weft shares the hidden-side factor of experts among them: Tinker's layout keeps it
-once, PEFT's repeats it for every expert. Reading takes either and gives back exactly the same bits.
+once, PEFT's repeats it for every expert. Reading takes either and gives back exactly the same bits. Where experts do
+not share it, because another tool trained it, each keeps its own.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _EXPERT = re.compile(r"(?P<mlp>.+\.mlp\.experts)\.(?P<expert>\d+)\.(?P<name>gate
 _LAYER = re.compile(r"model\.(?P<layer>layers\.\d+)\.(?P<part>self_attn|mlp\.experts|mlp)\.(?P<name>\w+)")
 _PARTS = {"self_attn": "q_proj k_proj v_proj o_proj", "mlp": "gate_proj up_proj down_proj"}
 _PARTS["mlp.experts"] = _PARTS["mlp"]
+#: The factors on the hidden side of experts.
+_OUTER = (("gate_proj", "A"), ("up_proj", "A"), ("down_proj", "B"))
 
 
 class PeftFormatError(ValueError):
@@ -57,6 +60,14 @@ def write_export(folder: Path, tensors: Mapping[str, Array], *, base_model: str,
     if not same:
         modules = sorted({_module_of(key) for key in peft})
         _write(folder / PEFT_FOLDER, peft, _config(base_model, rank, alpha, modules))
+
+
+def write_peft(folder: Path, tensors: Mapping[str, Array], *, base_model: str, rank: int, alpha: float) -> list[str]:
+    """Write `tensors` in PEFT's layout alone. Returns the names of the modules it has factors for."""
+    layout = _peft_layout(list(_pairs(tensors)))
+    modules = sorted({_module_of(key) for key in layout})
+    _write(folder, layout, _config(base_model, rank, alpha, modules))
+    return modules
 
 
 def _write(folder: Path, tensors: Mapping[str, Array], config: Mapping[str, Any]) -> None:
@@ -98,6 +109,8 @@ def _pairs(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
             yield f"{module}o_proj", tensors[f"{at}o_A"], tensors[f"{at}o_B"]
         elif name.endswith(".mlp.gate_up_A"):
             yield from _mlp_pairs(name.removesuffix("gate_up_A"), tensors)
+        elif name.endswith(".mlp.each_gate_up_A"):
+            yield from _each_pairs(name.removesuffix("each_gate_up_A"), tensors)
 
 
 def _mlp_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
@@ -110,6 +123,15 @@ def _mlp_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Arr
     yield f"{module}gate_proj", gate_a, gate_b
     yield f"{module}up_proj", up_a, up_b
     yield f"{module}down_proj", down_a, down_b
+
+
+def _each_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
+    """Of experts that share nothing."""
+    gate_a, up_a = np.split(tensors[f"{at}each_gate_up_A"], 2, axis=1)
+    module = f"model.{at}experts."
+    yield f"{module}gate_proj", gate_a, tensors[f"{at}gate_B"]
+    yield f"{module}up_proj", up_a, tensors[f"{at}up_B"]
+    yield f"{module}down_proj", tensors[f"{at}down_A"], tensors[f"{at}each_down_B"]
 
 
 def _tinker_layout(pairs: list[tuple[str, Array, Array]]) -> dict[str, Array]:
@@ -159,10 +181,16 @@ def read_layout(found: Mapping[str, Array]) -> dict[str, Array]:
         if at is None or at["name"] not in _PARTS[at["part"]].split():
             raise PeftFormatError(f"module {module} is not one that can be trained here")
         groups.setdefault((at["layer"], at["part"]), {})[at["name"]] = pair
+    shared = all(_share(pairs) for (_, part), pairs in groups.items() if part == "mlp.experts")
     for (layer, part), pairs in groups.items():
         if pairs.keys() != set(_PARTS[part].split()):
             raise PeftFormatError(f"{layer}.{part}: has {', '.join(sorted(pairs))}, needs {_PARTS[part]}")
-        tensors.update(_attn(layer, pairs) if part == "self_attn" else _mlp(layer, pairs, part == "mlp.experts"))
+        if part == "self_attn":
+            tensors.update(_attn(layer, pairs))
+        elif part == "mlp" or shared:
+            tensors.update(_mlp(layer, pairs, experts=part == "mlp.experts"))
+        else:
+            tensors.update(_each(layer, pairs))
     return tensors
 
 
@@ -205,34 +233,43 @@ def _attn(layer: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Arr
     return found | {f"{at}o_A": pairs["o_proj"]["A"], f"{at}o_B": pairs["o_proj"]["B"]}
 
 
-def _mlp(layer: str, pairs: Mapping[str, Mapping[str, Array]], experts: bool) -> dict[str, Array]:
+def _mlp(layer: str, pairs: Mapping[str, Mapping[str, Array]], *, experts: bool) -> dict[str, Array]:
     at = f"{layer}.mlp."
-    gate, up, down = (pairs[name] for name in ("gate_proj", "up_proj", "down_proj"))
-    gate_a, up_a, down_b = gate["A"], up["A"], down["B"]
-    if experts:
-        gate_a, up_a, down_b = (_shared(layer, x) for x in (gate_a, up_a, down_b))
-    return {
-        f"{at}gate_up_A": _concatenate(layer, [gate_a, up_a]),
-        f"{at}gate_B": gate["B"],
-        f"{at}up_B": up["B"],
-        f"{at}down_A": down["A"],
-        f"{at}down_B": down_b,
-    }
+    gate_a, up_a, down_b = (x[0] for x in _outer(pairs)) if experts else _outer(pairs)
+    return _inner(at, pairs) | {f"{at}gate_up_A": _concatenate(layer, [gate_a, up_a]), f"{at}down_B": down_b}
 
 
-def _concatenate(layer: str, factors: list[Array]) -> Array:
+def _each(layer: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
+    """Of experts that do not share the outer factors."""
+    at, experts = f"{layer}.mlp.", len(pairs["gate_proj"]["B"])
+    gate_a, up_a, down_b = (_of_each(layer, x, experts) for x in _outer(pairs))
+    joined = {f"{at}each_gate_up_A": _concatenate(layer, [gate_a, up_a], axis=1), f"{at}each_down_B": down_b}
+    return _inner(at, pairs) | joined
+
+
+def _inner(at: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
+    factors = {"gate_B": ("gate_proj", "B"), "up_B": ("up_proj", "B"), "down_A": ("down_proj", "A")}
+    return {at + name: pairs[module][factor] for name, (module, factor) in factors.items()}
+
+
+def _outer(pairs: Mapping[str, Mapping[str, Array]]) -> list[Array]:
+    return [pairs[name][factor] for name, factor in _OUTER]
+
+
+def _concatenate(layer: str, factors: list[Array], axis: int = 0) -> Array:
     try:
-        return np.concatenate(factors)
+        return np.concatenate(factors, axis)
     except ValueError:
         raise PeftFormatError(f"{layer}: the lora_A of its projections differ in shape") from None
 
 
-def _shared(layer: str, factor: Array) -> Array:
-    """The one factor [..] that all experts have, of [1 or E, ..]."""
-    if factor.ndim != 3 or any(row.tobytes() != factor[0].tobytes() for row in factor[1:]):
-        raise PeftFormatError(
-            f"{layer}: the experts have different factors on the hidden side; here they share one "
-            "(lora_A of gate_proj and up_proj, lora_B of down_proj)"
-        )
-    shared: Array = factor[0]
-    return shared
+def _share(pairs: Mapping[str, Mapping[str, Array]]) -> bool:
+    """Whether all experts have the same outer factors, of [1 or E, ..]."""
+    found = [pair[factor] for name, factor in _OUTER for pair in [pairs.get(name, {})] if factor in pair]
+    return all(x.ndim == 3 and all(row.tobytes() == x[0].tobytes() for row in x[1:]) for x in found)
+
+
+def _of_each(layer: str, factor: Array, experts: int) -> Array:
+    if factor.ndim != 3 or len(factor) not in (1, experts):
+        raise PeftFormatError(f"{layer}: factors of {experts} experts are needed, one has shape {list(factor.shape)}")
+    return np.array(np.broadcast_to(factor, (experts, *factor.shape[1:])))

@@ -1,7 +1,7 @@
 """Where the adapters of a batch find their rows, on whatever device: three products that serve all groups at once.
 
-Every low-rank part is made of them: with A [r, in] and B [out, r], u = x A^T is a `shrink` and y += u B^T an `expand`; their
-gradients are the same two and `outer`. On a CPU they are C (native/), on a CUDA device Triton (gpu/).
+Every low-rank part is made of them: with A [r, in] and B [out, r], u = x A^T is a `shrink` and y += u B^T an `expand`;
+their gradients are the same two and `outer`. On a CPU they are C (native/), on a CUDA device Triton (gpu/).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from workers.model.routing import Routing
 
 
 class Place(Protocol):
-    """`u` is [rows, stack * max_rank] float32; a group uses the first stack * rank columns of its rows, part beside part.
-    `scaled` multiplies by the scale of the group's adapter. Groups without the tensor called `name` are left out."""
+    """`u` is [rows, stack * max_rank] float32; a group uses the first stack * rank columns of its rows, part beside
+    part. `scaled` multiplies by the scale of the group's adapter. Groups without the tensor called `name` are left out."""
 
     @property
     def max_rank(self) -> int: ...

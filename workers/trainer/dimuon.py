@@ -94,12 +94,12 @@ def _move(step: DimuonStep) -> None:
 
 def matrices(shape: AdapterShape, flat: Tensor) -> list[Tensor]:
     """Views [N, rows, columns] of an arena: what is one matrix to the optimizer. An A factor that feeds several
-    products (qkv, gate and up) is that many matrices of `rank` rows; expert tensors are one matrix per expert."""
+    products (qkv, gate and up) is that many matrices of `rank` rows; expert tensors are one matrix per expert. A B
+    factor is taken as it lies in memory, [r, out]: the direction of a transpose is the transposed direction."""
     views = []
     for slot in shape.slots.values():
         view = flat[slot.offset : slot.offset + slot.numel]
-        rows = shape.rank if slot.name.endswith("_A") else slot.shape[-2]
-        views.append(view.view(-1, rows, slot.shape[-1]))
+        views.append(view.view(-1, shape.rank, slot.stored_shape[-1]))
     return views
 
 

@@ -7,7 +7,7 @@ save after `optim_step`, or repeat the `forward_backward`s after loading.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -173,6 +173,7 @@ def load_run(
     if loaded.base_model != spec.base_model:
         raise StateError(f"the checkpoint is of base model {loaded.base_model!r}, the run of {spec.base_model!r}")
     _check_same(spec, loaded.adapter)
+    kind = replace(kind, shape=loaded.adapter.shape)  # which may not share factors among experts
     moments = _moments(spec, kind, loaded) if with_optimizer else None
     run = _fresh(spec, kind, loaded.adapter, take)
     if moments is not None:

@@ -147,6 +147,19 @@ def test_experts_are_those_of_the_cpu(dtype: torch.dtype, crowd: bool) -> None:
     assert_same_grads(ours.grads, theirs.grads, tolerance)
 
 
+def test_experts_that_share_nothing_are_those_of_the_cpu() -> None:
+    """Beside some that do."""
+    adapters = [adapter(CONFIG, 4, 0, shared=False), adapter(CONFIG, 20, 1), adapter(CONFIG, 7, 2, shared=False)]
+    rows = LoraRows([0, 5, 14, 20], adapters, [gradient(of, seed) for seed, of in enumerate(adapters)])
+    ours, theirs = twice(rows)
+    found, wanted = (
+        block(of, r, torch.float32, 20) for of, r in ((on_device(expert_block), ours), (expert_block, theirs))
+    )
+    for mine, other in zip(found, wanted, strict=True):
+        close(mine, other)
+    assert_same_grads(ours.grads, theirs.grads, TOLERANCE)
+
+
 def test_experts_without_adapters() -> None:
     for mine, wanted in zip(
         block(on_device(expert_block), None, torch.float32, 12),

@@ -49,6 +49,12 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
             add(at + "self_attn.o_proj.weight", v["o_B"], v["o_A"])
         if not shape.train_mlp:
             continue
+        if shape.config.is_moe(i) and not shape.shared:
+            gate_a, up_a = v["each_gate_up_A"].split(r, dim=1)
+            gate_up = torch.cat([v["gate_B"] @ gate_a, v["up_B"] @ up_a], dim=1)
+            weights[at + "mlp.experts.gate_up_proj"] = weights[at + "mlp.experts.gate_up_proj"] + s * gate_up
+            add(at + "mlp.experts.down_proj", v["each_down_B"], v["down_A"])
+            continue
         gate_a, up_a = v["gate_up_A"].split(r)
         if shape.config.is_moe(i):
             gate_up = torch.cat([v["gate_B"] @ gate_a, v["up_B"] @ up_a], dim=1)
@@ -88,13 +94,14 @@ def test_outputs_and_gradients_equal_merged_weights(family: str, tmp_path: Path)
         random_adapter(decoder, 3, seed=2, scale=0.5, train_attn=False, train_unembed=False),
         random_adapter(decoder, 8, seed=3, train_mlp=False),
         random_adapter(decoder, 2, seed=4, train_attn=False, train_mlp=False),
+        random_adapter(decoder, 3, seed=6, scale=0.7, shared=False),
     ]
     grads = [Adapter.zeros(a.shape) for a in adapters]
-    lengths = [[7, 20], [12], [3, 3], [9]]
+    lengths = [[7, 20], [12], [3, 3], [9], [5, 6]]
     flat_lengths = [n for group in lengths for n in group]
     tokens, _ = packed(flat_lengths, decoder.config.vocab_size)
     weights = torch.randn(len(tokens), generator=torch.Generator().manual_seed(5))
-    offsets = [0, 27, 39, 45, 54]
+    offsets = [0, 27, 39, 45, 54, 65]
     got = run(decoder, flat_lengths, tokens, LoraRows(offsets, adapters, grads), weights)
     for g, adapter in enumerate(adapters):
         mine = slice(offsets[g], offsets[g + 1])
@@ -150,7 +157,7 @@ def test_co_tenants_do_not_change_a_bit(family: str, place: str, mine: list[int]
 
     others: list[tuple[list[int], Adapter | None]] = [
         ([5, 30], random_adapter(decoder, 7, seed=2, train_attn=False)),
-        ([2], random_adapter(decoder, 1, seed=3, train_mlp=False)),
+        ([2, 4], random_adapter(decoder, 1, seed=3, shared=False)),
         ([33, 8], None),
     ]
     at = {"first": 0, "middle": 1, "last": 3}[place]

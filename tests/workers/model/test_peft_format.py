@@ -135,7 +135,7 @@ KEY = "base_model.model.model.layers.0.mlp.experts.{}.{}_proj.lora_{}.weight"
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({KEY.format(1, "gate", "A"): np.ones((2, 8), np.float32)}, "different factors"),
+        ({KEY.format(1, "gate", "A"): np.ones((3, 8), np.float32)}, "differ in shape"),
         ({KEY.format(0, "up", "B"): None}, "missing"),
         ({KEY.format(0, "down", "A"): None, KEY.format(1, "down", "A"): None}, "alone"),
         ({"base_model.model.model.embed_tokens.lora_A.weight": np.ones((2, 8), np.float32)}, "alone|trained"),
@@ -153,6 +153,19 @@ def test_adapters_of_another_kind_are_refused(change: dict[str, Any], says: str)
     found = {key: x for key, x in {**found, **change}.items() if x is not None}
     with pytest.raises(PeftFormatError, match=says):
         read_layout(found)
+
+
+def test_experts_that_share_nothing_keep_their_own_factors(tmp_path: Path) -> None:
+    """As other tools train them; layers whose factors happen to agree included."""
+    decoder = ours(reference("moe"), tmp_path / "model")
+    adapter = random_adapter(decoder, 4, 6, shared=False)
+    adapter.view("layers.0.mlp.each_gate_up_A").zero_()
+    adapter.view("layers.0.mlp.each_down_B").zero_()
+    folder = export(adapter, tmp_path / "export")
+    for found in {folder, peft_folder(folder)}:
+        loaded = load_adapter(found, decoder.config).adapter
+        assert not loaded.shape.shared
+        assert torch.equal(loaded.flat, adapter.flat)
 
 
 def test_an_export_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -43,10 +43,19 @@ def test_a_matrix_is_one_product_and_one_expert(decoder: Decoder) -> None:
     flat = torch.arange(shape.numel, dtype=torch.float32)
     found = dict(zip(shape.slots, matrices(shape, flat), strict=True))
     assert found["layers.0.attn.qkv_A"].shape == (3, 4, 64)
-    assert found["layers.0.attn.q_B"].shape == (1, 128, 4)
+    assert found["layers.0.attn.q_B"].shape == (1, 4, 128)
     assert found["layers.0.mlp.gate_up_A"].shape == (2, 4, 64)
-    assert found["layers.0.mlp.gate_B"].shape == found["layers.0.mlp.up_B"].shape == (4, 32, 4)
+    assert found["layers.0.mlp.gate_B"].shape == found["layers.0.mlp.up_B"].shape == (4, 4, 32)
     assert found["layers.0.mlp.down_A"].shape == (4, 4, 32)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_matrices_are_those_of_the_adapter(decoder: Decoder, shared: bool) -> None:
+    shape = AdapterShape(decoder.config, rank=4, shared=shared)
+    adapter = Adapter(shape, torch.arange(shape.numel, dtype=torch.float32), 1.0)
+    for (name, view), found in zip(adapter.views.items(), matrices(shape, adapter.flat), strict=True):
+        wanted = view.mT if name.endswith("_B") else view
+        assert torch.equal(found.flatten(0, 1), wanted.flatten(0, -2)), name
 
 
 def fresh(decoder: Decoder, rank: int, seed: int, params: Dimuon) -> DimuonStep:

@@ -125,7 +125,7 @@ class Place:
         for each, blocks in self.blocks:
             owners = each.owners
             if len(y) and owners.count:
-                # One block adds up all rows of a group; where groups are few and long, narrow ones keep the device busy.
+                # One block adds up all rows of a group; where groups are few and long, narrow ones keep it busy.
                 width = 32 if self.runs.num_experts == 1 else _wide_block(each.block)
                 grid = (owners.count * self.runs.num_experts, -(-wide // width), each.rank_blocks(stack))
                 kernels.outer[grid](
