@@ -1,0 +1,120 @@
+"""Organisations that pay, and a clock that both sides of a test follow."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import delete, func, select
+
+from billing import ledger
+from billing.prices import load_prices
+from billing.wallets import set_mode, wallet_of
+from scheduler.jobs.registry import JobContext
+from store.blobs import Blobs
+from store.db import Database
+from store.settings import PaymentsSettings, Settings
+from store.tables import LedgerEntry, Organisation, StripeOutbox, UsageEvent, Wallet
+from tests.fakestripe import FakeStripe
+
+START = datetime(2026, 11, 29, 12, tzinfo=UTC)
+
+
+@dataclass
+class Payments:
+    """One database and one fake account, at the fake's time."""
+
+    database: Database
+    fake: FakeStripe
+    folder: Path
+    settings: PaymentsSettings | None = None
+    _numbers: Any = field(default_factory=itertools.count)
+
+    @property
+    def now(self) -> datetime:
+        return datetime.fromtimestamp(self.fake.stripe.now, UTC)
+
+    def wait(self, seconds: float) -> None:
+        self.fake.stripe.now += seconds
+
+    @property
+    def context(self) -> JobContext:
+        payments = self.settings or self.fake.settings()
+        settings = Settings(data_dir=self.folder, payments=payments)
+        return JobContext(self.database, Blobs(self.folder / "blobs"), settings, load_prices(), lambda: self.now)
+
+    def organisation(self, mode: str = "postpaid", customer: bool = True) -> str:
+        """A new organisation; a customer of the fake's."""
+        org_id = uuid.uuid4().hex[:16]
+        made = f"cus_{org_id}"
+        if customer:
+            self.fake.stripe.objects[made] = {"id": made, "object": "customer", "name": org_id}
+        self.database.write_now(
+            lambda session: session.add(
+                Organisation(id=org_id, name=org_id, created_at=self.now, stripe_customer_id=made if customer else None)
+            )
+        )
+        self.database.write_now(lambda session: set_mode(session, org_id, mode, 0))  # type: ignore[arg-type]
+        return org_id
+
+    def customer(self, org_id: str) -> str:
+        with self.database.read() as session:
+            return session.get_one(Organisation, org_id).stripe_customer_id or ""
+
+    def use(self, org_id: str, kind: str, amount_nusd: int) -> None:
+        """What a settled operation leaves behind: an event and its ledger entry."""
+        number = f"{org_id}-{next(self._numbers)}"
+        event = UsageEvent(
+            org_id=org_id,
+            session_id="s",
+            run_id=None,
+            operation_id=number,
+            kind=kind,
+            base_model="m",
+            quantity=1,
+            price_version="1",
+            rate_uusd=1,
+            per_units=1,
+            amount_nusd=amount_nusd,
+            recorded_at=self.now,
+        )
+
+        def write(session: Any) -> None:
+            session.add(event)
+            ledger.post(
+                session, org_id=org_id, type="usage", amount_nusd=-amount_nusd, ref_type="operation", ref_id=number
+            )
+
+        self.database.write_now(write)
+
+    def used_nusd(self, org_id: str, *kinds: str) -> int:
+        with self.database.read() as session:
+            query = select(func.sum(UsageEvent.amount_nusd)).where(UsageEvent.org_id == org_id)
+            return int(session.scalar(query.where(UsageEvent.kind.in_(kinds))) or 0)
+
+    def ledger(self, org_id: str) -> list[tuple[str, int]]:
+        """Its entries, as (type, amount), in order; the wallet must agree."""
+        with self.database.read() as session:
+            query = select(LedgerEntry.type, LedgerEntry.amount_nusd).where(LedgerEntry.org_id == org_id)
+            rows = [(kind, amount) for kind, amount in session.execute(query.order_by(LedgerEntry.id))]
+        wallet = self.database.write_now(lambda session: wallet_of(session, org_id))
+        assert wallet.balance_nusd == sum(amount for _, amount in rows)
+        return rows
+
+    def outbox(self, **columns: Any) -> list[StripeOutbox]:
+        with self.database.read() as session:
+            return list(session.scalars(select(StripeOutbox).filter_by(**columns).order_by(StripeOutbox.id)))
+
+    def forget_others(self) -> None:
+        """Have organisations of earlier examples play no part."""
+
+        def write(session: Any) -> None:
+            session.execute(delete(StripeOutbox))
+            for wallet in session.scalars(select(Wallet).where(Wallet.mode == "postpaid")):
+                wallet.mode = "unlimited"
+
+        self.database.write_now(write)

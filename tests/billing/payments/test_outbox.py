@@ -1,0 +1,236 @@
+"""Meter events arrive once each, whatever happens on the way: the fake's sum is the ledger's, to the micro-USD."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import select
+
+from billing.payments import sender
+from billing.payments.client import stripe_client
+from billing.payments.meters import METERS
+from billing.payments.periods import period_of
+from billing.payments.sender import RESEND_WINDOW
+from scheduler.jobs.payments import compare_with_stripe, put_meter_events, send_meter_events
+from store.tables import Alert, UsageEvent
+from tests.billing.payments.kit import START, Payments
+
+HOUR = 3600.0
+
+
+def _agree(payments: Payments, orgs: list[str]) -> None:
+    for org_id in orgs:
+        total = 0
+        for meter, kinds in METERS.items():
+            counted = payments.fake.stripe.total(f"weft_{meter}", payments.customer(org_id))
+            total += counted
+            assert counted == _floors(payments, org_id, kinds), (org_id, meter)
+        billed_nusd = -sum(amount for kind, amount in payments.ledger(org_id) if kind == "usage")
+        # Below a micro-USD for each meter and month stays in our books.
+        assert 0 <= billed_nusd - total * 1000 < 1000 * len(METERS) * 3
+
+
+def _floors(payments: Payments, org_id: str, kinds: tuple[str, ...]) -> int:
+    """The floor of each month's sum."""
+    months: dict[Any, int] = {}
+    with payments.database.read() as session:
+        query = select(UsageEvent.recorded_at, UsageEvent.amount_nusd).where(UsageEvent.org_id == org_id)
+        for at, amount in session.execute(query.where(UsageEvent.kind.in_(kinds))):
+            months[period_of(at)] = months.get(period_of(at), 0) + amount
+    return sum(amount // 1000 for amount in months.values())
+
+
+def _drain(payments: Payments) -> None:
+    """Stripe is well again; time goes on until nothing is open."""
+    payments.fake.front.faults.clear()
+    put_meter_events(payments.context)
+    for _ in range(60):
+        send_meter_events(payments.context)
+        if not any(row.state != "sent" for row in payments.outbox()):
+            return
+        payments.wait(HOUR)
+    raise AssertionError(
+        [(row.identifier, row.state, row.last_error) for row in payments.outbox() if row.state != "sent"]
+    )
+
+
+ORGS = st.integers(0, 1)
+KINDS = st.sampled_from([kind for kinds in METERS.values() for kind in kinds])
+FAULTS = st.sampled_from(["ok", "lost", "unanswered", "429", "500", "403"])
+STEPS = st.one_of(
+    st.tuples(st.just("use"), ORGS, KINDS, st.integers(1, 10**7)),
+    st.tuples(st.just("put")),
+    st.tuples(st.just("send"), st.lists(FAULTS, max_size=4)),
+    st.tuples(st.just("crash before sending")),
+    st.tuples(st.just("crash after sending"), st.sampled_from(["ok", "unanswered"])),
+    st.tuples(st.just("lapse"), ORGS, KINDS, st.sampled_from(["lost", "unanswered"])),
+    st.tuples(st.just("wait"), st.sampled_from([5.0, 130.0, HOUR, 22.9 * HOUR, 25 * HOUR])),
+)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(STEPS, min_size=3, max_size=15), lag_s=st.sampled_from([0.0, 60.0, 5 * HOUR]))
+def test_every_micro_dollar_is_counted_once(payments: Payments, steps: list[tuple[Any, ...]], lag_s: float) -> None:
+    payments.forget_others()
+    payments.fake.reset(START).stripe.lag_s = lag_s
+    orgs = [payments.organisation() for _ in range(2)]
+    client = stripe_client(payments.fake.settings())
+    for step, *rest in steps:
+        match step:
+            case "use":
+                payments.use(orgs[rest[0]], rest[1], rest[2])
+            case "put":
+                put_meter_events(payments.context)
+            case "send":
+                payments.fake.front.faults.extend(rest[0])
+                send_meter_events(payments.context)
+                payments.fake.front.faults.clear()
+            case "lapse":  # nobody hears of it until its identifier is forgotten
+                payments.use(orgs[rest[0]], rest[1], 1_234_567)
+                put_meter_events(payments.context)
+                payments.fake.front.faults.extend([rest[2]] * 8)
+                send_meter_events(payments.context)
+                payments.fake.front.faults.clear()
+                payments.wait(25 * HOUR)
+            case "crash before sending":
+                payments.database.write_now(lambda session: sender.claim(session, payments.now, 8))
+            case "crash after sending":
+                for event in payments.database.write_now(lambda session: sender.claim(session, payments.now, 8)):
+                    payments.fake.front.faults.append(rest[0])
+                    sender.send(client, event, lambda: payments.now)
+            case "wait":
+                payments.wait(rest[0])
+    _drain(payments)
+    _agree(payments, orgs)
+    payments.wait(7 * HOUR)
+    assert compare_with_stripe(payments.context)["differ"] == 0
+
+
+def test_rounding_never_drifts(payments: Payments) -> None:
+    org_id = payments.organisation()
+    for _ in range(7):
+        payments.use(org_id, "train", 1_300)  # 1.3 micro-USD
+        put_meter_events(payments.context)
+    send_meter_events(payments.context)
+    assert [row.value_uusd for row in payments.outbox()] == [1, 1, 1, 2, 1, 1, 2]  # floor(1.3 n)
+    assert payments.fake.stripe.total("weft_train", payments.customer(org_id)) == 9
+
+
+def test_identifiers_name_organisation_meter_month_and_number(payments: Payments) -> None:
+    org_id = payments.organisation()
+    payments.use(org_id, "cached_prefill", 5_000)
+    put_meter_events(payments.context)
+    assert [row.identifier for row in payments.outbox()] == [f"{org_id}:prefill:2026-11:1"]
+
+
+def test_a_lost_answer_is_asked_for_again_under_the_same_identifier(payments: Payments) -> None:
+    org_id = payments.organisation()
+    payments.use(org_id, "train", 5_000)
+    put_meter_events(payments.context)
+    payments.fake.front.faults.append("unanswered")
+    assert send_meter_events(payments.context) == {"again": 1}
+    payments.wait(130)
+    assert send_meter_events(payments.context) == {"sent": 1}  # "already exists with identifier"
+    assert payments.fake.stripe.total("weft_train", payments.customer(org_id)) == 5
+
+
+@pytest.mark.parametrize("fault", ["lost", "unanswered"])
+def test_past_its_window_a_row_is_not_resent_but_looked_up(payments: Payments, fault: Any) -> None:
+    org_id = payments.organisation()
+    payments.use(org_id, "train", 5_000)
+    put_meter_events(payments.context)
+    payments.fake.front.faults.append(fault)
+    send_meter_events(payments.context)
+    payments.wait(RESEND_WINDOW.total_seconds() + 7 * HOUR)  # its identifier is forgotten by now
+    before = len(payments.fake.front.requests)
+    send_meter_events(payments.context)
+    asked = [path for method, path, _ in payments.fake.front.requests[before:] if method == "POST"]
+    assert asked == []
+    (row,) = payments.outbox()
+    assert row.state == ("sent" if fault == "unanswered" else "pending")
+    _drain(payments)
+    assert payments.fake.stripe.total("weft_train", payments.customer(org_id)) == 5
+
+
+def test_a_sum_that_fits_neither_is_for_a_person(payments: Payments) -> None:
+    org_id = payments.organisation()
+    payments.use(org_id, "train", 5_000)
+    put_meter_events(payments.context)
+    payments.fake.front.faults.append("lost")
+    send_meter_events(payments.context)
+    payments.fake.stripe.count(  # somebody else uses our meter
+        {"event_name": "weft_train", "payload": {"stripe_customer_id": payments.customer(org_id), "value": "3"}}
+    )
+    payments.wait(RESEND_WINDOW.total_seconds() + 7 * HOUR)
+    send_meter_events(payments.context)
+    assert [row.state for row in payments.outbox()] == ["reconcile"]
+    with payments.database.read() as session:
+        assert [alert.kind for alert in session.query(Alert)] == ["stripe_unclear"]
+
+
+def test_one_call_at_a_time_for_a_customers_meter(payments: Payments) -> None:
+    """Two processes send at once; Stripe would answer 429 to the second call."""
+    orgs = [payments.organisation() for _ in range(3)]
+    for _ in range(3):
+        for org_id in orgs:
+            payments.use(org_id, "train", 5_000)
+            payments.use(org_id, "sample", 7_000)
+        put_meter_events(payments.context)
+        payments.wait(1)
+    payments.fake.front.latency_s = 0.02
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(send_meter_events, [payments.context] * 2))
+    _drain(payments)
+    assert payments.fake.front.collisions == 0
+    _agree(payments, orgs)
+
+
+def test_a_refused_row_holds_up_its_own_meter_only(payments: Payments) -> None:
+    org_id = payments.organisation()
+    payments.use(org_id, "train", 5_000)
+    payments.use(org_id, "sample", 5_000)
+    put_meter_events(payments.context)
+    payments.wait(36 * 24 * HOUR)  # both are too old for Stripe now
+    assert send_meter_events(payments.context) == {"refused": 2}
+    other = payments.organisation()
+    payments.use(other, "train", 9_000)
+    put_meter_events(payments.context)
+    assert send_meter_events(payments.context)["sent"] == 1
+    with payments.database.read() as session:
+        assert {alert.kind for alert in session.query(Alert)} == {"stripe_refused"}
+
+
+def test_429_waits_as_long_as_it_doubles(payments: Payments) -> None:
+    payments.use(payments.organisation(), "train", 5_000)
+    put_meter_events(payments.context)
+    for attempt, least in enumerate([1, 2, 4, 8], start=1):
+        payments.fake.front.faults.append("429")
+        assert send_meter_events(payments.context) == {"again": 1}
+        (row,) = payments.outbox()
+        assert row.attempts == attempt
+        assert timedelta(seconds=least) <= row.next_attempt_at - payments.now <= timedelta(seconds=2 * least)
+        payments.wait(2 * least)
+
+
+def test_who_prepays_is_not_metered(payments: Payments) -> None:
+    for mode in ("prepaid", "unlimited"):
+        payments.use(payments.organisation(mode), "train", 5_000)
+    assert put_meter_events(payments.context) == {"put": 0}
+
+
+def test_usage_of_the_last_moment_belongs_to_its_month(payments: Payments) -> None:
+    org_id = payments.organisation()
+    payments.fake.stripe.now = START.replace(day=30, hour=23, minute=59, second=59).timestamp()
+    payments.use(org_id, "train", 5_000)
+    payments.wait(600)
+    payments.use(org_id, "train", 2_000)
+    put_meter_events(payments.context)
+    assert [(f"{row.occurred_at:%m-%dT%H:%M:%S}", row.value_uusd) for row in payments.outbox()] == [
+        ("11-30T23:59:59", 5),
+        ("12-01T00:09:59", 2),
+    ]

@@ -1,0 +1,255 @@
+"""The fake's HTTP: what of Stripe's API Weft calls, with authentication, idempotency keys, rate limits and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from stripe import params as v1
+from stripe.params import billing, checkout
+
+from tests.fakestripe.contract import BadRequest, Form, check_object, check_params, parse_form
+from tests.fakestripe.state import DAY_S, NotFound, Stripe
+
+#: lost: the request never arrives. unanswered: it does, and the answer is lost on the way back.
+Fault = Literal["ok", "lost", "unanswered", "429", "500", "403"]
+Handler = Callable[[Stripe, Form, str], Form]
+
+
+class Dropped(Response):
+    """The connection breaks before the answer is there."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"100")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"{", "more_body": True})
+
+
+class Front:
+    """One account over HTTP. `faults` are used up by meter events, one each; `key` is the API key it knows."""
+
+    key = "rk_test_fake"
+
+    def __init__(self, stripe: Stripe) -> None:
+        self.start_with(stripe)
+
+    def start_with(self, stripe: Stripe) -> None:
+        """Forget everything, and serve this account."""
+        self.stripe = stripe
+        self.faults: deque[Fault] = deque()
+        self.latency_s = 0.0
+        #: How many calls were refused because another one for that customer's meter was under way.
+        self.collisions = 0
+        self.requests: list[tuple[str, str, Form]] = []
+        self._in_flight: set[tuple[str, str]] = set()
+        self._answers: dict[str, tuple[float, str, int, Form]] = {}
+
+    def app(self) -> Starlette:
+        return Starlette(routes=[Route(path, self._route(table), methods=list(table)) for path, table in API.items()])
+
+    def _route(self, table: dict[str, tuple[type | None, Handler]]) -> Callable[[Request], Any]:
+        async def answer(request: Request) -> Response:
+            if request.headers.get("authorization") != f"Bearer {self.key}":
+                return _error(401, "Invalid API Key provided", "invalid_request_error")
+            declared, handler = table[request.method]
+            text = (await request.body()).decode() if request.method == "POST" else request.url.query
+            form = parse_form(text)
+            self.requests.append((request.method, request.url.path, form))
+            if request.url.path == "/v1/billing/meter_events":
+                return await self._metered(form, declared, handler)
+            return self._keyed(request, form, declared, handler)
+
+        return answer
+
+    async def _metered(self, form: Form, declared: type | None, handler: Handler) -> Response:
+        fault = self.faults.popleft() if self.faults else "ok"
+        if fault == "lost":
+            return Dropped()
+        if fault in ("429", "500", "403"):
+            return _error(int(fault), "injected", "api_error")
+        flight = (form.get("event_name", ""), str(form.get("payload", {}).get("stripe_customer_id")))
+        if flight in self._in_flight:
+            self.collisions += 1
+            return _error(429, "Another request for this customer's meter is in progress", "invalid_request_error")
+        self._in_flight.add(flight)
+        try:
+            await asyncio.sleep(self.latency_s)
+            status, body = self._do(form, declared, handler, "")
+        finally:
+            self._in_flight.discard(flight)
+        return Dropped() if fault == "unanswered" else JSONResponse(body, status)
+
+    def _keyed(self, request: Request, form: Form, declared: type | None, handler: Handler) -> Response:
+        """The first answer for an idempotency key is the answer to all repeats of a day; another request with it is
+        refused."""
+        key = request.headers.get("idempotency-key") if request.method == "POST" else None
+        same = f"{request.url.path} {json.dumps(form, sort_keys=True)}"
+        at, asked, status, body = self._answers.get(key or "", (0.0, "", 0, {}))
+        if key is not None and status and self.stripe.now - at < DAY_S:
+            if asked != same:
+                message = (
+                    "Keys for idempotent requests can only be used with the same parameters they were first used with"
+                )
+                return _error(400, message, "idempotency_error")
+            return JSONResponse(body, status, {"idempotent-replayed": "true"})
+        status, body = self._do(form, declared, handler, request.path_params.get("id", ""))
+        if key is not None and status < 400:
+            self._answers[key] = (self.stripe.now, same, status, body)
+        return JSONResponse(body, status)
+
+    def _do(self, form: Form, declared: type | None, handler: Handler, thing_id: str) -> tuple[int, Form]:
+        try:
+            check_params(form, declared)
+            return 200, handler(self.stripe, form, thing_id)
+        except BadRequest as error:
+            return 400, error.body
+        except NotFound as error:
+            return 404, {"error": {"type": "invalid_request_error", "message": f"No such object: {error}"}}
+
+
+def _error(status: int, message: str, kind: str) -> Response:
+    return JSONResponse({"error": {"type": kind, "message": message}}, status)
+
+
+def _list(rows: list[Form]) -> Form:
+    return {"object": "list", "data": rows, "has_more": False, "url": "/v1/list"}
+
+
+def _customer(stripe: Stripe, form: Form, _id: str) -> Form:
+    return stripe.add("cus", "customer", name=form.get("name"), metadata=form.get("metadata", {}))
+
+
+def _meter(stripe: Stripe, form: Form, _id: str) -> Form:
+    if any(row["event_name"] == form["event_name"] for row in stripe.all("billing.meter")):
+        raise BadRequest(f"An active meter with event name {form['event_name']} exists already")
+    return stripe.add(
+        "mtr",
+        "billing.meter",
+        event_name=form["event_name"],
+        display_name=form["display_name"],
+        status="active",
+        default_aggregation=form["default_aggregation"],
+    )
+
+
+def _summaries(stripe: Stripe, form: Form, meter_id: str) -> Form:
+    start, end = int(form["start_time"]), int(form["end_time"])
+    if start % 60 or end % 60:
+        raise BadRequest("start_time and end_time must be aligned with minute boundaries")
+    meter = stripe.get("billing.meter", meter_id)
+    total = stripe.total(meter["event_name"], form["customer"], start, end, lag_s=stripe.lag_s)
+    summary = {
+        "id": f"mtrusg_{meter_id}_{start}",
+        "object": "billing.meter_event_summary",
+        "aggregated_value": float(total),
+        "start_time": start,
+        "end_time": end,
+        "livemode": False,
+        "meter": meter_id,
+    }
+    return _list([check_object(summary)])
+
+
+def _checkout(stripe: Stripe, form: Form, _id: str) -> Form:
+    stripe.get("customer", form["customer"])
+    cents = sum(int(item["quantity"]) * int(item["price_data"]["unit_amount"]) for item in form["line_items"])
+    session = stripe.add(
+        "cs",
+        "checkout.session",
+        mode=form["mode"],
+        customer=form["customer"],
+        client_reference_id=form.get("client_reference_id"),
+        metadata=form.get("metadata", {}),
+        amount_total=cents,
+        currency=form["line_items"][0]["price_data"]["currency"],
+        status="open",
+        payment_status="unpaid",
+        payment_intent=None,
+        url="https://checkout.example/pay",
+    )
+    stripe.payment_metadata[session["id"]] = form.get("payment_intent_data", {}).get("metadata", {})
+    return session
+
+
+def _subscription(stripe: Stripe, form: Form, _id: str) -> Form:
+    items = [{"object": "subscription_item", "price": stripe.get("price", item["price"])} for item in form["items"]]
+    return stripe.add(
+        "sub",
+        "subscription",
+        customer=form["customer"],
+        status="active",
+        metadata=form.get("metadata", {}),
+        billing_cycle_anchor=int(form["billing_cycle_anchor"]),
+        items=_list(items),
+    )
+
+
+def _price(stripe: Stripe, form: Form, _id: str) -> Form:
+    if any(row["lookup_key"] == form.get("lookup_key") for row in stripe.all("price")):
+        raise BadRequest("A price with this lookup_key exists already")
+    stripe.get("billing.meter", form["recurring"]["meter"])
+    return stripe.add(
+        "price",
+        "price",
+        currency=form["currency"],
+        lookup_key=form.get("lookup_key"),
+        recurring=form["recurring"],
+        unit_amount_decimal=form["unit_amount_decimal"],
+    )
+
+
+def _get(kind: str) -> Handler:
+    return lambda stripe, _form, thing_id: stripe.get(kind, thing_id)
+
+
+def _thin(stripe: Stripe, _form: Form, event_id: str) -> Form:
+    if event_id not in stripe.thin:
+        raise NotFound(event_id)
+    return stripe.thin[event_id]
+
+
+def _of_customer(kind: str) -> Handler:
+    def rows(stripe: Stripe, form: Form, _id: str) -> Form:
+        return _list([row for row in stripe.all(kind) if row["customer"] == form.get("customer")])
+
+    return rows
+
+
+def _prices(stripe: Stripe, form: Form, _id: str) -> Form:
+    return _list([row for row in stripe.all("price") if row["lookup_key"] in form.get("lookup_keys", [])])
+
+
+#: Path, method: the type of its parameters, and what it does.
+API: dict[str, dict[str, tuple[type | None, Handler]]] = {
+    "/v1/customers": {"POST": (v1.CustomerCreateParams, _customer)},
+    "/v1/billing/meters": {
+        "POST": (billing.MeterCreateParams, _meter),
+        "GET": (billing.MeterListParams, lambda stripe, _form, _id: _list(stripe.all("billing.meter"))),
+    },
+    "/v1/billing/meters/{id}/event_summaries": {"GET": (billing.MeterEventSummaryListParams, _summaries)},
+    "/v1/billing/meter_events": {
+        "POST": (billing.MeterEventCreateParams, lambda stripe, form, _id: stripe.count(form)),
+    },
+    "/v1/checkout/sessions": {"POST": (checkout.SessionCreateParams, _checkout)},
+    "/v1/payment_intents/{id}": {"GET": (v1.PaymentIntentRetrieveParams, _get("payment_intent"))},
+    "/v1/refunds/{id}": {"GET": (v1.RefundRetrieveParams, _get("refund"))},
+    "/v1/disputes/{id}": {"GET": (v1.DisputeRetrieveParams, _get("dispute"))},
+    "/v1/invoices/{id}": {"GET": (v1.InvoiceRetrieveParams, _get("invoice"))},
+    "/v1/subscriptions": {
+        "POST": (v1.SubscriptionCreateParams, _subscription),
+        "GET": (v1.SubscriptionListParams, _of_customer("subscription")),
+    },
+    "/v1/products": {
+        "POST": (v1.ProductCreateParams, lambda stripe, form, _id: stripe.add("prod", "product", name=form["name"])),
+    },
+    "/v1/prices": {"POST": (v1.PriceCreateParams, _price), "GET": (v1.PriceListParams, _prices)},
+    "/v2/core/events/{id}": {"GET": (None, _thin)},
+}
