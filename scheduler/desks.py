@@ -294,27 +294,33 @@ class GeneratorDesk:
         op = replica.held.pop(message.op_id, None)
         if op is None:
             return
-        adapter = self._journal.sampler(op.lane).adapter_ref if message.adapter else ""
-        replica.decline(message.message, op.id, *filter(None, [adapter]))
-        op.running = False
-        op.timings.end(datetime.now(UTC))
-        self._aside.append(op)
+        if message.lost:
+            self._back(op)
+        else:
+            adapter = self._journal.sampler(op.lane).adapter_ref if message.adapter else ""
+            replica.decline(message.message, op.id, *filter(None, [adapter]))
+            op.running = False
+            op.timings.end(datetime.now(UTC))
+            self._aside.append(op)
         self.wake()
 
     def _lost(self, replica: Replica) -> None:
         """A generator is gone: what it held goes back to the queue, for another one or for its successor."""
         self.stats["lost"] += 1
         held, replica.held = replica.held, {}
-        now = datetime.now(UTC)
         for op in held.values():
-            op.running = False
-            op.timings.end(now)
-            op.attempts += 1
-            if op.attempts >= LIVES:
-                self._journal.finish(Done(op.id, failure=Failure(_gave_up("generator", op))))
-            else:
-                self._journal.queue_sample(op, lost=True)
+            self._back(op)
         self.wake()
+
+    def _back(self, op: Operation) -> None:
+        """Whoever had `op` died over it."""
+        op.running = False
+        op.timings.end(datetime.now(UTC))
+        op.attempts += 1
+        if op.attempts >= LIVES:
+            self._journal.finish(Done(op.id, failure=Failure(_gave_up("generator", op))))
+        else:
+            self._journal.queue_sample(op, lost=True)
 
 
 def _gave_up(worker: str, op: Operation) -> str:

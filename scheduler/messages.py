@@ -184,12 +184,14 @@ class PolicyMoved(msgspec.Struct, frozen=True, tag=True):
 
 
 class Declined(msgspec.Struct, frozen=True, tag=True):
-    """A generator's engine cannot serve this sample, and another kind might: it goes back to the queue, and fails with
-    `message` when no generator takes it. With `adapter`, the reason lies in the sampler's weights."""
+    """A generator gives a sample back. Its engine cannot serve it and another kind might: it fails with `message` when
+    no generator takes it; with `adapter`, the reason lies in the sampler's weights. Or, with `lost`, its engine died
+    over it: then it counts as one that was in a generator's hands when that died."""
 
     op_id: str
     message: str
     adapter: bool = False
+    lost: bool = False
 
 
 class Occupancy(msgspec.Struct, frozen=True, tag=True):

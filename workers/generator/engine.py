@@ -122,8 +122,12 @@ class Facts:
 
 @dataclass(frozen=True)
 class RequestError:
+    """Why a request ended without a result. `elsewhere` says what may still become of it: an engine of another kind may
+    serve it ("request"; "weights" when the adapter is the reason), or any engine, because this one was lost ("again")."""
+
     message: str
     category: ErrorCategory
+    elsewhere: Literal["", "request", "weights", "again"] = ""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from weft.wire import SampleRequest, TensorData
 from weft.wire import SamplingParams as WireSamplingParams
 from weft.wire.sample_codec import encode_sample_response
 
-from scheduler.messages import Done, Failure, SampleOp, sequence_id, stability_ref
+from scheduler.messages import Declined, Done, Failure, SampleOp, sequence_id, stability_ref
 from store.blobs import Blobs
 from workers.generator.engine import (
     Finished,
     GenerateRequest,
     Logprobs,
+    RequestError,
     SamplingParams,
     SequenceResult,
     TargetTokens,
@@ -85,10 +86,10 @@ def read_sampling(wire: WireSamplingParams) -> SamplingParams:
     )
 
 
-def answer(order: Order, finished: Finished) -> Done:
+def answer(order: Order, finished: Finished) -> Done | Declined:
     """What the queue is told of a request that ended."""
     if finished.error is not None:
-        return failure(finished.id, finished.error.message, finished.error.category)
+        return _refusal(finished.id, finished.error)
     facts, targets = finished.facts, None
     if order.targets is not None and finished.target_logprobs is not None:
         targets = _like(order.targets, finished.target_logprobs)
@@ -102,6 +103,12 @@ def answer(order: Order, finished: Finished) -> Done:
     )
     counts = {"prefill": facts.prefill, "cached_prefill": facts.cached_prefill, "sample": facts.sample}
     return Done(finished.id, payload=payload, facts=counts)
+
+
+def _refusal(op_id: str, error: RequestError) -> Done | Declined:
+    if error.elsewhere:
+        return Declined(op_id, error.message, adapter=error.elsewhere == "weights", lost=error.elsewhere == "again")
+    return failure(op_id, error.message, error.category)
 
 
 def record_stability(op: SampleOp, sequences: Sequence[SequenceResult], blobs: Blobs) -> None:

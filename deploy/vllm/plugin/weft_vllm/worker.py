@@ -13,6 +13,10 @@ class Swap:
 
         return {"vllm": vllm.__version__, "tempered_logprobs": bool(current_platform.is_cpu())}
 
+    def weft_adapters(self) -> list[int]:
+        """The adapters in memory, by the numbers the front end gives them in ascending order."""
+        return sorted(self.list_loras())
+
     def weft_swap(self, name: str, int_id: int, path: str) -> bool:
         """Replace the weights of a loaded adapter by those in `path`, for requests in flight too."""
         from vllm.lora.request import LoRARequest

@@ -1,0 +1,177 @@
+"""The contract of every engine, on real vLLM: the very tests of test_engine_contract.py, and those of them that count
+steps of an engine, which vLLM does not show, said in terms of time.
+
+What vLLM computes depends in its last bits on who shares a batch, so equal means equal tokens, and logprobs to 1e-4.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.workers.generator import test_engine_contract as contract
+from tests.workers.generator.conftest import EOS, spell
+from tests.workers.generator.test_engine_contract import GREEDY, NO_STOP, ask
+from workers.generator.engine import Finished, GenerateRequest, SamplingParams
+from workers.generator.vllm.engine import VllmEngine
+
+from .conftest import ROOM, MakeEngine
+
+pytestmark = pytest.mark.vllm
+
+#: They look at single steps, or say how much a step computes; their like is below, or it is vLLM's own affair.
+BY_STEPS = {
+    "test_a_long_queue_of_prompts_does_not_stop_decoding",
+    "test_cancel_gives_the_tokens_so_far",
+    "test_free_slots_count_what_waits",
+    "test_swap_takes_effect_while_others_keep_generating",
+}
+
+for _name, _test in vars(contract).items():
+    if _name.startswith("test_") and _name not in BY_STEPS:
+        globals()[_name] = _test
+
+
+def alike(a: Finished, b: Finished) -> bool:
+    pairs = list(zip(a.sequences, b.sequences, strict=True))
+    return all(np.array_equal(x.tokens, y.tokens) and x.stop_reason == y.stop_reason for x, y in pairs) and all(
+        np.allclose(x.logprobs, y.logprobs, atol=1e-4) for x, y in pairs
+    )
+
+
+def finish(engine: VllmEngine, *requests: GenerateRequest) -> dict[str, Finished]:
+    for request in requests:
+        engine.add(request)
+    finished: dict[str, Finished] = {}
+    deadline = time.monotonic() + 120
+    while engine.busy:
+        assert time.monotonic() < deadline, engine.stats()
+        for result in engine.step():
+            assert result.id not in finished
+            finished[result.id] = result
+    return finished
+
+
+@pytest.fixture(autouse=True)
+def by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "same", alike)
+    monkeypatch.setattr(contract, "run", finish)
+
+
+@pytest.fixture
+def make_engine(vllm_engine: VllmEngine, model_folder: Path, tmp_path: Path) -> MakeEngine:
+    engines: list[VllmEngine] = []
+
+    def make(*, slots: int = 8, context: int = 96) -> VllmEngine:
+        folder = tmp_path / f"engine{len(engines)}"
+        config = vllm_engine._config
+        engine = VllmEngine(
+            config, EOS, slots=slots, context=context, room=ROOM, folder=folder, url=vllm_engine.url, decode_text=spell
+        )
+        engines.append(engine)
+        engine.wait_ready(60)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def until(condition: Callable[[], bool], engine: VllmEngine) -> list[Finished]:
+    finished: list[Finished] = []
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        finished += engine.step()
+    return finished
+
+
+LONG = SamplingParams(max_tokens=150, seed=3, stop_at_eos=False)
+
+
+def test_free_slots_count_what_waits(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=4, context=200)
+    assert engine.free_slots == 4
+    engine.add(ask("a", sampling=LONG, num_samples=3))
+    assert engine.free_slots == 1
+    engine.add(ask("b", sampling=LONG, num_samples=3))
+    assert engine.free_slots == 0
+    finish(engine)
+    assert engine.free_slots == 4
+    assert not engine.busy
+
+
+def test_cancel_gives_the_tokens_so_far(make_engine: MakeEngine) -> None:
+    request = ask("r", sampling=LONG, num_samples=3)
+    engine = make_engine(slots=2, context=200)
+    whole = finish(engine, request)["r"]
+    engine.add(request)
+    time.sleep(0.1)
+    partial = engine.cancel("r")
+    assert partial is not None
+    lengths = [len(sequence.tokens) for sequence in partial.sequences]
+    assert lengths[0] < 150
+    assert lengths[2] == 0
+    assert partial.facts.sample == sum(lengths)
+    for sequence, full in zip(partial.sequences, whole.sequences, strict=True):
+        assert sequence.tokens.tolist() == full.tokens.tolist()[: len(sequence.tokens)]
+        assert sequence.stop_reason == "length"
+    assert engine.free_slots == 2
+    assert not engine.busy
+
+
+def test_swap_takes_effect_while_others_keep_generating(make_engine: MakeEngine, adapters: dict[str, Path]) -> None:
+    long = replace(GREEDY, max_tokens=180)
+    swapped = ask("swapped", sampling=long, adapter="policy", adapter_folder=adapters["a0"])
+    other = ask("other", 9, long, adapter="a2", adapter_folder=adapters["a2"])
+    engine = make_engine(context=200)
+    before = finish(engine, swapped)["swapped"].sequences[0].tokens.tolist()
+    for request in (swapped, other):
+        engine.add(request)
+    time.sleep(0.15)
+    engine.swap_adapter("policy", adapters["a1"])
+    finished = finish(engine)
+    sequence = finished["swapped"].sequences[0]
+    assert [span.version for span in sequence.policy] == [0, 1]
+    kept = sequence.policy[0].length
+    assert sequence.policy[1].length == 180 - kept
+    assert sequence.tokens.tolist()[:kept] == before[:kept]
+    assert sequence.tokens.tolist() != before
+    alone = finish(make_engine(context=200), other)["other"]
+    assert alike(finished["other"], alone)
+    assert [span.version for span in finished["other"].sequences[0].policy] == [2]
+    renamed = replace(swapped, id="renamed", adapter="fresh", adapter_folder=adapters["a1"])
+    now = finish(engine, swapped, renamed)
+    assert alike(now["swapped"], now["renamed"])
+    assert [span.version for span in now["swapped"].sequences[0].policy] == [1]
+
+
+def test_max_staleness_stops_what_has_become_too_old(make_engine: MakeEngine, adapters: dict[str, Path]) -> None:
+    engine = make_engine(context=200)
+    request = ask("r", sampling=LONG, adapter="policy", adapter_folder=adapters["a1"], run="run", max_staleness=2)
+    engine.add(request)
+    other = replace(request, id="other", run="other")
+    engine.add(other)
+    until(lambda: engine.stats().running == 2, engine)
+    time.sleep(0.1)
+    engine.run_moved("run", 3)
+    engine.run_moved("run", 4)
+    finished = finish(engine)
+    assert finished["r"].sequences[0].stale
+    assert 0 < len(finished["r"].sequences[0].tokens) < 150
+    assert finished["r"].facts.sample == len(finished["r"].sequences[0].tokens)
+    assert not finished["other"].sequences[0].stale
+    assert len(finished["other"].sequences[0].tokens) == 150
+
+
+def test_a_prompt_that_came_before_is_a_cache_hit_for_its_tenant_alone(make_engine: MakeEngine) -> None:
+    engine = make_engine(context=200)
+    request = ask("r", 180, replace(NO_STOP, max_tokens=2), tenant="one")
+    assert finish(engine, request)["r"].facts.cache_hit == 0
+    assert finish(engine, request)["r"].facts.cache_hit >= 64
+    assert finish(engine, replace(request, tenant="two"))["r"].facts.cache_hit == 0

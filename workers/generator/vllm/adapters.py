@@ -1,0 +1,76 @@
+"""Adapters in the form that vLLM reads, and why one cannot be served.
+
+vLLM drops tensors that it has no place for without a word, so what it can serve is decided here, before it sees any:
+attention and MLP (experts too) up to the rank it was started with, numbers that are finite. A folder is written whole
+under a name that is never used again; whoever reads it finds one version for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.generator.adapters import AdapterUnusable
+from workers.model.adapter import Adapter, AdapterFileError, load_adapter, policy_version
+from workers.model.config import DecoderConfig
+from workers.model.peft_format import write_peft
+
+#: The ranks vLLM makes room for; an adapter takes the room of the next one.
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+class NotServable(AdapterUnusable):
+    """vLLM cannot serve these weights, though another engine may. The message says why."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What vLLM was started with: `slots` adapters in one batch, each of at most `rank`."""
+
+    slots: int = 16
+    rank: int = 64
+
+    def __post_init__(self) -> None:
+        if self.rank not in RANKS:
+            raise ValueError(f"vLLM has no room for adapters of rank {self.rank}; choose one of {RANKS}")
+
+
+def targets(config: DecoderConfig) -> list[str]:
+    """The modules that vLLM wraps, by its own names. Not lm_head: with it, prompt logprobs bring vLLM 0.32 down."""
+    dense = ["gate_up_proj", "down_proj"]
+    mlp = dense if config.num_experts == 0 else ["experts", *(dense if config.dense_layers else [])]
+    return ["qkv_proj", "o_proj", *mlp]
+
+
+def convert(name: str, source: Path | None, target: Path, config: DecoderConfig, room: Room) -> int:
+    """Write the adapter in `source` to the folder `target`; its policy version. Raises AdapterUnusable."""
+    if source is None or not source.is_dir():
+        raise AdapterUnusable(f"the sampler weights {name!r} are gone: save them again and make a new sampler")
+    try:
+        adapter = load_adapter(source, config).adapter
+    except AdapterFileError as error:
+        raise AdapterUnusable(f"the sampler weights {name!r} are damaged or of another base model") from error
+    reason = not_servable(adapter, room)
+    if reason is not None:
+        raise NotServable(f"the sampler weights {name!r} cannot be served by vLLM: {reason}")
+    fresh = target.with_name(f"{target.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    # The scale goes into the weights: vLLM reads alpha as a whole number.
+    tensors = {key: (view * adapter.scale if key.endswith("_B") else view) for key, view in adapter.views.items()}
+    arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
+    write_peft(fresh, arrays, base_model="base", rank=adapter.rank, alpha=adapter.rank)
+    os.replace(fresh, target)
+    return policy_version(source)
+
+
+def not_servable(adapter: Adapter, room: Room) -> str | None:
+    """Why vLLM cannot serve an adapter, or None."""
+    if adapter.shape.train_unembed:
+        return "they train the unembedding (make the run with train_unembed=False)"
+    if adapter.rank > room.rank:
+        return f"their rank is {adapter.rank}, and it was started for at most {room.rank} ([generator.vllm] max_rank)"
+    if not bool(adapter.flat.isfinite().all()):
+        return "their numbers are not finite"
+    return None

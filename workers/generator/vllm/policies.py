@@ -1,0 +1,173 @@
+"""Which adapters vLLM has, under which names, and which version of a policy a token was drawn from.
+
+vLLM sees an adapter as `name@version`, in a folder of its own, and never the same name for other weights: that is what
+keeps its prefix cache and its memory right. When a policy moves, new requests take the new name. Requests in flight
+keep theirs, and the weights behind it are replaced; its folder then leads to the new ones, should vLLM read it again.
+
+vLLM labels tokens with one number for the whole server. Here that is the `epoch`, counted up by every replacement; each
+pushed adapter knows which version it was at since which epoch. Lives in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import os
+import shutil
+import uuid
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workers.generator.engine import PolicySpan
+from workers.generator.vllm.adapters import Room, convert
+from workers.generator.vllm.client import VllmClient
+from workers.model.config import DecoderConfig
+
+
+@dataclass(eq=False)
+class Pushed:
+    """An adapter that vLLM knows by `name` and, inside its engine, by `number`. `folder` is what vLLM was told; it
+    leads to `weights`."""
+
+    name: str
+    folder: Path
+    weights: Path
+    versions: list[tuple[int, int]]  # (from this epoch on, version)
+    number: int = 0
+    users: int = 0
+
+    @property
+    def salt(self) -> str:
+        """Of prompts computed with these weights."""
+        return f"{self.name}:{self.versions[-1][0]}"
+
+    @property
+    def version(self) -> int:
+        return self.versions[-1][1]
+
+    def version_at(self, epoch: int) -> int:
+        return next((version for since, version in reversed(self.versions) if since <= epoch), self.versions[0][1])
+
+
+@dataclass
+class Policies:
+    client: VllmClient
+    config: DecoderConfig
+    room: Room
+    folder: Path
+    epoch: int = 0
+    _current: OrderedDict[str, Pushed] = field(default_factory=OrderedDict)
+    _retired: list[Pushed] = field(default_factory=list)  # names that only requests in flight still use
+    _life: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    _counter: itertools.count[int] = field(default_factory=itertools.count)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __len__(self) -> int:
+        return len(self._current) + len(self._retired)
+
+    async def acquire(self, name: str, source: Path | None) -> Pushed:
+        """The adapter called `name`, pushed from `source` unless it is there. Raises AdapterUnusable. Pair each call
+        with a `release`."""
+        async with self._lock:
+            pushed = self._current.get(name)
+            if pushed is None:
+                pushed = self._current[name] = await self._push(name, source)
+            self._current.move_to_end(name)
+            pushed.users += 1
+            await self._evict()
+            return pushed
+
+    async def release(self, pushed: Pushed) -> None:
+        pushed.users -= 1
+        async with self._lock:
+            await self._evict()
+
+    async def swap(self, name: str, source: Path, *, in_place: bool = True) -> None:
+        """From now on `name` means the weights in `source`; `in_place`, for requests in flight too. Raises
+        AdapterUnusable, and changes nothing then."""
+        async with self._lock:
+            fresh = await self._push(name, source)
+            before, self._current[name] = self._current.get(name), fresh
+            moved = [old for old in [before, *self._retired] if old and old.users and _stem(old) == _stem(fresh)]
+            if before is not None:
+                self._retired.append(before)
+            if moved and in_place:
+                self.epoch += 1
+                for old in moved:
+                    _lead(old.folder, fresh.weights)
+                await self.client.swap([(old.name, old.number, str(old.folder)) for old in moved], self.epoch)
+                for old in moved:
+                    old.versions.append((self.epoch, fresh.version))
+            await self._evict()
+
+    def forget(self) -> None:
+        """vLLM was started anew: it knows none of them."""
+        for pushed in [*self._current.values(), *self._retired]:
+            _remove(pushed)
+        self._current.clear()
+        self._retired.clear()
+        self.epoch = 0
+
+    def spans(self, pushed: Pushed | None, found: list[dict[str, Any]] | None, length: int) -> tuple[PolicySpan, ...]:
+        """The versions that the tokens of a sequence were drawn from, of vLLM's own labels."""
+        spans: list[PolicySpan] = []
+        for label in found or [{"version": "0", "start": 0, "end": length}]:
+            epoch = int(label["version"]) if str(label["version"]).isdigit() else 0
+            version = pushed.version_at(epoch) if pushed else 0
+            count = min(int(label["end"]), length) - int(label["start"])
+            if spans and spans[-1].version == version:
+                version, count = version, spans.pop().length + count
+            if count > 0:
+                spans.append(PolicySpan(version, count))
+        return tuple(spans)
+
+    async def _push(self, name: str, source: Path | None) -> Pushed:
+        key = f"{self._life}-{next(self._counter)}"
+        weights = self.folder / f"{key}.weights"
+        version = await asyncio.to_thread(convert, name, source, weights, self.config, self.room)
+        pushed = Pushed(f"{_key(name)}@{version}-{key}", self.folder / key, weights, [(self.epoch, version)])
+        _lead(pushed.folder, weights)
+        pushed.number = await self.client.load_adapter(pushed.name, str(pushed.folder))
+        return pushed
+
+    async def _evict(self) -> None:
+        """Keep as many idle adapters as vLLM does; those used longest ago go. Names that are no longer current go as
+        soon as nobody uses them."""
+        gone = [old for old in self._retired if not old.users]
+        self._retired = [old for old in self._retired if old.users]
+        excess = len(self._current) - 2 * self.room.slots
+        for name, pushed in list(self._current.items()):
+            if excess > 0 and not pushed.users:
+                gone.append(self._current.pop(name))
+                excess -= 1
+        for pushed in gone:
+            await self.client.unload_adapter(pushed.name)
+            _remove(pushed, [*self._current.values(), *self._retired])
+
+
+def _key(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
+def _stem(pushed: Pushed) -> str:
+    return pushed.name.partition("@")[0]
+
+
+def _lead(link: Path, weights: Path) -> None:
+    """Make `link` lead to `weights`, at once for whoever reads it."""
+    fresh = link.with_name(f"{link.name}.link")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(weights.name)
+    os.replace(fresh, link)
+
+
+def _remove(pushed: Pushed, others: Sequence[Pushed] = ()) -> None:
+    """Delete its folder, and the weights that it had and has unless another folder leads there."""
+    weights = {pushed.weights.resolve(), pushed.folder.resolve()} - {other.folder.resolve() for other in others}
+    pushed.folder.unlink(missing_ok=True)
+    for folder in weights:
+        shutil.rmtree(folder, ignore_errors=True)
