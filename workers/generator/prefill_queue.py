@@ -1,18 +1,19 @@
 """Requests whose prompts are not computed yet, and which of them the next prefill takes.
 
 A prefill takes at most a budget of prompt tokens, so that running sequences never wait long for their next one; a
-longer prompt is computed in pieces of whole blocks, over several steps. Requests start in the order they came, with one
-exception: one whose next block of prompt is being computed by another waits for that, for then it need not compute it.
+longer prompt is computed in pieces of whole blocks, over several steps. Requests start by priority and then in the
+order they came, with one exception: one whose next block of prompt is being computed by another waits for that, for
+then it need not compute it.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Iterator
 
 from workers.generator.block_index import BLOCK_TOKENS, BlockKey
 from workers.generator.prefix_cache import PrefixCache
-from workers.generator.progress import RequestProgress
+from workers.generator.progress import RequestProgress, SequenceProgress
 
 
 class PrefillQueue:
@@ -20,8 +21,8 @@ class PrefillQueue:
         """`budget`: prompt tokens of a prefill; at least a block."""
         self._prefix = prefix
         self._budget = max(budget, BLOCK_TOKENS)
-        self._waiting: deque[RequestProgress] = deque()
-        self._begun: list[RequestProgress] = []  # they have a slot, with the head of their prompt
+        self._waiting: list[RequestProgress] = []  # in the order they start
+        self._begun: list[RequestProgress] = []  # they have room, with the head of their prompt
 
     def __bool__(self) -> bool:
         return bool(self._waiting or self._begun)
@@ -31,7 +32,7 @@ class PrefillQueue:
         yield from self._waiting
 
     def add(self, progress: RequestProgress) -> None:
-        self._waiting.append(progress)
+        insort(self._waiting, progress, key=lambda waiting: -waiting.request.priority)
 
     def discard(self, progress: RequestProgress) -> None:
         """Take a request out: its prompt is done, or it will never be."""
@@ -40,9 +41,9 @@ class PrefillQueue:
         elif progress in self._waiting:
             self._waiting.remove(progress)
 
-    def choose(self, take_slot: Callable[[], int | None]) -> list[RequestProgress]:
-        """The requests of the next prefill, with `goal` set to where it takes each. Those that start get a slot from
-        `take_slot` (None: there is none) and what the prefix cache has."""
+    def choose(self, seat: Callable[[SequenceProgress], bool]) -> list[RequestProgress]:
+        """The requests of the next prefill, with `goal` set to where it takes each. Those that start get room from
+        `seat` (False: there is none) and what the prefix cache has."""
         chosen: list[RequestProgress] = []
         computing: set[BlockKey] = set()
         left = self._budget
@@ -55,7 +56,7 @@ class PrefillQueue:
             goal = progress.reach(left)
             if goal == progress.computed:
                 break
-            if starting and not self._start(progress, take_slot):
+            if starting and not self._start(progress, seat):
                 break
             progress.goal = goal
             left -= goal - progress.computed
@@ -67,7 +68,7 @@ class PrefillQueue:
 
     def save(self, progress: RequestProgress) -> None:
         """Keep for others what a prefill has computed of this prompt."""
-        self._prefix.save(progress.chain, progress.request.prompt, progress.sequences[0].slot, progress.goal)
+        self._prefix.save(progress.chain, progress.request.prompt, progress.sequences[0].pages, progress.goal)
 
     def _look_up(self, progress: RequestProgress) -> None:
         progress.chain, progress.places = self._prefix.match(
@@ -75,12 +76,12 @@ class PrefillQueue:
         )
         progress.computed = progress.cache_hit = len(progress.places) * BLOCK_TOKENS
 
-    def _start(self, progress: RequestProgress, take_slot: Callable[[], int | None]) -> bool:
-        slot = take_slot()
-        if slot is None:
+    def _start(self, progress: RequestProgress, seat: Callable[[SequenceProgress], bool]) -> bool:
+        sequence = progress.sequences[0]
+        if not seat(sequence):
             return False
-        self._prefix.load(progress.chain, progress.places, slot)
-        progress.start_next(slot)
+        self._prefix.load(progress.chain, progress.places, sequence.pages)
+        progress.started = 1
         self._waiting.remove(progress)
         self._begun.append(progress)
         return True

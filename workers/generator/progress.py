@@ -1,8 +1,8 @@
 """How far a request has come: its sequences, what they sampled, and the `Finished` it ends as. No torch work here.
 
-A request waits, its prompt is prefilled in one or more pieces, and then its sequences run, each in a slot of the KV
-cache. Sequences for which there was no slot start later from what the prefill left: the prompt's keys and values lie at
-the head of every slot the request holds, and the logits after the prompt are kept.
+A request waits, its prompt is prefilled in one or more pieces, and then its sequences run, each with pages of the KV
+cache. Sequences for which there was no room start later from what the prefill left: the prompt's keys and values are
+the first that each of its sequences has, and the logits after the prompt are kept.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from workers.generator.engine import (
     Facts,
     Finished,
     GenerateRequest,
+    PolicySpan,
     RequestError,
     SequenceResult,
     StopReason,
@@ -37,11 +38,13 @@ class SequenceProgress:
     def __init__(self, owner: RequestProgress, sample: int) -> None:
         self.owner = owner
         self.sample = sample
-        self.slot = -1
+        self.pages: list[int] = []  # empty while it is not seated
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.tops: list[tuple[list[int], list[float]]] = []
         self.stop_reason: StopReason | None = None
+        self.policy: list[tuple[int, int]] = []  # (version, tokens in a row that are of it)
+        self.stale = False
         self._rng = sequence_rng(owner.request.sampling.seed, sample)
         #: The random number of the next token. It is renewed only when a token is accepted, so that a step which
         #: is tried again draws the same.
@@ -52,8 +55,13 @@ class SequenceProgress:
         """Where the newest token goes in the cache."""
         return len(self.owner.request.prompt) + len(self.tokens) - 1
 
-    def accept(self, drawn: Draw) -> None:
+    def accept(self, drawn: Draw, version: int) -> None:
+        """Take the next token, drawn from the logits of policy `version`."""
         self.tokens.append(drawn.token)
+        if self.policy and self.policy[-1][0] == version:
+            self.policy[-1] = (version, self.policy[-1][1] + 1)
+        else:
+            self.policy.append((version, 1))
         self.logprobs.append(drawn.logprob)
         if drawn.top is not None:
             self.tops.append(drawn.top)
@@ -63,7 +71,9 @@ class SequenceProgress:
     def result(self) -> SequenceResult:
         """What it has; one that was cut short ends for its length."""
         tokens, logprobs = np.array(self.tokens, dtype=np.int32), np.array(self.logprobs, dtype=np.float32)
-        return SequenceResult(tokens, logprobs, self.stop_reason or "length", self._topk())
+        reason = self.stop_reason or "length"
+        policy = tuple(PolicySpan(version, length) for version, length in self.policy)
+        return SequenceResult(tokens, logprobs, reason, self._topk(), policy, self.stale)
 
     def _topk(self) -> TopkLogprobs | None:
         if not self.tops:
@@ -78,21 +88,29 @@ class RequestProgress:
     rule: StopRule
     adapter: HeldAdapter | None
     scores: PromptScores
+    number: int = 0  # of all requests of an engine, by age
     sequences: list[SequenceProgress] = field(default_factory=list)
-    started: int = 0  # sequences[:started] have or had a slot
+    started: int = 0  # sequences[:started] are or were seated
     chain: Chain = field(default_factory=lambda: Chain(("", 0)))  # the prompt's blocks in the prefix cache
     places: list[int] = field(default_factory=list)  # of those that were there when it started
     cache_hit: int = 0  # prompt tokens that they cover
-    computed: int = 0  # prompt tokens that are in the slot
+    computed: int = 0  # prompt tokens that are in its pages
     goal: int = 0  # where the prefill that is under way, or was the last, takes `computed`
     prompt_logits_V: Tensor = field(default_factory=lambda: torch.empty(0))
+    prompt_version: int | None = None  # of the policy that they are from
+    given_up: bool = False  # what has not started will not
 
     def __post_init__(self) -> None:
         self.sequences = [SequenceProgress(self, sample) for sample in range(self.request.num_samples)]
 
     @property
     def unstarted(self) -> int:
-        return len(self.sequences) - self.started
+        return 0 if self.given_up else len(self.sequences) - self.started
+
+    @property
+    def version(self) -> int:
+        """Of the policy that it samples from now."""
+        return self.adapter.version if self.adapter is not None else 0
 
     @property
     def cache_root(self) -> Root:
@@ -124,13 +142,17 @@ class RequestProgress:
         return all(sequence.stop_reason for sequence in self.sequences)
 
     def running(self) -> Iterator[SequenceProgress]:
-        return (sequence for sequence in self.sequences if sequence.slot >= 0)
+        """Those that are seated."""
+        return (sequence for sequence in self.sequences[: self.started] if sequence.pages)
 
-    def start_next(self, slot: int) -> SequenceProgress:
-        sequence = self.sequences[self.started]
-        self.started += 1
-        sequence.slot = slot
-        return sequence
+    def too_old(self, now: int) -> list[SequenceProgress]:
+        """The sequences that `max_staleness` ends when their run is at version `now`."""
+        most = self.request.max_staleness
+        if most is None:
+            return []
+        fresh = self.version if self.prompt_version is None else self.prompt_version
+        open_ones = (sequence for sequence in self.sequences if sequence.stop_reason is None)
+        return [s for s in open_ones if now - min((version for version, _ in s.policy), default=fresh) > most]
 
     def finished(self) -> Finished:
         """The request as it stands, whether all its sequences have ended or it is cancelled."""

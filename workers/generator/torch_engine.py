@@ -1,15 +1,16 @@
-"""TorchEngine: continuous batching of our own decoder over a static KV cache.
+"""TorchEngine: continuous batching of our own decoder over a paged KV cache.
 
-Each step first gives free slots to sequences that wait for one, then prefills queued requests in order (up to a
-budget of prompt tokens, so that running sequences never wait long; longer prompts in pieces), then advances every
-running sequence by one token. Sequences join and leave between steps. Prompts that begin as an earlier one did, with
-the same weights, take up what it computed.
+Each step first gives room to sequences that wait for it, those set aside before all others (`seating`), then prefills
+queued requests in order (up to a budget of prompt tokens, so that running sequences never wait long; longer prompts in
+pieces), then advances every running sequence by one token. Sequences join and leave between steps. Prompts that begin
+as an earlier one did, with the same weights, take up what it computed.
 
-What a request gets depends on nothing but itself: its rows see only its slots, its adapter and its random numbers.
+What a request gets depends on nothing but itself: its rows see only its pages, its adapter and its random numbers.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -22,14 +23,15 @@ from workers.generator import forward
 from workers.generator.adapters import AdapterCache, AdapterUnusable
 from workers.generator.engine import EngineStats, Finished, GenerateRequest, RequestError
 from workers.generator.kv_cache import KVCache
+from workers.generator.pages import PAGE_TOKENS, pages_of
 from workers.generator.prefill_queue import PrefillQueue
 from workers.generator.prefix_cache import PrefixCache
 from workers.generator.progress import RequestProgress, SequenceProgress, refused, request_fault
 from workers.generator.prompt_scores import PromptScores
 from workers.generator.sampling import Draw, SamplingRows, sample
+from workers.generator.seating import Seating
 from workers.generator.stop import DecodeText, NoTokenizer, StopRule
-from workers.model.adapter import Adapter, load_adapter
-from workers.model.adapter_pool import AdapterPool
+from workers.model.adapter import Adapter, load_adapter, version_of
 from workers.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -49,36 +51,43 @@ class TorchEngine:
         *,
         slots: int,
         context: int,
+        kv_tokens: int | None = None,
         prefill_tokens: int = DEFAULT_PREFILL_TOKENS,
         adapter_bytes: int = DEFAULT_ADAPTER_BYTES,
         prefix_bytes: int = DEFAULT_PREFIX_BYTES,
         decode_text: DecodeText | None = None,
     ) -> None:
-        """`slots` sequences at a time, each of at most `context` tokens. `prefill_tokens` caps the prompt tokens of a
-        step; a longer prompt takes several. `adapter_bytes` and `prefix_bytes` are for adapters and for keys and values
-        of prompts, kept after use; with `prefix_bytes` 0 none are."""
+        """`slots` sequences at a time, each of at most `context` tokens, all together of `kv_tokens` (enough for
+        `slots` of full length when None; never less than one of full length needs). `prefill_tokens` caps the prompt
+        tokens of a step; a longer prompt takes several. `adapter_bytes` and `prefix_bytes` are for adapters and for
+        keys and values of prompts, kept after use; with `prefix_bytes` 0 none are."""
         config = decoder.config
         self._decoder = decoder
         self._eos_token_ids = eos_token_ids
         self._decode_text = decode_text
-        self._pool = AdapterPool()
         self._adapters = AdapterCache(self._load, adapter_bytes)
         weight = next(decoder.parameters())
+        self._context = context
+        each = pages_of(context)
+        pages = slots * (each + 1) if kv_tokens is None else max(each, kv_tokens // PAGE_TOKENS)
         self._cache = KVCache(
             layers=config.num_layers,
-            slots=slots,
+            pages=pages,
             kv_heads=config.num_kv_heads,
-            context=context,
             head_dim=config.head_dim,
             dtype=weight.dtype,
             device=weight.device,
         )
-        self._free = list(reversed(range(slots)))
+        self._seating = Seating(self._cache, slots)
         self._prefix = PrefixCache(self._cache, prefix_bytes)
         self._queue = PrefillQueue(self._prefix, prefill_tokens)
+        self._here: dict[str, RequestProgress] = {}  # all that have not ended
+        self._numbers = itertools.count()
         self._running: dict[str, RequestProgress] = {}  # prefilled, not done
         self._finished: list[Finished] = []
+        self._starting: dict[str, RequestProgress] = {}  # of these, those with a sequence that has no token yet
         self._plan: forward.DecodePlan | None = None  # of all running sequences, while they stay the same
+        self._planned = 0  # what `seating.changes` was then
         counted = ("decode_steps", "slots_busy", "slots_offered", "prefill_tokens", "cache_hit_tokens", "sampled")
         self._counts = dict.fromkeys(counted, 0)
 
@@ -86,21 +95,29 @@ class TorchEngine:
 
     @property
     def free_slots(self) -> int:
-        return max(0, len(self._free) - self._waiting())
+        """By rows and by KV space: what waits is counted as what it needs to start, what might come as what those here
+        take."""
+        seating, waiting = self._seating, self._waiting()
+        if seating.aside:
+            return 0
+        needed = sum(pages_of(len(progress.request.prompt)) * progress.unstarted for progress in self._queue)
+        space = (seating.pool.free - needed - seating.seated) // seating.pages_each
+        return max(0, min(seating.free_rows - waiting, space))
 
     @property
     def busy(self) -> bool:
         return bool(self._queue or self._running or self._finished)
 
     def add(self, request: GenerateRequest) -> None:
-        fault = request_fault(request, self._cache.context, self._decoder.config.vocab_size)
-        if self._find(request.id) is not None:
+        fault = request_fault(request, self._context, self._decoder.config.vocab_size)
+        if request.id in self._here:
             fault = f"request {request.id} is here already"
         if fault is not None:
             self._finished.append(refused(request.id, fault))
             return
         try:
-            self._queue.add(self._progress(request))
+            self._here[request.id] = self._progress(request)
+            self._queue.add(self._here[request.id])
         except (AdapterUnusable, NoTokenizer) as error:
             self._finished.append(refused(request.id, str(error)))
         except Exception as error:
@@ -109,15 +126,17 @@ class TorchEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        self._survive(list(self._running.values()), self._start_sequences)
-        self._survive(self._queue.choose(self._take_slot), self._prefill)
-        self._survive(list(self._running.values()), self._start_sequences)
+        self._seating.bring_back()
+        self._survive(list(self._starting.values()), self._start_sequences)
+        self._survive(self._queue.choose(self._seating.seat), self._prefill)
+        self._survive(list(self._starting.values()), self._start_sequences)
+        self._seating.grow()
         self._survive(list(self._running.values()), self._decode)
         finished, self._finished = self._finished, []
         return finished
 
     def cancel(self, request_id: str) -> Finished | None:
-        progress = self._find(request_id)
+        progress = self._here.get(request_id)
         if progress is None:
             return None
         result = progress.finished()
@@ -128,6 +147,15 @@ class TorchEngine:
         self._adapters.swap(name, folder)
         self._plan = None
 
+    def run_moved(self, run: str, version: int) -> None:
+        for progress in [p for p in self._here.values() if p.request.run == run]:
+            for sequence in progress.too_old(version):
+                sequence.stop_reason, sequence.stale = "length", True
+                self._seating.leave(sequence)
+                progress.given_up = True
+            if progress.done:
+                self._end(progress)
+
     def stats(self) -> EngineStats:
         return EngineStats(
             decode_steps=self._counts["decode_steps"],
@@ -136,53 +164,54 @@ class TorchEngine:
             prefill_tokens=self._counts["prefill_tokens"],
             cache_hit_tokens=self._counts["cache_hit_tokens"],
             sampled_tokens=self._counts["sampled"],
-            running=self._cache.slots - len(self._free),
+            running=self._seating.seated,
             waiting=self._waiting(),
             adapters_loaded=len(self._adapters),
             adapter_bytes=self._adapters.size_bytes,
+            kv_tokens=self._cache.pages * PAGE_TOKENS,
+            kv_tokens_used=(self._cache.pages - self._seating.pool.free) * PAGE_TOKENS,
+            preempted=self._seating.preempted,
         )
 
     # -- coming and going
 
-    def _load(self, folder: Path) -> Adapter:
-        """Read an adapter into the pool, from where one product reads those of many rows."""
-        return self._pool.seat(load_adapter(folder, self._decoder.config, device=self._cache.device).adapter)
+    def _load(self, folder: Path) -> tuple[Adapter, int]:
+        loaded = load_adapter(folder, self._decoder.config, device=self._cache.device)
+        return loaded.adapter, version_of(loaded.details)
 
     def _waiting(self) -> int:
         queued = sum(progress.unstarted for progress in self._queue)
         return queued + sum(progress.unstarted for progress in self._running.values())
 
-    def _find(self, request_id: str) -> RequestProgress | None:
-        queued = (progress for progress in self._queue if progress.request.id == request_id)
-        return self._running.get(request_id) or next(queued, None)
-
     def _progress(self, request: GenerateRequest) -> RequestProgress:
-        limit = self._cache.context - len(request.prompt) + 1
+        limit = self._context - len(request.prompt) + 1
         if request.sampling.max_tokens is not None:
             limit = min(limit, request.sampling.max_tokens)
         rule = StopRule(request.sampling, self._eos_token_ids, limit, self._decode_text)
         adapter = self._adapters.acquire(request.adapter, request.adapter_folder) if request.adapter else None
-        return RequestProgress(request, rule, adapter, PromptScores(request, self._decoder.config.vocab_size))
+        scores = PromptScores(request, self._decoder.config.vocab_size)
+        return RequestProgress(request, rule, adapter, scores, next(self._numbers))
+
+    def _end(self, progress: RequestProgress) -> None:
+        self._finished.append(progress.finished())
+        self._forget(progress)
 
     def _forget(self, progress: RequestProgress) -> None:
         """Let go of everything a request holds."""
+        del self._here[progress.request.id]
+        self._starting.pop(progress.request.id, None)
         if self._running.pop(progress.request.id, None) is None:
             self._queue.discard(progress)
-        for sequence in list(progress.running()):
-            self._free_slot(sequence)
+        for sequence in progress.sequences[: progress.started]:
+            self._seating.leave(sequence)
         if progress.adapter is not None:
             self._adapters.release(progress.adapter)
 
-    def _free_slot(self, sequence: SequenceProgress) -> None:
-        self._free.append(sequence.slot)
-        sequence.slot = -1
-        self._plan = None
-
     def _fail(self, progress: RequestProgress, error: Exception) -> None:
-        """End a request that went wrong. Its slots may hold values that are not finite, which no mask would hide."""
+        """End a request that went wrong. What it computed may not be finite."""
         log.warning("request %s failed: %s", progress.request.id, error, exc_info=error)
         for sequence in progress.running():
-            self._cache.clear(sequence.slot)
+            self._seating.clear(sequence)
         self._forget(progress)
         self._finished.append(_broken(progress.request.id, error))
 
@@ -203,9 +232,6 @@ class TorchEngine:
 
     # -- prefill
 
-    def _take_slot(self) -> int | None:
-        return self._free.pop() if self._free else None
-
     def _prefill(self, batch: list[RequestProgress]) -> None:
         batch = sorted(batch, key=lambda progress: progress.request.adapter)
         complete = [progress for progress in batch if progress.at_end]
@@ -218,44 +244,52 @@ class TorchEngine:
             progress.computed = progress.goal
             self._queue.save(progress)
         for progress, logits_V in zip(complete, logits, strict=True):
-            progress.prompt_logits_V = logits_V.clone()
+            progress.prompt_logits_V, progress.prompt_version = logits_V.clone(), progress.version
             self._queue.discard(progress)
             self._running[progress.request.id] = progress
+            if progress.unstarted:
+                self._starting[progress.request.id] = progress
             self._plan = None
-        self._accept([progress.sequences[0] for progress in complete], drawn)
+        self._accept([progress.sequences[0] for progress in complete], drawn, [p.version for p in complete])
 
     def _start_sequences(self, batch: list[RequestProgress]) -> None:
-        """Start more sequences of prefilled requests: those which were handed a slot (`_retire`), and as many others
-        as there are free slots, from the prompt that a running one still holds."""
+        """Start more sequences of prefilled requests: those which took another's place (`_retire`), and as many others
+        as there is room for, from the prompt that one of theirs still holds."""
         for progress in batch:
-            while begun := self._seated(progress):
+            while begun := self._begun(progress):
                 logits_RV = progress.prompt_logits_V.expand(len(begun), -1)
-                self._accept(begun, self._draw(begun, logits_RV))
+                self._accept(begun, self._draw(begun, logits_RV), [progress.prompt_version or 0] * len(begun))
+            if not progress.unstarted:
+                self._starting.pop(progress.request.id, None)
 
-    def _seated(self, progress: RequestProgress) -> list[SequenceProgress]:
-        """The sequences of a request whose slots hold the prompt and that have no token yet."""
-        while progress.unstarted and self._free:
-            source = next(progress.running()).slot
-            sequence = progress.start_next(self._free.pop())
-            self._cache.copy_prefix(source, sequence.slot, len(progress.request.prompt))
+    def _begun(self, progress: RequestProgress) -> list[SequenceProgress]:
+        """The sequences of a request that have the prompt and no token yet."""
+        source = next(progress.running(), None)
+        while source is not None and progress.unstarted:
+            if not self._seating.seat_beside(progress.sequences[progress.started], source):
+                break
+            progress.started += 1
         return [sequence for sequence in progress.running() if not sequence.tokens]
 
     # -- decode
 
     def _decode(self, batch: list[RequestProgress]) -> None:
         everyone = len(batch) == len(self._running)
-        plan = self._plan if everyone else None
+        plan = self._plan if everyone and self._planned == self._seating.changes else None
         if plan is None:
             sequences = [sequence for progress in batch for sequence in progress.running()]
-            plan = forward.DecodePlan(sequences, self._decoder.config.vocab_size, self._cache.device)
+            device = self._cache.device
+            if not sequences:
+                return
+            plan = forward.DecodePlan(sequences, self._decoder, context=self._context, device=device)
         if everyone:
-            self._plan = plan
+            self._plan, self._planned = plan, self._seating.changes
         logits_RV = forward.decode(self._decoder, self._cache, plan)
         drawn = self._draw(plan.rows, logits_RV, plan.sampling)
         self._counts["decode_steps"] += 1
         self._counts["slots_busy"] += len(plan.rows)
-        self._counts["slots_offered"] += self._cache.slots
-        self._accept(plan.rows, drawn)
+        self._counts["slots_offered"] += self._seating.rows
+        self._accept(plan.rows, drawn, plan.versions)
 
     def _draw(
         self, sequences: Sequence[SequenceProgress], logits_RV: Tensor, rows: SamplingRows | None = None
@@ -264,8 +298,8 @@ class TorchEngine:
             rows = forward.sampling_rows(sequences, logits_RV.shape[-1], logits_RV.device)
         return sample(logits_RV, rows, [sequence.uniform for sequence in sequences])
 
-    def _accept(self, sequences: Sequence[SequenceProgress], draws: list[Draw]) -> None:
-        for sequence, drawn in zip(list(sequences), draws, strict=True):
+    def _accept(self, sequences: Sequence[SequenceProgress], draws: list[Draw], versions: list[int]) -> None:
+        for sequence, drawn, version in zip(list(sequences), draws, versions, strict=True):
             progress = sequence.owner
             if progress.request.id not in self._running:
                 continue  # another of its sequences failed it, in this very loop
@@ -273,7 +307,7 @@ class TorchEngine:
                 self._fail(progress, NotFinite(adapted=progress.adapter is not None))
                 continue
             try:
-                sequence.accept(drawn)
+                sequence.accept(drawn, version)
             except Exception as error:
                 self._fail(progress, error)
                 continue
@@ -282,17 +316,15 @@ class TorchEngine:
                 self._retire(sequence)
 
     def _retire(self, sequence: SequenceProgress) -> None:
-        """A sequence has ended. Its slot goes to a sibling that waits, for the prompt is in it already, or is freed."""
+        """A sequence has ended. Its place goes to a sibling that waits, as the prompt is in it already, or is freed."""
         progress = sequence.owner
         if progress.unstarted:
-            progress.start_next(sequence.slot)
-            sequence.slot = -1
-            self._plan = None
+            self._seating.hand_over(sequence, progress.sequences[progress.started])
+            progress.started += 1
             return
-        self._free_slot(sequence)
+        self._seating.leave(sequence)
         if progress.done:
-            self._finished.append(progress.finished())
-            self._forget(progress)
+            self._end(progress)
 
 
 class NotFinite(ArithmeticError):

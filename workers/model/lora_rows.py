@@ -10,19 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from workers.model.adapter import Adapter
-from workers.model.lora_gather import SeatedRows
-
-if TYPE_CHECKING:
-    from workers.model.adapter_pool import Block
-
-#: Groups of at most so many rows are gathered from their pool in a forward that records nothing.
-GATHER_ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -67,6 +59,7 @@ class LoraRows:
         self.offsets, self.adapters, self.grads = list(offsets), list(adapters), list(grads)
         self.apart = apart
         self._group_of_row: Tensor | None = None
+        self._by_tensor: dict[str, list[Group]] = {}
         self._groups = [
             Group(g, offsets[g], offsets[g + 1], adapter, grads[g])
             for g, adapter in enumerate(adapters)
@@ -79,29 +72,10 @@ class LoraRows:
 
     def groups(self, tensor: str) -> list[Group]:
         """The groups whose adapter has a tensor of this name."""
-        return [group for group in self._groups if tensor in group.adapter.views]
-
-    def forward_groups(self, tensor: str) -> tuple[list[Group], list[SeatedRows]]:
-        """The same for a forward that records nothing: small groups with seated adapters come as rows of their block,
-        the others one by one. Which way a group goes depends on itself alone."""
-        groups, seated = self._by_size
-        return (
-            [group for group in groups if tensor in group.adapter.views],
-            [rows for rows in seated if tensor in rows.block.shape.slots],
-        )
-
-    @cached_property
-    def _by_size(self) -> tuple[list[Group], list[SeatedRows]]:
-        large: list[Group] = []
-        blocks: dict[int, tuple[Block, list[tuple[int, int, float]]]] = {}
-        for group in self._groups:
-            seat = group.adapter.seat
-            if seat is None or group.stop - group.start > GATHER_ROWS:
-                large.append(group)
-                continue
-            _, entries = blocks.setdefault(id(seat.block), (seat.block, []))
-            entries += [(row, seat.index, group.scale) for row in range(group.start, group.stop)]
-        return large, [SeatedRows.of(block, entries) for block, entries in blocks.values()]
+        found = self._by_tensor.get(tensor)
+        if found is None:
+            found = self._by_tensor[tensor] = [group for group in self._groups if tensor in group.adapter.views]
+        return found
 
     def trigger(self, groups: Sequence[Group]) -> Tensor | None:
         """A leaf that makes autograd record a product although neither its weights nor, below the first trained

@@ -1,97 +1,158 @@
-"""Attention over cached keys and values, against the plain formula; and that company changes no bit of it."""
+"""Attention over paged keys and values, against the plain formula; and that company and place change no bit of it."""
 
 import math
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
 
-from workers.generator.kv_cache import DecodeAttend, KVCache
+from workers.generator import decode_attend
+from workers.generator.decode_attend import DecodeAttend
+from workers.generator.kv_cache import KVCache
+from workers.generator.pages import PAGE_TOKENS, PagePool, pages_of
 
-KV_HEADS, HEADS, HEAD_DIM, SLOTS, CONTEXT = 2, 6, 16, 12, 200
+KV_HEADS, HEADS, HEAD_DIM, CONTEXT = 2, 6, 16, 200
+PAGES = 64
+
+
+@pytest.fixture(params=["native", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to attend."""
+    if request.param == "torch":
+        monkeypatch.setattr(decode_attend, "library", lambda source: None)
+    return str(request.param)
 
 
 def filled_cache(seed: int = 0, dtype: torch.dtype = torch.float32) -> KVCache:
-    cache = KVCache(layers=1, slots=SLOTS, kv_heads=KV_HEADS, context=CONTEXT, head_dim=HEAD_DIM, dtype=dtype)
+    cache = KVCache(layers=1, pages=PAGES, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
-    for tensor in (*cache.k_SKCD, *cache.v_SKCD):
+    for tensor in cache.tensors:
         tensor.normal_(generator=generator)
     return cache
 
 
-def new_token(rows: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def table(sequences: list[int]) -> npt.NDArray[np.int32]:
+    """Scattered pages for sequences known by a number."""
+    each = pages_of(CONTEXT)
+    return np.array([[(n * each + i) * 17 % PAGES for i in range(each)] for n in sequences], dtype=np.int32)
+
+
+def new_token(rows: int, seed: int = 1, heads: int = HEADS) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    heads = (HEADS, KV_HEADS, KV_HEADS)
-    q, k, v = (torch.randn(rows, n, HEAD_DIM, generator=generator) for n in heads)
+    q, k, v = (torch.randn(rows, n, HEAD_DIM, generator=generator) for n in (heads, KV_HEADS, KV_HEADS))
     return q, k, v
 
 
-def formula(q_HD: Tensor, k_KLD: Tensor, v_KLD: Tensor) -> Tensor:
-    out = []
-    for head in range(HEADS):
-        kv = head // (HEADS // KV_HEADS)
-        weights = torch.softmax(k_KLD[kv] @ q_HD[head] / math.sqrt(HEAD_DIM), 0)
+def formula(q_HD: Tensor, k_KDL: Tensor, v_KLD: Tensor) -> Tensor:
+    out, heads = [], len(q_HD)
+    for head in range(heads):
+        kv = head // (heads // KV_HEADS)
+        weights = torch.softmax(q_HD[head] @ k_KDL[kv] / math.sqrt(HEAD_DIM), 0)
         out.append(weights @ v_KLD[kv])
     return torch.stack(out)
 
 
-def check_rows(slots: list[int], positions: list[int]) -> None:
-    cache = filled_cache()
-    q, k, v = new_token(len(slots))
-    out = DecodeAttend(cache, slots, positions).attend(0, q, k, v)
-    for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-        assert torch.equal(cache.k_SKCD[0][slot, :, position], k[row])
-        assert torch.equal(cache.v_SKCD[0][slot, :, position], v[row])
-        keys, values = cache.k_SKCD[0][slot, :, : position + 1], cache.v_SKCD[0][slot, :, : position + 1]
-        torch.testing.assert_close(out[row], formula(q[row], keys, values), atol=1e-6, rtol=1e-5)
+def check_rows(positions: list[int], heads: int = HEADS) -> None:
+    cache, pages = filled_cache(), table(list(range(len(positions))))
+    q, k, v = new_token(len(positions), heads=heads)
+    out = DecodeAttend(cache, pages, positions).attend(0, q, k, v)
+    for row, position in enumerate(positions):
+        keys, values = (part[..., : position + 1, :] for part in _read(cache, pages[row], position + 1))
+        assert torch.equal(keys[:, position], k[row])
+        assert torch.equal(values[:, position], v[row])
+        torch.testing.assert_close(out[row], formula(q[row], keys.transpose(1, 2), values), atol=1e-6, rtol=1e-5)
 
 
-def test_whole_span_in_order() -> None:
-    check_rows([2, 3, 4, 5], [10, 0, 63, 40])
+def _read(cache: KVCache, pages: npt.NDArray[np.int32], length: int) -> tuple[Tensor, Tensor]:
+    k_KDL, v_KLD = cache.read(0, pages.tolist(), length)
+    return k_KDL.transpose(1, 2), v_KLD
 
 
-def test_rows_in_any_order_with_gaps() -> None:
-    check_rows([7, 3, 4, 6], [5, 9, 0, 33])
+@pytest.mark.parametrize("heads", [2, 4, 6, 8, 10])
+def test_rows_of_many_lengths(path: str, heads: int) -> None:
+    check_rows([63, 64, 127, 128, 199, 0, 31, 32][: PAGES // pages_of(CONTEXT)], heads)
 
 
-def test_scattered_slots_are_gathered() -> None:
-    check_rows([0, 11], [5, 9])
-
-
-def test_lengths_of_several_buckets_up_to_the_context() -> None:
-    check_rows([0, 1, 2, 3, 9, 11], [63, 64, 127, 128, 199, 192])
+def test_one_row(path: str) -> None:
+    check_rows([40])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_is_the_same_bit_for_bit_in_any_company(threads: int) -> None:
+def test_a_row_is_the_same_bit_for_bit_in_any_company(path: str, threads: int) -> None:
     torch.set_num_threads(threads)
-    slots, positions = [4, 0, 1, 9, 2, 3, 11, 8], [70, 3, 100, 199, 80, 127, 64, 12]
+    positions = [70, 3, 100, 199, 80, 127, 64, 12]
     q, k, v = new_token(8)
-    together = DecodeAttend(filled_cache(), slots, positions).attend(0, q, k, v)
+    together = DecodeAttend(filled_cache(), table(list(range(8))), positions).attend(0, q, k, v)
     for row in range(8):
         one = slice(row, row + 1)
-        alone = DecodeAttend(filled_cache(), slots[one], positions[one]).attend(0, q[one], k[one], v[one])
+        alone = DecodeAttend(filled_cache(), table([row]), positions[one]).attend(0, q[one], k[one], v[one])
         assert torch.equal(alone[0], together[row])
     torch.set_num_threads(1)
 
 
-def test_prompts_are_stored_and_copied() -> None:
-    cache = KVCache(layers=2, slots=4, kv_heads=KV_HEADS, context=32, head_dim=HEAD_DIM)
-    _, k, v = new_token(5 + 3)
-    for layer in range(2):
-        cache.write(layer, 2, 0, k[:5], v[:5])
-        cache.write(layer, 0, 4, k[5:], v[5:])
-    assert torch.equal(cache.k_SKCD[1][0, :, 4:7].transpose(0, 1), k[5:])
-    cache.copy_prefix(2, 3, 5)
-    assert torch.equal(cache.v_SKCD[0][3], cache.v_SKCD[0][2])
-    cache.clear(3)
-    assert not cache.v_SKCD[0][3].any()
-    assert cache.v_SKCD[0][2].any()
+def test_what_is_not_finite_shows_and_stays_with_its_row(path: str) -> None:
+    q, k, v = new_token(2)
+    k[0, 0, 3] = math.nan
+    out = DecodeAttend(filled_cache(), table([0, 1]), [40, 50]).attend(0, q, k, v)
+    assert not out[0].isfinite().all()
+    assert out[1].isfinite().all()
+
+
+def test_weights_far_apart_are_exact(path: str) -> None:
+    """Scores of hundreds, where exponentials vanish."""
+    cache, (q, k, v) = filled_cache(), new_token(1)
+    q *= 100
+    out = DecodeAttend(cache, table([0]), [150]).attend(0, q, k, v)
+    keys, values = _read(cache, table([0])[0], 151)
+    expected = formula(q[0].double(), keys[:, :151].double().transpose(1, 2), values[:, :151].double())
+    torch.testing.assert_close(out[0], expected.float(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [5, 32, 70])
+def test_prompts_are_stored_in_pieces_and_read(tokens: int) -> None:
+    cache = KVCache(layers=2, pages=8, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    pages = [6, 1, 4, 2]
+    _, k, v = new_token(PAGE_TOKENS + tokens)
+    cache.write(1, pages, 0, k[:PAGE_TOKENS], v[:PAGE_TOKENS])
+    cache.write(1, pages, PAGE_TOKENS, k[PAGE_TOKENS:], v[PAGE_TOKENS:])
+    k_KDL, v_KLD = cache.read(1, pages, len(k))
+    assert torch.equal(k_KDL[:, :, : len(k)].permute(2, 0, 1), k)
+    assert torch.equal(v_KLD[:, : len(k)].transpose(0, 1), v)
+    assert not cache.k_NKDP[0].any()
+
+
+def test_pages_go_out_and_come_back_elsewhere() -> None:
+    cache = filled_cache()
+    before = cache.read(0, [3, 9, 5], 96)
+    saved = cache.take_out([3, 9, 5])
+    cache.clear([3, 9, 5])
+    cache.bring_in([7, 3, 2, 11], saved)
+    after = cache.read(0, [7, 3, 2], 96)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_bfloat16_is_as_exact_as_its_inputs() -> None:
     cache, (q, k, v) = filled_cache(dtype=torch.bfloat16), (tensor.bfloat16() for tensor in new_token(3))
-    out = DecodeAttend(cache, [0, 2, 11], [5, 150, 64]).attend(0, q, k, v)
-    for row, (slot, length) in enumerate([(0, 6), (2, 151), (11, 65)]):
-        keys, values = cache.k_SKCD[0][slot, :, :length].float(), cache.v_SKCD[0][slot, :, :length].float()
-        torch.testing.assert_close(out[row].float(), formula(q[row].float(), keys, values), atol=2e-2, rtol=2e-2)
+    pages = table([0, 1, 2])
+    out = DecodeAttend(cache, pages, [5, 150, 64]).attend(0, q, k, v)
+    for row, length in enumerate([6, 151, 65]):
+        keys, values = (part[:, :length].float() for part in _read(cache, pages[row], length))
+        expected = formula(q[row].float(), keys.transpose(1, 2), values)
+        torch.testing.assert_close(out[row].float(), expected, atol=2e-2, rtol=2e-2)
+
+
+# -- whose the pages are
+
+
+def test_a_shared_page_is_free_when_all_have_released_it() -> None:
+    pool = PagePool(4)
+    mine = pool.take(3)
+    pool.share(mine[:1])
+    pool.release(mine)
+    assert pool.free == 3
+    pool.release(mine[:1])
+    assert sorted(pool.take(4)) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="0 of 4 are free"):
+        pool.take(1)

@@ -168,9 +168,9 @@ def test_adapters_are_evicted_least_recently_used_and_never_in_use(decoder: Deco
     shape = AdapterShape(decoder.config, 2, True, False, False)
     reads: list[str] = []
 
-    def load(folder: Path) -> Adapter:
+    def load(folder: Path) -> tuple[Adapter, int]:
         reads.append(folder.name)
-        return Adapter.init(shape, seed=0)
+        return Adapter.init(shape, seed=0), 3
 
     folders = {name: tmp_path / name for name in "abc"}
     for folder in folders.values():

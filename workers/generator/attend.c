@@ -1,0 +1,186 @@
+/* Attention of a decode step over paged keys and values: every row attends to its own sequence, from where it lies.
+ *
+ * Pages hold `page` positions. Keys lie turned, [pages, heads, dim, page], so that the scores of neighbouring positions
+ * are computed side by side; values [pages, heads, page, dim]. `table` [rows, width] names the pages of each row.
+ *
+ * What a row gets depends on its own query, keys and values alone, bit for bit: every sum has one order, fixed by the
+ * row's length, wherever its pages lie. No fast-math: the order is written out.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+
+static inline vec load(const float *p) {
+    vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
+
+static inline vec splat(float x) { return x - (vec){0}; }
+
+static inline vec pick(ivec where, vec yes, vec no) { return (vec)(((ivec)yes & where) | ((ivec)no & ~where)); }
+
+/* exp(x) for x <= 0, to about 1e-7 relative; below -87 as of -87. Not-a-number stays that. */
+static inline vec exp_of(vec x) {
+    x = pick(x < splat(-87.0f), splat(-87.0f), x);
+    const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers */
+    const vec n = (x * splat(1.44269504088896341f) + magic) - magic;
+    const vec r = x - n * splat(0.693359375f) + n * splat(2.12194440e-4f);
+    vec p = splat(1.9875691500e-4f);
+    p = p * r + splat(1.3981999507e-3f);
+    p = p * r + splat(8.3334519073e-3f);
+    p = p * r + splat(4.1665795894e-2f);
+    p = p * r + splat(1.6666665459e-1f);
+    p = p * r + splat(5.0000001201e-1f);
+    p = p * r * r + r + splat(1.0f);
+    const vec whole = pick(n == n, n, splat(0.0f));
+    const ivec bits = (__builtin_convertvector(whole, ivec) + 127) << 23;
+    return p * (vec)bits;
+}
+
+/* The scores of `count` queries over one page: s = scale * q K. */
+static inline __attribute__((always_inline)) void score_page(
+    const int count, int64_t dim, int64_t page, const float *k, const float *const *q, float scale, float *const *s) {
+    for (int64_t at = 0; at < page; at += 2 * LANES) {
+        vec low[4], high[4];
+        for (int g = 0; g < count; g++) low[g] = high[g] = splat(0.0f);
+        for (int64_t d = 0; d < dim; d++) {
+            const vec a = load(k + d * page + at), b = load(k + d * page + at + LANES);
+            for (int g = 0; g < count; g++) {
+                const vec x = splat(q[g][d]);
+                low[g] += x * a;
+                high[g] += x * b;
+            }
+        }
+        for (int g = 0; g < count; g++) {
+            store(s[g] + at, splat(scale) * low[g]);
+            store(s[g] + at + LANES, splat(scale) * high[g]);
+        }
+    }
+}
+
+/* out += p V over `used` positions of one page, for `width` * LANES columns. */
+static inline __attribute__((always_inline)) void add_values(
+    const int count, const int width, int64_t used, int64_t dim, const float *v, const float *const *p,
+    float *const *out) {
+    vec total[4][4];
+    for (int g = 0; g < count; g++)
+        for (int c = 0; c < width; c++) total[g][c] = load(out[g] + c * LANES);
+    for (int64_t t = 0; t < used; t++) {
+        vec own[4];
+        for (int c = 0; c < width; c++) own[c] = load(v + t * dim + c * LANES);
+        for (int g = 0; g < count; g++) {
+            const vec x = splat(p[g][t]);
+            for (int c = 0; c < width; c++) total[g][c] += x * own[c];
+        }
+    }
+    for (int g = 0; g < count; g++)
+        for (int c = 0; c < width; c++) store(out[g] + c * LANES, total[g][c]);
+}
+
+/* Turn `length` scores into weights that add up to one; what is beyond them, up to whole vectors, into zeros. */
+static void softmax(float *s, int64_t length, int64_t room) {
+    for (int64_t i = length; i < room; i++) s[i] = -INFINITY;
+    vec most = load(s);
+    for (int64_t i = LANES; i < room; i += LANES) {
+        const vec x = load(s + i);
+        most = pick(most > x, most, x);
+    }
+    float top = most[0];
+    for (int i = 1; i < LANES; i++) top = top > most[i] ? top : most[i];
+    vec sums = splat(0.0f);
+    for (int64_t i = 0; i < room; i += LANES) {
+        store(s + i, exp_of(load(s + i) - splat(top)));
+        for (int64_t j = length > i ? length : i; j < i + LANES; j++) s[j] = 0.0f;
+        sums += load(s + i);
+    }
+    float total = 0.0f;
+    for (int i = 0; i < LANES; i++) total += sums[i];
+    const vec share = splat(1.0f / total);
+    for (int64_t i = 0; i < room; i += LANES) store(s + i, load(s + i) * share);
+}
+
+struct shape {
+    int64_t rows, groups, heads, dim, page, width, threads; /* `groups` queries share each of `heads` */
+};
+
+/* `count` of the queries of one row that share a head. */
+static inline __attribute__((always_inline)) void attend_some(
+    const int count, const struct shape *sh, const int32_t *pages, int64_t length, int64_t head, const float *q,
+    const float *keys, const float *values, float scale, float *out, float *scratch) {
+    const int64_t dim = sh->dim, page = sh->page, tile = dim * page;
+    const int64_t used = (length + page - 1) / page, room = used * page;
+    const float *qs[4];
+    float *ss[4], *outs[4];
+    for (int g = 0; g < count; g++) qs[g] = q + g * dim, outs[g] = out + g * dim;
+    for (int64_t n = 0; n < used; n++) {
+        for (int g = 0; g < count; g++) ss[g] = scratch + g * room + n * page;
+        score_page(count, dim, page, keys + (pages[n] * sh->heads + head) * tile, qs, scale, ss);
+    }
+    for (int g = 0; g < count; g++) {
+        softmax(scratch + g * room, length, room);
+        memset(outs[g], 0, dim * sizeof *out);
+    }
+    for (int64_t n = 0; n < used; n++) {
+        const int64_t here = length - n * page < page ? length - n * page : page;
+        const float *v = values + (pages[n] * sh->heads + head) * tile, *ps[4];
+        for (int g = 0; g < count; g++) ps[g] = scratch + g * room + n * page;
+        int64_t c = 0;
+        for (; c + 4 * LANES <= dim; c += 4 * LANES) {
+            float *to[4];
+            for (int g = 0; g < count; g++) to[g] = outs[g] + c;
+            add_values(count, 4, here, dim, v + c, ps, to);
+        }
+        for (; c < dim; c += LANES) {
+            float *to[4];
+            for (int g = 0; g < count; g++) to[g] = outs[g] + c;
+            add_values(count, 1, here, dim, v + c, ps, to);
+        }
+    }
+}
+
+/* Store each row's new key and value [rows, heads, dim] at `position` of its sequence, and attend to all up to there:
+ * out [rows, heads * groups, dim] of q. Row strides are in floats. `dim` and `page` are multiples of 16 and 32. Returns
+ * nonzero when memory ran out. */
+int weft_attend(
+    const struct shape *sh, const int32_t *table, const int64_t *position, const float *q, int64_t q_stride,
+    const float *k, int64_t k_stride, const float *v, int64_t v_stride, float *keys, float *values, float *out) {
+    const int64_t dim = sh->dim, page = sh->page, tile = dim * page;
+    const float scale = 1.0f / sqrtf((float)dim);
+    int failed = 0;
+#pragma omp parallel for schedule(dynamic, 4) num_threads(sh->threads) if (sh->threads > 1)
+    for (int64_t task = 0; task < sh->rows * sh->heads; task++) {
+        const int64_t row = task / sh->heads, head = task % sh->heads, length = position[row] + 1;
+        const int32_t *pages = table + row * sh->width;
+        const int64_t at = position[row] % page, last = pages[position[row] / page] * sh->heads + head;
+        for (int64_t d = 0; d < dim; d++) keys[last * tile + d * page + at] = k[row * k_stride + head * dim + d];
+        memcpy(values + last * tile + at * dim, v + row * v_stride + head * dim, dim * sizeof *v);
+        const int64_t room = (length + page - 1) / page * page;
+        float *scratch = malloc(4 * room * sizeof *scratch);
+        if (!scratch) {
+            failed = 1;
+            continue;
+        }
+        for (int64_t g = 0; g < sh->groups; g += 4) {
+            const int64_t first = head * sh->groups + g;
+            const float *from = q + row * q_stride + first * dim;
+            float *to = out + (row * sh->heads * sh->groups + first) * dim;
+            switch (sh->groups - g) {
+            case 1: attend_some(1, sh, pages, length, head, from, keys, values, scale, to, scratch); break;
+            case 2: attend_some(2, sh, pages, length, head, from, keys, values, scale, to, scratch); break;
+            case 3: attend_some(3, sh, pages, length, head, from, keys, values, scale, to, scratch); break;
+            default: attend_some(4, sh, pages, length, head, from, keys, values, scale, to, scratch);
+            }
+        }
+        free(scratch);
+    }
+    return failed;
+}

@@ -1,0 +1,157 @@
+"""Attention of a decode step: one new token for each of many sequences, each over its own pages.
+
+A row's attention must not depend on who shares the step, bit for bit. In float32 on the CPU a kernel in C (attend.c)
+reads every row's pages where they lie and adds in an order that follows from the row's length. Elsewhere, and without a
+C compiler, pages are gathered first, and rows whose lengths have the same multiple of `LENGTH_QUANTUM` share a product:
+its shape per row then follows from the row's own length, too.
+
+Shapes: R rows, W pages of the longest row at most, H query heads, K kv heads, D head dim, N rows of a call, B = N * K,
+G = H / K queries that share a kv head, L length.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.generator.kv_cache import KVCache
+from workers.generator.pages import PAGE_TOKENS, pages_of
+from workers.model.native.build import library
+
+#: Attention lengths are rounded up to this many positions. Larger: fewer, bigger calls; smaller: less masked work.
+LENGTH_QUANTUM = 2 * PAGE_TOKENS
+
+_SOURCE = Path(__file__).with_name("attend.c")
+#: Widths of vectors in attend.c.
+_LANES = 16
+
+
+class DecodeAttend:
+    """The `Attend` of one decode step: row i stores its new key and value at `positions[i]` of the sequence with the
+    pages `table_RW[i]`, and attends to every position up to it."""
+
+    def __init__(self, cache: KVCache, table_RW: npt.NDArray[np.int32], positions: Sequence[int]) -> None:
+        self._cache, self._table_RW, self._positions_R = cache, table_RW, np.asarray(positions, dtype=np.int64)
+        sample = cache.k_NKDP[0]
+        fits = sample.dtype == torch.float32 and sample.device.type == "cpu" and sample.shape[2] % _LANES == 0
+        self._native = library(_SOURCE) if fits else None
+        self._gathered = _Gathered(cache, table_RW, self._positions_R) if self._native is None else None
+
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        if self._gathered is not None:
+            return self._gathered.attend(layer, q_THD, k_TKD, v_TKD)
+        cache, (rows, heads, dim) = self._cache, q_THD.shape
+        kv_heads = k_TKD.shape[1]
+        q, k, v = (tensor.reshape(rows, -1) for tensor in (q_THD, k_TKD, v_TKD))
+        out_THD = torch.empty(rows, heads, dim)
+        shape = _Shape(
+            rows, heads // kv_heads, kv_heads, dim, PAGE_TOKENS, self._table_RW.shape[1], torch.get_num_threads()
+        )
+        arguments: list[object] = [_pointer(self._table_RW.ctypes.data), _pointer(self._positions_R.ctypes.data)]
+        for tensor in (q, k, v):
+            arguments += [_pointer(tensor.data_ptr()), ctypes.c_int64(tensor.stride(0))]
+        pools = (cache.k_NKDP[layer], cache.v_NKPD[layer], out_THD)
+        arguments += [_pointer(tensor.data_ptr()) for tensor in pools]
+        assert self._native is not None
+        if self._native.weft_attend(ctypes.byref(shape), *arguments):
+            raise MemoryError("no memory for the scores of a decode step")
+        return out_THD
+
+
+class _Shape(ctypes.Structure):
+    """`shape` of attend.c."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ["rows", "groups", "heads", "dim", "page", "width", "threads"])
+
+
+_pointer = ctypes.c_void_p
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Rows that attend over the same rounded length."""
+
+    rows_N: Tensor | None  # which rows of the step; None: all of them, in order
+    pages: Tensor  # [N * pages each]
+    bias_B1L: Tensor  # per row and kv head: 0 where it may look, -inf beyond
+
+
+class _Gathered:
+    """The same by torch, from copies of the pages."""
+
+    def __init__(self, cache: KVCache, table_RW: npt.NDArray[np.int32], positions_R: npt.NDArray[np.int64]) -> None:
+        self._cache = cache
+        device = cache.device
+        rows_R = np.arange(len(positions_R))
+        self._pages_R = torch.from_numpy(table_RW[rows_R, positions_R // PAGE_TOKENS].astype(np.int64)).to(device)
+        self._offsets_R = torch.from_numpy(positions_R % PAGE_TOKENS).to(device)
+        rounded_R = (positions_R // LENGTH_QUANTUM + 1) * LENGTH_QUANTUM
+        self._buckets = [
+            self._bucket(np.flatnonzero(rounded_R == length), int(length), table_RW, positions_R)
+            for length in np.unique(rounded_R)
+        ]
+
+    def _bucket(
+        self,
+        rows: npt.NDArray[np.int64],
+        length: int,
+        table_RW: npt.NDArray[np.int32],
+        positions_R: npt.NDArray[np.int64],
+    ) -> _Bucket:
+        cache = self._cache
+        device, kv_heads = cache.device, cache.k_NKDP[0].shape[1]
+        own = table_RW[rows, : pages_of(length)].astype(np.int64)
+        if own.shape[1] < pages_of(length):  # the context ends before the quantum does
+            own = np.pad(own, ((0, 0), (0, pages_of(length) - own.shape[1])), mode="edge")
+        # A place in the table that no page has been put in yet names page 0, which is finite, and is masked.
+        beyond_NL = np.arange(length)[None] > positions_R[rows][:, None]
+        bias_NL = torch.zeros(beyond_NL.shape, dtype=cache.k_NKDP[0].dtype)
+        bias_NL.masked_fill_(torch.from_numpy(beyond_NL), -torch.inf)
+        return _Bucket(
+            rows_N=None if len(rows) == len(positions_R) else torch.from_numpy(rows).to(device),
+            pages=torch.from_numpy(own.reshape(-1)).to(device),
+            bias_B1L=bias_NL.to(device).repeat_interleave(kv_heads, dim=0)[:, None],
+        )
+
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        cache = self._cache
+        cache.k_NKDP[layer][self._pages_R, :, :, self._offsets_R] = k_TKD
+        cache.v_NKPD[layer][self._pages_R, :, self._offsets_R] = v_TKD
+        if len(self._buckets) == 1:
+            return self._attend_bucket(self._buckets[0], layer, q_THD)
+        out_THD = torch.empty_like(q_THD)
+        for bucket in self._buckets:
+            out_THD[bucket.rows_N] = self._attend_bucket(bucket, layer, q_THD)
+        return out_THD
+
+    def _attend_bucket(self, bucket: _Bucket, layer: int, q_THD: Tensor) -> Tensor:
+        q_NHD = q_THD if bucket.rows_N is None else q_THD[bucket.rows_N]
+        rows, heads, head_dim = q_NHD.shape
+        k_MKDP, v_MKPD = (
+            pool[layer].index_select(0, bucket.pages) for pool in (self._cache.k_NKDP, self._cache.v_NKPD)
+        )
+        kv_heads = k_MKDP.shape[1]
+        k_BDL = k_MKDP.view(rows, -1, kv_heads, head_dim, PAGE_TOKENS).permute(0, 2, 3, 1, 4).flatten(3).flatten(0, 1)
+        v_BLD = v_MKPD.view(rows, -1, kv_heads, PAGE_TOKENS, head_dim).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        q_BGD = q_NHD.reshape(rows * kv_heads, -1, head_dim)
+        return _weighted_values(q_BGD, k_BDL, v_BLD, bucket.bias_B1L).reshape(rows, heads, head_dim)
+
+
+def _weighted_values(q_BGD: Tensor, k_BDL: Tensor, v_BLD: Tensor, bias_B1L: Tensor) -> Tensor:
+    """softmax(q k / sqrt(D) + bias) v, [B, G, D].
+
+    In float32 by plain batched products: scaled_dot_product_attention on several CPU threads rounds a row by the
+    thread that it falls to. In shorter types it is used, for it keeps the scores in float32."""
+    if q_BGD.dtype != torch.float32:
+        bias = bias_B1L.expand(-1, q_BGD.shape[1], -1)
+        return F.scaled_dot_product_attention(q_BGD, k_BDL.transpose(1, 2), v_BLD, attn_mask=bias)
+    scores_BGL = torch.baddbmm(bias_B1L, q_BGD, k_BDL, alpha=q_BGD.shape[2] ** -0.5)
+    return torch.bmm(torch.softmax(scores_BGL, dim=-1), v_BLD)

@@ -1,0 +1,140 @@
+"""Which sequences have room in the KV cache, and who makes way when there is none.
+
+A seated sequence holds a row of the decode step and pages for what it has so far; it gets one more page when it grows
+into it, so nobody reserves what it may never use. When pages run out, whoever comes last in precedence (lowest
+priority first, then youngest) is set aside: its pages are copied out, and back in as soon as there is room, so that
+it goes on from the same bits. Nothing of its own or lower priority starts while a sequence is aside. The first in
+precedence is never set aside for anybody else, so something always runs to its end.
+
+Siblings of one request share the whole pages of their prompt.
+"""
+
+from __future__ import annotations
+
+from workers.generator.kv_cache import KVCache, Saved
+from workers.generator.pages import PAGE_TOKENS, PagePool, pages_of
+from workers.generator.progress import SequenceProgress
+
+
+class Seating:
+    def __init__(self, cache: KVCache, rows: int) -> None:
+        """At most `rows` sequences at a time."""
+        self.pool = PagePool(cache.pages)
+        self.rows = rows
+        self.preempted = 0
+        #: Goes up whenever the seated sequences are others.
+        self.changes = 0
+        self._cache = cache
+        self._seated: dict[SequenceProgress, None] = {}
+        self._aside: dict[SequenceProgress, Saved] = {}
+
+    @property
+    def free_rows(self) -> int:
+        return self.rows - len(self._seated)
+
+    @property
+    def seated(self) -> int:
+        return len(self._seated)
+
+    @property
+    def aside(self) -> int:
+        return len(self._aside)
+
+    @property
+    def pages_each(self) -> int:
+        """What a sequence takes, as far as those here tell; at least a page to start and one to grow."""
+        return max(2, -(-(self.pool.count - self.pool.free) // max(1, len(self._seated))))
+
+    def seat(self, sequence: SequenceProgress) -> bool:
+        """Give a request's first sequence room for the prompt, if need be that of lower priorities."""
+        need = pages_of(len(sequence.owner.request.prompt))
+        if not self._make_room(sequence, need):
+            return False
+        self._sit(sequence, self.pool.take(need))
+        return True
+
+    def seat_beside(self, sequence: SequenceProgress, source: SequenceProgress) -> bool:
+        """Give a sibling room, and the prompt that `source` holds."""
+        whole, rest = divmod(len(sequence.owner.request.prompt), PAGE_TOKENS)
+        if not self._make_room(sequence, 1 if rest else 0) or not source.pages:
+            return False
+        pages = self.pool.share(source.pages[:whole])
+        if rest:
+            pages += self.pool.take(1)
+            self._cache.copy_page(source.pages[whole], pages[whole])
+        self._sit(sequence, pages)
+        return True
+
+    def hand_over(self, source: SequenceProgress, sequence: SequenceProgress) -> None:
+        """A sequence has ended: a sibling takes its place, with the prompt that is there."""
+        pages, keep = source.pages, pages_of(len(sequence.owner.request.prompt))
+        self.pool.release(pages[keep:])
+        del self._seated[source]
+        source.pages = []
+        self._sit(sequence, pages[:keep])
+
+    def leave(self, sequence: SequenceProgress) -> None:
+        """It needs no room any more, wherever it is."""
+        if sequence in self._seated:
+            self._rise(sequence)
+        self._aside.pop(sequence, None)
+
+    def grow(self) -> None:
+        """Give every sequence that decodes a page for its next position, setting others aside for it."""
+        short = [s for s in self._seated if s.tokens and s.position >= len(s.pages) * PAGE_TOKENS]
+        for sequence in sorted(short, key=_precedence):
+            while sequence in self._seated and not self.pool.free:
+                self._set_aside(max((s for s in self._seated if s.tokens), key=_precedence))
+            if sequence in self._seated:
+                sequence.pages += self.pool.take(1)
+
+    def bring_back(self) -> None:
+        """Seat those who were set aside, in their order, as long as there is room."""
+        for sequence in sorted(self._aside, key=_precedence):
+            need = pages_of(sequence.position + 1)
+            if not self._fits(need):
+                return
+            pages = self.pool.take(need)
+            self._cache.bring_in(pages, self._aside.pop(sequence))
+            self._sit(sequence, pages)
+
+    def clear(self, sequence: SequenceProgress) -> None:
+        """Wipe what a sequence has in its pages: it is not finite, and no mask would hide it."""
+        if sequence.pages:
+            self._cache.clear(sequence.pages)
+
+    def _make_room(self, sequence: SequenceProgress, need: int) -> bool:
+        priority = sequence.owner.request.priority
+        if any(other.owner.request.priority >= priority for other in self._aside):
+            return False
+        while not self._fits(need):
+            lower = [s for s in self._seated if s.tokens and s.owner.request.priority < priority]
+            if not lower:
+                return False
+            self._set_aside(max(lower, key=_precedence))
+        return True
+
+    def _fits(self, need: int) -> bool:
+        """Whether there is room, and one page more for each who is here, lest somebody is set aside at once."""
+        return self.free_rows > 0 and self.pool.free >= need + len(self._seated)
+
+    def _set_aside(self, sequence: SequenceProgress) -> None:
+        self._aside[sequence] = self._cache.take_out(sequence.pages)
+        self._rise(sequence)
+        self.preempted += 1
+
+    def _sit(self, sequence: SequenceProgress, pages: list[int]) -> None:
+        sequence.pages = pages
+        self._seated[sequence] = None
+        self.changes += 1
+
+    def _rise(self, sequence: SequenceProgress) -> None:
+        del self._seated[sequence]
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        self.changes += 1
+
+
+def _precedence(sequence: SequenceProgress) -> tuple[int, int, int]:
+    """Who comes first: by priority, then by age."""
+    return -sequence.owner.request.priority, sequence.owner.number, sequence.sample
