@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import shutil
 import socket
 import threading
 import time
@@ -57,10 +59,10 @@ class Console:
         assert found is not None
         return found.group(1)
 
-    def press(self, path: str, status: int = 200, **form: Any) -> httpx.Response:
+    def press(self, action: str, /, status: int = 200, **form: Any) -> httpx.Response:
         """What a button does."""
         headers = {**SAME_SITE, "hx-request": "true", "x-csrf-token": self.csrf()}
-        reply: httpx.Response = self.http.post(f"/console{path}", data=form, headers=headers, follow_redirects=False)
+        reply: httpx.Response = self.http.post(f"/console{action}", data=form, headers=headers, follow_redirects=False)
         assert reply.status_code == status, reply.text[:500]
         return reply
 
@@ -87,12 +89,25 @@ def application(folder: Path, database: Database) -> FastAPI:
     return front(lifespan)
 
 
-@pytest.fixture
-def console(tmp_path: Path, database: Database) -> Iterator[Console]:
+@pytest.fixture(scope="session")
+def seeded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Seeded]:
+    """A seeded database, to be copied."""
+    path = tmp_path_factory.mktemp("seeded") / "weft.db"
+    database = Database(f"sqlite:///{path}")
+    database.migrate()
     made = database.write_now(lambda session: seed(session, load_prices(), days=9))
+    database.close()
+    return path, made
+
+
+@pytest.fixture
+def console(tmp_path: Path, seeded: tuple[Path, Seeded]) -> Iterator[Console]:
+    shutil.copy(seeded[0], tmp_path / "weft.db")
+    database = Database(f"sqlite:///{tmp_path}/weft.db")
     app = application(tmp_path, database)
     with TestClient(app) as http:
-        yield Console(app, database, made, http)
+        yield Console(app, database, copy.deepcopy(seeded[1]), http)
+    database.close()
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def seed(session: Session, prices: PriceList, now: datetime | None = None, days:
     session.add(_session_row(made.rival_id, "rival-session", None, None, now))
     session.flush()
     session.add(_run_row(made.rival_id, "rival-session", "rival-session:train:0", now, {"name": "rival-secret-run"}))
-    charge = Charge(Payer(made.rival_id), "rival-session", None, "rival-op", MODEL, now, {"train": 123_456_789})
+    charge = Charge(Payer(made.rival_id), "rival-session", None, "rival-op", MODEL, now, {"train": 123_456_789}, None)
     charges.settle(session, [charge], prices, now)
     session.flush()
     return made
@@ -150,7 +150,7 @@ def _usage(session: Session, made: Seeded, prices: PriceList, rng: random.Random
             user = made.users["member" if number % 3 != 1 else "owner"]
             run_id = made.runs[number]
             op = f"op-{back}-{part}"
-            charge = Charge(payer, run_id.split(":")[0], run_id, op, MODEL, at, quantities, 0, user)
+            charge = Charge(payer, run_id.split(":")[0], run_id, op, MODEL, at, quantities, None, user)
             charges.settle(session, [charge], prices, at)
 
 

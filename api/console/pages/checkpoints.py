@@ -11,7 +11,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from api.access import declare
-from api.console.lists import PageNumber, names, paged
+from api.console.lists import PageNumber, Text, names, paged
 from api.console.render import ConsoleRoute, page, say
 from api.console.security import ViewerDep
 from api.lookup import live_checkpoints
@@ -50,7 +50,7 @@ async def checkpoints(
     viewer: ViewerDep,
     page_number: Annotated[PageNumber, Query(alias="page")] = 1,
     sort: Sort = "newest",
-    search: Annotated[str, Query(max_length=128)] = "",
+    search: Text = "",
 ) -> HTMLResponse:
     viewer.need(*LOOKING)
     query = {"sort": sort, "search": search.strip()}

@@ -12,7 +12,7 @@ from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from api.access import declare
-from api.console.lists import PageNumber, paged
+from api.console.lists import PageNumber, Text, paged
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
 from api.state import ServiceDep
@@ -75,7 +75,7 @@ async def runs(
     viewer: ViewerDep,
     page_number: Annotated[PageNumber, Query(alias="page")] = 1,
     state: Literal["", "live", "closed"] = "",
-    search: Annotated[str, Query(max_length=128)] = "",
+    search: Text = "",
 ) -> HTMLResponse:
     query = {"state": state, "search": search.strip()}
 

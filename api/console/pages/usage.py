@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from api.access import declare
 from api.console import series
 from api.console.formats import csv_cell, usd_exact
-from api.console.lists import Pages, names
+from api.console.lists import Pages, Text, names
 from api.console.render import ConsoleRoute, page
 from api.console.security import Viewer, ViewerDep
 from api.errors import Invalid
@@ -38,7 +38,6 @@ SPLITS: dict[Dimension, str] = {
     "kind": "Kind",
 }
 _NONE = "-"
-_Text = Annotated[str, Query(max_length=256)]
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,12 @@ def filters(
     last: date | None = None,
     days: Annotated[int, Query(ge=1, le=LONGEST)] = 30,
     by: Dimension = "model",
-    model: _Text = "",
-    project: _Text = "",
-    key: _Text = "",
-    user: _Text = "",
-    run: _Text = "",
-    kind: _Text = "",
+    model: Text = "",
+    project: Text = "",
+    key: Text = "",
+    user: Text = "",
+    run: Text = "",
+    kind: Text = "",
 ) -> Filters:
     given = {"model": model, "project": project, "key": key, "user": user, "run": run, "kind": kind}
     window = reports.last_days(days)

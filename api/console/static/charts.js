@@ -12,7 +12,7 @@ const Charts = (() => {
   function axes(x, y) {
     const common = { stroke: css("--muted"), font: "11.5px system-ui, sans-serif", ticks: { show: false } };
     return [
-      { ...common, grid: { show: false }, values: (_u, ticks) => ticks.map(x), space: 64, size: 28 },
+      { ...common, grid: { show: false }, values: (_u, ticks) => ticks.map(x), space: 64, size: 24, gap: 4 },
       { ...common, grid: { stroke: css("--grid"), width: 1 }, values: (_u, ticks) => ticks.map(y), size: (_u, values) => 14 + 7 * Math.max(3, ...(values || []).map((v) => v.length)), space: 34 },
     ];
   }
@@ -46,7 +46,7 @@ const Charts = (() => {
     el.querySelectorAll(".tip").forEach((t) => t.remove());
     const width = () => Math.max(120, el.clientWidth);
     const plugins = options.rows ? [tip(el, options.rows)] : [];
-    const plot = new uPlot({ width: width(), height: options.height, legend: { show: false }, plugins,
+    const plot = new uPlot({ width: width(), height: options.height, padding: [8, 2, 0, 0], legend: { show: false }, plugins,
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 7 } }, ...options.plot }, data, el);
     const watch = new ResizeObserver(() => { if (Math.abs(plot.width - width()) > 1) plot.setSize({ width: width(), height: options.height }); });
     watch.observe(el);
@@ -64,7 +64,7 @@ const Charts = (() => {
   function costBars(el, data, names) {
     const sums = stack(data.series.map((s) => s.usd));
     const order = data.series.map((_s, i) => i).reverse(); // the highest first, the others over it
-    const bars = uPlot.paths.bars({ size: [0.72, 44], radius: 0.12 });
+    const bars = uPlot.paths.bars({ size: [0.72, 44], radius: 0.05 });
     const half = 43200;
     draw(el, {
       height: Number(el.dataset.height || 240),

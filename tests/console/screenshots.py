@@ -1,0 +1,67 @@
+"""Pictures of the console for docs/console.md: `python -m tests.console.screenshots [FOLDER]`.
+
+Pages of a seeded service in Chromium, light, dark and on a telephone; palettes of 128 colours keep them small.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+from tests.console.conftest import Console, served
+
+CHROMIUM = "/usr/bin/chromium"
+FOLDER = Path(__file__).parent.parent.parent / "docs" / "images"
+WIDE = {"width": 1280, "height": 860}
+NARROW = {"width": 375, "height": 780}
+
+#: Name, page, colour scheme, size.
+SHOTS = (
+    ("console-overview", "/", "light", WIDE),
+    ("console-usage", "/usage?by=project", "light", WIDE),
+    ("console-run", "/runs/{run}", "dark", WIDE),
+    ("console-runs", "/runs", "light", WIDE),
+    ("console-checkpoints", "/checkpoints", "light", WIDE),
+    ("console-overview-mobile", "/", "light", NARROW),
+    ("console-run-mobile", "/runs/{run}", "dark", NARROW),
+)
+
+
+def sign_in(page: Page, console: Console, role: str = "owner") -> None:
+    page.goto(f"{console.url}/console/login")
+    page.get_by_label("API key").fill(console.made.keys[role])
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/console/")
+
+
+def take(console: Console, folder: Path, only: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        for name, path, scheme, size in SHOTS:
+            if only not in name:
+                continue
+            context = browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")
+            page = context.new_page()
+            sign_in(page, console)
+            page.goto(f"{console.url}/console{path.format(run=console.made.runs[0])}")
+            page.wait_for_load_state("networkidle")
+            save(page.screenshot(), folder / f"{name}.png")
+            context.close()
+        browser.close()
+
+
+def save(png: bytes, path: Path) -> None:
+    picture = Image.open(io.BytesIO(png)).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    picture.save(path, optimize=True)
+    print(f"{path} {path.stat().st_size // 1000} kB")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as data, served(Path(data)) as here:
+        take(here, Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER, sys.argv[2] if len(sys.argv) > 2 else "")

@@ -1,0 +1,273 @@
+"""Who gets in, who stays in, and who may press what."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import select, update
+
+from api.console import sessions
+from api.console.security import CSP
+from store import people
+from store.keys import revoke
+from store.tables import AuditEntry, BrowserSession, Checkpoint, LoginLink
+from tests.console.conftest import SAME_SITE, Console
+
+PAGES = ("/", "/usage", "/usage.csv", "/runs", "/checkpoints", "/audit", "/runs/x", "/runs/x/live")
+#: Pages that are not everybody's, and which roles see them.
+CLOSED = {"/audit": {"owner"}}
+
+
+def age(console: Console, **back: timedelta) -> None:
+    """Let the session look older than it is."""
+    now = datetime.now(UTC)
+    values = {name: now - passed for name, passed in back.items()}
+    console.database.write_now(lambda session: session.execute(update(BrowserSession).values(**values)))
+
+
+def test_signing_in_and_out(console: Console) -> None:
+    reply = console.sign_in()
+    assert (reply.status_code, reply.headers["location"]) == (303, "/console/")
+    assert "Acme Research" in console.get("/")
+    console.press("/logout", status=204)
+    reply = console.http.get("/console/", headers={"accept": "text/html"}, follow_redirects=False)
+    assert (reply.status_code, reply.headers["location"]) == (303, "/console/login?next=%2Fconsole%2F")
+
+
+def test_a_bad_key_is_refused_without_saying_why(console: Console) -> None:
+    for key in ("tml-nothing", "", " ", "x" * 300):
+        reply = console.http.post("/console/login", data={"key": key}, headers=SAME_SITE)
+        assert reply.status_code in (401, 422)
+        assert "set-cookie" not in reply.headers
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_nothing_without_a_session(console: Console, path: str) -> None:
+    assert console.http.get(f"/console{path}", follow_redirects=False).status_code == 401
+    console.http.cookies.set("weft_console", "guess")
+    assert console.http.get(f"/console{path}", follow_redirects=False).status_code == 401
+    part = console.http.get(f"/console{path}", headers={"hx-request": "true"})
+    assert part.headers["hx-redirect"].startswith("/console/login?next=")
+
+
+@pytest.mark.parametrize(
+    "to", ["https://evil.example/", "//evil.example", "/console/\\evil", "/api/v1/x", "javascript:1"]
+)
+def test_signing_in_leads_nowhere_else(console: Console, to: str) -> None:
+    body = {"key": console.made.keys["owner"], "next": to}
+    reply = console.http.post("/console/login", data=body, headers=SAME_SITE, follow_redirects=False)
+    assert reply.headers["location"] == "/console/"
+
+
+def test_the_cookie(console: Console) -> None:
+    cookie = console.sign_in().headers["set-cookie"]
+    assert cookie.startswith("weft_console=")
+    assert "HttpOnly" in cookie
+    assert "SameSite=lax" in cookie
+    body = {"key": console.made.keys["owner"]}
+    secure = console.http.post("https://testserver/console/login", data=body, headers=SAME_SITE, follow_redirects=False)
+    cookie = secure.headers["set-cookie"]
+    assert cookie.startswith("__Host-weft_console=")
+    assert {"Secure", "HttpOnly", "Path=/"} <= set(cookie.split("; "))
+    assert "Domain" not in cookie
+
+
+def test_only_a_hash_of_the_session_is_kept(console: Console) -> None:
+    console.sign_in()
+    sid = console.http.cookies["weft_console"]
+    with console.database.read() as session:
+        (row,) = session.scalars(select(BrowserSession))
+    assert row.sid_sha256 == sessions.digest(sid)
+    assert sid not in str(vars(row))
+    console.sign_in()
+    assert console.http.cookies["weft_console"] != sid
+
+
+def test_headers(console: Console) -> None:
+    for path in ("/console/login", "/console/nowhere", "/console/static/console.css", "/console/usage"):
+        headers = console.http.get(path).headers
+        assert headers["content-security-policy"] == CSP
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "same-origin"
+    assert console.http.get("/console/login").headers["cache-control"] == "no-store"
+    assert "content-security-policy" not in console.http.get("/api/v1/healthz").headers
+    assert "unsafe" not in CSP
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"x-csrf-token": "0" * 64},
+        {"x-csrf-token": "right", "sec-fetch-site": "cross-site"},
+        {"x-csrf-token": "right", "sec-fetch-site": "same-site"},
+        {"x-csrf-token": "right", "origin": "https://evil.example"},
+    ],
+)
+def test_other_sites_press_no_buttons(console: Console, headers: dict[str, str]) -> None:
+    console.sign_in()
+    sent = {name: console.csrf() if value == "right" else value for name, value in headers.items()}
+    reply = console.http.post("/console/logout", headers=sent)
+    assert reply.status_code == 403
+    console.get("/")
+
+
+def test_other_sites_sign_nobody_in(console: Console) -> None:
+    body = {"key": console.made.keys["owner"]}
+    for headers in ({"sec-fetch-site": "cross-site"}, {"origin": "https://evil.example"}):
+        assert console.http.post("/console/login", data=body, headers=headers).status_code == 403
+
+
+def test_a_token_is_of_one_session(console: Console) -> None:
+    console.sign_in("member")
+    token = console.csrf()
+    console.sign_in("owner")
+    assert console.csrf() != token
+    reply = console.http.post("/console/logout", headers={**SAME_SITE, "x-csrf-token": token})
+    assert reply.status_code == 403
+
+
+class TestTheEnd:
+    def test_of_an_idle_session(self, console: Console) -> None:
+        console.sign_in()
+        age(console, last_seen_at=sessions.IDLE - timedelta(minutes=1))
+        console.get("/")  # and is seen by that
+        age(console, last_seen_at=sessions.IDLE)
+        console.get("/", status=303)
+
+    def test_of_an_old_session(self, console: Console) -> None:
+        console.sign_in()
+        age(console, expires_at=timedelta(0))
+        console.get("/", status=303)
+
+    def test_use_is_noted(self, console: Console) -> None:
+        console.sign_in()
+        age(console, last_seen_at=timedelta(minutes=5))
+        console.get("/")
+        with console.database.read() as session:
+            (row,) = session.scalars(select(BrowserSession))
+        assert datetime.now(UTC) - row.last_seen_at < timedelta(minutes=4)
+
+    def test_with_the_key(self, console: Console) -> None:
+        console.sign_in("member")
+        console.database.write_now(lambda session: revoke(session, console.made.keys["member"]))
+        console.get("/", status=303)
+
+    def test_with_the_membership(self, console: Console) -> None:
+        made = console.made
+        console.sign_in("viewer")
+        console.database.write_now(lambda session: people.remove_member(session, made.org_id, made.users["viewer"]))
+        console.get("/", status=303)
+
+    def test_a_role_that_changes(self, console: Console) -> None:
+        made = console.made
+        console.sign_in("viewer")
+        console.get("/audit", status=403)
+        user = made.users["viewer"]
+        console.database.write_now(lambda session: people.change_role(session, made.org_id, user, "admin"))
+        console.get("/audit")
+
+
+class TestLinks:
+    def link(self, console: Console, role: str = "billing-admin", operator: bool = False) -> str:
+        made = console.made
+        return str(
+            console.database.write_now(
+                lambda session: sessions.new_link(session, made.org_id, made.users[role], operator=operator)
+            )
+        )
+
+    def enter(self, console: Console, token: str) -> int:
+        reply = console.http.post(f"/console/login/{token}", headers=SAME_SITE, follow_redirects=False)
+        return int(reply.status_code)
+
+    def test_signs_in_once(self, console: Console) -> None:
+        token = self.link(console)
+        for _ in range(2):  # who only looks uses nothing up
+            assert token in console.get(f"/login/{token}")
+        assert self.enter(console, token) == 303
+        assert "billing-admin@acme.example" in console.get("/")
+        console.http.cookies.clear()
+        assert self.enter(console, token) == 401
+        with console.database.read() as session:
+            (row,) = session.scalars(select(LoginLink))
+            (entry,) = session.scalars(select(AuditEntry).filter_by(event="console_signed_in"))
+        assert token not in str(vars(row))
+        assert entry.actor == f"user:{console.made.users['billing-admin']}"
+
+    def test_not_for_long(self, console: Console) -> None:
+        token = self.link(console)
+        past = datetime.now(UTC) - timedelta(seconds=1)
+        console.database.write_now(lambda session: session.execute(update(LoginLink).values(expires_at=past)))
+        assert self.enter(console, token) == 401
+
+    def test_not_for_who_has_left(self, console: Console) -> None:
+        token, made = self.link(console), console.made
+        user = made.users["billing-admin"]
+        console.database.write_now(lambda session: people.remove_member(session, made.org_id, user))
+        assert self.enter(console, token) == 401
+
+    def test_not_from_elsewhere(self, console: Console) -> None:
+        token = self.link(console)
+        reply = console.http.post(f"/console/login/{token}", headers={"sec-fetch-site": "cross-site"})
+        assert reply.status_code == 403
+
+    def test_operators_see_the_service(self, console: Console) -> None:
+        self.enter(console, self.link(console, "owner"))
+        assert "Cost of ownership" not in console.get("/")
+        console.http.cookies.clear()
+        self.enter(console, self.link(console, "owner", operator=True))
+        assert "Cost of ownership" in console.get("/")
+
+
+class TestRoles:
+    @pytest.mark.parametrize("role", ["owner", "member", "viewer"])
+    def test_pages(self, console: Console, role: str) -> None:
+        console.sign_in(role)
+        for path in ("/", "/usage", "/runs", "/checkpoints", f"/runs/{console.made.runs[0]}", "/audit"):
+            console.get(path, status=200 if role in CLOSED.get(path, {role}) else 403)
+
+    def test_members_do_not_see_the_wallet(self, console: Console) -> None:
+        console.sign_in("member")
+        assert "Balance" not in console.get("/")
+        console.sign_in("viewer")
+        assert "Balance" in console.get("/")
+
+    def test_viewers_only_look(self, console: Console) -> None:
+        path = f"tinker://{console.made.runs[0]}/weights/step-200"
+        console.sign_in("viewer")
+        assert "checkpoints/delete" not in console.get("/checkpoints")
+        for action, form in (("delete", {}), ("ttl", {"days": 1})):
+            reply = console.press(f"/checkpoints/{action}", status=403, path=path, **form)
+            assert "checkpoints:write" in reply.text
+        console.sign_in("member")
+        console.press("/checkpoints/delete", path=path)
+        with console.database.read() as session:
+            assert not list(session.scalars(select(Checkpoint).filter_by(id="checkpoint-0-200")))
+
+    @pytest.mark.parametrize("role", ["owner", "viewer"])
+    def test_nothing_of_others(self, console: Console, role: str) -> None:
+        console.sign_in(role)
+        foreign = "rival-session:train:0"
+        for path in (f"/runs/{foreign}", f"/runs/{foreign}/live"):
+            console.get(path, status=404)
+        for path in ("/", "/usage?by=run&days=90", "/runs", "/usage.csv?by=run", f"/usage?by=model&run={foreign}"):
+            page = console.get(path)
+            assert "rival-secret-run" not in page
+            assert "49.38" not in page
+        if role == "owner":
+            path = f"tinker://{foreign}/weights/step-100"
+            console.press("/checkpoints/delete", status=404, path=path)
+
+
+def test_a_suspended_organisation_sees_only_its_bills(console: Console) -> None:
+    from store.tables import Organisation
+
+    def suspend(session: Any) -> None:
+        people.set_status(session, session.get_one(Organisation, console.made.org_id), "suspended")
+
+    console.sign_in()
+    console.database.write_now(suspend)
+    assert "suspended" in console.get("/", status=403)

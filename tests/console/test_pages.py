@@ -1,0 +1,244 @@
+"""What pages say: the numbers of the API and the ledger, hostile names as text, exports that are no formulas."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import re
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api.console import formats
+from store.tables import Checkpoint, LedgerEntry, Project, Run, UsageEvent, Wallet
+from tests.console.conftest import Console
+from tests.console.seed import HOSTILE
+
+
+def amounts(page: str) -> list[int]:
+    """Every amount on a page, exactly, in nano-USD."""
+    found = re.findall(r'<data class="usd" value="(-?)(\d+)\.(\d{9})"', page)
+    return [(-1 if sign else 1) * (int(whole) * 10**9 + int(rest)) for sign, whole, rest in found]
+
+
+def ledger_total(console: Console) -> int:
+    with console.database.read() as session:
+        query = select(LedgerEntry.amount_nusd).filter_by(org_id=console.made.org_id, type="usage")
+        return -sum(session.scalars(query))
+
+
+class TestNumbers:
+    def test_usage_is_the_api_is_the_ledger(self, console: Console) -> None:
+        console.sign_in()
+        total = ledger_total(console)
+        assert total == console.api("weft/usage")["total_nusd"] > 0
+        for split in ("model", "project", "key", "user", "run", "kind"):
+            page = console.get(f"/usage?by={split}")
+            (shown,) = amounts(re.search(r'id="total">(.*?)</strong>', page).group(1))  # type: ignore[union-attr]
+            assert shown == total
+            rows = page[page.rindex("<tbody>") : page.rindex("</tbody>")]
+            lasts = [amounts(row)[-1] for row in rows.split("</tr>") if "<td" in row]
+            assert sum(lasts) == total
+
+    def test_overview(self, console: Console) -> None:
+        console.sign_in()
+        page = console.get("/")
+        with console.database.read() as session:
+            wallet = session.get_one(Wallet, console.made.org_id)
+        balance, held, month = amounts(page)[:3]
+        assert (balance, held) == (wallet.balance_nusd, wallet.held_nusd)
+        api = console.api("weft/balance")
+        assert month == api["spent_this_month_nusd"]
+
+    def test_a_run(self, console: Console) -> None:
+        console.sign_in()
+        run = console.made.runs[0]
+        spent = console.api(f"weft/usage?run_id={run}")["total_nusd"]
+        page = console.get(f"/runs/{run}")
+        assert amounts(page)[0] == spent
+        live = console.http.get(f"/console/runs/{run}/live").json()
+        assert live["cost_usd"] == formats.usd_exact(spent)
+        assert live["curves"] == console.api(f"weft/runs/{run}/metrics")["curves"]
+        assert spent in amounts(console.get("/runs"))
+
+    def test_days_left(self, console: Console) -> None:
+        console.sign_in()
+        page = console.get("/")
+        with console.database.read() as session:
+            wallet = session.get_one(Wallet, console.made.org_id)
+            since = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=6)
+            week = sum(
+                session.scalars(
+                    select(UsageEvent.amount_nusd).where(
+                        UsageEvent.org_id == wallet.org_id, UsageEvent.recorded_at >= since
+                    )
+                )
+            )
+        left = wallet.balance_nusd // (week // 7)
+        assert re.search(rf'Days left</p><p class="value">{left}<', page)
+
+
+class TestUsage:
+    def test_filters_narrow(self, console: Console) -> None:
+        console.sign_in()
+        project = console.made.projects["evals"]
+        page = console.get(f"/usage?by=run&project={project}")
+        with console.database.read() as session:
+            query = select(UsageEvent.amount_nusd).filter_by(org_id=console.made.org_id, project_id=project)
+            assert sum(session.scalars(query)) in amounts(page)
+        assert "Project: evals" in page
+        none = console.get("/usage?by=run&project=-")
+        everything = ledger_total(console)
+        assert everything not in amounts(page)
+        assert everything not in amounts(none)
+
+    def test_days(self, console: Console) -> None:
+        console.sign_in()
+        today = datetime.now(UTC).date()
+        empty = console.get(f"/usage?first={today - timedelta(days=99)}&last={today - timedelta(days=90)}")
+        assert "Nothing was used in this period" in empty
+        for query in ("days=0", "days=400", f"first={today}&last={today - timedelta(days=1)}", "first=x", "by=x"):
+            assert console.http.get(f"/console/usage?{query}").status_code in (400, 422)
+
+    def test_strange_filters_match_nothing(self, console: Console) -> None:
+        console.sign_in()
+        for query in ("key=abc", "key=99999999999999999999", "run=' OR 1=1 --", "user=%F0%9F%98%80"):
+            assert "Nothing was used" in console.get(f"/usage?{query}")
+        assert console.http.get("/console/usage?model=%00").status_code == 422
+
+    def test_csv(self, console: Console) -> None:
+        console.sign_in()
+        reply = console.http.get("/console/usage.csv?by=run")
+        assert reply.headers["content-type"].startswith("text/csv")
+        assert reply.headers["content-disposition"].startswith("attachment; filename=")
+        rows = list(csv.DictReader(io.StringIO(reply.text)))
+        total = sum(int(row["amount_usd"].replace(".", "")) for row in rows)
+        assert total == ledger_total(console)
+        assert {row["run"] if "run" in row else row["name"] for row in rows} >= {console.made.runs[0]}
+
+    @pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r"])
+    def test_no_cell_is_a_formula(self, console: Console, start: str) -> None:
+        name = f'{start}HYPERLINK("http://evil")'
+
+        def rename(session: Session) -> None:
+            session.get_one(Project, (console.made.org_id, console.made.projects["evals"])).name = name
+
+        console.database.write_now(rename)
+        console.sign_in()
+        rows = list(csv.DictReader(io.StringIO(console.http.get("/console/usage.csv?by=project").text)))
+        (shown,) = {row["name"] for row in rows if "HYPERLINK" in row["name"]}
+        assert shown == f"'{name}"
+
+
+class TestHostileNames:
+    def test_are_text(self, console: Console) -> None:
+        console.sign_in()
+        run = console.made.runs[-1]
+        for path in ("/", "/runs", f"/runs/{run}"):
+            page = console.get(path)
+            assert HOSTILE not in page
+            assert html.escape(HOSTILE, quote=False).split("&quot;")[0].split('"')[0] in page
+            assert "49" not in re.findall(r"onerror=alert\(1\)&gt;&#34;&#39;(.{0,8})", page)
+        assert "<img src=x" not in console.get("/usage?run=%3Cimg%20src=x%20onerror=alert(1)%3E")
+        assert "<script" not in console.get("/runs?search=%3Cscript%3E").split("</head>")[1]
+
+    def test_in_errors(self, console: Console) -> None:
+        console.sign_in()
+        page = console.get("/runs/%3Cimg%20src=x%3E", status=404)
+        assert "<img src=x>" not in page
+        assert "&lt;img src=x&gt;" in page
+
+
+def test_nothing_inline(console: Console) -> None:
+    console.sign_in()
+    for path in ("/", "/usage", "/runs", f"/runs/{console.made.runs[0]}", "/checkpoints", "/audit"):
+        page = console.get(path)
+        assert not re.findall(r"<script(?![^>]*\bsrc=)", page)
+        assert not re.findall(r"<style|\sstyle=|\son[a-z]+=\"|hx-on|javascript:|hx-vals='js", page)
+
+
+def test_lists_are_paged(console: Console) -> None:
+    def more(session: Session) -> None:
+        first = session.get_one(Run, console.made.runs[0])
+        names = [column.name for column in Run.__table__.columns]
+        for number in range(60):
+            row = Run(**{name: getattr(first, name) for name in names})
+            row.id, row.model_seq_id = f"{first.session_id}:train:{number + 1}", number + 1
+            session.add(row)
+
+    console.database.write_now(more)
+    console.sign_in()
+    seen = [
+        run for page in (1, 2, 3) for run in re.findall(r'/console/runs/([^"?/]+)"', console.get(f"/runs?page={page}"))
+    ]
+    assert len(seen) == len(set(seen)) == 66
+    assert "1–25 of 66" in console.get("/runs")
+    assert "No runs yet" in console.get("/runs?page=9")
+    assert console.http.get("/console/runs?page=0").status_code == 422
+
+
+def test_checkpoints_expire_and_go(console: Console) -> None:
+    console.sign_in()
+    path = f"tinker://{console.made.runs[0]}/weights/step-200"
+    console.press("/checkpoints/ttl", path=path, days=7)
+    with console.database.read() as session:
+        row = session.get_one(Checkpoint, "checkpoint-0-200")
+    assert row.expires_at is not None
+    assert abs(row.expires_at - datetime.now(UTC) - timedelta(days=7)) < timedelta(minutes=2)
+    console.press("/checkpoints/ttl", path=path, days=0)
+    with console.database.read() as session:
+        assert session.get_one(Checkpoint, "checkpoint-0-200").expires_at is None
+    assert console.press("/checkpoints/delete", path=path).headers["hx-refresh"] == "true"
+    assert path not in console.get("/checkpoints")
+    console.press("/checkpoints/delete", path=path, status=404)
+    console.press("/checkpoints/delete", path="nonsense", status=400)
+    log = console.get("/audit?group=checkpoints")
+    for event in ("checkpoint ttl set", "checkpoint deleted"):
+        assert event in log
+
+
+def test_what_to_do_when_there_is_nothing(console: Console) -> None:
+    console.sign_in("rival")
+
+    def forget(session: Session) -> None:
+        session.delete(session.get_one(Run, "rival-session:train:0"))
+
+    console.database.write_now(forget)
+    assert "weft.log" in console.get("/")
+    assert "create_lora_training_client" in console.get("/runs")
+    assert "save_state" in console.get("/checkpoints")
+
+
+def test_an_account_without_a_limit(console: Console) -> None:
+    console.sign_in("rival")
+    page = console.get("/")
+    assert "Balance" not in page
+    assert "no limit on this account" in page
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [
+        (0, "$0.00"),
+        (1, "<$0.0001"),
+        (100_000, "$0.0001"),
+        (1_234_567_891, "$1.2346"),
+        (99_999_950_000, "$100.0000"),
+        (1_234_567_895_000_000, "$1,234,567.90"),
+        (-2_500_000_000, "−$2.5000"),
+    ],
+)
+def test_money_reads(amount: int, text: str) -> None:
+    assert formats.usd_text(amount) == text
+
+
+def test_the_seed_is_what_it_says(console: Console) -> None:
+    """The wallet of the seeded organisation is its ledger, so the pages above were compared with something whole."""
+    with console.database.read() as session:
+        entries = sum(session.scalars(select(LedgerEntry.amount_nusd).filter_by(org_id=console.made.org_id)))
+        assert session.get_one(Wallet, console.made.org_id).balance_nusd == entries
+        events = sum(session.scalars(select(UsageEvent.amount_nusd).filter_by(org_id=console.made.org_id)))
+    assert events == ledger_total(console)
