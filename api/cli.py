@@ -12,9 +12,12 @@ from pathlib import Path
 
 import click
 
+from api.commands.credit import billing, budget, credit
 from api.commands.jobs import jobs
 from api.commands.places import database_of, refuse, settings_of, where
+from api.commands.simulate import simulate
 from api.commands.tco import tco
+from api.commands.worker import migrate, worker
 from store import keys
 
 
@@ -96,7 +99,13 @@ def list_(data_dir: Path | None, config: Path | None) -> None:
             click.echo(f"{row.prefix}\t{org.name}\t{row.created_at:%Y-%m-%d}\t{state}")
 
 
+weftd.add_command(billing)
+weftd.add_command(budget)
+weftd.add_command(credit)
 weftd.add_command(jobs)
+weftd.add_command(migrate)
+weftd.add_command(worker)
+weftd.add_command(simulate)
 weftd.add_command(tco)
 
 

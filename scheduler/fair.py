@@ -79,7 +79,10 @@ class FairTree(Generic[T]):
         return self._serve(self._root, prefix)[0]
 
     def correct(self, path: Path, tokens: int) -> None:
-        """What was served from `path` has used so many tokens more than it was charged; fewer, if negative."""
+        """What was served from `path` has used so many tokens more than it was charged; fewer, if negative.
+
+        Credit may take a child behind the virtual time. Who came in at the virtual time goes there with it, so that
+        nobody who waits for a first turn is overtaken for what others did not use."""
         node = self._root
         for key in path:
             child = node.children.get(key)
@@ -88,9 +91,7 @@ class FairTree(Generic[T]):
             shift = tokens / child.weight
             child.finish += shift
             if child:
-                node.ready = [(start + shift if k == key else start, n, k) for start, n, k in node.ready]
-                heapq.heapify(node.ready)
-                node.virtual = min(node.virtual, node.ready[0][0])
+                self._shift(node, key, shift)
             node = child
 
     def head(self, path: Path) -> T | None:
@@ -176,6 +177,16 @@ class FairTree(Generic[T]):
     def _enter(self, node: _Node[T], key: str, start: float) -> None:
         self._arrivals += 1
         heapq.heappush(node.ready, (start, self._arrivals, key))
+
+    def _shift(self, node: _Node[T], key: str, shift: float) -> None:
+        self._arrivals += 1  # of equals, the corrected one is last
+        start = shift + next(start for start, _, k in node.ready if k == key)
+        node.virtual = virtual = min(node.virtual, start)
+        node.ready = [
+            (start, self._arrivals, k) if k == key else (max(node.children[k].finish, min(tag, virtual)), n, k)
+            for tag, n, k in node.ready
+        ]
+        heapq.heapify(node.ready)
 
     def _serve(self, node: _Node[T], prefix: Path) -> tuple[T, int]:
         if not node.ready:

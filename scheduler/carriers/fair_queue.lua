@@ -64,6 +64,22 @@ local function queue(id)
   redis.call("LTRIM", P .. "bell", 0, 63)
 end
 
+-- As FairTree._shift: of equals, the corrected one is last; who came in at the virtual time goes back with it.
+local function shift_start(node, child, shift)
+  local ready = key("r", node)
+  local member = redis.call("HGET", key("n", below(node, child)), "e")
+  local start = number(redis.call("ZSCORE", ready, member)) + shift
+  redis.call("ZREM", ready, member)
+  enter(node, child, start)
+  if start >= get(node, "v") then return end
+  set(node, "v", start)
+  local later = redis.call("ZRANGEBYSCORE", ready, "(" .. exact(start), "+inf", "WITHSCORES")
+  for i = 1, #later, 2 do
+    local finish = get(below(node, child_of(later[i])), "f")
+    if finish < number(later[i + 1]) then redis.call("ZADD", ready, exact(math.max(finish, start)), later[i]) end
+  end
+end
+
 local function correct(path, tokens)
   local node = ""
   for _, child in ipairs(split(path)) do
@@ -72,9 +88,7 @@ local function correct(path, tokens)
     local shift = tokens / weight(inner)
     set(inner, "f", get(inner, "f") + shift)
     if busy(inner) then
-      local member = redis.call("HGET", key("n", inner), "e")
-      redis.call("ZADD", key("r", node), exact(number(redis.call("ZSCORE", key("r", node), member)) + shift), member)
-      set(node, "v", math.min(get(node, "v"), head_start(node)))
+      shift_start(node, child, shift)
     end
     node = inner
   end

@@ -1,0 +1,48 @@
+"""`weftd simulate`: the scheduler on a virtual clock, with many tenants and any number of GPUs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import click
+
+from api.commands.places import refuse
+
+
+@click.command()
+@click.option("--tenants", "counts", type=click.IntRange(1, 10_000), multiple=True, help="How many (repeat).")
+@click.option("--gpus", type=click.IntRange(2, 100_000), default=256, show_default=True)
+@click.option("--trainer-share", type=click.FloatRange(0.01, 0.99), default=0.3, show_default=True, help="Of the GPUs.")
+@click.option("--slots", type=click.IntRange(1, 4096), default=64, show_default=True, help="Sequences of a replica.")
+@click.option("--hours", type=click.FloatRange(0.01, 1000), default=8.0, show_default=True, help="Of virtual time.")
+@click.option("--gpu-hour", type=click.FloatRange(0), default=1.59, show_default=True, help="Dollars.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the rows into a .png or .svg (needs matplotlib).")
+@click.option("--json", "as_json", is_flag=True, help="The rows, as JSON.")
+def simulate(
+    counts: tuple[int, ...],
+    gpus: int,
+    trainer_share: float,
+    slots: int,
+    hours: float,
+    gpu_hour: float,
+    seed: int,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Utilisation, waits, throughput and price of tenants on one cluster: in fair order, by arrival, and alone."""
+    from scheduler.simulator import report
+    from scheduler.simulator.cluster import Cluster
+
+    cluster = replace(Cluster.of(gpus, trainer_share), slots=slots, gpu_hour_usd=gpu_hour)
+    rows = report.compare(cluster, counts or (1, 4, 16, 64), hours, seed)
+    click.echo(json.dumps([asdict(row) for row in rows]) if as_json else report.table(rows))
+    if plot is not None:
+        if plot.suffix not in (".png", ".svg"):
+            refuse("--plot: name a file that ends in .png or .svg")
+        try:
+            report.plot(rows, plot)
+        except ImportError:
+            refuse("--plot needs matplotlib: pip install matplotlib")

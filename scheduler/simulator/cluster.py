@@ -1,0 +1,52 @@
+"""The simulated machines: how long they take, and what they cost.
+
+The defaults are what the case studies publish for a model of about 100 B parameters on H100: 816 trained tokens/s and
+GPU; replicas of 8 GPUs that decode 21 sequences at 48 tokens/s each, bound by memory, so that more sequences slow each
+other little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`replicas` generators of `slots` sequences each, evenly filled, and one trainer that takes passes.
+
+    A decode step takes `decode_s` + `decode_s_per_sequence` for each sequence of a replica; a prompt token takes as
+    long as 1 / `prefill_speed` decoded ones of its sequence."""
+
+    replicas: int = 22
+    gpus_per_replica: int = 8
+    slots: int = 64
+    decode_s: float = 0.018
+    decode_s_per_sequence: float = 0.00014
+    prefill_speed: float = 400.0
+    trainer_gpus: int = 80
+    trained_tokens_per_s_per_gpu: float = 816.0
+    pass_s: float = 0.2
+    pass_tokens: int = 131_072
+    gpu_hour_usd: float = 1.59
+
+    @classmethod
+    def of(cls, gpus: int, trainer_share: float = 0.3) -> Cluster:
+        """`gpus` GPUs, about `trainer_share` of them for the trainer. Few are a small server: one GPU a replica."""
+        each = 8 if gpus >= 32 else 1
+        replicas = max(1, round(gpus * (1 - trainer_share) / each))
+        return cls(replicas=replicas, gpus_per_replica=each, trainer_gpus=max(1, gpus - replicas * each))
+
+    @property
+    def all_slots(self) -> int:
+        return self.replicas * self.slots
+
+    @property
+    def gpus(self) -> int:
+        return self.replicas * self.gpus_per_replica + self.trainer_gpus
+
+    def tokens_per_s(self, sequences: int) -> float:
+        """Of each sequence, while so many are decoded."""
+        return 1 / (self.decode_s + self.decode_s_per_sequence * sequences / self.replicas)
+
+    def pass_takes_s(self, tokens: int) -> float:
+        return self.pass_s + tokens / (self.trained_tokens_per_s_per_gpu * self.trainer_gpus)

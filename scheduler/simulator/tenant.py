@@ -1,0 +1,113 @@
+"""One simulated client: the loop of its `Workload`, with real operations on a real lane."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from random import Random
+
+from scheduler.lanes import RunLane, Unit
+from scheduler.messages import OpKind, RunSpec
+from scheduler.operations import SAMPLE, Operation
+from scheduler.simulator.generators import Job
+from scheduler.simulator.workloads import Workload
+
+MODEL = "model"
+_EPOCH = datetime.fromtimestamp(0, UTC)
+
+
+@dataclass
+class Tenant:
+    org_id: str
+    workload: Workload
+    random: Random
+    batch: int = 0  # batches whose sampling has begun
+    version: int = 0  # steps trained
+    sequences: int = 0
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    waits_s: list[float] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)
+    _seq: int = 0
+    _step_began_s: float = 0.0
+    _open: Counter[int] = field(default_factory=Counter)  # groups of a batch that have not come back
+    _data: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        spec = RunSpec(self.org_id, MODEL, 32, 32.0, 0, True, True, True)
+        self.lane = RunLane(self.org_id, spec, priority=self.workload.priority)
+        self.lane.resident = True
+
+    def may_sample(self) -> bool:
+        """Whether the next batch may begin: the policy is recent enough, and there is one."""
+        ended = self.workload.steps and self.batch >= self.workload.steps
+        return not ended and self.batch - self.version <= self.workload.overlap
+
+    def jobs(self, now_s: float) -> list[Job]:
+        """The requests of the next batch."""
+        work, batch = self.workload, self.batch
+        self.batch += 1
+        self._open[batch] = work.groups
+        made = []
+        for group in range(work.groups):
+            lengths = work.sample(self.random, self.sequences)
+            self.sequences += len(lengths)
+            plan = {
+                "num_samples": len(lengths),
+                "prompt_tokens": work.prompt,
+                "priority": work.priority,
+                "batch": batch,
+            }
+            most = work.prompt + len(lengths) * work.max_tokens
+            name = f"{self.org_id}/{batch}/{group}"
+            op = Operation(name, self.org_id, self.org_id, self.org_id, group, SAMPLE, MODEL, most, "", plan, _EPOCH)
+            made.append(Job(op, lengths, now_s))
+        return made
+
+    def ended(self, job: Job) -> float:
+        """A group has its last token. Returns how long its environment takes."""
+        self.waits_s.append(job.started_s - job.pushed_s)
+        self.sampled_tokens += sum(job.lengths)
+        return self.random.expovariate(1 / self.workload.env_s) if self.workload.env_s else 0.0
+
+    def came_back(self, job: Job, now_s: float) -> list[Unit]:
+        """A group is complete. Returns what the trainer gets: all that its batch is for, when it is the last."""
+        batch = int(job.op.plan["batch"])
+        self._data.setdefault(batch, []).extend(length + self.workload.prompt for length in job.lengths)
+        self._open[batch] -= 1
+        if self._open[batch]:
+            return []
+        data = self._data.pop(batch)
+        if not self.workload.trains:
+            self._step_over(now_s)
+            return []
+        slices = [[i, i + 1, tokens] for i, tokens in enumerate(data)]
+        units = self._arrive(OpKind.FORWARD_BACKWARD, sum(data), {"slices": slices})
+        return units + self._arrive(OpKind.OPTIM_STEP) + self._arrive(OpKind.SAVE_SAMPLER)
+
+    def trained(self, unit: Unit, now_s: float) -> bool:
+        """A unit has been computed. True when that was the end of a step."""
+        self.trained_tokens += unit.tokens
+        assert unit.op is not None
+        if not unit.send.final:
+            return False
+        self.lane.answered(unit.op, True)
+        if unit.op.kind != OpKind.SAVE_SAMPLER:
+            return False
+        self.lane.saved(unit.op.seq, "")
+        self._step_over(now_s)
+        return True
+
+    def _arrive(self, kind: OpKind, tokens: int = 0, plan: dict[str, object] | None = None) -> list[Unit]:
+        name = f"{self.org_id}:{self._seq}"
+        op = Operation(
+            name, self.org_id, self.org_id, self.org_id, self._seq, kind, MODEL, tokens, "", plan or {}, _EPOCH
+        )
+        self._seq += 1
+        return self.lane.arrive(op)
+
+    def _step_over(self, now_s: float) -> None:
+        self.version += 1
+        self.steps_s.append(now_s - self._step_began_s)
+        self._step_began_s = now_s
