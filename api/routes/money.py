@@ -20,11 +20,11 @@ from weft.wire.money import (
 )
 
 from api.access import declare
-from api.auth import PrincipalDep
+from api.auth import Principal, PrincipalDep
 from api.bodies import read_json
 from api.errors import Invalid, NotFound, quote
 from api.lookup import run_by_id
-from api.state import ServiceDep
+from api.state import Service, ServiceDep
 from billing import usage
 from billing.budgets import BudgetState, owns, remove_budget, set_budget, states
 from billing.prices import ANY_MODEL, STORAGE
@@ -126,7 +126,11 @@ async def budgets(service: ServiceDep, who: PrincipalDep) -> BudgetsResponse:
 @router.put("/budgets", **declare(scope="admin", limit="call"))
 async def put_budget(request: Request, service: ServiceDep, who: PrincipalDep) -> BudgetRow:
     """Make a budget, or change the one of the same scope and period."""
-    body = await read_json(request, SetBudgetRequest)
+    return await change_budget(service, who, await read_json(request, SetBudgetRequest))
+
+
+async def change_budget(service: Service, who: Principal, body: SetBudgetRequest) -> BudgetRow:
+    """Make or change a budget, for the API and the console."""
 
     def write(session: Session) -> str:
         scope_id = _scope_id(session, who.org_id, body)
