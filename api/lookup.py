@@ -14,7 +14,8 @@ from sqlalchemy.orm import Session
 from api.errors import Invalid, NotFound, quote
 from api.paths import CheckpointPath
 from store import tables
-from store.keys import authenticate
+from store.caller import unrestricted
+from store.keys import find
 from workers.model.card import ModelCard
 
 
@@ -67,16 +68,28 @@ def readable_checkpoint(
     """A checkpoint to load, copy or sample from: of the organisation, of the one whose API key `access_token` is, or
     published by anybody."""
     owners = {org_id}
-    if access_token is not None:
-        other = authenticate(session, access_token)
-        if other is None:
-            raise Invalid("weights_access_token: not an API key of this server (the key of whom the weights belong to)")
-        owners.add(other)
-    query = select(tables.Checkpoint).filter_by(run_id=path.run_id, kind=path.kind, name=path.name)
-    row = session.scalars(query).one_or_none()
+    with unrestricted(session):
+        if access_token is not None:
+            owners.add(_lender(session, access_token))
+        query = select(tables.Checkpoint).filter_by(run_id=path.run_id, kind=path.kind, name=path.name)
+        row = session.scalars(query).one_or_none()
     if row is None or expired(row) or not (row.public or row.org_id in owners):
         raise NotFound(f"no checkpoint {path}")
     return row
+
+
+def _lender(session: Session, access_token: str) -> str:
+    """The organisation that lends its weights to whoever shows a key of it, one that may read them."""
+    key = find(session, access_token)
+    if key is None:
+        raise Invalid("weights_access_token: not an API key of this server (the key of whom the weights belong to)")
+    return key.org_id
+
+
+def run_of(session: Session, checkpoint: tables.Checkpoint) -> tables.Run:
+    """The run of a checkpoint that was found readable, whoever it belongs to."""
+    with unrestricted(session):
+        return session.get_one(tables.Run, checkpoint.run_id)
 
 
 def expired(row: tables.Checkpoint) -> bool:

@@ -12,6 +12,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from scheduler.messages import OpKind
 from store import tables
+from store.caller import unrestricted
 
 _LOADING = (OpKind.CREATE.value, OpKind.LOAD_STATE.value)
 _SAVING = (OpKind.SAVE_STATE.value, OpKind.SAVE_SAMPLER.value, OpKind.SAVE_EXTERNAL.value)
@@ -20,7 +21,8 @@ _SAVING = (OpKind.SAVE_STATE.value, OpKind.SAVE_SAMPLER.value, OpKind.SAVE_EXTER
 def in_use(session: Session, ref: str) -> bool:
     """Whether anything that is in the database (pending changes included) needs the folder `ref`."""
     session.flush()
-    return any(session.scalars(query.where(column == ref).limit(1)).first() for column, query in _queries())
+    with unrestricted(session):  # copies of other organisations share folders
+        return any(session.scalars(query.where(column == ref).limit(1)).first() for column, query in _queries())
 
 
 def all_in_use(session: Session) -> set[str]:

@@ -23,15 +23,12 @@ _RESTRICT = text("SELECT set_config('app.org_id', :org, true), set_config('role'
 
 @dataclass(frozen=True)
 class Caller:
-    """`org_id` None: not bound to one organisation. `actor` is user:<id>, key:<id>, operator or server. Work is charged
-    to `key_id` and `user_id`; None leaves it to the session that it belongs to."""
+    """`org_id` None: not bound to one organisation. `actor` is user:<id>, key:<id>, operator or server."""
 
     org_id: str | None
     actor: str
     ip: str | None = None
     request_id: str | None = None
-    key_id: int | None = None
-    user_id: str | None = None
 
 
 SERVER = Caller(None, "server")

@@ -6,15 +6,18 @@ together upgrade once.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from alembic import command
 from alembic.config import Config
+from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, event, text
 
 import migrations
 from store.db import use_wal
+from store.row_security import protect
 
 #: Any number that no other program takes as an advisory lock in the same PostgreSQL database.
 _LOCK = 0x77656674
@@ -28,6 +31,12 @@ def alembic_config(connection: Connection | None = None) -> Config:
     return config
 
 
+@cache
+def head() -> str:
+    """The newest revision that this program knows."""
+    return ScriptDirectory.from_config(alembic_config()).get_current_head() or ""
+
+
 def upgrade(url: str) -> None:
     """`alembic upgrade head` on the database at `url`."""
     engine = create_engine(url)
@@ -38,6 +47,7 @@ def upgrade(url: str) -> None:
             if engine.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
             command.upgrade(alembic_config(connection), "head")
+            protect(connection)
             if engine.dialect.name == "sqlite":
                 broken = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
                 if broken:

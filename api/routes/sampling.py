@@ -15,7 +15,7 @@ from api.access import LOOKING, declare
 from api.auth import PrincipalDep
 from api.bodies import INLINE_BYTES, parse_json, read_body, read_json
 from api.errors import Invalid, quote
-from api.lookup import active_session, plain_id, readable_checkpoint, sampler_by_id, served_model
+from api.lookup import active_session, plain_id, readable_checkpoint, run_of, sampler_by_id, served_model
 from api.paths import parse_path
 from api.state import Service, ServiceDep
 from api.submit import Place, accept, known
@@ -118,7 +118,7 @@ def _new_sampler(
         if path.kind != "sampler_weights":
             raise Invalid(f"model_path: {path} cannot be sampled; use save_weights_for_sampler and its path")
         checkpoint = readable_checkpoint(session, owner.org_id, path)
-        run = session.get_one(tables.Run, checkpoint.run_id)
+        run = run_of(session, checkpoint)
         if base_model is not None and base_model != run.base_model:
             raise Invalid(f"base_model: those weights are of {run.base_model}, not of {quote(base_model)}")
         # Somebody else's published weights are sampled, and paid for, outside of their run.

@@ -21,7 +21,7 @@ from api.auth import Principal, PrincipalDep
 from api.bodies import parse_json, read_body, read_json
 from api.creation import check_session, create, repeat, run_id_of
 from api.errors import Invalid, quote
-from api.lookup import readable_checkpoint, served_model
+from api.lookup import readable_checkpoint, run_of, served_model
 from api.paths import check_name, parse_path
 from api.state import Service, ServiceDep
 from api.submit import Checked, submit_json
@@ -143,7 +143,7 @@ async def weights_info(request: Request, service: ServiceDep, who: PrincipalDep)
     path = parse_path(body.tinker_path, "tinker_path")
 
     def read(session: Session) -> tables.Run:
-        return session.get_one(tables.Run, readable_checkpoint(session, who.org_id, path).run_id)
+        return run_of(session, readable_checkpoint(session, who.org_id, path))
 
     run = await service.read(read)
     return {
@@ -181,7 +181,7 @@ def _source(session: Session, org_id: str, body: LoadWeightsRequest) -> tuple[ta
     if path.kind == "sampler_weights" or (path.kind == "external_weights" and body.optimizer):
         raise Invalid(f"path: {path} holds no training state; load a checkpoint of the kind 'weights' (save_weights)")
     checkpoint = readable_checkpoint(session, org_id, path, body.weights_access_token)
-    return checkpoint, session.get_one(tables.Run, checkpoint.run_id)
+    return checkpoint, run_of(session, checkpoint)
 
 
 async def _create_from(

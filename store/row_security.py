@@ -1,0 +1,69 @@
+"""Row-level security of PostgreSQL, the second net under the lookups that name their organisation themselves.
+
+Every table with an `org_id` (and organisations and users) gets two policies. `weft_app` sees and writes the rows of the
+organisation in `app.org_id` only, and none when that is not set; `weft_service` sees all. The server logs in as a
+member of both. What it does for a request it does as `weft_app` (`store.caller.restrict`); what it does by itself, for
+all organisations together, as `weft_service`. The policies are forced, so the owner of the tables is bound by them too.
+
+`protect` runs after every upgrade and covers whatever tables there are: a new table needs nothing.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, inspect, text
+
+from store.caller import APP_ROLE
+
+SERVICE_ROLE = "weft_service"
+
+_MINE = "current_setting('app.org_id', true)"
+#: Tables whose rows belong to an organisation by another column than `org_id`.
+_OTHERS = {
+    "organisations": (f"id = {_MINE}", f"id = {_MINE}"),
+    # A user may be made before the membership is.
+    "users": (f"EXISTS (SELECT 1 FROM memberships m WHERE m.user_id = users.id AND m.org_id = {_MINE})", "true"),  # noqa: S608
+}
+
+
+def protect(connection: Connection) -> None:
+    """Put every table under its policies. Nothing happens on SQLite, whose file has one owner anyway."""
+    if connection.dialect.name != "postgresql":
+        return
+    for role in (APP_ROLE, SERVICE_ROLE):
+        _make_role(connection, role)
+    schema = inspect(connection)
+    for table in schema.get_table_names():
+        if table in _OTHERS:
+            _shield(connection, table, *_OTHERS[table])
+        elif any(column["name"] == "org_id" for column in schema.get_columns(table)):
+            _shield(connection, table, f"org_id = {_MINE}", f"org_id = {_MINE}")
+    roles = f"{APP_ROLE}, {SERVICE_ROLE}"
+    connection.execute(text(f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO {roles}"))
+    connection.execute(text(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {roles}"))
+    connection.execute(text(f"REVOKE ALL ON alembic_version FROM {roles}"))
+
+
+def _make_role(connection: Connection, role: str) -> None:
+    """Roles are shared by all databases of a server. One who may not make them has them made by who may:
+    CREATE ROLE weft_app NOLOGIN; CREATE ROLE weft_service NOLOGIN; GRANT weft_app, weft_service TO <user>."""
+    connection.execute(
+        text(
+            f"DO $$ BEGIN IF NOT EXISTS (SELECT 1 FROM pg_roles WHERE rolname = '{role}') THEN "
+            f"BEGIN CREATE ROLE {role} NOLOGIN; EXCEPTION WHEN duplicate_object OR unique_violation THEN NULL; END; "
+            f"END IF; IF NOT pg_has_role(current_user, '{role}', 'MEMBER') THEN "
+            f"EXECUTE format('GRANT {role} TO %I', current_user); END IF; END $$"  # noqa: S608
+        )
+    )
+
+
+def _shield(connection: Connection, table: str, using: str, check: str) -> None:
+    there = "SELECT 1 FROM pg_policies WHERE schemaname = 'public' AND tablename = :table AND policyname = 'tenant'"
+    if connection.scalar(text(there), {"table": table}) is not None:
+        return
+    for statement in (
+        f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY",
+        f"ALTER TABLE {table} FORCE ROW LEVEL SECURITY",
+        f"CREATE POLICY tenant ON {table} TO {APP_ROLE} USING ({using}) WITH CHECK ({check})",
+        f"CREATE POLICY service ON {table} TO {SERVICE_ROLE} USING (true) WITH CHECK (true)",
+    ):
+        connection.execute(text(statement))

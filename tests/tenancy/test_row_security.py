@@ -1,0 +1,160 @@
+"""Row-level security on a real PostgreSQL: whoever forgets the organisation in a query still sees his own rows only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from sqlalchemy import delete, inspect, select, text, update
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+from store import audit, people, tables
+from store.caller import Caller, acting_as, unrestricted
+from store.db import Database
+from store.keys import new_key
+from tests.servers import PostgresServer
+
+NOW = datetime(2026, 11, 20, tzinfo=UTC)
+A, B = Caller("a", "key:1"), Caller("b", "key:2")
+
+#: Rows of these belong to no organisation.
+SHARED = {"alembic_version"}
+
+
+def fill(database: Database) -> None:
+    def write(session: Session) -> None:
+        for org in ("a", "b"):
+            session.add(tables.Organisation(id=org, name=org, created_at=NOW))
+            session.flush()
+            people.add_member(session, org, f"{org}@example.com", "owner")
+            people.create_project(session, org, "p")
+            new_key(session, org)
+
+    database.write_now(write)
+
+
+@pytest.fixture
+def two(postgres_database: Database) -> Database:
+    fill(postgres_database)
+    return postgres_database
+
+
+@pytest.fixture
+def plain_login(postgres: PostgresServer) -> Iterator[Database]:
+    """A server that logs in as an ordinary user, who owns the tables and is bound by the policies all the same."""
+    name = postgres.create()
+    postgres.execute(
+        f"DROP ROLE IF EXISTS plain; CREATE ROLE plain LOGIN CREATEROLE; GRANT ALL ON SCHEMA public TO plain; "
+        f'ALTER DATABASE "{name}" OWNER TO plain',
+        name,
+    )
+    for role in ("weft_app", "weft_service"):
+        postgres.execute(
+            f"DO $$ BEGIN CREATE ROLE {role} NOLOGIN; EXCEPTION WHEN duplicate_object THEN NULL; END $$; "
+            f"GRANT {role} TO plain",
+            name,
+        )
+    database = Database(postgres.url(name, "plain"))
+    database.migrate()
+    yield database
+    database.close()
+    postgres.drop(name)
+    postgres.execute("DROP OWNED BY plain; DROP ROLE plain")
+
+
+def org_ids(session: Session) -> set[str]:
+    found = [session.scalars(select(tables.Organisation.id))]
+    found += [session.scalars(select(t.org_id)) for t in (tables.ApiKey, tables.Project, tables.Membership)]
+    return {org_id for rows in found for org_id in rows}
+
+
+def test_a_query_without_a_filter_sees_the_callers_rows(two: Database) -> None:
+    for who in (A, B):
+        with acting_as(who), two.read() as session:
+            assert org_ids(session) == {who.org_id}
+            assert [user.email for user in session.scalars(select(tables.User))] == [f"{who.org_id}@example.com"]
+    with two.read() as session:
+        assert org_ids(session) == {"a", "b"}
+
+
+def test_the_owner_of_the_tables_is_bound_too(plain_login: Database) -> None:
+    fill(plain_login)
+    with acting_as(A), plain_login.read() as session:
+        assert org_ids(session) == {"a"}
+    with plain_login.read() as session:
+        assert org_ids(session) == {"a", "b"}
+        assert audit.verify(session, "a").problems == ()
+
+
+def test_without_an_organisation_the_app_role_sees_nothing(two: Database) -> None:
+    with two.read() as session:
+        session.execute(text("SET LOCAL ROLE weft_app"))
+        assert org_ids(session) == set()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda s: s.add(tables.Project(org_id="b", id="x", name="x", created_at=NOW)) or s.flush(),
+        lambda s: s.execute(update(tables.Project).values(org_id="b")),
+    ],
+    ids=["insert", "move"],
+)
+def test_nothing_is_written_for_another_organisation(two: Database, write: Callable[[Session], Any]) -> None:
+    with acting_as(A), pytest.raises(DBAPIError, match="row-level security"):
+        two.write_now(write)
+
+
+def test_what_belongs_to_others_is_neither_changed_nor_deleted(two: Database) -> None:
+    def write(session: Session) -> None:
+        session.execute(update(tables.ApiKey).values(name="mine"))
+        session.execute(delete(tables.Project))
+
+    with acting_as(A):
+        two.write_now(write)
+    with two.read() as session:
+        assert {key.org_id: key.name for key in session.scalars(select(tables.ApiKey))} == {"a": "mine", "b": ""}
+        assert list(session.scalars(select(tables.Project.org_id))) == ["b"]
+
+
+def test_works_of_one_transaction_are_restricted_each_by_itself(two: Database) -> None:
+    """The writer puts works of many organisations into one transaction; one that fails changes nothing about it."""
+    import asyncio
+
+    def fail(session: Session) -> set[str]:
+        raise KeyError
+
+    async def as_caller(who: Caller | None, work: Callable[[Session], set[str]]) -> set[str]:
+        if who is None:
+            return await two.write(work)
+        with acting_as(who):
+            return await two.write(work)
+
+    async def main() -> list[Any]:
+        mixed = [(A, org_ids), (None, org_ids), (B, fail), (None, org_ids), (B, org_ids), (A, fail), (A, org_ids)]
+        return await asyncio.gather(*(as_caller(who, work) for who, work in mixed), return_exceptions=True)
+
+    seen = asyncio.run(main())
+    assert [got for got in seen if not isinstance(got, KeyError)] == [{"a"}, {"a", "b"}, {"a", "b"}, {"b"}, {"a"}]
+
+
+def test_the_restriction_is_lifted_where_it_is_said(two: Database) -> None:
+    with acting_as(A), two.read() as session:
+        with unrestricted(session):
+            assert org_ids(session) == {"a", "b"}
+        assert org_ids(session) == {"a"}
+
+
+def test_every_table_with_an_organisation_has_its_policies(two: Database) -> None:
+    with two.read() as session:
+        schema = inspect(session.connection())
+        bound = "SELECT relname FROM pg_class WHERE relrowsecurity AND relforcerowsecurity"
+        forced = set(session.scalars(text(bound)))
+        policies = set(session.scalars(text("SELECT tablename FROM pg_policies WHERE policyname = 'tenant'")))
+        for table in schema.get_table_names():
+            columns = {column["name"] for column in schema.get_columns(table)}
+            if "org_id" in columns or table in ("organisations", "users"):
+                assert table in forced & policies, table
