@@ -1,0 +1,119 @@
+"""The simulator: closed forms where there are some, what the fair order promises where there are none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler.fair import FairTree
+from scheduler.simulator.cluster import Cluster
+from scheduler.simulator.replay import Measured, replay
+from scheduler.simulator.report import compare, quantile, table
+from scheduler.simulator.simulation import ByArrival, Simulation
+from scheduler.simulator.workloads import CHAT, FLOOD, REASONING, SMALL, TOOLS, Workload
+
+#: One token a second, whoever shares it; prompts and passes for nothing.
+PLAIN = Cluster(
+    replicas=1, gpus_per_replica=1, slots=4, decode_s=1.0, decode_s_per_sequence=0.0, prefill_speed=1e12,
+    trainer_gpus=1, trained_tokens_per_s_per_gpu=1e12, pass_s=0.0,
+)  # fmt: skip
+LOOP = Workload("loop", groups=1, group_size=4, prompt=0, lengths=(10, 10, 10, 40), trains=False, steps=3)
+
+
+def test_one_tenant_alone_waits_for_its_stragglers() -> None:
+    result = Simulation(PLAIN, [LOOP]).run(1e6)
+    assert result.seconds == pytest.approx(3 * 40)
+    assert result.occupancy == pytest.approx(70 / 160)
+    assert result.sampled_tokens == 3 * 70
+
+
+def test_a_second_tenant_fills_what_the_first_one_leaves() -> None:
+    alone, both = (Simulation(PLAIN, [replace(LOOP, steps=20)] * count).run(1e6) for count in (1, 2))
+    assert both.backfill == pytest.approx(1.0)
+    assert both.occupancy > 1.5 * alone.occupancy
+
+
+def test_no_slot_is_idle_while_requests_wait() -> None:
+    result = Simulation(Cluster.of(64), [REASONING, TOOLS, SMALL, FLOOD] * 2).run(3600)
+    assert result.contended_s > 0
+    assert result.backfill == pytest.approx(1.0)
+
+
+def test_lone_loops_leave_the_trainer_waiting_as_the_case_studies_say() -> None:
+    cluster = Cluster.of(256)
+    waits = [Simulation(cluster, [load]).run(8 * 3600).trainer_wait for load in (REASONING, TOOLS)]
+    assert 0.30 <= waits[0] < waits[1] <= 0.76
+
+
+def test_training_takes_what_the_passes_take() -> None:
+    cluster = replace(PLAIN, trained_tokens_per_s_per_gpu=1.0, pass_tokens=10**9)
+    loop = replace(LOOP, trains=True, steps=2)
+    result = Simulation(cluster, [loop]).run(1e6)
+    assert result.trained_tokens == 2 * 70
+    assert result.trainer_busy_s == pytest.approx(140)
+    assert result.seconds == pytest.approx(2 * (40 + 70))
+
+
+def test_an_overlapped_loop_trains_while_it_samples() -> None:
+    cluster = replace(PLAIN, trained_tokens_per_s_per_gpu=1.75, pass_tokens=70)
+    loop = Workload("loop", groups=1, group_size=2, prompt=0, lengths=(35,), steps=20)
+    together, overlapped = (Simulation(cluster, [replace(loop, overlap=k)]).run(1e6).seconds for k in (0, 1))
+    assert together == pytest.approx(20 * (35 + 40))
+    assert overlapped == pytest.approx(35 + 20 * 40)
+
+
+#: Always something queued, and nothing else to wait for.
+BACKLOG = replace(FLOOD, groups=256, overlap=1, trains=False)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flood_holds_others_up_by_one_request_and_their_fair_share(seed: int) -> None:
+    """A group that is being placed when a chat comes goes first, whole; that is this queue's pass."""
+    cluster = Cluster.of(4)
+    calm, flooded, by_arrival = (
+        Simulation(cluster, loads, seed=seed, queue=queue).run(6 * 3600).waits_s("chat")
+        for loads, queue in (
+            ([CHAT] * 16, FairTree),
+            ([CHAT] * 16 + [BACKLOG] * 3, FairTree),
+            ([CHAT] * 16 + [BACKLOG] * 3, ByArrival),
+        )
+    )
+    tokens_per_s = cluster.all_slots * cluster.tokens_per_s(cluster.all_slots)
+    one_group_s = BACKLOG.group_size * BACKLOG.max_tokens / tokens_per_s
+    fair_share_s = CHAT.max_tokens * 19 / tokens_per_s
+    assert quantile(flooded, 0.95) - quantile(calm, 0.95) <= one_group_s + fair_share_s
+    assert len(flooded) > 0.3 * len(calm)
+    assert len(by_arrival) < 0.03 * len(calm)
+
+
+def test_weights_divide_a_full_cluster() -> None:
+    loads = [BACKLOG, replace(BACKLOG, weight=3)]
+    light, heavy = Simulation(Cluster.of(8), loads).run(6 * 3600).tenants
+    assert heavy.sampled_tokens / light.sampled_tokens == pytest.approx(3, rel=0.1)
+
+
+def test_equal_floods_get_equal_shares_whatever_their_lengths() -> None:
+    """Requests are charged what they used: who asks for much and stops early is not held back."""
+    brief = replace(BACKLOG, mean_tokens=1500.0, sigma=0.3, prompt=0, groups=2048)
+    wordy = replace(BACKLOG, mean_tokens=12_000.0, sigma=0.3, prompt=0)
+    first, second = Simulation(Cluster.of(8), [brief, wordy]).run(6 * 3600).tenants
+    assert first.sampled_tokens / second.sampled_tokens == pytest.approx(1, rel=0.1)
+
+
+def test_a_simulation_is_deterministic() -> None:
+    rows = [compare(Cluster.of(64), [4], 1.0) for _ in range(2)]
+    assert rows[0] == rows[1]
+    assert "by arrival" in table(rows[0])
+
+
+def test_a_replay_finds_the_occupancy_from_step_times_alone() -> None:
+    measured = Measured(slots=4, steps=120, slots_busy=210, slots_offered=480, busy_s=1.2)
+    found = replay(measured, [LOOP])
+    assert found.occupancy == pytest.approx(measured.occupancy)
+    assert found.seconds == pytest.approx(measured.busy_s)
+
+
+def test_a_replay_without_an_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="no end"):
+        replay(Measured(4, 1, 1, 1, 1.0), [replace(LOOP, steps=0)])
