@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from markupsafe import Markup, escape
+from weft.money import usd as usd_exact
 
 NUSD = 10**9
 
@@ -17,12 +18,6 @@ KIND_NAMES = {
     "sample": "Sample",
     "storage": "Storage",
 }
-
-
-def usd_exact(amount_nusd: int) -> str:
-    """Nano-USD as decimal dollars: 1_234_500_000 is "1.234500000"."""
-    whole, rest = divmod(abs(amount_nusd), NUSD)
-    return f"{'-' if amount_nusd < 0 else ''}{whole}.{rest:09d}"
 
 
 def usd_text(amount_nusd: int) -> str:

@@ -8,6 +8,8 @@ from fastapi.responses import FileResponse, RedirectResponse
 from api.access import declare
 from api.console.pages import (
     audit,
+    billing,
+    budgets,
     checkpoints,
     login,
     overview,
@@ -21,7 +23,7 @@ from api.errors import NotFound, quote
 
 router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
-PAGES = (login, overview, usage, runs, run, checkpoints, audit)
+PAGES = (login, overview, usage, runs, run, checkpoints, budgets, billing, audit)
 
 
 def install(app: FastAPI) -> None:

@@ -128,7 +128,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for name in ("usd", "usd_text", "usd_exact", "count", "size", "number", "when", "minute", "as_data"):
+    for name in ("usd", "usd_text", "count", "size", "number", "when", "minute", "as_data"):
         environment.filters[name] = getattr(formats, name)
     environment.globals.update(
         kind_names=formats.KIND_NAMES, link_with=link_with, root=PREFIX, static=static_url, zip=zip

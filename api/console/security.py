@@ -87,6 +87,12 @@ class Viewer:
             )
 
 
+def need_fresh(request: Request, viewer: Viewer) -> None:
+    """For what would hurt most if somebody sat down at an open browser: have them sign in again after a while."""
+    if datetime.now(UTC) - viewer.since > sessions.FRESH:
+        raise SignInNeeded(request)
+
+
 async def viewer(request: Request) -> Viewer:
     """The viewer of a page, or who presses a button on one; for `Depends`."""
     sid = request.cookies.get(cookie_name(request), "")

@@ -24,6 +24,8 @@ from store.tables import ApiKey, BrowserSession, LoginLink, Membership, Organisa
 #: A session ends when it is not used for so long, and in any case so long after it began.
 IDLE = timedelta(hours=2)
 ABSOLUTE = timedelta(hours=24)
+#: Keys are made and money is moved by who has signed in no longer ago than this.
+FRESH = timedelta(hours=1)
 #: A link lets somebody in for so long.
 LINK_LIFE = timedelta(minutes=15)
 #: How often it is noted that a session is used.

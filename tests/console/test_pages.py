@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
+from weft.money import usd
 
 from api.console import formats
 from store.tables import Checkpoint, LedgerEntry, Project, Run, UsageEvent, Wallet
@@ -60,7 +61,7 @@ class TestNumbers:
         page = console.get(f"/runs/{run}")
         assert amounts(page)[0] == spent
         live = console.http.get(f"/console/runs/{run}/live").json()
-        assert live["cost_usd"] == formats.usd_exact(spent)
+        assert live["cost_usd"] == usd(spent)
         assert live["curves"] == console.api(f"weft/runs/{run}/metrics")["curves"]
         assert spent in amounts(console.get("/runs"))
 

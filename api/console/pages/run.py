@@ -8,9 +8,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
+from weft.money import usd
 
 from api.access import declare
-from api.console.formats import usd_exact, usd_text
+from api.console.formats import usd_text
 from api.console.lists import names
 from api.console.pages.runs import run_lines, title_of
 from api.console.render import ConsoleRoute, page
@@ -58,7 +59,7 @@ async def run_live(service: ServiceDep, viewer: ViewerDep, run_id: str) -> JSONR
         steps = _operations(session, run_id).get("optim_step", 0)
         return {
             "state": run.state,
-            "cost_usd": usd_exact(line.spent.amount_nusd),
+            "cost_usd": usd(line.spent.amount_nusd),
             "cost_text": usd_text(line.spent.amount_nusd),
             "tokens": line.spent.tokens,
             "optim_steps": steps,

@@ -13,10 +13,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import HTMLResponse, Response
 from sqlalchemy.orm import Session
+from weft.money import usd
 
 from api.access import declare
 from api.console import series
-from api.console.formats import csv_cell, usd_exact
+from api.console.formats import csv_cell
 from api.console.lists import Pages, Text, names
 from api.console.render import ConsoleRoute, page
 from api.console.security import Viewer, ViewerDep
@@ -142,7 +143,7 @@ async def usage_csv(service: ServiceDep, viewer: ViewerDep, chosen: FiltersDep) 
         called = names(session, viewer.org_id, chosen.split, {row.name for row in rows})
         for row in rows:
             cells = [csv_cell(row.name or ""), csv_cell(called[row.name]), csv_cell(row.kind)]
-            table.writerow([row.day.isoformat(), *cells, row.quantity, usd_exact(row.amount_nusd)])
+            table.writerow([row.day.isoformat(), *cells, row.quantity, usd(row.amount_nusd)])
         return out.getvalue()
 
     text = await service.read(read)

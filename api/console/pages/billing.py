@@ -1,0 +1,113 @@
+"""Money in and out: the wallet, top-ups by card, what moved the balance, invoices, prices."""
+
+from __future__ import annotations
+
+import csv
+import io
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Form, Query, Request, Response
+from fastapi.responses import HTMLResponse
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+from weft.money import usd
+
+from api.access import declare
+from api.console.formats import csv_cell
+from api.console.lists import PageNumber, paged
+from api.console.render import ConsoleRoute, page
+from api.console.security import ViewerDep, need_fresh
+from api.routes.payments import begin_topup
+from api.state import Service, ServiceDep
+from billing.payments.periods import name_of
+from billing.prices import ANY_MODEL, KINDS, STORAGE
+from billing.wallets import available_nusd
+from store.tables import CreditGrant, Invoice, LedgerEntry, Wallet
+
+router = APIRouter(route_class=ConsoleRoute)
+
+#: Entries of one export.
+EXPORTED = 100_000
+
+
+@router.get("/billing", **declare(scope="public", limit="poll"))
+async def billing(
+    request: Request,
+    service: ServiceDep,
+    viewer: ViewerDep,
+    page_number: Annotated[PageNumber, Query(alias="page")] = 1,
+) -> HTMLResponse:
+    viewer.need("admin", "billing:read")
+
+    def read(session: Session) -> dict[str, Any]:
+        org_id = viewer.org_id
+        wallet = session.get(Wallet, org_id)
+        entries, pages = paged(
+            session, select(LedgerEntry).filter_by(org_id=org_id).order_by(LedgerEntry.id.desc()), page_number
+        )
+        invoices = select(Invoice).filter_by(org_id=org_id).order_by(Invoice.period_start.desc())
+        grants = select(CreditGrant).filter_by(org_id=org_id).where(CreditGrant.remaining_nusd > 0)
+        return {
+            "wallet": wallet,
+            "available_nusd": available_nusd(wallet) if wallet is not None else None,
+            "entries": entries,
+            "pages": pages,
+            "query": {},
+            "invoices": [(row, name_of(row.period_start)) for row in session.scalars(invoices.limit(36))],
+            "grants": list(session.scalars(grants.order_by(CreditGrant.expires_at))),
+        }
+
+    payments = service.settings.payments
+    return page(
+        request,
+        "billing.html",
+        viewer,
+        payments=payments,
+        prices=_prices(service),
+        **await service.read(read),
+    )
+
+
+@router.post("/billing/topup", **declare(scope="public", limit="poll"))
+async def topup(
+    request: Request,
+    service: ServiceDep,
+    viewer: ViewerDep,
+    amount_usd: Annotated[Decimal, Form(gt=0, le=10**9, max_digits=12, decimal_places=2)],
+) -> Response:
+    """Off to Stripe's page; the credit comes when Stripe says that it was paid."""
+    viewer.need("billing:write")
+    need_fresh(request, viewer)
+    checkout = await begin_topup(service, viewer.org_id, amount_usd)
+    return Response(status_code=204, headers={"hx-redirect": checkout.url})
+
+
+@router.get("/billing/ledger.csv", **declare(scope="public", limit="poll"))
+async def ledger_csv(service: ServiceDep, viewer: ViewerDep) -> Response:
+    """Everything that moved the balance, oldest first."""
+    viewer.need("admin", "billing:read")
+
+    def read(session: Session) -> str:
+        out = io.StringIO()
+        table = csv.writer(out, lineterminator="\r\n")
+        table.writerow(["id", "at", "type", "amount_usd", "ref_type", "ref_id", "memo"])
+        query = select(LedgerEntry).filter_by(org_id=viewer.org_id).order_by(LedgerEntry.id).limit(EXPORTED)
+        for row in session.scalars(query):
+            texts = [csv_cell(row.ref_type), csv_cell(row.ref_id), csv_cell(row.memo)]
+            table.writerow([row.id, row.at.isoformat(), row.type, usd(row.amount_nusd), *texts])
+        return out.getvalue()
+
+    headers = {"content-disposition": 'attachment; filename="weft-ledger.csv"'}
+    return Response(await service.read(read), media_type="text/csv; charset=utf-8", headers=headers)
+
+
+def _prices(service: Service) -> list[tuple[str, str, dict[str, str]]]:
+    """What each model costs now, in dollars per million tokens (per GB-month of storage), and since which version."""
+    now = datetime.now(UTC)
+    table = []
+    for name in sorted(service.cards) or [ANY_MODEL]:
+        rates = {kind: service.prices.rate(name, kind, now) for kind in (*KINDS, STORAGE)}
+        table.append((name, rates["train"].version, {kind: f"{rate.uusd / 10**6:g}" for kind, rate in rates.items()}))
+    return table

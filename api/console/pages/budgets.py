@@ -1,0 +1,107 @@
+"""Limits on spending, how far they are used up, and what was said about them."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Form, Request, Response
+from fastapi.responses import HTMLResponse
+from pydantic import ValidationError
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+from weft.wire.money import SetBudgetRequest
+
+from api.access import declare
+from api.console.lists import names
+from api.console.render import ConsoleRoute, page, say
+from api.console.security import ViewerDep
+from api.errors import Invalid, Malformed, explain
+from api.routes.money import change_budget, delete_budget
+from api.state import ServiceDep
+from billing.budgets import BudgetState, states
+from store.tables import Alert, ApiKey, Project
+
+router = APIRouter(route_class=ConsoleRoute)
+
+#: Alerts that the page shows.
+SHOWN_ALERTS = 50
+Dollars = Annotated[Decimal, Form(ge=0, le=10**9, max_digits=18, decimal_places=9)]
+
+
+@router.get("/budgets", **declare(scope="public", limit="poll"))
+async def budgets(request: Request, service: ServiceDep, viewer: ViewerDep) -> HTMLResponse:
+    viewer.need("admin", "billing:read")
+
+    def read(session: Session) -> dict[str, Any]:
+        org_id = viewer.org_id
+        found = states(session, org_id)
+        projects = session.scalars(select(Project).filter_by(org_id=org_id, archived_at=None).order_by(Project.name))
+        keys = session.scalars(select(ApiKey).filter_by(org_id=org_id, revoked_at=None).order_by(ApiKey.id))
+        alerts = select(Alert).filter_by(org_id=org_id).order_by(Alert.raised_at.desc())
+        return {
+            "budgets": [(state, _title(session, state), _percent(state)) for state in found],
+            "projects": list(projects),
+            "keys": list(keys),
+            "alerts": list(session.scalars(alerts.limit(SHOWN_ALERTS))),
+        }
+
+    return page(request, "budgets.html", viewer, **await service.read(read))
+
+
+@router.post("/budgets", **declare(scope="public", limit="poll"))
+async def set_budget(
+    service: ServiceDep,
+    viewer: ViewerDep,
+    of: Annotated[str, Form(max_length=80, pattern=r"^(org|project:.+|key:\d+)$")],
+    limit_usd: Dollars,
+    period: Annotated[str, Form(max_length=8)] = "month",
+    hard: Annotated[bool, Form()] = False,
+    alert_pcts: Annotated[str, Form(max_length=64)] = "50, 80, 100",
+) -> Response:
+    viewer.need("admin")
+    scope, _, scope_id = of.partition(":")
+    try:
+        body = SetBudgetRequest.model_validate(
+            {
+                "scope": scope,
+                "scope_id": scope_id or None,
+                "period": period,
+                "limit_nusd": int(limit_usd * 10**9),
+                "hard": hard,
+                "alert_pcts": _percents(alert_pcts),
+            }
+        )
+    except ValidationError as error:
+        raise Malformed(explain(error)) from None
+    await change_budget(service, viewer.who, body)
+    return say("Budget set")
+
+
+@router.post("/budgets/{budget_id}/remove", **declare(scope="public", limit="poll"))
+async def remove_budget(service: ServiceDep, viewer: ViewerDep, budget_id: str) -> Response:
+    viewer.need("admin")
+    await delete_budget(budget_id, service, viewer.who)
+    return say("Budget removed")
+
+
+def _percents(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace("%", "").split(",") if part.strip()]
+    except ValueError:
+        raise Invalid("alerts: must be percentages separated by commas, such as 50, 80, 100") from None
+
+
+def _title(session: Session, state: BudgetState) -> str:
+    budget = state.budget
+    if budget.scope == "org":
+        return "The whole organisation"
+    dimension: Any = budget.scope
+    called = names(session, budget.org_id, dimension, [budget.scope_id])[budget.scope_id]
+    return f"{'Project' if budget.scope == 'project' else 'Key'} {called}"
+
+
+def _percent(state: BudgetState) -> int:
+    """How much of the limit is spent or held, in percent; a limit of nothing is used up."""
+    limit = state.budget.limit_nusd
+    return (state.spent_nusd + state.held_nusd) * 100 // limit if limit else 100
