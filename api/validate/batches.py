@@ -18,7 +18,7 @@ from api.validate.provenance import check_spans
 from store.settings import Limits
 from workers.model.card import ModelCard
 from workers.trainer.custom_format import CustomLoss
-from workers.trainer.loss_inputs import LossInputError, check_loss
+from workers.trainer.loss_inputs import LossInputError, check_loss, check_routes
 
 
 def check_batch(batch: TrainBatch, card: ModelCard, limits: Limits, custom: CustomLoss | None = None) -> list[int]:
@@ -29,6 +29,7 @@ def check_batch(batch: TrainBatch, card: ModelCard, limits: Limits, custom: Cust
     _check_ids([datum.tokens for datum in batch.data], card.vocab_size, "model_input")
     try:
         check_loss(batch.loss_fn, batch.loss_fn_config, [datum.inputs for datum in batch.data], lengths, custom)
+        check_routes([datum.inputs for datum in batch.data], lengths, card.config)
     except LossInputError as error:
         raise Invalid(str(error)) from None
     _check_ids([datum.inputs["target_tokens"].reshape(-1) for datum in batch.data], card.vocab_size, "target_tokens")

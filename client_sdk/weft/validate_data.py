@@ -21,6 +21,8 @@ from weft.wire.request_codec import estimate_bytes
 
 #: What a custom loss reads is its own business, but that it needs targets.
 CUSTOM = LossLimits(required=["target_tokens"], multi_target=True, other_inputs=True)
+#: Its shape is [T, mixture layers, choices], which the server knows.
+ROUTES = "routed_experts"
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 
 
@@ -179,7 +181,7 @@ def _targets(
     elif length is not None and targets.shape[0] != length:
         yield Problem(at, "must have as many positions as the model input tokens", length, targets.shape[0])
     for name, values in inputs.items():
-        if not (loss and loss.other_inputs) and name != "target_tokens" and values.shape != targets.shape:
+        if not (loss and loss.other_inputs) and name not in ("target_tokens", ROUTES) and values.shape != targets.shape:
             other = f"{where}.loss_fn_inputs[{name!r}]"
             yield Problem(other, "another shape than target_tokens", list(targets.shape), list(values.shape))
 

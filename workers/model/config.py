@@ -61,6 +61,10 @@ class DecoderConfig:
     norm_topk: bool = False
     dense_layers: tuple[int, ...] = ()
 
+    @property
+    def mixture_layers(self) -> tuple[int, ...]:
+        return tuple(layer for layer in range(self.num_layers) if self.is_moe(layer))
+
     def is_moe(self, layer: int) -> bool:
         """Whether this layer's MLP is a mixture of experts."""
         return self.num_experts > 0 and layer not in self.dense_layers

@@ -37,6 +37,9 @@ ROTARY_BLOCK = 256
 #: Told of every mixture layer: layer index and the chosen experts [tokens, choices].
 OnRoute = Callable[[int, Tensor], None]
 
+#: In a replayed routing: the token's own router decides.
+FREE = -1
+
 
 def load_decoder(path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
     """The decoder of a Hugging Face model folder. Raises UnsupportedModel or ModelWeightsError by name."""
@@ -76,22 +79,25 @@ class Decoder(nn.Module):
         attend: Attend,
         lora: LoraRows | None = None,
         on_route: OnRoute | None = None,
+        replay_MTK: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [T, D] float32 after the final norm."""
+        """Hidden states [T, D] float32 after the final norm. `replay_MTK` has the experts that tokens must choose in
+        each of the M mixture layers, all of a token FREE where its own router decides; the weights are the router's."""
         if lora is not None and len(lora) != len(tokens_T):
             raise ValueError(f"the adapters cover {len(lora)} rows, the batch has {len(tokens_T)} tokens")
-        lora = self.arranged(lora)
+        lora, mixture = self.arranged(lora), self.config.mixture_layers
         x_TD = F.embedding(tokens_T, self.embed).float()
         rotary = self._rotary(positions_T)
         saving = Saving.KEEP
         if torch.is_grad_enabled() and lora is not None and any(grad is not None for grad in lora.grads):
             saving = choose_saving(self.config, len(tokens_T), self.device, self.activation_budget_bytes)
         with save_on_cpu(pin_memory=True) if saving is Saving.OFFLOAD else nullcontext():
-            for layer in self.layers:
+            for number, layer in enumerate(self.layers):
+                forced = replay_MTK[mixture.index(number)] if replay_MTK is not None and number in mixture else None
                 if saving is Saving.KEEP:
-                    x_TD = layer(x_TD, rotary, attend, lora, on_route)
+                    x_TD = layer(x_TD, rotary, attend, lora, on_route, forced)
                 else:
-                    x_TD = _recomputed(layer, x_TD, rotary, attend, lora, on_route)
+                    x_TD = _recomputed(layer, x_TD, rotary, attend, lora, on_route, forced)
         return F.rms_norm(x_TD, self.norm.shape, self.norm, self.config.norm_eps)
 
     def logits(self, hidden_RD: Tensor, lora: LoraRows | None = None) -> Tensor:
@@ -135,11 +141,12 @@ class _Layer(nn.Module):
         attend: Attend,
         lora: LoraRows | None,
         on_route: OnRoute | None,
+        forced_TK: Tensor | None,
     ) -> Tensor:
         normed = F.rms_norm(x_TD, self.attn_norm.shape, self.attn_norm, self.norm_eps)
         x_TD = x_TD + self.attn(normed, rotary, attend, lora)
         normed = F.rms_norm(x_TD, self.mlp_norm.shape, self.mlp_norm, self.norm_eps)
-        out: Tensor = x_TD + self.mlp(normed, lora, on_route)
+        out: Tensor = x_TD + self.mlp(normed, lora, on_route, forced_TK)
         return out
 
 
@@ -189,10 +196,12 @@ class _Mlp(nn.Module):
         self.gate_up_site = Site(names.gate_up_a, (names.gate_b, names.up_b), (f, f))
         self.down_site = Site(names.down_a, (names.down_b,), (d,))
 
-    def forward(self, x_TD: Tensor, lora: LoraRows | None, on_route: OnRoute | None) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, lora: LoraRows | None, _on_route: OnRoute | None, _forced_TK: Tensor | None
+    ) -> Tensor:
         if lora is not None and lora.apart:
             own = zip(own_rows(x_TD, lora), lora.singles, strict=True)
-            return torch.cat([self(x, single, on_route) for x, single in own])
+            return torch.cat([self(x, single, None, None) for x, single in own])
         gate, up = lora_linear(x_TD, self.gate_up, self.gate_up_site, lora).chunk(2, dim=-1)
         return lora_linear(F.silu(gate) * up, self.down, self.down_site, lora)
 
@@ -210,9 +219,14 @@ class _Experts(nn.Module):
         self.names = Names.of_layer(layer)
         self.router_site = Site("", (), ())
 
-    def forward(self, x_TD: Tensor, lora: LoraRows | None, on_route: OnRoute | None) -> Tensor:
-        logits_TE = lora_linear(x_TD, self.router, self.router_site, lora)
-        weights_TK, experts_TK = torch.topk(torch.softmax(logits_TE, dim=-1), self.choices, dim=-1)
+    def forward(
+        self, x_TD: Tensor, lora: LoraRows | None, on_route: OnRoute | None, forced_TK: Tensor | None
+    ) -> Tensor:
+        probabilities_TE = torch.softmax(lora_linear(x_TD, self.router, self.router_site, lora), dim=-1)
+        weights_TK, experts_TK = torch.topk(probabilities_TE, self.choices, dim=-1)
+        if forced_TK is not None:
+            experts_TK = torch.where(forced_TK == FREE, experts_TK, forced_TK)
+            weights_TK = probabilities_TE.gather(1, experts_TK)
         if self.norm_topk:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         if on_route is not None:
@@ -227,6 +241,7 @@ def _recomputed(
     attend: Attend,
     lora: LoraRows | None,
     on_route: OnRoute | None,
+    forced_TK: Tensor | None,
 ) -> Tensor:
     """Run a layer so that the backward computes it again. `on_route` is told the first time only."""
     runs = 0
@@ -234,7 +249,7 @@ def _recomputed(
     def run(x_TD: Tensor) -> Tensor:
         nonlocal runs
         runs += 1
-        out: Tensor = layer(x_TD, rotary, attend, lora, on_route if runs == 1 else None)
+        out: Tensor = layer(x_TD, rotary, attend, lora, on_route if runs == 1 else None, forced_TK)
         return out
 
     return cast(Tensor, checkpoint(run, x_TD, use_reentrant=False, preserve_rng_state=False))

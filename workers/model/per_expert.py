@@ -1,4 +1,4 @@
-"""Products with the frozen experts: one grouped GEMM over all of them where the device has one, else expert by expert."""
+"""Products with the frozen experts: one grouped GEMM over all of them where the device has it, else one by one."""
 
 from __future__ import annotations
 

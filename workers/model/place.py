@@ -18,7 +18,7 @@ from workers.model.routing import Routing
 
 class Place(Protocol):
     """`u` is [rows, stack * max_rank] float32; a group uses the first stack * rank columns of its rows, part beside
-    part. `scaled` multiplies by the scale of the group's adapter. Groups without the tensor called `name` are left out."""
+    part. `scaled` multiplies by the scale of the group's adapter. Groups without the tensor `name` are left out."""
 
     @property
     def max_rank(self) -> int: ...

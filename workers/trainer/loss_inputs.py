@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from workers.model.config import DecoderConfig
 from workers.trainer.custom_format import CustomLoss, CustomLossError, check_custom_data
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -29,6 +30,10 @@ CUSTOM = "custom"
 
 #: Says which positions of a datum make up its sequence ratio (gspo).
 RATIO_MASK = "sequence_ratio_mask"
+
+
+#: The experts that each input token must choose, [N, mixture layers, choices]: rollout routing replay.
+ROUTES = "routed_experts"
 
 
 class LossInputError(ValueError):
@@ -54,7 +59,7 @@ class LossSpec:
         names = frozenset(self.required)
         if self.required != _CROSS_ENTROPY:
             names |= UNUSED_IN_RL
-        return names | frozenset(THRESHOLDS) if self.clip else names
+        return names | frozenset((ROUTES, *THRESHOLDS)) if self.clip else names | {ROUTES}
 
 
 def _clip(low: float, high: float) -> dict[str, float]:
@@ -158,13 +163,36 @@ def _check_datum(
     targets = inputs["target_tokens"]
     _check_targets(spec, loss_fn, targets, length)
     for name, values in inputs.items():
-        if values.shape != targets.shape:
+        if values.shape != targets.shape and name != ROUTES:
             raise LossInputError(f"{name!r} has shape {values.shape}, target_tokens has {targets.shape}")
         _check_numbers(name, values)
     if spec.clip:
         _check_token_thresholds(spec.clip, config, inputs)
     if RATIO_MASK in spec.required and not inputs[RATIO_MASK].any() and inputs["advantages"].any():
         raise LossInputError(f"{RATIO_MASK!r} marks no position, but some advantages are not 0")
+
+
+def check_routes(data: Sequence[Mapping[str, Array]], lengths: Sequence[int], config: DecoderConfig) -> None:
+    """Check the replayed routing of all data, of a model with this `config`. Raises LossInputError."""
+    for index, (inputs, length) in enumerate(zip(data, lengths, strict=True)):
+        routes = inputs.get(ROUTES)
+        if routes is None:
+            continue
+        at = f"datum {index}: {ROUTES!r}"
+        shape = (length, len(config.mixture_layers), config.experts_per_token)
+        if not config.num_experts:
+            raise LossInputError(f"{at}: this model has no experts")
+        if routes.shape != shape:
+            raise LossInputError(f"{at} has shape {routes.shape}; it needs [tokens, mixture layers, choices] {shape}")
+        if not np.issubdtype(routes.dtype, np.integer):
+            raise LossInputError(f"{at} must be integers, got {routes.dtype}")
+        free = (routes == -1).all(axis=2, keepdims=True)
+        bad = np.flatnonzero((~free & ((routes < 0) | (routes >= config.num_experts))).any(axis=(1, 2)))
+        if bad.size:
+            raise LossInputError(
+                f"{at} at token {int(bad[0])}: every choice is an expert 0 to {config.num_experts - 1}, or all of a "
+                "layer are -1, which leaves them to the router"
+            )
 
 
 def _check_targets(spec: LossSpec, loss_fn: str, targets: Array, length: int | None) -> None:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from weft.wire.codec import ArrayDatum
 
-from workers.model.decoder import Decoder, LoraRows, PackedAttend, target_logprobs
+from workers.model.decoder import FREE, Decoder, LoraRows, PackedAttend, target_logprobs
 from workers.trainer.custom_format import CustomLossError
 from workers.trainer.custom_losses import custom_loss
-from workers.trainer.loss_inputs import LOSSES, THRESHOLDS
+from workers.trainer.loss_inputs import LOSSES, ROUTES, THRESHOLDS
 from workers.trainer.losses import LOSS_FUNCTIONS
 from workers.trainer.metrics import Measure
 from workers.trainer.progress import Part
@@ -41,7 +41,12 @@ def run_microbatch(decoder: Decoder, parts: Sequence[Part], *, trains: bool) -> 
     counter = RouteCounter(decoder.config.num_experts)
     with nullcontext() if trains else torch.no_grad():
         hidden_TD = decoder(
-            packed.tokens_T, packed.positions_T, PackedAttend(packed.lengths), packed.lora, counter.on_route
+            packed.tokens_T,
+            packed.positions_T,
+            PackedAttend(packed.lengths),
+            packed.lora,
+            counter.on_route,
+            packed.replay_MTK,
         )
         lp_P = target_logprobs(decoder, hidden_TD, packed.rows_P, packed.targets_P, packed.lora)
     results = [
@@ -66,6 +71,7 @@ class _Packed:
     rows_P: Tensor
     targets_P: Tensor
     positions: list[int]  # of each part: how many of P are its own
+    replay_MTK: Tensor | None  # where any datum says which experts to choose
 
 
 def _pack(parts: Sequence[Part], device: torch.device) -> _Packed:
@@ -90,7 +96,18 @@ def _pack(parts: Sequence[Part], device: torch.device) -> _Packed:
         rows_P=tensor([np.repeat(np.arange(len(repeats)), repeats)]),
         targets_P=tensor([array.reshape(-1) for array in targets]),
         positions=[sum(datum.inputs["target_tokens"].size for datum in part.data) for part in parts],
+        replay_MTK=_replay(data, device),
     )
+
+
+def _replay(data: Sequence[ArrayDatum], device: torch.device) -> Tensor | None:
+    routes = [datum.inputs.get(ROUTES) for datum in data]
+    example = next((array for array in routes if array is not None), None)
+    if example is None:
+        return None
+    free = (np.full((len(datum.tokens), *example.shape[1:]), FREE) for datum in data)
+    rows = [given if array is None else array for array, given in zip(routes, free, strict=True)]
+    return torch.from_numpy(np.concatenate(rows).astype(np.int64)).to(device).transpose(0, 1).contiguous()
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from weft.wire.codec import ArrayDatum, TrainBatch, WireError, decode_train_requ
 
 from scheduler.messages import Failure, OpKind, TrainOp
 from workers.model.adapter import Adapter
+from workers.model.config import DecoderConfig
 from workers.trainer.custom_format import CustomLoss
-from workers.trainer.loss_inputs import CUSTOM, LossInputError, check_loss, loss_id_of
+from workers.trainer.loss_inputs import CUSTOM, LossInputError, check_loss, check_routes, loss_id_of
 from workers.trainer.metrics import Measure, merge_measures, metric_values
 from workers.trainer.routing import balance_metrics
 from workers.trainer.state import RunState
@@ -144,9 +145,10 @@ class BadOperation(ValueError):
 
 
 def begin(
-    op: TrainOp, run: RunState, body: bytes, vocab_size: int, custom_loss: Callable[[str], CustomLoss]
+    op: TrainOp, run: RunState, body: bytes, config: DecoderConfig, custom_loss: Callable[[str], CustomLoss]
 ) -> Progress:
-    """Decode and check an operation's body. `custom_loss` finds an uploaded loss by its id.
+    """Decode and check an operation's body, for a model of this `config`. `custom_loss` finds an uploaded loss by its
+    id.
 
     Raises BadOperation naming datum and field."""
     try:
@@ -154,10 +156,11 @@ def begin(
         lengths = [len(datum.tokens) for datum in batch.data]
         custom = custom_loss(loss_id_of(batch.loss_fn_config)) if batch.loss_fn == CUSTOM else None
         check_loss(batch.loss_fn, batch.loss_fn_config, [datum.inputs for datum in batch.data], lengths, custom)
+        check_routes([datum.inputs for datum in batch.data], lengths, config)
     except (WireError, LossInputError) as error:
         raise BadOperation(str(error)) from error
     for index, datum in enumerate(batch.data):
         for name, ids in (("model_input", datum.tokens), ("target_tokens", datum.inputs["target_tokens"])):
-            if ids.size == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-                raise BadOperation(f"datum {index}: {name} must hold token ids from 0 to {vocab_size - 1}")
+            if ids.size == 0 or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+                raise BadOperation(f"datum {index}: {name} must hold token ids from 0 to {config.vocab_size - 1}")
     return Progress(op, run, batch, custom)

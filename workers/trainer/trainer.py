@@ -238,8 +238,8 @@ class Trainer:
 
     def _begin(self, op: TrainOp) -> Progress:
         run = self._run(op)
-        vocab_size = self._decoder(run.spec).config.vocab_size
-        progress = begin(op, run, self.blobs.get(op.body_ref), vocab_size, self._custom_losses.get)
+        config = self._decoder(run.spec).config
+        progress = begin(op, run, self.blobs.get(op.body_ref), config, self._custom_losses.get)
         # After the check of the body, so that all slices of a bad operation fail for the same reason.
         if op.start:
             raise NotResident(f"a slice of operation {op.op_id} came without those before it")
