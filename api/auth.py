@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, Request
+from sqlalchemy import ColumnElement, or_
 from sqlalchemy.orm import Session
 
 from api.errors import Forbidden, InvalidToken, Unauthenticated
@@ -21,7 +22,7 @@ from api.tokens import PREFIX as TOKEN_PREFIX
 from api.tokens import BadToken, owner_urn
 from store import keys, tables
 from store.caller import Caller, become
-from store.roles import SCOPES, effective
+from store.roles import BEYOND_A_PROJECT, SCOPES, effective
 
 #: A revoked key still works for this long, and so does a role, a scope, a limit or a status after it was changed.
 REMEMBERED_S = 3.0
@@ -68,8 +69,13 @@ class Principal:
     def actor(self) -> str:
         return f"user:{self.user_id}" if self.user_id is not None else f"key:{self.key_id}"
 
+    def made(self) -> ColumnElement[bool]:
+        """Of sessions: those made with this key, or by this user with any."""
+        by_key = tables.Session.key_id == self.key_id
+        return by_key if self.user_id is None else or_(by_key, tables.Session.user_id == self.user_id)
+
     def owns(self, session: tables.Session) -> bool:
-        """Whether that session was made with this key, or by this user."""
+        """`made`, of one session."""
         return session.key_id == self.key_id or (self.user_id is not None and session.user_id == self.user_id)
 
 
@@ -128,7 +134,7 @@ def admit(request: Request, who: Principal) -> Principal:
     if who.key_id is not None:
         service_of(request).last_used.note(who.key_id)
     address = request.client.host if request.client is not None else None
-    become(Caller(who.org_id, who.actor, address, uuid.uuid4().hex, who.key_id, who.user_id))
+    become(Caller(who.org_id, who.actor, address, uuid.uuid4().hex))
     return who
 
 
@@ -180,7 +186,7 @@ def principal_of(session: Session, key: tables.ApiKey | None) -> Principal | Non
         user_id=key.user_id,
         project_id=key.project_id,
         role=role,
-        scopes=effective(role, key.scopes),
+        scopes=effective(role, key.scopes) - (BEYOND_A_PROJECT if key.project_id is not None else frozenset()),
         status=org.status,
         limits=tuple(RateLimit.of(row) for row in limited),
     )

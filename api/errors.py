@@ -21,6 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from store.people import NoSuch, PeopleError
+
 log = logging.getLogger("weft.api")
 
 #: Characters of a bad value that an error quotes.
@@ -195,6 +197,10 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(_request: Request, error: ApiError) -> Response:
         return error.response()
+
+    @app.exception_handler(PeopleError)
+    async def people_error(_request: Request, error: PeopleError) -> Response:
+        return (NotFound if isinstance(error, NoSuch) else Invalid)(str(error)).response()
 
     @app.exception_handler(RequestValidationError)
     async def bad_parameters(_request: Request, error: RequestValidationError) -> Response:

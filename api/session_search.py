@@ -79,7 +79,7 @@ def _conditions(who: Principal, wanted: SessionSearchRequest) -> list[ColumnElem
     if isinstance(wanted.owner, UserSearchOwner):
         conditions.append(S.key_id.in_([_key(urn) for urn in wanted.owner.owner_urns]))
     elif wanted.owner.type == "own":
-        conditions.append(S.key_id == who.key_id)
+        conditions.append(who.made())
     if wanted.project_ids is not None:
         named = [project for project in wanted.project_ids if "\0" not in project]
         in_default = S.project_id.is_(None) if DEFAULT_PROJECT in named else false()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from sqlalchemy import func, select
@@ -73,7 +74,7 @@ def add_member(session: Session, org_id: str, email: str, role: str, key_id: int
 
 
 def change_role(session: Session, org_id: str, user_id: str, role: str, key_id: int | None = None) -> Membership:
-    row = _membership(session, org_id, user_id)
+    row = membership(session, org_id, user_id)
     _check_role(role)
     if row.role == "owner" and role != "owner":
         _keep_an_owner(session, org_id)
@@ -87,7 +88,7 @@ def remove_member(session: Session, org_id: str, user_id: str, key_id: int | Non
     """End a membership, and with it the member's keys in this organisation."""
     from store.keys import revoke_row
 
-    row = _membership(session, org_id, user_id)
+    row = membership(session, org_id, user_id)
     if row.role == "owner":
         _keep_an_owner(session, org_id)
     for key in session.scalars(select(ApiKey).filter_by(org_id=org_id, user_id=user_id, revoked_at=None)):
@@ -102,7 +103,7 @@ def members(session: Session, org_id: str) -> list[tuple[Membership, User]]:
     return [(member, user) for member, user in rows]
 
 
-def _membership(session: Session, org_id: str, user_id: str) -> Membership:
+def membership(session: Session, org_id: str, user_id: str) -> Membership:
     row = session.get(Membership, (org_id, user_id))
     if row is None:
         raise NoSuch(f"no member {user_id[:80]!r}")
@@ -181,3 +182,19 @@ def _check_name(session: Session, org_id: str, name: str) -> None:
 
 def _note(session: Session, org_id: str, key_id: int | None, event: str, target: str, **detail: str) -> None:
     audit.record(session, org_id=org_id, key_id=key_id, event=event, target=target, detail=dict(detail))
+
+
+# ---- limits
+
+LIMITS = ("requests_per_minute", "tokens_per_minute", "max_in_flight")
+
+
+def set_limits(
+    session: Session, row: Organisation | Project | ApiKey, values: Mapping[str, int | None], key_id: int | None = None
+) -> None:
+    """Set the rate limits in `values` (None: none); those that it does not name stay."""
+    org_id = row.id if isinstance(row, Organisation) else row.org_id
+    for name, value in values.items():
+        setattr(row, name, value)
+    target = f"{row.__tablename__.rstrip('s')} {row.id}"
+    audit.record(session, org_id=org_id, key_id=key_id, event="limits_set", target=target, detail=dict(values))

@@ -15,6 +15,9 @@ ROLES: tuple[str, ...] = get_args(Role)
 #: `admin` implies every other scope.
 ADMIN = "admin"
 
+#: What is about the whole organisation: a key that is bound to a project never has it.
+BEYOND_A_PROJECT: frozenset[str] = frozenset({ADMIN, "billing:read", "billing:write"})
+
 ALLOWED: dict[str, frozenset[str]] = {
     "owner": SCOPES,
     "admin": SCOPES,

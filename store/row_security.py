@@ -46,14 +46,13 @@ def protect(connection: Connection) -> None:
 def _make_role(connection: Connection, role: str) -> None:
     """Roles are shared by all databases of a server. One who may not make them has them made by who may:
     CREATE ROLE weft_app NOLOGIN; CREATE ROLE weft_service NOLOGIN; GRANT weft_app, weft_service TO <user>."""
-    connection.execute(
-        text(
-            f"DO $$ BEGIN IF NOT EXISTS (SELECT 1 FROM pg_roles WHERE rolname = '{role}') THEN "
-            f"BEGIN CREATE ROLE {role} NOLOGIN; EXCEPTION WHEN duplicate_object OR unique_violation THEN NULL; END; "
-            f"END IF; IF NOT pg_has_role(current_user, '{role}', 'MEMBER') THEN "
-            f"EXECUTE format('GRANT {role} TO %I', current_user); END IF; END $$"  # noqa: S608
+    if connection.scalar(text("SELECT 1 FROM pg_roles WHERE rolname = :role"), {"role": role}) is None:
+        made_by_another = "duplicate_object OR unique_violation"
+        connection.execute(
+            text(f"DO $$ BEGIN CREATE ROLE {role} NOLOGIN; EXCEPTION WHEN {made_by_another} THEN NULL; END $$")
         )
-    )
+    if not connection.scalar(text("SELECT pg_has_role(current_user, :role, 'MEMBER')"), {"role": role}):
+        connection.execute(text(f"GRANT {role} TO CURRENT_USER"))
 
 
 def _shield(connection: Connection, table: str, using: str, check: str) -> None:

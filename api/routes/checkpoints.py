@@ -20,6 +20,7 @@ from api.client_versions import readable_kinds
 from api.errors import Invalid
 from api.exports import LINKS_LAST, make_archive
 from api.lookup import checkpoint_at, live_checkpoints, run_by_id
+from api.own import own_checkpoint
 from api.paths import KINDS, CheckpointPath, parse_path
 from api.routes.downloads import archive_path, file_path
 from api.session_search import text_values
@@ -85,7 +86,7 @@ async def _set_public(service: Service, who: Principal, path: CheckpointPath, pu
     """Saying it twice is no error: a 409 would have clients try again for minutes."""
 
     def write(session: Session) -> None:
-        row = checkpoint_at(session, who.org_id, path)
+        row = own_checkpoint(session, who, path)
         if row.public != public:
             row.public = public
             _note(session, who, "checkpoint_published" if public else "checkpoint_unpublished", path)
@@ -109,7 +110,7 @@ async def expire(service: Service, who: Principal, path: CheckpointPath, ttl: in
     expires = None if ttl is None else datetime.now(UTC) + timedelta(seconds=ttl)
 
     def write(session: Session) -> None:
-        checkpoint_at(session, who.org_id, path).expires_at = expires
+        own_checkpoint(session, who, path).expires_at = expires
         _note(session, who, "checkpoint_ttl_set", path, ttl_seconds=ttl)
 
     await service.database.write(write)
@@ -124,7 +125,7 @@ async def delete_checkpoint(
     path = _path(run_id, kind, name)
 
     def write(session: Session) -> str | None:
-        row = checkpoint_at(session, who.org_id, path)
+        row = own_checkpoint(session, who, path)
         storage.end(session, row, datetime.now(UTC))
         session.delete(row)
         _note(session, who, "checkpoint_deleted", path)

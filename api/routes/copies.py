@@ -18,9 +18,9 @@ from api.creation import run_id_of
 from api.errors import Invalid, quote
 from api.lookup import active_session, readable_checkpoint, run_of
 from api.paths import CheckpointPath, parse_path
-from api.session_search import DEFAULT_PROJECT
+from api.projects import check_project, project_for
 from api.state import ServiceDep
-from api.validate.runs import check_sequence, check_text
+from api.validate.runs import check_sequence
 from billing import storage
 from store import audit, tables
 
@@ -41,7 +41,7 @@ async def copy_weights(
     body = await read_json(request, CopyWeightsRequest)
     source = parse_path(body.source_path, "source_path")
     token = body.weights_access_token or x_tinker_weights_access_token
-    check_text(body.destination_project_id, "destination_project_id", 64)
+    check_project(body.destination_project_id)
     if (body.destination_project_id is None) == (body.session_id is None):
         raise Invalid("destination_project_id, session_id: give one of them")
     retry_key = request.headers.get("x-idempotency-key")
@@ -81,10 +81,11 @@ def _new_session(session: Session, who: Principal, project_id: str | None, retry
         id=session_id,
         org_id=who.org_id,
         key_id=who.key_id,
+        user_id=who.user_id,
         state="finished",
         sdk_version="",
         display_name=None,
-        project_id=None if project_id == DEFAULT_PROJECT else project_id,
+        project_id=project_for(session, who, project_id),
         tags=[],
         user_metadata={},
         finish_reason="success",

@@ -44,7 +44,7 @@ async def training_runs(
         query = select(tables.Run).filter_by(org_id=who.org_id)
         query = query.join(tables.Session, tables.Session.id == tables.Run.session_id)
         if access_scope == "owned":
-            query = query.where(tables.Session.key_id == who.key_id)
+            query = query.where(who.made())
         if project_id is not None:
             project = None if project_id == DEFAULT_PROJECT else project_id
             query = query.where(tables.Session.project_id.is_not_distinct_from(project))
@@ -61,7 +61,7 @@ async def training_run(
 ) -> dict[str, Any]:
     def read(session: Session) -> dict[str, Any]:
         run = run_by_id(session, who.org_id, run_id)
-        if access_scope == "owned" and session.get_one(tables.Session, run.session_id).key_id != who.key_id:
+        if access_scope == "owned" and not who.owns(session.get_one(tables.Session, run.session_id)):
             raise NotFound(f"no model {quote(run_id)} of this key: ask with access_scope=accessible")
         return _describe_runs(session, [run])[0]
 

@@ -17,7 +17,9 @@ from api.auth import Principal, PrincipalDep
 from api.bodies import read_json
 from api.errors import Invalid, NotFound, quote
 from api.lookup import session_by_id
+from api.own import check_own
 from api.presence import end, runs_of
+from api.projects import check_project, project_for
 from api.session_search import DEFAULT_PROJECT, search, text_values
 from api.state import ServiceDep
 from api.validate.runs import check_metadata, check_text
@@ -40,16 +42,17 @@ async def create_session(request: Request, service: ServiceDep, who: PrincipalDe
     body = await read_json(request, CreateSessionRequest)
     if len(body.tags) > MAX_TAGS:
         raise Invalid(f"tags: {len(body.tags)} tags, the limit is {MAX_TAGS}")
+    check_project(body.project_id)
     now = datetime.now(UTC)
     key = request.headers.get("x-idempotency-key")
     new = tables.Session(
         id=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{who.org_id} {key}") if key else uuid.uuid4()),
         org_id=who.org_id,
         key_id=who.key_id,
+        user_id=who.user_id,
         state="active",
         sdk_version=check_text(body.sdk_version, "sdk_version", 64),
         display_name=check_text(body.display_name, "display_name", 256),
-        project_id=_check_project(body.project_id),
         tags=[check_text(tag, f"tags.{index}", 256) for index, tag in enumerate(body.tags)],
         user_metadata=check_metadata(body.user_metadata),
         created_at=now,
@@ -58,6 +61,7 @@ async def create_session(request: Request, service: ServiceDep, who: PrincipalDe
 
     def write(session: Session) -> None:
         if session.get(tables.Session, new.id) is None:
+            new.project_id = project_for(session, who, body.project_id)
             session.add(new)
             _note(session, who, "session_created", new.id, new.project_id)
 
@@ -102,15 +106,18 @@ async def finish_session(session_id: str, request: Request, service: ServiceDep,
 async def assign_project(session_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
     """Move a session, with its runs, checkpoints and usage, into a project."""
     body = await read_json(request, AssignProjectRequest)
-    project = _check_project(body.project_id)
+    check_project(body.project_id)
 
-    def write(session: Session) -> None:
+    def write(session: Session) -> str | None:
         row = session_by_id(session, who.org_id, session_id)
+        check_own(who, row)
+        project = project_for(session, who, body.project_id)
         if row.project_id != project:
             row.project_id = project
             _note(session, who, "project_session_assigned", row.id, project)
+        return project
 
-    await service.database.write(write)
+    project = await service.database.write(write)
     return {"project_id": project or DEFAULT_PROJECT}
 
 
@@ -136,7 +143,7 @@ async def session_details(
 ) -> dict[str, Any]:
     def read(session: Session) -> dict[str, Any]:
         row = session_by_id(session, who.org_id, session_id)
-        if access_scope == "owned" and row.key_id != who.key_id:
+        if access_scope == "owned" and not who.owns(row):
             raise NotFound(f"no session {quote(session_id)} of this key: ask with access_scope=accessible")
         runs = select(tables.Run.id).filter_by(session_id=row.id).order_by(tables.Run.model_seq_id)
         samplers = select(tables.Sampler.id).filter_by(session_id=row.id)
@@ -154,15 +161,7 @@ async def session_details(
 
 def _in_scope(query: Select[Any], who: Principal, scope: Scope) -> Select[Any]:
     query = query.filter(tables.Session.org_id == who.org_id)
-    return query.filter(tables.Session.key_id == who.key_id) if scope == "owned" else query
-
-
-def _check_project(project_id: str | None) -> str | None:
-    """A project's id; None for the project of everything that was put into no other."""
-    check_text(project_id, "project_id", 64)
-    if project_id is not None and not (project_id.isprintable() and project_id.strip()):
-        raise Invalid(f"project_id: must be 1 to 64 printable characters, got {quote(project_id)}")
-    return None if project_id == DEFAULT_PROJECT else project_id
+    return query.filter(who.made()) if scope == "owned" else query
 
 
 def _note(session: Session, who: Principal, event: str, target: str, project: str | None) -> None:

@@ -1,0 +1,167 @@
+"""API keys, for those who manage them: admins manage all keys of their organisation, everybody else his own.
+
+A secret is in exactly one answer, that of the request which made it.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api.access import declare
+from api.auth import Principal, PrincipalDep
+from api.bodies import read_json
+from api.errors import Forbidden, Invalid, NotFound, quote
+from api.state import ServiceDep
+from api.validate.runs import check_text
+from store import keys, tables
+from store.people import NoSuch, project_by_id
+from store.roles import ADMIN, SCOPES, Scope
+
+router = APIRouter(prefix="/api/v1/weft/keys")
+
+LONGEST_OVERLAP_S = 30 * 24 * 3600
+#: Keys of one organisation that are good at a time: making them is throttled by their number.
+MAX_KEYS = 1000
+
+
+class NewKey(BaseModel):
+    """`user_id`: the member that it belongs to, whose role bounds it; without, it belongs to the organisation."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = ""
+    scopes: Annotated[list[Scope], Field(min_length=1, max_length=len(SCOPES))] = [ADMIN]
+    user_id: str | None = None
+    project_id: str | None = None
+    expires_at: AwareDatetime | None = None
+
+
+class Rotation(BaseModel):
+    """For how long the present secret stays good beside the new one."""
+
+    model_config = ConfigDict(extra="forbid")
+    overlap_seconds: Annotated[int, Field(ge=0, le=LONGEST_OVERLAP_S)] = 24 * 3600
+
+
+@router.get("", **declare(scope="any", limit="call"))
+async def list_keys(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """The keys that `who` manages, newest first."""
+
+    def read(session: Session) -> list[dict[str, Any]]:
+        query = select(tables.ApiKey).where(tables.ApiKey.org_id == who.org_id)
+        if ADMIN not in who.scopes:
+            query = query.where(tables.ApiKey.user_id == who.user_id, tables.ApiKey.user_id.is_not(None))
+        return [describe(row) for row in session.scalars(query.order_by(tables.ApiKey.id.desc()))]
+
+    return {"keys": await service.read(read)}
+
+
+@router.post("", **declare(scope="any", limit="call"))
+async def create_key(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """A new key, and here only its secret."""
+    body = await read_json(request, NewKey)
+    name = check_text(body.name, "name", 128) or ""
+    wanted = frozenset(body.scopes)
+    if not who.scopes >= wanted:
+        missing = ", ".join(sorted(wanted - who.scopes))
+        raise Forbidden(f"scopes: this key cannot give {missing}, which it does not have itself")
+    if ADMIN not in who.scopes and (who.user_id is None or body.user_id not in (None, who.user_id)):
+        raise Forbidden("user_id: only an admin makes keys for others or for the organisation itself")
+    if body.expires_at is not None and body.expires_at <= datetime.now(UTC):
+        raise Invalid(f"expires_at: must be in the future, got {body.expires_at.isoformat()}")
+    user_id = body.user_id if ADMIN in who.scopes else who.user_id
+    project_id = body.project_id if who.project_id is None else who.project_id
+
+    def write(session: Session) -> dict[str, Any]:
+        _check_owner(session, who.org_id, user_id, project_id)
+        row, secret = keys.new_key(
+            session,
+            who.org_id,
+            name=name,
+            scopes=wanted,
+            user_id=user_id,
+            project_id=project_id,
+            expires_at=body.expires_at,
+            by=who.key_id,
+        )
+        return describe(row) | {"key": secret}
+
+    return await service.database.write(write)
+
+
+@router.get("/{key_id}", **declare(scope="any", limit="call"))
+async def get_key(key_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    return await service.read(lambda session: describe(managed_key(session, who, key_id)))
+
+
+@router.post("/{key_id}/rotate", **declare(scope="any", limit="call"))
+async def rotate_key(key_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """Another secret for the same key: its limits, its sessions and what it has cost stay its own."""
+    body = await read_json(request, Rotation)
+
+    def write(session: Session) -> dict[str, Any]:
+        row = managed_key(session, who, key_id)
+        if not keys.is_good(row):
+            raise Invalid(f"key {key_id} is revoked or expired: make a new one")
+        if ADMIN in row.scopes and ADMIN not in who.scopes:
+            raise Forbidden("this key cannot give admin, which it does not have itself")
+        secret = keys.rotate(session, row, timedelta(seconds=body.overlap_seconds), by=who.key_id)
+        return describe(row) | {"key": secret}
+
+    return await service.database.write(write)
+
+
+@router.delete("/{key_id}", **declare(scope="any", limit="call"))
+async def revoke_key(key_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """Good for nothing within seconds, everywhere. Doing it twice is no error."""
+
+    def write(session: Session) -> dict[str, Any]:
+        row = managed_key(session, who, key_id)
+        if row.revoked_at is None:
+            keys.revoke_row(session, row, by=who.key_id)
+        return describe(row)
+
+    return await service.database.write(write)
+
+
+def managed_key(session: Session, who: Principal, key_id: str) -> tables.ApiKey:
+    """A key that `who` manages; any other is not found."""
+    number = int(key_id) if key_id.isascii() and key_id.isdecimal() and len(key_id) <= 18 else -1
+    row = session.get(tables.ApiKey, number)
+    own = row is not None and who.user_id is not None and row.user_id == who.user_id
+    if row is None or row.org_id != who.org_id or not (own or ADMIN in who.scopes):
+        raise NotFound(f"no key {quote(key_id)}")
+    return row
+
+
+def _check_owner(session: Session, org_id: str, user_id: str | None, project_id: str | None) -> None:
+    if user_id is not None and session.get(tables.Membership, (org_id, user_id)) is None:
+        raise NoSuch(f"no member {quote(user_id)}")
+    if project_id is not None and project_by_id(session, org_id, project_id).archived_at is not None:
+        raise Invalid(f"project_id: {quote(project_id)} is archived")
+    query = select(tables.ApiKey.id).filter_by(org_id=org_id, revoked_at=None).limit(MAX_KEYS)
+    if len(session.scalars(query).all()) >= MAX_KEYS:
+        raise Invalid(f"the organisation has {MAX_KEYS} keys, which is the limit: revoke some first")
+
+
+def describe(row: tables.ApiKey) -> dict[str, Any]:
+    """A key as people see it."""
+    return {
+        "id": row.id,
+        "name": row.name,
+        "prefix": row.prefix,
+        "last4": row.last4,
+        "scopes": row.scopes,
+        "user_id": row.user_id,
+        "project_id": row.project_id,
+        "created_at": row.created_at,
+        "expires_at": row.expires_at,
+        "last_used_at": row.last_used_at,
+        "revoked_at": row.revoked_at,
+        "previous_expires_at": row.previous_expires_at,
+    }

@@ -1,0 +1,86 @@
+"""The members of an organisation and their roles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy.orm import Session
+
+from api.access import declare
+from api.auth import Principal, PrincipalDep
+from api.bodies import read_json
+from api.errors import Forbidden
+from api.state import ServiceDep
+from store import people, tables
+from store.roles import Role
+
+router = APIRouter(prefix="/api/v1/weft/members")
+
+
+class NewMember(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    email: str
+    role: Role
+
+
+class RoleChange(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    role: Role
+
+
+@router.get("", **declare(scope="any", limit="call"))
+async def list_members(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    def read(session: Session) -> list[dict[str, Any]]:
+        return [_describe(row, user) for row, user in people.members(session, who.org_id)]
+
+    return {"members": await service.read(read)}
+
+
+@router.post("", **declare(scope="admin", limit="call"))
+async def add_member(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """Make a person a member. They sign in with a link that the operator or the console gives them."""
+    body = await read_json(request, NewMember)
+    _only_owners(who, body.role)
+
+    def write(session: Session) -> dict[str, Any]:
+        user = people.add_member(session, who.org_id, body.email, body.role, who.key_id)
+        return _describe(session.get_one(tables.Membership, (who.org_id, user.id)), user)
+
+    return await service.database.write(write)
+
+
+@router.put("/{user_id}", **declare(scope="admin", limit="call"))
+async def change_role(user_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """Another role. The member's keys have it within seconds."""
+    body = await read_json(request, RoleChange)
+
+    def write(session: Session) -> dict[str, Any]:
+        before = people.membership(session, who.org_id, user_id).role
+        _only_owners(who, body.role, before)
+        people.change_role(session, who.org_id, user_id, body.role, who.key_id)
+        return {"user_id": user_id, "role": body.role}
+
+    return await service.database.write(write)
+
+
+@router.delete("/{user_id}", **declare(scope="admin", limit="call"))
+async def remove_member(user_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
+    """End a membership; the member's keys are revoked with it."""
+
+    def write(session: Session) -> None:
+        _only_owners(who, people.membership(session, who.org_id, user_id).role)
+        people.remove_member(session, who.org_id, user_id, who.key_id)
+
+    await service.database.write(write)
+    return {"status": "removed"}
+
+
+def _only_owners(who: Principal, *roles: str) -> None:
+    if "owner" in roles and who.role != "owner":
+        raise Forbidden("only an owner makes owners, changes their role or removes them")
+
+
+def _describe(row: tables.Membership, user: tables.User) -> dict[str, Any]:
+    return {"user_id": user.id, "email": user.email, "role": row.role, "created_at": row.created_at}

@@ -1,0 +1,79 @@
+"""Projects: made, listed, renamed, archived."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api.access import declare
+from api.auth import PrincipalDep
+from api.bodies import read_json
+from api.state import ServiceDep
+from store import people, tables
+
+router = APIRouter(prefix="/api/v1/weft/projects")
+
+
+class NewProject(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str
+
+
+class ProjectChange(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str | None = None
+    archived: bool | None = None
+
+
+@router.get("", **declare(scope="any", limit="call"))
+async def list_projects(service: ServiceDep, who: PrincipalDep, archived: bool = False) -> dict[str, Any]:
+    """Projects by name; archived ones if asked."""
+
+    def read(session: Session) -> list[dict[str, Any]]:
+        query = select(tables.Project).filter_by(org_id=who.org_id)
+        if who.project_id is not None:
+            query = query.filter_by(id=who.project_id)
+        if not archived:
+            query = query.filter_by(archived_at=None)
+        return [_describe(row) for row in session.scalars(query.order_by(tables.Project.name))]
+
+    return {"projects": await service.read(read)}
+
+
+@router.post("", **declare(scope="admin", limit="call"))
+async def create_project(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    body = await read_json(request, NewProject)
+
+    def write(session: Session) -> dict[str, Any]:
+        return _describe(people.create_project(session, who.org_id, body.name, key_id=who.key_id))
+
+    return await service.database.write(write)
+
+
+@router.get("/{project_id}", **declare(scope="any", limit="call"))
+async def get_project(project_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    return await service.read(lambda session: _describe(people.project_by_id(session, who.org_id, project_id)))
+
+
+@router.patch("/{project_id}", **declare(scope="admin", limit="call"))
+async def change_project(project_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+    """Rename, archive, restore. The id stays, and with it what its sessions and bills say."""
+    body = await read_json(request, ProjectChange)
+
+    def write(session: Session) -> dict[str, Any]:
+        row = people.project_by_id(session, who.org_id, project_id)
+        if body.name is not None:
+            people.rename_project(session, row, body.name, who.key_id)
+        if body.archived is not None:
+            people.archive_project(session, row, body.archived, who.key_id)
+        return _describe(row)
+
+    return await service.database.write(write)
+
+
+def _describe(row: tables.Project) -> dict[str, Any]:
+    return {"id": row.id, "name": row.name, "created_at": row.created_at, "archived_at": row.archived_at}
