@@ -21,6 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from api.supervisor import Supervisor, WorkerFailed
 from billing.prices import load_prices
+from billing.wallets import set_default
 from store.blobs import Blobs
 from store.db import Database
 from store.settings import Settings

@@ -21,6 +21,7 @@ from sqlalchemy import ColumnElement, Row, func, select
 from sqlalchemy.orm import Session
 
 from billing.budgets import derived
+from store.db import Database
 from store.tables import Budget, BudgetPeriod, LedgerEntry, Operation, UsageEvent, UsageHour, Wallet
 
 #: Sums are made of two halves, each of which fits into 64 bits.
@@ -40,8 +41,16 @@ class Drift:
         return f"{self.org_id}: {self.what}: kept {self.kept}, derived {self.derived}, {self.kept - self.derived:+d}"
 
 
+def check(database: Database, org_id: str | None = None) -> list[Drift]:
+    """All that does not agree, of one organisation or of all, while work goes on."""
+    with database.read() as session:
+        if session.get_bind().dialect.name == "postgresql":  # one snapshot; SQLite's reads are always that
+            session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
+        return reconcile(session, org_id)
+
+
 def reconcile(session: Session, org_id: str | None = None) -> list[Drift]:
-    """All that does not agree, of one organisation or of all. To be called in a write, or in one snapshot."""
+    """`check` in a snapshot that there is."""
     found = [
         *_wallets(session, org_id),
         *_settlements(session, org_id),

@@ -9,8 +9,10 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from store.db import take_locks
+from store.settings import BillingSettings
 from store.tables import Wallet, WalletDefault
 
+NUSD_PER_USD = 10**9
 Mode = Literal["prepaid", "postpaid", "unlimited"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -35,13 +37,9 @@ def make_wallets(session: Session, org_ids: list[str]) -> None:
     session.execute(insert(Wallet).on_conflict_do_nothing(), rows)
 
 
-def set_default(session: Session, mode: Mode, overdraft_nusd: int = 0) -> None:
+def set_default(session: Session, billing: BillingSettings) -> None:
     """What the wallets of organisations that have none yet will be."""
-    row = session.get(WalletDefault, 1)
-    if row is None:
-        session.add(WalletDefault(id=1, mode=mode, overdraft_nusd=overdraft_nusd))
-    else:
-        row.mode, row.overdraft_nusd = mode, overdraft_nusd
+    session.merge(WalletDefault(id=1, mode=billing.mode, overdraft_nusd=billing.overdraft_usd * NUSD_PER_USD))
 
 
 def set_mode(session: Session, org_id: str, mode: Mode, overdraft_nusd: int) -> Wallet:

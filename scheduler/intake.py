@@ -27,7 +27,6 @@ from scheduler.messages import OpKind
 from scheduler.operations import SAMPLE, NewOperation, Operation, SequenceReused
 from store import tables
 from store.blobs import Blobs
-from store.caller import caller
 from store.db import Database
 
 #: A larger body is written by a thread, so that the event loop goes on.
@@ -127,17 +126,7 @@ class Intake:
 def insert_all(session: Session, takings: list[Taking]) -> list[OutOfMoney | None]:
     """Insert operations with their holds; those that cannot be paid for are answered with why, and leave nothing.
     To be run by `Database.write_batched`, in the locks of their organisations."""
-    owner = tables.Session
-    query = select(owner.id, owner.key_id, owner.user_id, owner.project_id)
-    rows = session.execute(query.where(owner.id.in_({taking.row["session_id"] for taking in takings})))
-    owners = {session_id: whose for session_id, *whose in rows}
-    payers = []
-    for row in (taking.row for taking in takings):
-        key_id, user_id, project_id = owners.get(row["session_id"], (None, None, None))
-        if row["key_id"] is None and row["user_id"] is None:
-            row |= {"key_id": key_id, "user_id": user_id}
-        row["project_id"] = project_id
-        payers.append(payer_of(row))
+    payers = [payer_of(taking.row) for taking in takings]
     times = {taking.row["accepted_at"] for taking in takings}
     accounts = Accounts(session, set(payers), times, datetime.now(UTC))
     refusals = [_take(session, accounts, payer, taking) for payer, taking in zip(payers, takings, strict=True)]
@@ -202,14 +191,13 @@ def _operation(new: NewOperation, request_id: str) -> Operation:
 
 
 def _row(op: Operation, digest: str) -> dict[str, Any]:
-    who = caller()
     return {
         "id": op.id,
         "org_id": op.org_id,
         "session_id": op.session_id,
-        "key_id": who.key_id,
-        "user_id": who.user_id,
-        "project_id": None,
+        "key_id": op.key_id,
+        "user_id": op.user_id,
+        "project_id": op.project_id,
         "lane": op.lane,
         "seq": op.seq,
         "kind": str(op.kind),

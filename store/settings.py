@@ -61,6 +61,9 @@ class GeneratorSettings(_Section):
     dtype: Dtype = "auto"
     #: Sequences that are decoded at the same time.
     slots: Positive = 32
+    #: Keys and values kept for running sequences, in tokens of all of them; 0: as many as full slots take. With less,
+    #: more slots fit into the same memory, and the youngest sequences are set aside when they all grow long.
+    kv_tokens: Annotated[int, Field(ge=0)] = 0
     #: Prompt tokens computed between two decode steps; longer prompts are computed in pieces.
     prefill_tokens: Positive = 2048
     #: Memory, of each base model, for prompts that later ones may begin with; 0 keeps none.

@@ -1,0 +1,219 @@
+"""`weftd credit`, `weftd budget` and `weftd billing`: money, as the operator sees and moves it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+
+import click
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+from weft.money import usd
+
+from api.commands.places import database_of, refuse, where
+from billing.budgets import PERIODS, Period, Scope, owns, remove_budget, set_budget, states
+from billing.grants import GrantKind, give
+from billing.reconcile import check
+from billing.refunds import refund_operation
+from billing.wallets import MODES, Mode, available_nusd, set_mode, wallet_of
+from store import audit
+from store.tables import Organisation
+
+_NUSD = Decimal(10**9)
+_MOST_NUSD = 2**62
+
+
+def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
+    """Dollars as exact nano-dollars."""
+    if value is None:
+        return None
+    try:
+        amount = Decimal(value) * _NUSD
+    except InvalidOperation:
+        raise click.BadParameter(f"{value!r} is not an amount of dollars") from None
+    if not amount.is_finite() or amount != int(amount) or not 0 <= amount < _MOST_NUSD:
+        raise click.BadParameter(f"{value!r}: must be 0 or more, with nine decimals at most")
+    return int(amount)
+
+
+def _org_id(session: Session, name: str) -> str:
+    org_id = session.scalar(select(Organisation.id).where(Organisation.name == name))
+    if org_id is None:
+        raise click.ClickException(f"no organisation named {name!r}")
+    return org_id
+
+
+def _note(session: Session, org_id: str, event: str, target: str, **detail: object) -> None:
+    audit.record(session, org_id=org_id, key_id=None, event=event, target=target, detail=dict(detail))
+
+
+@click.group()
+def credit() -> None:
+    """Credit of organisations."""
+
+
+@credit.command()
+@where
+@click.option("--org", required=True, help="Name of the organisation.")
+@click.option("--usd", "amount_nusd", required=True, callback=_amount, help="Dollars, as 12.50.")
+@click.option("--days", type=click.IntRange(1, 36500), help="It expires after so many days; default: never.")
+@click.option("--kind", type=click.Choice(["promo", "paid"]), default="promo", show_default=True)
+@click.option("--memo", default="", help="What the ledger says of it.")
+def grant(
+    data_dir: Path | None, config: Path | None, org: str, amount_nusd: int, days: int | None, kind: GrantKind, memo: str
+) -> None:
+    """Give an organisation credit. Promotions, and what expires soonest, are used up first."""
+    expires = datetime.now(UTC) + timedelta(days=days) if days is not None else None
+    if amount_nusd == 0:
+        refuse("--usd must be more than 0")
+
+    def write(session: Session) -> str:
+        org_id = _org_id(session, org)
+        made = give(session, org_id, amount_nusd, kind=kind, expires_at=expires, memo=memo)
+        _note(session, org_id, "credit_granted", made.id, amount_nusd=amount_nusd, kind=kind)
+        return f"{org}\tbalance {usd(wallet_of(session, org_id).balance_nusd)}"
+
+    with database_of(config, data_dir) as database:
+        click.echo(database.write_now(write))
+
+
+@credit.command()
+@where
+@click.option("--org", required=True, help="Name of the organisation.")
+@click.option("--operation", "operation_id", required=True, help="Request id of the operation.")
+@click.option("--memo", default="", help="What the ledger says of it.")
+def refund(data_dir: Path | None, config: Path | None, org: str, operation_id: str, memo: str) -> None:
+    """Give back what an operation has cost. What was metered stays."""
+
+    def write(session: Session) -> int | None:
+        org_id = _org_id(session, org)
+        entry = refund_operation(session, org_id, operation_id, memo)
+        if entry is None:
+            return None
+        _note(session, org_id, "credit_refunded", operation_id, amount_nusd=entry.amount_nusd)
+        return entry.amount_nusd
+
+    with database_of(config, data_dir) as database:
+        amount = database.write_now(write)
+    if amount is None:
+        refuse(f"operation {operation_id!r} of {org} was refunded before, or has cost nothing")
+    click.echo(f"{org}\trefunded {usd(amount)}")
+
+
+@click.group()
+def budget() -> None:
+    """Limits on spending."""
+
+
+@budget.command("set")
+@where
+@click.option("--org", required=True, help="Name of the organisation.")
+@click.option("--usd", "limit_nusd", required=True, callback=_amount, help="Dollars, as 12.50.")
+@click.option("--project", help="Of this project of it.")
+@click.option("--key", "key_id", type=int, help="Of this key of it, by its number.")
+@click.option("--period", type=click.Choice(PERIODS), default="month", show_default=True)
+@click.option("--soft", is_flag=True, help="Only record when it is reached.")
+def set_(
+    data_dir: Path | None,
+    config: Path | None,
+    org: str,
+    limit_nusd: int,
+    project: str | None,
+    key_id: int | None,
+    period: Period,
+    soft: bool,
+) -> None:
+    """Make or change the budget of an organisation, or of a project or key of it."""
+    if project is not None and key_id is not None:
+        refuse("give --project or --key, not both: a budget is of one of them")
+
+    def write(session: Session) -> str:
+        org_id = _org_id(session, org)
+        scope: Scope = "project" if project is not None else "key" if key_id is not None else "org"
+        scope_id = project or (str(key_id) if key_id is not None else org_id)
+        if not owns(session, org_id, scope, scope_id):
+            raise click.ClickException(f"no {scope} {scope_id!r} in {org}")
+        made = set_budget(session, org_id, scope, scope_id, period, limit_nusd, hard=not soft)
+        _note(session, org_id, "budget_set", f"{scope}:{scope_id}", limit_nusd=limit_nusd, period=period, hard=not soft)
+        return made.id
+
+    with database_of(config, data_dir) as database:
+        click.echo(database.write_now(write))
+
+
+@budget.command("list")
+@where
+@click.option("--org", required=True, help="Name of the organisation.")
+def list_(data_dir: Path | None, config: Path | None, org: str) -> None:
+    """Show the budgets of an organisation, with what is spent, held and left of each."""
+    with database_of(config, data_dir) as database, database.read() as session:
+        for state in states(session, _org_id(session, org)):
+            of = state.budget
+            spent, held, left = (usd(n) for n in (state.spent_nusd, state.held_nusd, state.left_nusd))
+            kind = "hard" if of.hard else "soft"
+            place = f"{of.id}\t{of.scope} {of.scope_id}\t{of.period}\t{kind}"
+            click.echo(f"{place}\tlimit {usd(of.limit_nusd)}\tspent {spent}\theld {held}\tleft {left}")
+
+
+@budget.command()
+@where
+@click.option("--org", required=True, help="Name of the organisation.")
+@click.argument("budget_id")
+def remove(data_dir: Path | None, config: Path | None, org: str, budget_id: str) -> None:
+    """Remove a budget."""
+
+    def write(session: Session) -> bool:
+        org_id = _org_id(session, org)
+        removed = remove_budget(session, org_id, budget_id)
+        if removed:
+            _note(session, org_id, "budget_removed", budget_id)
+        return removed
+
+    with database_of(config, data_dir) as database:
+        if not database.write_now(write):
+            refuse(f"no budget {budget_id!r} of {org}: see weftd budget list")
+
+
+@click.group()
+def billing() -> None:
+    """Wallets, and whether the books agree."""
+
+
+@billing.command()
+@where
+@click.option("--org", required=True, help="Name of the organisation.")
+@click.argument("mode", type=click.Choice(MODES))
+@click.option("--overdraft", "overdraft_nusd", callback=_amount, default="0", help="Dollars that may be owed.")
+def mode(data_dir: Path | None, config: Path | None, org: str, mode: Mode, overdraft_nusd: int) -> None:
+    """Have an organisation pay before (prepaid), after (postpaid, up to --overdraft) or not be limited at all."""
+
+    def write(session: Session) -> str:
+        org_id = _org_id(session, org)
+        wallet = set_mode(session, org_id, mode, overdraft_nusd)
+        _note(session, org_id, "wallet_mode_set", org_id, mode=mode, overdraft_nusd=overdraft_nusd)
+        left = available_nusd(wallet)
+        return f"{org}\t{mode}\tbalance {usd(wallet.balance_nusd)}\tavailable {'any' if left is None else usd(left)}"
+
+    with database_of(config, data_dir) as database:
+        click.echo(database.write_now(write))
+
+
+@billing.command()
+@where
+@click.option("--org", help="Only this organisation.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def reconcile(data_dir: Path | None, config: Path | None, org: str | None, as_json: bool) -> None:
+    """Hold the books against themselves. Exit code 1 if anything differs by a nano-dollar."""
+    with database_of(config, data_dir) as database:
+        with database.read() as session:
+            org_id = _org_id(session, org) if org else None
+        drifts = check(database, org_id)
+    if as_json:
+        click.echo(json.dumps({"drifts": [vars(drift) for drift in drifts]}))
+    else:
+        click.echo("\n".join(map(str, drifts)) or "the books agree")
+    if drifts:
+        sys.exit(1)
