@@ -144,7 +144,7 @@ def _machine_seconds(session: Session, since: datetime, until: datetime) -> dict
 def _own(tokens: int, stretches: list[list[Any]]) -> float:
     """Microseconds of an operation's stretches, each by its part of the tokens that shared it."""
     own = max(1, tokens) / max(1, len(stretches))
-    return sum((float(end) - start) * own / max(own, total) for _, start, end, _, _, total in stretches)
+    return float(sum((end - start) * own / max(own, total) for _, start, end, _, _, total in stretches))
 
 
 def covered_s(spans: Iterable[tuple[float, float]]) -> float:

@@ -13,6 +13,7 @@ from weft.future import APIFuture
 from weft.rest_base import checkpoint_route, part
 from weft.rest_sessions import RestSessions
 from weft.transport import Call, encode
+from weft.wire.health import RunHealthResponse
 from weft.wire.limits import BalanceResponse, LimitsResponse, PricesResponse
 from weft.wire.rest import (
     AccessScope,
@@ -157,6 +158,10 @@ class RestClient(RestSessions, AdminClient):
     def get_limits(self) -> APIFuture[LimitsResponse]:
         """What the server accepts."""
         return self._get("/weft/limits", LimitsResponse)
+
+    def get_run_health(self, run_id: str, window_s: float = 3600) -> APIFuture[RunHealthResponse]:
+        """How the loop of a run is doing: who waits, tokens per second, acceptance, staleness, what it waits for."""
+        return self._get(f"/weft/runs/{run_id}/health", RunHealthResponse, window_s=str(window_s))
 
     def get_stats(self) -> APIFuture[Stats]:
         """How the server is doing: passes, shared passes, slot occupancy, queue."""

@@ -87,6 +87,18 @@ def runs(rest: Rest, limit: int, json_: bool) -> None:
 
 
 @main.command()
+@click.argument("run_id", metavar="RUN")
+@click.option("--window", default=3600.0, show_default=True, help="Seconds to look back.")
+@as_json
+@click.pass_obj
+@command
+def health(rest: Rest, run_id: str, window: float, json_: bool) -> None:
+    """How RUN's loop is doing, and what it waits for."""
+    answer = rest().get_run_health(run_id, window).result()
+    show(answer, json_, lambda: tables.health(answer))
+
+
+@main.command()
 @as_json
 @click.pass_obj
 @command

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.money import usd as usd
+from weft.wire.health import RunHealthResponse
 from weft.wire.limits import BalanceResponse, PricesResponse
 from weft.wire.rest import CheckpointsListResponse, TrainingRunsResponse
 from weft.wire.service import GetServerCapabilitiesResponse
@@ -104,6 +105,25 @@ def checkpoints(answer: CheckpointsListResponse) -> Table:
 
 def _when(moment: datetime) -> str:
     return moment.astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def health(answer: RunHealthResponse) -> Table:
+    table = _table("health", "value", right=("value",))
+    staleness = ", ".join(f"{steps}: {count}" for steps, count in sorted(answer.staleness.items()))
+    for name, value in (
+        ("looked back", f"{answer.window_s:,.0f} s"),
+        ("trainer waits", f"{answer.trainer_wait:.1%}"),
+        ("generator slots busy", f"{answer.generator_occupancy:.1%}"),
+        ("own sequences in flight", f"{answer.sequences_in_flight:.1f}"),
+        ("sampled", f"{answer.sampled_tokens:,} ({answer.sampled_tokens_per_s:,.1f}/s)"),
+        ("trained", f"{answer.trained_tokens:,} ({answer.trained_tokens_per_s:,.1f}/s)"),
+        ("trained / sampled", f"{answer.acceptance:.2f}"),
+        ("staleness, steps: sequences", staleness or "none yet"),
+        ("queued, p50 and p95", f"{answer.queue_p50_s:.2f} s, {answer.queue_p95_s:.2f} s"),
+        ("now", answer.stall.sentence),
+    ):
+        table.add_row(name, value)
+    return table
 
 
 def stats(answer: Mapping[str, Any]) -> Table:
