@@ -1,6 +1,6 @@
 """What training many tenants at once costs on a GPU: speed, utilisation, memory, and where the time goes.
 
-    python bench/gpu.py [--shape qwen3-30b-a3b] [--tenants 1 8 64] [--ranks 8 32] [--tokens 8192] [--json FILE]
+    python bench/gpu.py [--shape qwen3-30b-a3b] [--tenants 1 8 64] [--ranks 8 32] [--tokens 8192] [--json] [--out FILE]
 
 A random-weight model of a published shape, in bfloat16; adapters on everything Tinker trains, in float32. A step is
 forward, log-probabilities and backward of one packed pass of `--tokens` tokens, shared evenly by N tenants; no
@@ -255,6 +255,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", 0)
     decoder = random_decoder(config, device, torch.bfloat16)
     result = {
+        "bench": "gpu",
+        "claims": [],  # no target is set for a GPU yet: the figures are the result
         "machine": machine() | {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda},
         "shape": args.shape,
         "layers": config.num_layers,
@@ -264,9 +266,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "saving": choose_saving(config, args.tokens, device).value,
         "results": [row for rank in args.ranks for row in run_rank(decoder, rank, args)],
     }
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"wrote {args.json}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result) if args.json else f"wrote {args.out}")
     return 0
 
 
@@ -280,7 +282,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=512, help="longest sequence")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "gpu.json")
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu.json")
     return parser.parse_args(argv)
 
 

@@ -1,7 +1,7 @@
 """What sharing one training pass costs: ratios on a small mixture of experts with random weights, on the CPU.
 
-    python bench/trainer.py [--json FILE] [--threads 1] [--rounds 5] [--cases 64x16 ...]
-    python bench/trainer.py --curves [--json FILE] [--plot docs/performance.png]
+    python bench/trainer.py [--json] [--out FILE] [--threads 1] [--rounds 5] [--cases 64x16 ...]
+    python bench/trainer.py --curves [--json] [--out FILE] [--plot docs/performance.png]
 
 One interleaved run per case: every variant in turn, round after round, CPU time of the process, the minimum of the
 rounds. So a neighbour on the machine or a drift of its clock hits all variants alike. A step is forward, loss and
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -262,13 +263,13 @@ def table(threads: int, rounds: int, chosen: list[str]) -> dict[str, Any]:
         if chosen and f"{tenants}x{tokens}" not in chosen:
             continue
         cases[(tenants, tokens)] = run_case(decoder, Batch(tenants, tokens), 8, names, rounds)
-        print(f"threads {threads}, {tenants} x {tokens}: {cases[(tenants, tokens)]}", flush=True)
+        print(f"threads {threads}, {tenants} x {tokens}: {cases[(tenants, tokens)]}", file=sys.stderr, flush=True)
     claims = []
     for name, case, above, below, target in TARGETS:
         if case in cases:
             value = cases[case][above] / cases[case][below]
             claims.append(claim(name, value, target, value >= target))
-            print(f"  {name}: {value:.2f} (target {target})", flush=True)
+            print(f"  {name}: {value:.2f} (target {target})", file=sys.stderr, flush=True)
     times = {f"{tenants}x{tokens}": case for (tenants, tokens), case in cases.items()}
     return {"threads": threads, "cpu_ms": times, "claims": claims}
 
@@ -289,7 +290,7 @@ def curves(rounds: int) -> dict[str, Any]:
             took = run_case(decoder, batch, rank, (), rounds)
             tokens = batch.tenants * batch.tokens_each
             found[axis].append({"at": at, **{name: round(1e3 * ms / tokens, 2) for name, ms in took.items()}})
-            print(axis, found[axis][-1], flush=True)
+            print(axis, found[axis][-1], file=sys.stderr, flush=True)
     return found
 
 
@@ -312,22 +313,33 @@ def plot(found: dict[str, Any], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--out", type=Path, help="write the figures here too")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="+", default=[], help="of the table only these, as 64x16")
     parser.add_argument("--curves", action="store_true", help="growth curves instead of the table")
     parser.add_argument("--plot", type=Path, help="with --curves: draw them here")
     args = parser.parse_args()
-    result: dict[str, Any] = {"machine": machine()}
+    result: dict[str, Any] = {
+        "bench": "trainer",
+        "compares": "variants of one pass, in this process",
+        "machine": machine(),
+    }
     if args.curves:
         result["cpu_us_per_token"] = curves(args.rounds)
         if args.plot:
             plot(result["cpu_us_per_token"], args.plot)
     else:
         result["runs"] = [table(threads, args.rounds, args.cases) for threads in args.threads]
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        result["claims"] = [
+            {**claim, "name": f"{claim['name']} ({run['threads']} thread{'s' * (run['threads'] > 1)})"}
+            for run in result["runs"]
+            for claim in run.pop("claims")
+        ]
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

@@ -86,5 +86,5 @@ def test_without_a_gpu_it_says_so(gpu: Any, capsys: pytest.CaptureFixture[str]) 
 def test_it_runs_on_a_gpu(gpu: Any, tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     flags = ["--shape", "tiny", "--tenants", "1", "3", "--ranks", "4", "--tokens", "64", "--rounds", "1"]
-    assert gpu.main([*flags, "--json", str(file)]) == 0
+    assert gpu.main([*flags, "--out", str(file)]) == 0
     assert '"tokens_per_s"' in file.read_text()
