@@ -75,7 +75,7 @@ def organisation_of(session: Session, customer_id: str | None) -> Organisation |
 def _owner(session: Session, payment: Any) -> str | None:
     """The organisation that a payment tops up: a payment of ours, by a customer we know, for that same organisation."""
     found = organisation_of(session, payment.customer)
-    metadata = dict(payment.metadata or {})
+    metadata = payment.to_dict().get("metadata") or {}
     if found is None or metadata.get(KIND_KEY) != TOPUP or metadata.get(ORG_KEY) != found.id:
         log.info("payment %s is no top-up of an organisation here", payment.id)
         return None
@@ -112,8 +112,8 @@ def _declined(client: StripeClient, payment_id: str) -> Effect:
         org_id = _owner(session, payment)
         if org_id is None or payment.status == "succeeded":
             return "ignored: no open top-up of an organisation here"
-        error = payment.last_payment_error
-        reason = (error.decline_code or error.code) if error else "unknown"
+        error = payment.to_dict().get("last_payment_error") or {}
+        reason = error.get("decline_code") or error.get("code") or "unknown"
         message = f"a top-up of {payment.amount / 100:.2f} USD was declined ({reason})"
         raise_alert(session, kind="payment_declined", ref=payment.id, message=message, now=now, org_id=org_id)
         return "declined"

@@ -16,6 +16,7 @@ from billing.alerts import raise_alert, resolve_alert
 from billing.payments.client import NUSD_PER_CENT
 from billing.payments.meters import METERS, used_nusd
 from billing.payments.periods import end_of, name_of, period_of
+from billing.reconcile import reconcile
 from store.tables import Invoice, Organisation, StripeOutbox
 
 EVENTS = (
@@ -50,6 +51,10 @@ def close(session: Session, org_id: str, period_start: datetime, now: datetime) 
         if now > end_of(period_start) + CLOSE_BY:
             message = f"{name_of(period_start)} of {org_id} cannot be closed: {count} meter events are unconfirmed"
             raise_alert(session, kind="invoice_blocked", ref=ref, message=message, now=now)
+        return False
+    if drifts := reconcile(session, org_id):
+        message = f"{name_of(period_start)} of {org_id} is not closed: the books do not agree ({drifts[0]})"
+        raise_alert(session, kind="invoice_blocked", ref=ref, message=message, now=now)
         return False
     total = used_nusd(session, org_id, period_start)
     if total == 0:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from sqlalchemy import func, select
+from sqlalchemy import and_, func, select
 from sqlalchemy.orm import Session
 
 from billing.payments.client import NUSD_PER_UUSD
 from billing.payments.periods import end_of, name_of, period_before, period_of
-from store.tables import Invoice, Organisation, StripeMeterCursor, StripeOutbox, UsageEvent, Wallet
+from store.tables import Invoice, LedgerEntry, Organisation, StripeMeterCursor, StripeOutbox, UsageEvent, Wallet
 from store.upsert import insert_into
 
 #: Each meter, and the kinds of usage on it: one line of an invoice each.
@@ -45,13 +45,17 @@ def put_into_outbox(session: Session, org_id: str, customer_id: str, now: dateti
 
 
 def used_nusd(session: Session, org_id: str, period_start: datetime, kinds: tuple[str, ...] | None = None) -> int:
-    """What an organisation used in a month. SQLite raises, rather than errs, beyond 64 bits of nano-dollars."""
-    event = UsageEvent
-    query = select(func.sum(event.amount_nusd)).where(event.org_id == org_id)
-    query = query.where(event.recorded_at >= period_start, event.recorded_at < end_of(period_start))
+    """What an organisation used in a month, less the operations that were refunded in it. SQLite raises, rather than
+    errs, beyond 64 bits of nano-dollars."""
+    event, entry, end = UsageEvent, LedgerEntry, end_of(period_start)
+    used = select(func.sum(event.amount_nusd)).where(event.org_id == org_id)
     if kinds is not None:
-        query = query.where(event.kind.in_(kinds))
-    return int(session.scalar(query) or 0)
+        used = used.where(event.kind.in_(kinds))
+    of_operation = and_(entry.org_id == event.org_id, entry.ref_id == event.operation_id)
+    refunded = used.join(entry, of_operation).where(entry.type == "refund", entry.ref_type == "operation")
+    refunded = refunded.where(entry.at >= period_start, entry.at < end)
+    used = used.where(event.recorded_at >= period_start, event.recorded_at < end)
+    return int(session.scalar(used) or 0) - int(session.scalar(refunded) or 0)
 
 
 def _invoiced(session: Session, org_id: str, period_start: datetime) -> bool:

@@ -47,7 +47,7 @@ class Stripe:
     _numbers: Any = field(default_factory=lambda: itertools.count(1))
 
     def add(self, prefix: str, kind: str, **fields: Any) -> Form:
-        thing = {"id": f"{prefix}_{next(self._numbers)}", "object": kind, "livemode": False, **fields}
+        thing = {"id": f"{prefix}_{next(self._numbers)}", "object": kind, **fields}
         self.objects[thing["id"]] = check_object(thing)
         return thing
 

@@ -9,19 +9,33 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, select
 
-from billing import ledger
+from billing.accounts import Payer
+from billing.charges import Charge, settle
 from billing.prices import load_prices
 from billing.wallets import set_mode, wallet_of
 from scheduler.jobs.registry import JobContext
 from store.blobs import Blobs
 from store.db import Database
 from store.settings import PaymentsSettings, Settings
-from store.tables import LedgerEntry, Organisation, StripeOutbox, UsageEvent, Wallet
+from store.tables import LedgerEntry, Organisation, StripeOutbox, Wallet
 from tests.fakestripe import FakeStripe
 
 START = datetime(2026, 11, 29, 12, tzinfo=UTC)
+
+#: Where one unit of anything costs one nano-dollar.
+_TOKENS = dict.fromkeys(("train", "prefill", "cached_prefill", "sample"), 1000)
+PRICES = load_prices(
+    [
+        {
+            "version": "1",
+            "effective_from": datetime(2020, 1, 1, tzinfo=UTC),
+            "storage_uusd_per_gb_month": 720_000_000,
+            "models": {"*": _TOKENS},
+        }
+    ]
+)
 
 
 @dataclass
@@ -45,7 +59,7 @@ class Payments:
     def context(self) -> JobContext:
         payments = self.settings or self.fake.settings()
         settings = Settings(data_dir=self.folder, payments=payments)
-        return JobContext(self.database, Blobs(self.folder / "blobs"), settings, load_prices(), lambda: self.now)
+        return JobContext(self.database, Blobs(self.folder / "blobs"), settings, PRICES, lambda: self.now)
 
     def organisation(self, mode: str = "postpaid", customer: bool = True) -> str:
         """A new organisation; a customer of the fake's."""
@@ -65,36 +79,12 @@ class Payments:
         with self.database.read() as session:
             return session.get_one(Organisation, org_id).stripe_customer_id or ""
 
-    def use(self, org_id: str, kind: str, amount_nusd: int) -> None:
-        """What a settled operation leaves behind: an event and its ledger entry."""
+    def use(self, org_id: str, kind: str, amount_nusd: int) -> str:
+        """What a settled operation leaves behind. Returns its id."""
         number = f"{org_id}-{next(self._numbers)}"
-        event = UsageEvent(
-            org_id=org_id,
-            session_id="s",
-            run_id=None,
-            operation_id=number,
-            kind=kind,
-            base_model="m",
-            quantity=1,
-            price_version="1",
-            rate_uusd=1,
-            per_units=1,
-            amount_nusd=amount_nusd,
-            recorded_at=self.now,
-        )
-
-        def write(session: Any) -> None:
-            session.add(event)
-            ledger.post(
-                session, org_id=org_id, type="usage", amount_nusd=-amount_nusd, ref_type="operation", ref_id=number
-            )
-
-        self.database.write_now(write)
-
-    def used_nusd(self, org_id: str, *kinds: str) -> int:
-        with self.database.read() as session:
-            query = select(func.sum(UsageEvent.amount_nusd)).where(UsageEvent.org_id == org_id)
-            return int(session.scalar(query.where(UsageEvent.kind.in_(kinds))) or 0)
+        charge = Charge(Payer(org_id), "s", None, number, "m", self.now, {kind: amount_nusd}, hold_nusd=None)
+        self.database.write_now(lambda session: settle(session, [charge], PRICES, self.now))
+        return number
 
     def ledger(self, org_id: str) -> list[tuple[str, int]]:
         """Its entries, as (type, amount), in order; the wallet must agree."""

@@ -1,0 +1,67 @@
+"""The money's own jobs: storage metered, expired credit taken back, the books held against each other, budgets that
+were reached made known. Holds need no reaping: one is a column of its queued operation and cannot outlive it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from sqlalchemy import select
+
+from billing import grants, reconcile, storage
+from billing.alerts import raise_alert
+from scheduler.jobs.registry import JobContext, Result, job
+from store.tables import Alert, BudgetAlert
+
+
+@job("meter_storage", every_s=3600)
+def meter_storage(context: JobContext) -> Result:
+    """What was stored in the hours that are over."""
+    return storage.meter(context.database, context.prices, context.now())
+
+
+@job("expire_credit", every_s=3600)
+def expire_credit(context: JobContext) -> Result:
+    return grants.expire(context.database, context.now())
+
+
+@job("reconcile", every_s=86_400)
+def reconcile_books(context: JobContext) -> Result:
+    """Zero drift, or an alert a day that says what differs. Nothing is put right by itself; what differs stops the
+    month of its organisation from being closed."""
+    drifts, now = reconcile.check(context.database), context.now()
+    for drift in drifts:
+        alert = partial(
+            raise_alert,
+            kind="drift",
+            ref=f"{drift.org_id}:{drift.what}:{now:%Y-%m-%d}",
+            message=str(drift),
+            now=now,
+            detail={"org_id": drift.org_id},
+        )
+        context.database.write_now(alert)
+    return {"differ": len(drifts), "drift_nusd": reconcile.drift_nusd(drifts)}
+
+
+@job("budget_alerts", every_s=60)
+def budget_alerts(context: JobContext) -> Result:
+    """Budgets of which a part was spent that somebody wanted to know of."""
+    with context.database.read() as session:
+        told = set(session.scalars(select(Alert.ref).where(Alert.kind == "budget")))
+        reached = [row for row in session.scalars(select(BudgetAlert)) if _ref(row) not in told]
+    for row in reached:
+        alert = partial(
+            raise_alert,
+            kind="budget",
+            ref=_ref(row),
+            message=f"{row.pct} % of a budget is spent: {row.spent_nusd / 1e9:.2f} of {row.limit_nusd / 1e9:.2f} USD",
+            now=context.now(),
+            org_id=row.org_id,
+            detail={"budget_id": row.budget_id, "pct": row.pct},
+        )
+        context.database.write_now(alert)
+    return {"raised": len(reached)}
+
+
+def _ref(row: BudgetAlert) -> str:
+    return f"{row.budget_id}:{row.start:%Y-%m}:{row.pct}"

@@ -1,0 +1,166 @@
+"""Months of postpaid organisations: closed when all is confirmed, compared with Stripe's, paid into the ledger."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from billing.payments import inbox, setup
+from billing.payments.client import stripe_client
+from billing.refunds import refund_operation
+from scheduler.jobs.money import reconcile_books
+from scheduler.jobs.payments import close_invoices, process_webhooks, put_meter_events, send_meter_events
+from store.tables import Alert, Invoice, Organisation
+from tests.billing.payments.kit import Payments
+
+DECEMBER = datetime(2026, 12, 1, tzinfo=UTC)
+NOVEMBER = (int(datetime(2026, 11, 1, tzinfo=UTC).timestamp()), int(DECEMBER.timestamp()))
+
+
+@pytest.fixture
+def org_id(payments: Payments) -> str:
+    """It used 3.210123456 and 0.7 USD in November; nothing of it is sent."""
+    org_id = payments.organisation()
+    payments.use(org_id, "train", 3_210_123_456)
+    payments.use(org_id, "sample", 700_000_000)
+    return org_id
+
+
+def _end_november(payments: Payments) -> dict[str, int]:
+    payments.fake.stripe.now = DECEMBER.timestamp() + 2 * 3600
+    put_meter_events(payments.context)
+    send_meter_events(payments.context)
+    return close_invoices(payments.context)
+
+
+def _tell(payments: Payments) -> None:
+    for event in payments.fake.stripe.events:
+        payments.database.write_now(lambda session, event=event: inbox.keep(session, event, payments.now))  # type: ignore[misc]
+    payments.fake.stripe.events.clear()
+    process_webhooks(payments.context)
+
+
+def _invoice(payments: Payments) -> Invoice:
+    with payments.database.read() as session:
+        return session.query(Invoice).one()
+
+
+def _alerts(payments: Payments) -> list[str]:
+    with payments.database.read() as session:
+        return [alert.kind for alert in session.query(Alert).order_by(Alert.id)]
+
+
+def test_a_month_from_use_to_payment(payments: Payments, org_id: str) -> None:
+    assert _end_november(payments) == {"closed": 1}
+    assert _invoice(payments).total_nusd == 3_910_123_456
+    invoice = payments.fake.stripe.invoice(payments.customer(org_id), *NOVEMBER)
+    assert invoice["total"] == 321 + 70
+    _tell(payments)
+    assert (_invoice(payments).status, _invoice(payments).pdf_url) == ("open", "https://invoice.example/1.pdf")
+    payments.fake.stripe.pay_invoice(invoice)
+    _tell(payments)
+    assert _invoice(payments).status == "paid"
+    assert payments.ledger(org_id)[2:] == [("invoice", 3_910_000_000), ("adjustment", 123_456)]
+    assert sum(amount for _, amount in payments.ledger(org_id)) == 0
+    assert reconcile_books(payments.context) == {"differ": 0, "drift_nusd": 0}
+    assert _alerts(payments) == []
+
+
+def test_a_month_is_not_closed_before_every_event_is_confirmed(payments: Payments, org_id: str) -> None:
+    payments.fake.stripe.now = DECEMBER.timestamp() + 2 * 3600
+    put_meter_events(payments.context)
+    payments.fake.front.faults.extend(["500"] * 2)
+    send_meter_events(payments.context)
+    assert close_invoices(payments.context) == {"closed": 0}
+    payments.wait(48 * 3600)
+    assert close_invoices(payments.context) == {"closed": 0}
+    assert _alerts(payments) == ["invoice_blocked"]
+    while any(row.state != "sent" for row in payments.outbox()):
+        payments.wait(3600)
+        send_meter_events(payments.context)
+    assert close_invoices(payments.context) == {"closed": 1}
+
+
+def test_books_that_do_not_agree_stop_the_month(payments: Payments, org_id: str) -> None:
+    payments.database.write_now(lambda session: session.execute(text("UPDATE wallets SET balance_nusd = 1")))
+    assert _end_november(payments) == {"closed": 0}
+    assert _alerts(payments) == ["invoice_blocked"]
+    assert reconcile_books(payments.context)["differ"] == 1
+
+
+def test_what_was_refunded_is_not_invoiced(payments: Payments, org_id: str) -> None:
+    payments.fake.stripe.now = time.time()  # refunds are booked at the real time
+    operation = payments.use(org_id, "prefill", 5_000_000_000)
+    for expected in (5_000_000, 0):
+        put_meter_events(payments.context)
+        send_meter_events(payments.context)
+        assert payments.fake.stripe.total("weft_prefill", payments.customer(org_id)) == expected
+        payments.database.write_now(lambda session: refund_operation(session, org_id, operation))
+        payments.wait(1)
+
+
+def test_an_invoice_that_comes_before_the_close_waits_for_it(payments: Payments, org_id: str) -> None:
+    payments.fake.stripe.now = DECEMBER.timestamp() + 600
+    put_meter_events(payments.context)
+    send_meter_events(payments.context)
+    payments.fake.stripe.invoice(payments.customer(org_id), *NOVEMBER)
+    _tell(payments)
+    payments.wait(2 * 3600)
+    close_invoices(payments.context)
+    process_webhooks(payments.context)
+    assert _invoice(payments).status == "open"
+
+
+def test_a_failed_payment_and_the_one_that_follows(payments: Payments, org_id: str) -> None:
+    _end_november(payments)
+    invoice = payments.fake.stripe.invoice(payments.customer(org_id), *NOVEMBER)
+    payments.fake.stripe.change("invoice.payment_failed", invoice, attempted=True)
+    _tell(payments)
+
+    def status() -> str:
+        with payments.database.read() as session:
+            return session.get_one(Organisation, org_id).status
+
+    assert (_invoice(payments).status, status(), _alerts(payments)) == ("failed", "past_due", ["invoice_failed"])
+    payments.fake.stripe.pay_invoice(invoice)
+    _tell(payments)
+    assert (_invoice(payments).status, status()) == ("paid", "active")
+
+
+def test_an_invoice_that_differs_raises_an_alert(payments: Payments, org_id: str) -> None:
+    _end_november(payments)
+    stripe: Any = payments.fake.stripe
+    stripe.count(
+        {
+            "event_name": "weft_train",
+            "timestamp": str(NOVEMBER[1] - 60),
+            "payload": {"stripe_customer_id": payments.customer(org_id), "value": "1000000"},
+        }
+    )
+    stripe.invoice(payments.customer(org_id), *NOVEMBER)
+    _tell(payments)
+    assert _alerts(payments) == ["invoice_differs"]
+
+
+def test_a_second_close_changes_nothing(payments: Payments, org_id: str) -> None:
+    assert _end_november(payments) == {"closed": 1}
+    assert close_invoices(payments.context) == {"closed": 0}
+    assert put_meter_events(payments.context) == {"put": 0}
+
+
+def test_setting_up_an_account_twice_makes_one_of_each(payments: Payments) -> None:
+    payments.fake.stripe.objects.clear()
+    client = stripe_client(payments.fake.settings())
+    prices = setup.set_up(client)
+    assert len(prices) == 4
+    assert setup.set_up(client) == prices
+    assert len(payments.fake.stripe.all("billing.meter")) == len(payments.fake.stripe.all("price")) == 4
+    payments.settings = payments.fake.settings().model_copy(update={"price_ids": list(prices)})
+    for _ in range(2):
+        payments.use(payments.organisation(), "train", 5_000)
+        put_meter_events(payments.context)
+    assert len(payments.fake.stripe.all("subscription")) == 2

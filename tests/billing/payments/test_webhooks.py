@@ -1,0 +1,279 @@
+"""Money arrives by webhook and in no other way: once, whatever is repeated, reordered, late or forged."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from api.app import front
+from api.state import Service
+from billing.prices import load_prices
+from scheduler.jobs.payments import process_webhooks, put_meter_events, send_meter_events
+from scheduler.journal import Journal
+from store.keys import create_key
+from store.settings import Settings
+from store.tables import Alert, Organisation, StripeWebhookEvent
+from tests.billing.payments.kit import Payments
+from tests.fakestripe.server import WEBHOOK_SECRET
+from tests.fakestripe.webhooks import signed
+
+
+class Door:
+    """The API in front of the payments' database, asked as an organisation."""
+
+    def __init__(self, payments: Payments, http: TestClient, key: str, org_id: str) -> None:
+        self.payments = payments
+        self.http = http
+        self.org_id = org_id
+        self._headers = {"x-api-key": key}
+
+    def topup(self, amount: str, status: int = 200, **headers: str) -> Any:
+        reply = self.http.post(
+            "/api/v1/weft/billing/topups", json={"amount_usd": amount}, headers={**self._headers, **headers}
+        )
+        assert reply.status_code == status, reply.text
+        return reply.json()
+
+    def webhook(self, event: Any, secret: str = WEBHOOK_SECRET, age_s: float = 0.0) -> Any:
+        body, signature = signed(event, secret, age_s=age_s)
+        return self.http.post("/api/v1/stripe/webhook", content=body, headers={"stripe-signature": signature})
+
+    def deliver(self, *events: Any) -> None:
+        """Deliver webhooks and act on them."""
+        for event in events:
+            assert self.webhook(event).status_code == 200
+        process_webhooks(self.payments.context)
+
+    @property
+    def told(self) -> list[Any]:
+        """What Stripe has to tell; taken."""
+        events, self.payments.fake.stripe.events = self.payments.fake.stripe.events, []
+        return events
+
+    def ledger(self) -> list[tuple[str, int]]:
+        return self.payments.ledger(self.org_id)
+
+    def paid(self, amount: str = "25") -> Any:
+        """A finished top-up, not told of yet."""
+        return self.payments.fake.stripe.finish_checkout(self.topup(amount)["id"])
+
+    def alerts(self) -> list[str]:
+        with self.payments.database.read() as session:
+            return [alert.kind for alert in session.query(Alert).order_by(Alert.id)]
+
+
+@pytest.fixture
+def door(payments: Payments) -> Iterator[Door]:
+    context = payments.context
+    settings = Settings(data_dir=payments.folder, payments=payments.fake.settings())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> Any:
+        journal = Journal(context.database, context.blobs, load_prices(), 100)
+        app.state.service = Service(settings, {}, context.database, context.blobs, load_prices(), journal, dict)
+        yield
+
+    key = payments.database.write_now(lambda session: create_key(session, "acme"))
+    with payments.database.read() as session:
+        org_id = session.query(Organisation).filter_by(name="acme").one().id
+    with TestClient(front(lifespan)) as http:
+        yield Door(payments, http, key, org_id)
+
+
+USD = 10**9
+
+
+def test_a_topup_is_credited_by_its_webhook_and_not_before(door: Door) -> None:
+    checkout = door.topup("25.50")
+    assert checkout["amount_nusd"] == 25_500_000_000
+    door.payments.fake.stripe.finish_checkout(checkout["id"])
+    assert door.ledger() == []
+    door.deliver(*door.told)
+    assert door.ledger() == [("topup", 25_500_000_000)]
+
+
+def test_every_order_and_repetition_credits_once(door: Door) -> None:
+    door.paid()
+    events = door.told
+    assert [event["type"] for event in events] == ["payment_intent.succeeded", "checkout.session.completed"]
+    for order in itertools.permutations(events * 2):
+        door.deliver(*order)
+    assert door.ledger() == [("topup", 25 * USD)]
+
+
+def test_a_topup_a_refund_and_a_dispute_in_any_order(door: Door) -> None:
+    stripe = door.payments.fake.stripe
+    first, second = door.paid("10"), door.paid("20")
+    refund = stripe.refund(first["id"], 400)
+    dispute = stripe.dispute(second["id"])
+    stripe.change("charge.dispute.funds_withdrawn", dispute)
+    stripe.change("charge.dispute.closed", dispute, status="lost")
+    stripe.change("refund.updated", refund)
+    events = door.told * 2
+    random.Random(7).shuffle(events)
+    door.deliver(*events)
+    assert sorted(door.ledger()) == [
+        ("chargeback", -20 * USD),
+        ("refund", -4 * USD),
+        ("topup", 10 * USD),
+        ("topup", 20 * USD),
+    ]
+
+
+def test_a_dispute_that_is_won_gives_back_what_it_took(door: Door) -> None:
+    stripe = door.payments.fake.stripe
+    dispute = stripe.dispute(door.paid()["id"])
+    door.deliver(*door.told)
+    assert door.ledger() == [("topup", 25 * USD), ("chargeback", -25 * USD)]
+    stripe.change("charge.dispute.closed", dispute, status="won")
+    door.deliver(*door.told)
+    assert door.ledger()[2:] == [("chargeback", 25 * USD)]
+    assert "dispute" in door.alerts()
+
+
+def test_an_inquiry_takes_nothing(door: Door) -> None:
+    door.payments.fake.stripe.dispute(door.paid()["id"], status="warning_needs_response")
+    door.deliver(*door.told)
+    assert door.ledger() == [("topup", 25 * USD)]
+
+
+def test_a_refund_counts_when_it_has_succeeded_and_no_longer_when_it_failed(door: Door) -> None:
+    stripe = door.payments.fake.stripe
+    refund = stripe.refund(door.paid()["id"], 2500, status="pending")
+    door.deliver(*door.told)
+    assert door.ledger() == [("topup", 25 * USD)]
+    stripe.change("refund.updated", refund, status="succeeded")
+    door.deliver(*door.told)
+    stripe.change("refund.failed", refund, status="failed")
+    door.deliver(*door.told)
+    assert door.ledger() == [("topup", 25 * USD), ("refund", -25 * USD), ("refund", 25 * USD)]
+
+
+def test_a_declined_card_credits_nothing_and_the_next_try_does(door: Door) -> None:
+    checkout = door.topup("25")
+    door.payments.fake.stripe.finish_checkout(checkout["id"], decline="insufficient_funds")
+    door.deliver(*door.told)
+    assert door.ledger() == []
+    assert door.alerts() == ["payment_declined"]
+    door.payments.fake.stripe.finish_checkout(checkout["id"])
+    door.deliver(*door.told)
+    assert door.ledger() == [("topup", 25 * USD)]
+
+
+@pytest.mark.parametrize("forgery", ["another secret", "changed", "old", "unsigned", "v0 only", "not json"])
+def test_forged_webhooks_are_refused_and_leave_nothing(door: Door, forgery: str) -> None:
+    door.paid()
+    event = door.told[0]
+    body, signature = signed(event, WEBHOOK_SECRET)
+    if forgery == "another secret":
+        body, signature = signed(event, "whsec_other")
+    elif forgery == "changed":
+        body = body.replace(b"2500", b"9900")
+    elif forgery == "old":
+        body, signature = signed(event, WEBHOOK_SECRET, age_s=301)
+    elif forgery == "unsigned":
+        signature = ""
+    elif forgery == "v0 only":
+        signature = signature.replace("v1=", "v0=")
+    else:
+        body, signature = signed(event, WEBHOOK_SECRET)
+        body, signature = body[:-1], signature
+    reply = door.http.post("/api/v1/stripe/webhook", content=body, headers={"stripe-signature": signature})
+    assert (reply.status_code, reply.json()["code"]) == (400, "invalid_request")
+    with door.payments.database.read() as session:
+        assert session.query(StripeWebhookEvent).count() == 0
+
+
+def test_what_an_event_claims_is_not_believed(door: Door) -> None:
+    """Even a signed one: the payment is fetched."""
+    payment = door.paid()
+    event = door.told[0]
+    event["data"]["object"] = {**payment, "amount_received": 9_900_000}
+    door.deliver(event)
+    assert door.ledger() == [("topup", 25 * USD)]
+
+
+def test_two_secrets_while_one_is_rotated(door: Door, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "secrets").write_text("whsec_new\nwhsec_old\n")
+    monkeypatch.setenv("WEFT_STRIPE_WEBHOOK_SECRETS_FILE", str(tmp_path / "secrets"))
+    door.paid()
+    first, second = door.told
+    assert door.webhook(first, "whsec_new").status_code == 200
+    assert door.webhook(second, "whsec_old").status_code == 200
+    assert door.webhook(second, "whsec_older").status_code == 400
+
+
+def test_payments_of_strangers_are_ignored(door: Door) -> None:
+    stripe = door.payments.fake.stripe
+    other = door.payments.organisation("prepaid")
+    for customer, metadata in [
+        ("cus_unknown", {"weft_kind": "topup", "weft_org": door.org_id}),
+        (door.payments.customer(other), {"weft_kind": "topup", "weft_org": door.org_id}),
+        (door.payments.customer(other), {}),
+    ]:
+        payment = stripe.add(
+            "pi",
+            "payment_intent",
+            amount=100,
+            amount_received=100,
+            currency="usd",
+            customer=customer,
+            metadata=metadata,
+            status="succeeded",
+            last_payment_error=None,
+        )
+        stripe.tell("payment_intent.succeeded", payment)
+    door.deliver(*door.told)
+    assert door.ledger() == door.payments.ledger(other) == []
+
+
+def test_an_event_that_cannot_be_acted_on_is_tried_again_and_holds_up_no_other(door: Door) -> None:
+    door.paid()
+    good = door.told[0]
+    broken = {"id": "evt_broken", "type": "payment_intent.succeeded", "data": {"object": {"id": "pi_gone"}}}
+    door.deliver(broken, good)
+    assert door.ledger() == [("topup", 25 * USD)]
+    for _ in range(8):
+        door.payments.wait(3600)
+        process_webhooks(door.payments.context)
+    assert door.alerts() == ["webhook_stuck"]
+    with door.payments.database.read() as session:
+        row = session.get_one(StripeWebhookEvent, "evt_broken")
+        assert row.processed_at is None
+        assert row.attempts == 9
+
+
+def test_meter_errors_raise_an_alert(door: Door) -> None:
+    """Stripe accepts an event of an unknown customer, and says later that it counted nothing."""
+    org_id = door.payments.organisation(customer=True)
+    del door.payments.fake.stripe.objects[door.payments.customer(org_id)]
+    door.payments.use(org_id, "train", 5_000)
+    put_meter_events(door.payments.context)
+    send_meter_events(door.payments.context)
+    door.deliver(*door.told)
+    with door.payments.database.read() as session:
+        (alert,) = session.query(Alert)
+        assert alert.kind == "meter_errors"
+        assert alert.detail["codes"] == ["meter_event_customer_not_found"]
+        assert alert.detail["identifiers"] == [f"{org_id}:train:2026-11:1"]
+
+
+def test_the_same_topup_asked_for_twice_is_one_checkout(door: Door) -> None:
+    first = door.topup("25", **{"idempotency-key": "k1"})
+    assert door.topup("25", **{"idempotency-key": "k1"})["id"] == first["id"]
+    assert door.topup("25", **{"idempotency-key": "k2"})["id"] != first["id"]
+    assert "idempotent" in door.topup("26", status=400, **{"idempotency-key": "k1"})["detail"]
+    assert len(door.payments.fake.stripe.all("customer")) == 1
+
+
+@pytest.mark.parametrize("amount", ["4.99", "10000.01", "-5", "7.001", "nan"])
+def test_amounts_that_are_refused(door: Door, amount: str) -> None:
+    status = 400 if amount in ("4.99", "10000.01") else 422
+    assert "amount_usd" in door.topup(amount, status=status)["detail"]
