@@ -11,8 +11,12 @@ from api.console.pages import (
     billing,
     budgets,
     checkpoints,
+    keys,
     login,
+    members,
     overview,
+    ownership,
+    queues,
     run,
     runs,
     usage,
@@ -23,7 +27,21 @@ from api.errors import NotFound, quote
 
 router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
-PAGES = (login, overview, usage, runs, run, checkpoints, budgets, billing, audit)
+PAGES = (
+    login,
+    overview,
+    usage,
+    runs,
+    run,
+    checkpoints,
+    queues,
+    keys,
+    members,
+    budgets,
+    billing,
+    audit,
+    ownership,
+)
 
 
 def install(app: FastAPI) -> None:

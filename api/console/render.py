@@ -52,7 +52,7 @@ NAVIGATION: tuple[tuple[str, tuple[Link, ...]], ...] = (
     (
         "Organisation",
         (
-            Link("/keys", "API keys", "key", ("admin",)),
+            Link("/keys", "API keys", "key"),
             Link("/members", "Members", "people", ("admin",)),
             Link("/budgets", "Budgets", "gauge", ("admin", "billing:read")),
             Link("/billing", "Billing", "card", ("admin", "billing:read")),

@@ -66,7 +66,10 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("run_id", "name", "step", name=op.f("pk_run_metrics")),
     )
 
+    op.create_index(op.f("ix_operations_finished_at"), "operations", ["finished_at"])
+
 
 def downgrade() -> None:
+    op.drop_index(op.f("ix_operations_finished_at"), "operations")
     for table in ("run_metrics", "run_curves", "login_links", "browser_sessions"):
         op.drop_table(table)

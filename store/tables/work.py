@@ -121,5 +121,5 @@ class Operation(Base):
     error: Mapped[str | None] = mapped_column(String(4096))
     error_category: Mapped[str | None] = mapped_column(String(16))
     accepted_at: Mapped[datetime]
-    finished_at: Mapped[datetime | None]
+    finished_at: Mapped[datetime | None] = mapped_column(index=True)
     timings: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.timings

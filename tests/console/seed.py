@@ -64,6 +64,7 @@ def seed(session: Session, prices: PriceList, now: datetime | None = None, days:
     _usage(session, made, prices, rng, now, days)
     _curves(session, made.org_id, made.runs[0], rng, now)
     _checkpoints(session, made, now)
+    _operations(session, made, rng, now)
     session.add(_session_row(made.rival_id, "rival-session", None, None, now))
     session.flush()
     session.add(_run_row(made.rival_id, "rival-session", "rival-session:train:0", now, {"name": "rival-secret-run"}))
@@ -165,6 +166,43 @@ def _curves(session: Session, org_id: str, run_id: str, rng: random.Random, now:
             points.append(Point("kl", step, 0.002 + 0.03 * done**1.5 + abs(rng.gauss(0, 0.002))))
             points.append(Point("entropy", step, 1.9 * math.exp(-1.1 * done) + rng.gauss(0, 0.03)))
         log_points(session, org_id, run_id, points, now - (steps - start) / steps * 20 * DAY)
+
+
+def _operations(session: Session, made: Seeded, rng: random.Random, now: datetime) -> None:
+    """An hour of passes and samples, shared with the rival more or less."""
+    for second in range(3500, 20, -20):
+        at = now - timedelta(seconds=second)
+        mine = 0.35 + 0.5 * math.sin(second / 700) ** 2
+        total, length = 4096, int(12e6 + rng.random() * 6e6)
+        for number, (org_id, lane, share) in enumerate(
+            ((made.org_id, made.runs[0], mine), (made.rival_id, "rival-session:train:0", 1 - mine))
+        ):
+            for kind in ("forward_backward", "sample"):
+                session.add(_operation(f"{kind}-{second}-{number}", org_id, lane, kind, at, length, share, total))
+    session.flush()
+
+
+def _operation(
+    name: str, org_id: str, lane: str, kind: str, at: datetime, length_us: int, share: float, total: int
+) -> tables.Operation:
+    number = int(name.split("-")[1]) * 4 + (2 if kind == "sample" else 0) + int(name.split("-")[2])
+    return tables.Operation(
+        id=name,
+        org_id=org_id,
+        session_id=lane.split(":")[0],
+        lane=lane,
+        seq=number,
+        kind=kind,
+        base_model=MODEL,
+        state="done",
+        tokens=max(1, int(total * share)),
+        body_ref="",
+        body_sha256="",
+        plan={},
+        accepted_at=at,
+        finished_at=at + timedelta(microseconds=length_us),
+        timings={"stretches": [[number, 200_000, length_us, 2, 2, total]], "computed": length_us, "settled": length_us},
+    )
 
 
 def _checkpoints(session: Session, made: Seeded, now: datetime) -> None:

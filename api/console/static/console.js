@@ -23,6 +23,8 @@
     if (!successful || xhr.getResponseHeader("hx-refresh") !== "true") return;
     sessionStorage.setItem("weft-said", xhr.responseText);
   });
+  document.body.addEventListener("htmx:afterSwap", (event) => { const seen = $("[data-focus]", event.detail.target); if (seen) { seen.focus(); seen.scrollIntoView({ block: "nearest" }); } });
+  document.body.addEventListener("htmx:afterRequest", (event) => { if (event.detail.successful && event.detail.elt.matches("[data-resets]")) event.detail.elt.reset(); });
   const said = sessionStorage.getItem("weft-said");
   if (said) { sessionStorage.removeItem("weft-said"); tell(said); }
 

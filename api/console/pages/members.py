@@ -1,0 +1,112 @@
+"""The people of an organisation, their roles and how they get in; and its projects."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Form, Request, Response
+from fastapi.responses import HTMLResponse
+from sqlalchemy.orm import Session
+
+from api.access import declare
+from api.console import sessions
+from api.console.forms import as_json
+from api.console.render import ConsoleRoute, page, say
+from api.console.security import PREFIX, ViewerDep, need_fresh
+from api.errors import Forbidden
+from api.routes.members import add_member, change_role, list_members, remove_member
+from api.routes.projects import change_project, create_project, list_projects
+from api.state import ServiceDep
+from store import audit, people
+from store.roles import ROLES
+
+router = APIRouter(route_class=ConsoleRoute)
+
+#: What a role may do, in a few words.
+MEANING = {
+    "owner": "everything, and who else is an owner",
+    "admin": "everything but owners",
+    "billing-admin": "money only",
+    "member": "trains, samples, keeps checkpoints",
+    "viewer": "looks at runs and bills",
+}
+
+
+@router.get("/members", **declare(scope="public", limit="poll"))
+async def members(request: Request, service: ServiceDep, viewer: ViewerDep) -> HTMLResponse:
+    viewer.need("admin")
+    found = (await list_members(service, viewer.who))["members"]
+    projects = (await list_projects(service, viewer.who, archived=True))["projects"]
+    return page(
+        request, "members.html", viewer, members=found, projects=projects, roles=ROLES, meaning=MEANING, link=None
+    )
+
+
+@router.post("/members", **declare(scope="public", limit="poll"))
+async def add(
+    request: Request,
+    service: ServiceDep,
+    viewer: ViewerDep,
+    email: Annotated[str, Form(max_length=254)],
+    role: Annotated[str, Form(max_length=32)],
+) -> Response:
+    viewer.need("admin")
+    await add_member(as_json(request, email=email, role=role), service, viewer.who)
+    return say("Member added: give them a sign-in link")
+
+
+@router.post("/members/{user_id}/role", **declare(scope="public", limit="poll"))
+async def set_role(
+    request: Request, service: ServiceDep, viewer: ViewerDep, user_id: str, role: Annotated[str, Form(max_length=32)]
+) -> Response:
+    viewer.need("admin")
+    await change_role(user_id, as_json(request, role=role), service, viewer.who)
+    return say("Role changed")
+
+
+@router.post("/members/{user_id}/remove", **declare(scope="public", limit="poll"))
+async def remove(service: ServiceDep, viewer: ViewerDep, user_id: str) -> Response:
+    viewer.need("admin")
+    await remove_member(user_id, service, viewer.who)
+    return say("Member removed")
+
+
+@router.post("/members/{user_id}/link", **declare(scope="public", limit="poll"))
+async def sign_in_link(request: Request, service: ServiceDep, viewer: ViewerDep, user_id: str) -> HTMLResponse:
+    """A link that signs a member in once. It gives what the member may do, so only owners make an owner's."""
+    viewer.need("admin")
+    need_fresh(request, viewer)
+    who = viewer.who
+
+    def write(session: Session) -> str:
+        if people.membership(session, who.org_id, user_id).role == "owner" and who.role != "owner":
+            raise Forbidden("only an owner makes a sign-in link for an owner")
+        audit.record(session, org_id=who.org_id, key_id=who.key_id, event="member_link_made", target=user_id)
+        return sessions.new_link(session, who.org_id, user_id)
+
+    token = await service.database.write(write)
+    base = f"{request.url.scheme}://{request.url.netloc}"
+    values: dict[str, Any] = {"link": f"{base}{PREFIX}/login/{token}", "minutes": sessions.LINK_LIFE.seconds // 60}
+    return page(request, "members_link.html", viewer, **values)
+
+
+@router.post("/projects", **declare(scope="public", limit="poll"))
+async def add_project(
+    request: Request, service: ServiceDep, viewer: ViewerDep, name: Annotated[str, Form(max_length=128)]
+) -> Response:
+    viewer.need("admin")
+    await create_project(as_json(request, name=name), service, viewer.who)
+    return say("Project made")
+
+
+@router.post("/projects/{project_id}/archive", **declare(scope="public", limit="poll"))
+async def archive_project(
+    request: Request,
+    service: ServiceDep,
+    viewer: ViewerDep,
+    project_id: str,
+    archived: Annotated[bool, Form()] = True,
+) -> Response:
+    viewer.need("admin")
+    await change_project(project_id, as_json(request, archived=archived), service, viewer.who)
+    return say("Project archived" if archived else "Project restored")

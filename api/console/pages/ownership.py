@@ -1,0 +1,50 @@
+"""What the machines cost beside what was paid for them; for operators."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import HTMLResponse
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api.access import declare
+from api.console.render import ConsoleRoute, page
+from api.console.security import ViewerDep
+from api.errors import Forbidden
+from api.state import ServiceDep
+from billing.ownership import ownership
+from billing.tco import Server, break_even_tokens_per_s
+from store.caller import unrestricted
+from store.tables import Organisation
+
+router = APIRouter(route_class=ConsoleRoute)
+
+
+@router.get("/ownership", **declare(scope="public", limit="poll"))
+async def cost_of_ownership(
+    request: Request, service: ServiceDep, viewer: ViewerDep, days: Annotated[int, Query(ge=1, le=366)] = 30
+) -> HTMLResponse:
+    if not viewer.operator:
+        raise Forbidden("this page is the operator's: weftd user login-link --operator")
+    owned = service.settings.ownership
+    until = datetime.now(UTC)
+    since = (until - timedelta(days=days)).replace(minute=0, second=0, microsecond=0)
+
+    def read(session: Session) -> dict[str, Any]:
+        with unrestricted(session):
+            server = Server.of(owned)
+            found = ownership(session, since, until, gpu_hour=server.gpu_hour, gpus=owned.gpus, machines=owned.machines)
+            names = {row.id: row.name for row in session.scalars(select(Organisation))}
+        margins = sorted(found.margins, key=lambda row: row.margin_usd)
+        price = found.price_usd_per_mtok
+        return {
+            "found": found,
+            "owned": owned,
+            "margins": [(names.get(row.org_id, row.org_id), row) for row in margins],
+            "break_even": break_even_tokens_per_s(server.gpu_hour.usd, price) if price else None,
+        }
+
+    return page(request, "ownership.html", viewer, days=days, **await service.read(read))
