@@ -59,13 +59,14 @@ class SharedMachines:
         self._loop = asyncio.get_running_loop()
         self._listener = Listener.of_ends(settings.redis_url, self._on_end, self._on_gap)
         self.journal.reachable = self._listener.connected.is_set
-        self._settling: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.supervisor = Supervisor([], self._attach)
 
     def start(self) -> None:
         self._listener.start()
         self._leadership.start()
-        self._settling = asyncio.create_task(self.journal.settle_answers())
+        works = (self.journal.settle_answers, self.journal.look_after)
+        self._tasks = [asyncio.create_task(work()) for work in works]
 
     def drain(self) -> None:
         """From now on nothing new is accepted here."""
@@ -74,9 +75,9 @@ class SharedMachines:
     async def stop(self) -> None:
         self.drain()
         await self._leadership.stop(self._settings.drain_s)
-        if self._settling is not None:
-            self._settling.cancel()
-            await asyncio.gather(self._settling, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.journal.flush()
         self._listener.stop()
         await asyncio.to_thread(self._threads.shutdown)

@@ -13,7 +13,7 @@ from scheduler.carriers.contract import QueueUnreachable
 from scheduler.completions import Completion, Completions, Target
 
 #: Stamps for what one look into the database may find.
-BLOCK = 100_000
+BLOCK = 10_000
 
 
 class SharedCompletions(Completions):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import select
@@ -148,8 +148,9 @@ class Term:
         self.over = asyncio.Event()
         self._unattached = asyncio.Event()
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         recover_runs(self.journal, self.database)
+        await self._shared.journal.tell_again(await self._run(self._lately))
         works = (self._lead, self._trainers, self._hear, self._rescan, self._expire)
         self._tasks = [asyncio.create_task(self._keep(work)) for work in works]
 
@@ -232,6 +233,12 @@ class Term:
             known = await self._run(self._shared.queue.known, [op.id for op in samples])
             await self._shared.journal.push([op for op in samples if op.id not in known])
         await asyncio.sleep(RESCAN_S)
+
+    def _lately(self) -> list[tables.Operation]:
+        """What the one before may have settled without telling."""
+        row, since = tables.Operation, datetime.now(UTC) - 2 * timedelta(seconds=LEADS_S) - timedelta(seconds=10)
+        with self.database.read() as session:
+            return list(session.scalars(select(row).where(row.finished_at > since).limit(RESCAN_ROWS)))
 
     def _look(self) -> tuple[list[str], list[Operation], list[str]]:
         """Operations of runs that may not have arrived, queued samples, and runs whose session has ended."""
@@ -316,7 +323,7 @@ class Leadership:
     async def _serve(self, term: Term) -> None:
         log.info("this replica leads")
         self.term = term
-        term.begin()
+        await term.begin()
         await self._renew_until_over(term)
         log.warning("another replica leads")
         await self._end(term)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import redis
@@ -27,10 +27,11 @@ MOST_ACCEPTED = 10_000
 #: Between two attempts to reach Redis again.
 RETRY_S = 0.5
 
-#: Takes ARGV[1] stamps, publishes ARGV[3] on ARGV[2] with the last of them if it is not empty, and returns the first.
+#: Takes ARGV[1] stamps after ARGV[4], publishes ARGV[3] on ARGV[2] with the last of them if it is not empty, and
+#: returns the first.
 _STAMP = """
 local time = redis.call("TIME")
-local first = math.max(time[1] * 1000000 + time[2], tonumber(redis.call("GET", KEYS[1]) or "0") + 1)
+local first = math.max(time[1] * 1000000 + time[2], (redis.call("GET", KEYS[1]) or 0) + 1, ARGV[4] + 1)
 local last = string.format("%.0f", first + ARGV[1] - 1)
 redis.call("SET", KEYS[1], last)
 if ARGV[3] ~= "" then redis.call("PUBLISH", ARGV[2], last .. " " .. ARGV[3]) end
@@ -77,16 +78,23 @@ class News:
         self.url = url
         self._redis = pooled(url)
         self._reader = blocking(url)
+        self._latest = 0  # stamp that was taken here: a Redis that has lost everything does not go back behind it
         self._stamp = self._redis.register_script(_STAMP)
 
     def ended(self, news: Ended) -> None:
         with reaching():
-            self._stamp(keys=[f"{_ENDED}:stamp"], args=[1, _ENDED, _encode(news)])
+            self._take_stamps(1, _encode(news))
 
     def reserve(self, stamps: int) -> int:
         """The first of so many stamps, all later than those of everything that was told before."""
         with reaching():
-            return int(cast(bytes, self._stamp(keys=[f"{_ENDED}:stamp"], args=[stamps, _ENDED, ""])))
+            return self._take_stamps(stamps, b"")
+
+    def _take_stamps(self, stamps: int, news: bytes) -> int:
+        found: Any = self._stamp(keys=[f"{_ENDED}:stamp"], args=[stamps, _ENDED, news, self._latest])
+        first = int(found)
+        self._latest = max(self._latest, first + stamps - 1)
+        return first
 
     def cancel(self, worker: str, op_id: str) -> None:
         with reaching():

@@ -92,8 +92,8 @@ class RedisQueue:
                     news: Any = self._reader.xreadgroup(_GROUP, consumer, {stream: ">"}, BATCH, wait_ms)
                     entries = news.values() if isinstance(news, dict) else [entries for _, entries in news or []]
                     found = [entry for batch in entries for entry in _flat(batch)]
-            except redis.ResponseError as error:
-                if "NOGROUP" not in str(error):
+            except redis.ResponseError as error:  # never made, or gone with all else, maybe while we waited
+                if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                     raise
                 self._make_group(stream)
                 return []

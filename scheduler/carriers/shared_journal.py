@@ -214,22 +214,32 @@ class SharedJournal(Journal):
         self.completions.clear()
         for waiters in self._waiters.values():
             waiters.news.set()
-        self._background(self._forget_ended())
 
-    async def _forget_ended(self) -> None:
-        known = [op_id for op_id, op in self._open.items() if not op.settling]
-        ended = await self.run(self._ended_of, known)
-        for op_id in ended:
-            if (op := self._open.get(op_id)) is not None and not op.settling:
-                self._let_go(op)
+    async def look_after(self) -> None:
+        """For as long as the server runs: tell again what was accepted here and has ended; its news may be lost."""
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            try:
+                known = [op.id for op in self._open.values() if not op.settling]
+                await self.tell_again(await self.run(self._ended_of, known))
+            except Exception:
+                log.exception("cannot see what has ended; looking again")
 
-    def _ended_of(self, op_ids: list[str]) -> list[str]:
-        row, ended = tables.Operation, []
+    async def tell_again(self, rows: Sequence[tables.Operation]) -> None:
+        for row in rows:
+            size = self._size(row.result_ref) if row.state == "done" else None
+            await self._reach(self._news.ended, Ended(row.id, row.org_id, row.lane, row.seq, row.kind, size))
+
+    def _ended_of(self, op_ids: list[str]) -> list[tables.Operation]:
+        row, ended = tables.Operation, list[tables.Operation]()
         with self._database.read() as session:
             for start in range(0, len(op_ids), 500):
                 chosen = row.id.in_(op_ids[start : start + 500])
-                ended += list(session.scalars(select(row.id).where(chosen, row.state != "queued")))
+                ended += session.scalars(select(row).where(chosen, row.state != "queued"))
         return ended
+
+    def _size(self, ref: str | None) -> int | None:
+        return self._blobs.size_bytes(ref) if ref and self._blobs.exists(ref) else None
 
     def _let_go(self, op: Operation) -> None:
         """It has ended elsewhere."""
@@ -246,6 +256,10 @@ class SharedJournal(Journal):
             try:
                 answers = await self.run(self._queue.answered, self._name, 1.0)
             except QueueUnreachable:
+                await asyncio.sleep(1.0)
+                continue
+            except Exception:
+                log.exception("answers cannot be taken; trying again")
                 await asyncio.sleep(1.0)
                 continue
             await asyncio.gather(*(self._settle_answer(answer) for answer in answers))

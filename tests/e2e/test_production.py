@@ -61,9 +61,9 @@ def test_nothing_is_lost_or_billed_twice_whoever_is_killed(production: Productio
 
     calm = there.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result(timeout=120)
     expected = train(calm, 6), fingerprint(calm)
-    sampler = service.create_sampling_client(base_model=BASE_MODEL)
+    sampler = service.create_sampling_client(base_model=BASE_MODEL).result()
     drawn = sampled(sampler)
-    assert sampled(there.create_sampling_client(base_model=BASE_MODEL)) == drawn
+    assert sampled(there.create_sampling_client(base_model=BASE_MODEL).result()) == drawn
 
     def disturb(step: int) -> None:
         if step == 1:
@@ -85,8 +85,7 @@ def test_nothing_is_lost_or_billed_twice_whoever_is_killed(production: Productio
         assert [s.tokens for s in future.result(timeout=120).sequences] == drawn
     assert production.leader({other: replicas[other]}) == other
 
-    weights = shaken.save_weights_and_get_sampling_client("after")
-    assert len(sampled(weights)) == 3
+    assert len(sampled(shaken.save_weights_and_get_sampling_client())) == 3
     (queued,) = production.query("select count(*) from operations where state = 'queued'")[0]
     failed = production.query("select kind, error from operations where state = 'failed'")
     doubled = production.query(
