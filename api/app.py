@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
@@ -14,6 +14,7 @@ from api.auth import KeyCache
 from api.console import install as console
 from api.housekeeping import keep_house
 from api.machines import Machines
+from api.prometheus import metrics_server, render
 from api.rates import LocalRates, Rates
 from api.routes import (
     audit,
@@ -81,7 +82,8 @@ def create_app(
         if settings.jobs.driver == "embedded":
             jobs.start()
         try:
-            yield
+            async with _metrics(settings, machines):
+                yield
         finally:
             await run_in_threadpool(jobs.stop)
             house.cancel()
@@ -92,6 +94,13 @@ def create_app(
             await holder.last_used.flush()
 
     return front(lifespan)
+
+
+def _metrics(settings: Settings, machines: Machines | SharedMachines) -> AbstractAsyncContextManager[int | None]:
+    if not settings.metrics_port:
+        return nullcontext()
+    meters = machines.journal.meters
+    return metrics_server(settings.host, settings.metrics_port, lambda: render(meters, machines.stats()))
 
 
 def parts_of(

@@ -30,6 +30,7 @@ from scheduler.in_flight import InFlight
 from scheduler.intake import Intake
 from scheduler.lanes import RunLane, Unit
 from scheduler.messages import MUTATING, Done, Failure, OpKind, PolicyMoved, RunSpec, Snapshot
+from scheduler.meters import Meters
 from scheduler.operations import (
     INTERACTIVE,
     SAMPLE,
@@ -91,6 +92,7 @@ class Journal:
         self.released: list[str] = []  # runs that trainers may forget
         self.desks: list[Desk] = []
         self.completions = Completions()
+        self.meters = Meters()
         self.in_flight = InFlight()
         self.draining = False
         self._database = database
@@ -121,6 +123,7 @@ class Journal:
         except BaseException:
             self._backlog.release(new.org_id, len(new.body))
             raise
+        self.meters.accepted(op)
         if new.refused is None:
             self._enqueue(op)
         else:
@@ -289,6 +292,7 @@ class Journal:
     def _close(self, op: Operation, freed: list[str]) -> None:
         assert op.outcome is not None
         ok = op.outcome.error is None
+        self.meters.closed(op, datetime.now(UTC))
         if self._open.pop(op.id, None) is not None:
             self.in_flight.remove(op)
         self._backlog.release(op.org_id, op.body_bytes)

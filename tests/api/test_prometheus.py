@@ -1,0 +1,85 @@
+"""/metrics: what Prometheus would read."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from datetime import UTC, datetime, timedelta
+
+from api.prometheus import metrics_server, render
+from scheduler.meters import BOUNDS_S, Meters
+from scheduler.operations import Operation, Outcome
+from scheduler.timings import Stretch
+
+START = datetime(2026, 11, 1, tzinfo=UTC)
+LINE = re.compile(r'^[a-z_]+(\{[a-z_]+="[^"\\]*"(,[a-z_]+="[^"\\]*")*\})? (-?[0-9.e+]+|inf)$')
+
+
+def operation(kind: str, queued_s: float, worked_s: float, error: str | None = None) -> Operation:
+    op = Operation("id", "acme", "s", "acme-run", 1, kind, "m", 10, "", {}, START)
+    op.timings.begin(Stretch(1, 1, 1, 10, START + timedelta(seconds=queued_s)))
+    op.timings.done(START + timedelta(seconds=queued_s + worked_s))
+    op.outcome = Outcome(error=error)
+    return op
+
+
+def filled() -> Meters:
+    meters = Meters()
+    for queued_s in (0.003, 0.2, 10_000):
+        op = operation("sample", queued_s, 2.0)
+        meters.accepted(op)
+        meters.closed(op, START + timedelta(seconds=queued_s + 2.5))
+    meters.closed(operation("optim_step", 0, 0, "no"), START)
+    return meters
+
+
+def values(text: str) -> dict[str, float]:
+    return {
+        name: float(value) for name, _, value in (line.rpartition(" ") for line in text.splitlines() if line[0] != "#")
+    }
+
+
+def test_every_line_is_of_the_format_and_names_no_tenant() -> None:
+    text = render(filled(), {"trainer": {"busy_s": 1.5, "passes": 2}, "generator": {"slots_busy": 7}})
+    assert all(LINE.match(line) for line in text.splitlines() if not line.startswith("#"))
+    families = re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE)
+    assert len(families) == len(dict(families))
+    assert all(name.endswith("_total") == (kind == "counter") for name, kind in families)
+    assert "acme" not in text
+
+
+def test_histograms_are_cumulative() -> None:
+    found = values(render(filled(), {}))
+    buckets = [found[f'weft_op_queue_seconds_bucket{{kind="sample",le="{bound}"}}'] for bound in (*BOUNDS_S, "+Inf")]
+    assert buckets == sorted(buckets)
+    assert (buckets[0], buckets[BOUNDS_S.index(0.25)], buckets[-2], buckets[-1]) == (1, 2, 2, 3)
+    assert found['weft_op_exec_seconds_sum{kind="sample"}'] == 6.0
+    assert found["weft_settle_lag_seconds_count"] == 4
+
+
+def test_counters_and_gauges() -> None:
+    found = values(render(filled(), {"queue": {"open": 5}, "trainer": {"busy_s": 1.5}, "generator": {"slots_busy": 7}}))
+    assert found['weft_ops_submitted_total{kind="sample"}'] == 3
+    assert found['weft_ops_ended_total{kind="optim_step",state="failed"}'] == 1
+    assert found["weft_queue_depth"] == 5
+    assert found["weft_trainer_busy_seconds_total"] == 1.5
+    assert found["weft_generator_slot_steps_busy_total"] == 7
+
+
+def test_the_server_answers_get_metrics_and_nothing_else() -> None:
+    async def ask(port: int, line: str) -> str:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{line} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        answer = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        return answer.decode()
+
+    async def story() -> None:
+        async with metrics_server("127.0.0.1", 0, lambda: "weft_up 1\n") as port:
+            good = await ask(port, "GET /metrics")
+            assert good.startswith("HTTP/1.1 200")
+            assert good.endswith("\r\n\r\nweft_up 1\n")
+            for line in ("POST /metrics", "GET /", "GET", "nonsense"):
+                assert (await ask(port, line)).startswith("HTTP/1.1 404")
+
+    asyncio.run(story())
