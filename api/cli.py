@@ -12,13 +12,18 @@ from pathlib import Path
 
 import click
 
+from api.commands.audit import audit
+from api.commands.adapter import adapter
 from api.commands.credit import billing, budget, credit
 from api.commands.jobs import jobs
-from api.commands.places import database_of, refuse, settings_of, where
+from api.commands.key import key
+from api.commands.org import org
+from api.commands.places import refuse, settings_of, where
+from api.commands.project import project
 from api.commands.simulate import simulate
 from api.commands.tco import tco
+from api.commands.user import user
 from api.commands.worker import migrate, worker
-from store import keys
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -62,47 +67,16 @@ def serve(
     sys.exit(code)
 
 
-@weftd.group()
-def key() -> None:
-    """API keys of organisations."""
-
-
-@key.command()
-@where
-@click.option("--org", required=True, help="Name of the organisation; it is made if it is not there.")
-def create(data_dir: Path | None, config: Path | None, org: str) -> None:
-    """Print a new key. It cannot be shown again."""
-    if not 1 <= len(org) <= 128 or not org.isprintable() or org != org.strip():
-        refuse("--org must be 1 to 128 printable characters without spaces around them")
-    with database_of(config, data_dir) as database:
-        click.echo(database.write_now(lambda session: keys.create_key(session, org)))
-
-
-@key.command()
-@where
-@click.argument("prefix")
-def revoke(data_dir: Path | None, config: Path | None, prefix: str) -> None:
-    """Revoke the key that starts with PREFIX, as `key list` shows it."""
-    with database_of(config, data_dir) as database:
-        revoked = database.write_now(lambda session: keys.revoke(session, prefix))
-    if not revoked:
-        refuse(f"no key in use starts with {prefix[:12]!r}: see weftd key list")
-
-
-@key.command("list")
-@where
-def list_(data_dir: Path | None, config: Path | None) -> None:
-    """Show the prefix, organisation, date and state of every key."""
-    with database_of(config, data_dir) as database, database.read() as session:
-        for org, row in keys.list_keys(session):
-            state = f"revoked {row.revoked_at:%Y-%m-%d}" if row.revoked_at else "active"
-            click.echo(f"{row.prefix}\t{org.name}\t{row.created_at:%Y-%m-%d}\t{state}")
-
-
+weftd.add_command(adapter)
+weftd.add_command(audit)
 weftd.add_command(billing)
 weftd.add_command(budget)
 weftd.add_command(credit)
 weftd.add_command(jobs)
+weftd.add_command(key)
+weftd.add_command(org)
+weftd.add_command(project)
+weftd.add_command(user)
 weftd.add_command(migrate)
 weftd.add_command(worker)
 weftd.add_command(simulate)

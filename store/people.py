@@ -51,6 +51,14 @@ def set_status(session: Session, org: Organisation, status: str, key_id: int | N
         )
 
 
+def set_weight(session: Session, org: Organisation, weight: int) -> None:
+    """Its fair share of the machines, relative to others'."""
+    if org.weight != weight:
+        detail = {"from": org.weight, "to": weight}
+        org.weight = weight
+        audit.record(session, org_id=org.id, key_id=None, event="organization_weight_set", target=org.id, detail=detail)
+
+
 # ---- members
 
 

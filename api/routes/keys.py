@@ -35,7 +35,7 @@ class NewKey(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     name: str = ""
-    scopes: Annotated[list[Scope], Field(min_length=1, max_length=len(SCOPES))] = [ADMIN]
+    scopes: Annotated[list[Scope], Field(min_length=1, max_length=len(SCOPES))] = ["admin"]
     user_id: str | None = None
     project_id: str | None = None
     expires_at: AwareDatetime | None = None

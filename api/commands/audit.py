@@ -1,0 +1,45 @@
+"""`weftd audit`: whether anybody has tampered with the audit log."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+from sqlalchemy import select
+
+from api.commands.changes import organisation
+from api.commands.places import database_of, refuse, where
+from store import audit as log
+from store.people import PeopleError
+from store.tables import Organisation
+
+
+@click.group()
+def audit() -> None:
+    """The audit log."""
+
+
+@audit.command()
+@where
+@click.option("--org", help="One organisation only.")
+@click.option("--head", help="A hash that was printed before, and must still be in the log of --org.")
+def verify(data_dir: Path | None, config: Path | None, org: str | None, head: str | None) -> None:
+    """Recompute the chain of every organisation's entries, and print its head: keep it elsewhere, and give it back with
+    --head to see that nothing was cut off the end. Exit code 1 when something is wrong."""
+    if head is not None and org is None:
+        refuse("--head needs --org: every organisation has a chain of its own")
+    good = True
+    with database_of(config, data_dir) as database, database.read() as session:
+        try:
+            query = select(Organisation).order_by(Organisation.created_at, Organisation.id)
+            orgs = [organisation(session, org)] if org is not None else list(session.scalars(query))
+        except PeopleError as error:
+            refuse(str(error))
+        for row in orgs:
+            verdict = log.verify(session, row.id, head)
+            click.echo(f"{row.name}\t{verdict.entries}\t{verdict.head or '-'}")
+            for problem in verdict.problems:
+                click.echo(f"weftd: {row.name}: {problem}", err=True)
+            good = good and not verdict.problems
+    sys.exit(0 if good else 1)

@@ -1,0 +1,37 @@
+"""A change that the operator makes with `weftd`: in the audit log as his, and refused in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api.commands.places import database_of, refuse
+from store.caller import OPERATOR, acting_as
+from store.people import NoSuch, PeopleError
+from store.tables import Organisation
+
+T = TypeVar("T")
+
+
+def change(data_dir: Path | None, config: Path | None, work: Callable[[Session], T]) -> T:
+    with database_of(config, data_dir) as database, acting_as(OPERATOR):
+        try:
+            return database.write_now(work)
+        except PeopleError as error:
+            refuse(str(error))
+
+
+def organisation(session: Session, name: str) -> Organisation:
+    row = session.scalar(select(Organisation).where(Organisation.name == name))
+    if row is None:
+        raise NoSuch(f"no organisation named {name[:80]!r}: see weftd org list")
+    return row
+
+
+def check_org_name(name: str) -> None:
+    if not 1 <= len(name) <= 128 or not name.isprintable() or name != name.strip():
+        refuse("--org must be 1 to 128 printable characters without spaces around them")

@@ -1,0 +1,111 @@
+"""`weftd key`: API keys of organisations. `create` prints the key and nothing else."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import click
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api.commands.changes import change, check_org_name
+from api.commands.places import database_of, refuse, where
+from store import keys, people
+from store.roles import ADMIN, SCOPES
+from store.tables import ApiKey, Membership, User
+
+
+@click.group()
+def key() -> None:
+    """API keys of organisations."""
+
+
+@key.command()
+@where
+@click.option("--org", required=True, help="Name of the organisation; it is made if it is not there.")
+@click.option("--name", default="", help="What people call the key.")
+@click.option("--scope", "scopes", type=click.Choice(sorted(SCOPES)), multiple=True, help="Repeat; all without it.")
+@click.option("--project", help="Id of the project that the key is bound to.")
+@click.option("--user", "email", help="E-mail of the member that the key belongs to.")
+@click.option("--days", type=click.IntRange(1, 3660), help="Days until the key expires.")
+def create(
+    data_dir: Path | None,
+    config: Path | None,
+    org: str,
+    name: str,
+    scopes: tuple[str, ...],
+    project: str | None,
+    email: str | None,
+    days: int | None,
+) -> None:
+    """Print a new key. It cannot be shown again."""
+    check_org_name(org)
+
+    def write(session: Session) -> str:
+        org_id = people.organisation_named(session, org).id
+        if project is not None:
+            people.project_by_id(session, org_id, project)
+        _, secret = keys.new_key(
+            session,
+            org_id,
+            name=name,
+            scopes=scopes or (ADMIN,),
+            project_id=project,
+            user_id=_member(session, org_id, email) if email is not None else None,
+            expires_at=datetime.now(UTC) + timedelta(days=days) if days is not None else None,
+        )
+        return secret
+
+    click.echo(change(data_dir, config, write))
+
+
+def _member(session: Session, org_id: str, email: str) -> str:
+    query = select(User.id).join(Membership, Membership.user_id == User.id)
+    user_id = session.scalar(query.where(Membership.org_id == org_id, User.email == email.strip().lower()))
+    if user_id is None:
+        raise people.NoSuch(f"no member {email[:80]!r}: see weftd user list")
+    return user_id
+
+
+@key.command()
+@where
+@click.argument("prefix")
+def revoke(data_dir: Path | None, config: Path | None, prefix: str) -> None:
+    """Revoke the key that starts with PREFIX, as `key list` shows it."""
+    if not change(data_dir, config, lambda session: keys.revoke(session, prefix)):
+        refuse(f"no key in use starts with {prefix[:12]!r}: see weftd key list")
+
+
+@key.command()
+@where
+@click.argument("prefix")
+@click.option("--overlap-hours", type=click.IntRange(0, 720), default=24, show_default=True, help="For the old secret.")
+def rotate(data_dir: Path | None, config: Path | None, prefix: str, overlap_hours: int) -> None:
+    """Print another secret for the key that starts with PREFIX."""
+
+    def write(session: Session) -> str:
+        rows = session.scalars(select(ApiKey).where(ApiKey.prefix == prefix[:12])).all()
+        good = [row for row in rows if keys.is_good(row)]
+        if len(good) != 1:
+            raise people.NoSuch(f"no key in use starts with {prefix[:12]!r}: see weftd key list")
+        return keys.rotate(session, good[0], timedelta(hours=overlap_hours))
+
+    click.echo(change(data_dir, config, write))
+
+
+@key.command("list")
+@where
+def list_(data_dir: Path | None, config: Path | None) -> None:
+    """Show the prefix, organisation, date and state of every key."""
+    with database_of(config, data_dir) as database, database.read() as session:
+        for org, row in keys.list_keys(session):
+            click.echo(f"{row.prefix}\t{org.name}\t{row.created_at:%Y-%m-%d}\t{_state(row)}")
+
+
+def _state(row: ApiKey) -> str:
+    if row.revoked_at is not None:
+        return f"revoked {row.revoked_at:%Y-%m-%d}"
+    if row.expires_at is not None and not keys.is_good(row):
+        return f"expired {row.expires_at:%Y-%m-%d}"
+    return "active"

@@ -1,0 +1,84 @@
+"""`weftd org`: organisations, their state, their weight and their rate limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api.commands.changes import change, check_org_name, organisation
+from api.commands.places import database_of, where
+from store import people
+from store.tables import Organisation
+
+
+@click.group()
+def org() -> None:
+    """Organisations."""
+
+
+@org.command()
+@where
+@click.argument("name")
+def create(data_dir: Path | None, config: Path | None, name: str) -> None:
+    """Make an organisation, and print its id. One that is there stays as it is."""
+    check_org_name(name)
+    click.echo(change(data_dir, config, lambda session: people.organisation_named(session, name).id))
+
+
+@org.command("list")
+@where
+def list_(data_dir: Path | None, config: Path | None) -> None:
+    """Show the id, name, state and weight of every organisation."""
+    with database_of(config, data_dir) as database, database.read() as session:
+        for row in session.scalars(select(Organisation).order_by(Organisation.created_at, Organisation.id)):
+            click.echo(f"{row.id}\t{row.name}\t{row.status}\t{row.weight}")
+
+
+@org.command()
+@where
+@click.argument("name")
+@click.argument("status", type=click.Choice(people.STATUSES))
+def status(data_dir: Path | None, config: Path | None, name: str, status: str) -> None:
+    """Set the state of an organisation; suspended and closed ones are refused everything, within seconds."""
+    change(data_dir, config, lambda session: people.set_status(session, organisation(session, name), status))
+
+
+@org.command()
+@where
+@click.argument("name")
+@click.argument("weight", type=click.IntRange(1, 1000))
+def weight(data_dir: Path | None, config: Path | None, name: str, weight: int) -> None:
+    """Set an organisation's fair share of the machines, relative to others'."""
+    change(data_dir, config, lambda session: people.set_weight(session, organisation(session, name), weight))
+
+
+@org.command()
+@where
+@click.argument("name")
+@click.option("--requests-per-minute", type=click.IntRange(0), help="0: no limit; not given: as it is.")
+@click.option("--tokens-per-minute", type=click.IntRange(0), help="Likewise.")
+@click.option("--max-in-flight", type=click.IntRange(0), help="Samples and runs at a time. Likewise.")
+def limits(
+    data_dir: Path | None,
+    config: Path | None,
+    name: str,
+    requests_per_minute: int | None,
+    tokens_per_minute: int | None,
+    max_in_flight: int | None,
+) -> None:
+    """Set the rate limits of an organisation, and print them."""
+    given = (requests_per_minute, tokens_per_minute, max_in_flight)
+    values = {limit: value or None for limit, value in zip(people.LIMITS, given, strict=True) if value is not None}
+
+    def write(session: Session) -> Organisation:
+        row = organisation(session, name)
+        if values:
+            people.set_limits(session, row, values)
+        return row
+
+    row = change(data_dir, config, write)
+    for limit in people.LIMITS:
+        click.echo(f"{limit}\t{getattr(row, limit) or 'none'}")

@@ -1,0 +1,57 @@
+"""`weftd project`: projects of organisations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api.commands.changes import change, organisation
+from api.commands.places import database_of, refuse, where
+from store import people
+from store.tables import Project
+
+
+@click.group()
+def project() -> None:
+    """Projects of organisations."""
+
+
+@project.command()
+@where
+@click.option("--org", required=True)
+@click.argument("name")
+def create(data_dir: Path | None, config: Path | None, org: str, name: str) -> None:
+    """Make a project, and print its id."""
+    click.echo(change(data_dir, config, lambda s: people.create_project(s, organisation(s, org).id, name).id))
+
+
+@project.command()
+@where
+@click.option("--org", required=True)
+@click.argument("project_id")
+@click.option("--restore", is_flag=True, help="Take it out of the archive again.")
+def archive(data_dir: Path | None, config: Path | None, org: str, project_id: str, restore: bool) -> None:
+    """Let a project take no more sessions."""
+
+    def write(session: Session) -> None:
+        row = people.project_by_id(session, organisation(session, org).id, project_id)
+        people.archive_project(session, row, not restore)
+
+    change(data_dir, config, write)
+
+
+@project.command("list")
+@where
+@click.option("--org", required=True)
+def list_(data_dir: Path | None, config: Path | None, org: str) -> None:
+    """Show the id, name and state of an organisation's projects."""
+    with database_of(config, data_dir) as database, database.read() as session:
+        try:
+            org_id = organisation(session, org).id
+        except people.PeopleError as error:
+            refuse(str(error))
+        for row in session.scalars(select(Project).filter_by(org_id=org_id).order_by(Project.name)):
+            click.echo(f"{row.id}\t{row.name}\t{'archived' if row.archived_at else 'active'}")

@@ -1,0 +1,69 @@
+"""`weftd user`: members of organisations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from sqlalchemy.orm import Session
+
+from api.commands.changes import change, check_org_name, organisation
+from api.commands.places import database_of, refuse, where
+from store import people
+from store.roles import ROLES
+
+
+@click.group()
+def user() -> None:
+    """Members of organisations."""
+
+
+@user.command()
+@where
+@click.option("--org", required=True, help="Name of the organisation; it is made if it is not there.")
+@click.option("--email", required=True)
+@click.option("--role", type=click.Choice(ROLES), default="member", show_default=True)
+def create(data_dir: Path | None, config: Path | None, org: str, email: str, role: str) -> None:
+    """Make a person a member, and print the user's id. Who is a member already gets that role."""
+    check_org_name(org)
+
+    def write(session: Session) -> str:
+        row = people.organisation_named(session, org)
+        for _, member in people.members(session, row.id):
+            if member.email == email.strip().lower():
+                people.change_role(session, row.id, member.id, role)
+                return member.id
+        return people.add_member(session, row.id, email, role).id
+
+    click.echo(change(data_dir, config, write))
+
+
+@user.command("list")
+@where
+@click.option("--org", required=True)
+def list_(data_dir: Path | None, config: Path | None, org: str) -> None:
+    """Show the id, e-mail and role of an organisation's members."""
+    with database_of(config, data_dir) as database, database.read() as session:
+        try:
+            rows = people.members(session, organisation(session, org).id)
+        except people.PeopleError as error:
+            refuse(str(error))
+        for member, person in rows:
+            click.echo(f"{person.id}\t{person.email}\t{member.role}")
+
+
+@user.command()
+@where
+@click.option("--org", required=True)
+@click.option("--email", required=True)
+def remove(data_dir: Path | None, config: Path | None, org: str, email: str) -> None:
+    """End a membership, and revoke the member's keys."""
+
+    def write(session: Session) -> None:
+        row = organisation(session, org)
+        found = [person.id for _, person in people.members(session, row.id) if person.email == email.strip().lower()]
+        if not found:
+            raise people.NoSuch(f"no member {email[:80]!r}: see weftd user list")
+        people.remove_member(session, row.id, found[0])
+
+    change(data_dir, config, write)
