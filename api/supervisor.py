@@ -89,6 +89,7 @@ def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[Wor
     trainer += ["--resident-bytes", str(settings.trainer.resident_bytes)]
     trainer += ["--host-bytes", str(settings.trainer.host_bytes)]
     generator = ["--slots", str(settings.generator.slots), "--prefill-tokens", str(settings.generator.prefill_tokens)]
+    generator += ["--kv-tokens", str(settings.generator.kv_tokens)]
     generator += ["--prefix-bytes", str(settings.generator.prefix_cache_bytes)]
     return [
         _python_worker("trainer", settings.trainer, [*common, *trainer]),

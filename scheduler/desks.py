@@ -31,7 +31,7 @@ from scheduler.messages import (
     SampleWork,
     Snapshot,
 )
-from scheduler.operations import SAMPLE, Operation
+from scheduler.operations import INTERACTIVE, SAMPLE, Operation
 from scheduler.replicas import Replica, choose, samples_of
 from scheduler.timings import Stretch
 
@@ -270,6 +270,7 @@ class GeneratorDesk:
             run_id=sampler.run_id or "",
             inflight=sampler.inflight,
             version=self._journal.versions.get(sampler.run_id or "", 0),
+            priority=int(op.plan.get("priority", INTERACTIVE) == INTERACTIVE),
         )
 
     def _holder(self, op: Operation) -> Replica | None:

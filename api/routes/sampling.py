@@ -86,7 +86,7 @@ def _checked(
     service: Service, body: SampleRequest, card: ModelCard, sampler: tables.Sampler, seq: int, priority: str
 ) -> NewOperation:
     """The operation, its body with `max_tokens` as it will apply."""
-    most = check_sample(body, card, service.settings.limits)
+    most = check_sample(body, card, service.settings.limits, of_run=sampler.run_id is not None)
     params = body.sampling_params.model_copy(update={"max_tokens": most})
     whole = body.model_copy(update={"sampling_params": params})
     prompt = int(prompt_tokens(body).size)

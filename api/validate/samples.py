@@ -16,9 +16,10 @@ MAX_STOP_CHARACTERS = 256
 MAX_TOP_LOGPROBS = 100
 
 
-def check_sample(request: SampleRequest, card: ModelCard, limits: Limits) -> int:
+def check_sample(request: SampleRequest, card: ModelCard, limits: Limits, *, of_run: bool = True) -> int:
     """Check a request. Returns the most tokens that one of its sequences can get: generation ends at the context
-    length, of which the last token sampled needs no place. Raises Invalid naming the field, limit and value."""
+    length, of which the last token sampled needs no place. `of_run`: the sampler is of a run of the client's. Raises
+    Invalid naming the field, limit and value."""
     prompt = prompt_tokens(request)
     longest = min(card.context_length, limits.max_seq_len)
     if prompt.size == 0:
@@ -36,6 +37,11 @@ def check_sample(request: SampleRequest, card: ModelCard, limits: Limits) -> int
     _check_params(request.sampling_params)
     _check_stop(request.sampling_params, card, limits)
     _check_logprobs(request, card, int(prompt.size))
+    if request.max_staleness is not None and not of_run:
+        raise Invalid(
+            "max_staleness: this sampler is of no training run, so its policy never gets old; leave it out, or sample "
+            "from a run's weights (save_weights_for_sampler)"
+        )
     room = longest - int(prompt.size) + 1
     return min(request.sampling_params.max_tokens or room, room)
 

@@ -111,11 +111,14 @@ class SamplingClient(Pending["SamplingClient"]):
         target_prompt_logprobs: TensorData | None = None,
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
+        max_staleness: int | None = None,
     ) -> APIFuture[SampleResponse]:
         """Draw `num_samples` sequences that continue `prompt`, with the logprob of every token drawn.
 
         `include_prompt_logprobs` also gives the prompt's own logprobs, of which `prompt_logprobs_last_n` keeps the
-        last n. Cancelling the future stops the drawing. Raises `RequestFailedError` if the request cannot be done.
+        last n. With `max_staleness` the server ends a sequence (`stale`, with the tokens it has) once the run is more
+        optimizer steps ahead of its oldest token than that. Cancelling the future stops the drawing. Raises
+        `RequestFailedError` if the request cannot be done.
         """
         request = SampleRequest(
             prompt=prompt,
@@ -127,6 +130,7 @@ class SamplingClient(Pending["SamplingClient"]):
             target_prompt_logprobs=target_prompt_logprobs,
             prompt_alt_tokens_k=prompt_alt_tokens_k,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
+            max_staleness=max_staleness,
             record_stability_info=True if self._record else None,
         )
         return APIFuture.start(self._sample(request))

@@ -36,6 +36,7 @@ from workers.generator.worker import Generator
 from workers.model.card import read_card
 from workers.model.decoder import load_decoder
 from workers.model.device import Target, add_arguments, target_of
+from workers.model.isolation import settle
 
 log = logging.getLogger("generator")
 
@@ -74,11 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _engine(name: str, path: Path, args: argparse.Namespace, target: Target) -> TorchEngine:
     began = time.monotonic()
     card = read_card(name, path)
+    decoder = load_decoder(path, target.dtype, target.device)
+    log.info("%s: tenants are computed %s", name, settle(decoder))
     engine = TorchEngine(
-        load_decoder(path, target.dtype, target.device),
+        decoder,
         card.eos_token_ids,
         slots=args.slots,
         context=min(args.context, card.context_length),
+        kv_tokens=args.kv_tokens or None,
         prefill_tokens=args.prefill_tokens,
         adapter_bytes=args.adapter_bytes,
         prefix_bytes=args.prefix_bytes,
@@ -108,6 +112,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument("--slots", type=int, default=32, help="sequences that are decoded at the same time")
     parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, help="most tokens of a sequence")
+    parser.add_argument("--kv-tokens", type=int, default=0, help="of all sequences; 0: as many as full slots take")
     parser.add_argument("--prefill-tokens", type=int, default=DEFAULT_PREFILL_TOKENS, help="prompt tokens per step")
     parser.add_argument("--adapter-bytes", type=int, default=DEFAULT_ADAPTER_BYTES, help="adapters kept in memory")
     parser.add_argument("--prefix-bytes", type=int, default=DEFAULT_PREFIX_BYTES, help="prompts kept; 0 keeps none")

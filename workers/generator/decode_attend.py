@@ -34,15 +34,20 @@ _SOURCE = Path(__file__).with_name("attend.c")
 _LANES = 16
 
 
+def native_kernel(cache: KVCache) -> ctypes.CDLL | None:
+    """attend.c, compiled when it is first asked for, where it can serve this cache."""
+    sample = cache.k_NKDP[0]
+    fits = sample.dtype == torch.float32 and sample.device.type == "cpu" and sample.shape[2] % _LANES == 0
+    return library(_SOURCE) if fits else None
+
+
 class DecodeAttend:
     """The `Attend` of one decode step: row i stores its new key and value at `positions[i]` of the sequence with the
     pages `table_RW[i]`, and attends to every position up to it."""
 
     def __init__(self, cache: KVCache, table_RW: npt.NDArray[np.int32], positions: Sequence[int]) -> None:
         self._cache, self._table_RW, self._positions_R = cache, table_RW, np.asarray(positions, dtype=np.int64)
-        sample = cache.k_NKDP[0]
-        fits = sample.dtype == torch.float32 and sample.device.type == "cpu" and sample.shape[2] % _LANES == 0
-        self._native = library(_SOURCE) if fits else None
+        self._native = native_kernel(cache)
         self._gathered = _Gathered(cache, table_RW, self._positions_R) if self._native is None else None
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def read_order(op: SampleOp, blobs: Blobs) -> Order:
         sampling=read_sampling(body.sampling_params),
         num_samples=body.num_samples,
         tenant=op.org_id,
-        adapter=op.adapter_ref,
+        adapter=policy_name(op),
         adapter_folder=blobs.path(op.adapter_ref) if op.adapter_ref else None,
         prompt_logprobs=bool(body.prompt_logprobs),
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
@@ -50,8 +50,20 @@ def read_order(op: SampleOp, blobs: Blobs) -> Order:
         topk_sample_logprobs=body.topk_sample_logprobs,
         target_tokens=None if body.target_prompt_logprobs is None else read_targets(body.target_prompt_logprobs),
         prompt_alt_tokens_k=body.prompt_alt_tokens_k,
+        priority=op.priority,
+        run=op.run_id,
+        max_staleness=body.max_staleness,
     )
     return Order(op, request, body.target_prompt_logprobs, bool(body.record_stability_info))
+
+
+def policy_name(op: SampleOp) -> str:
+    """What an engine knows the weights by: those that follow a run by the run, others by what they are."""
+    return inflight_name(op.run_id) if op.inflight and op.adapter_ref else op.adapter_ref
+
+
+def inflight_name(run_id: str) -> str:
+    return f"inflight:{run_id}"
 
 
 def read_targets(wire: TensorData) -> TargetTokens:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from workers.generator import forward
 from workers.generator.adapters import AdapterCache, AdapterUnusable
+from workers.generator.decode_attend import native_kernel
 from workers.generator.engine import EngineStats, Finished, GenerateRequest, RequestError
 from workers.generator.kv_cache import KVCache
 from workers.generator.pages import PAGE_TOKENS, pages_of
@@ -78,6 +79,7 @@ class TorchEngine:
             dtype=weight.dtype,
             device=weight.device,
         )
+        native_kernel(self._cache)  # compiled now rather than in somebody's first step
         self._seating = Seating(self._cache, slots)
         self._prefix = PrefixCache(self._cache, prefix_bytes)
         self._queue = PrefillQueue(self._prefix, prefill_tokens)

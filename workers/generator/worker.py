@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from scheduler.messages import Cancel, Drain, Occupancy, PullSamples, SampleOp, SampleWork
+from scheduler.messages import Cancel, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
 from store.blobs import Blobs
+from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import Engine, Finished
-from workers.generator.requests import Order, answer, failure, read_order, record_stability
+from workers.generator.requests import Order, answer, failure, inflight_name, policy_name, read_order, record_stability
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Generator:
         self._link = link
         self._slots = slots
         self._orders: dict[str, Order] = {}  # that have not ended
+        self._inflight: dict[str, str] = {}  # weights that inflight samplers are on, by the name engines know
         self._offered = 0  # slots that the server may still fill without asking
         self._draining = False
         self._meter = _OccupancyMeter(link, clock)
@@ -86,7 +88,7 @@ class Generator:
             self._on(message)
             message = self._link.recv(0)
 
-    def _on(self, message: SampleWork | Cancel | Drain) -> None:
+    def _on(self, message: SampleWork | Cancel | PolicyMoved | Drain) -> None:
         match message:
             case SampleWork():
                 for op in message.ops:
@@ -97,8 +99,27 @@ class Generator:
                 finished = self._engines[order.op.base_model].cancel(message.op_id) if order is not None else None
                 if finished is not None:
                     self._finish(finished)
+            case PolicyMoved():
+                self._moved(message)
             case Drain():
                 self.drain()
+
+    def _moved(self, moved: PolicyMoved) -> None:
+        """Take running requests along; stop those that are too old for their clients."""
+        engines = {self._engines[o.op.base_model] for o in self._orders.values() if o.op.run_id == moved.run_id}
+        for engine in engines:
+            if moved.adapter_ref:
+                try:
+                    self._follow(engine, inflight_name(moved.run_id), moved.adapter_ref)
+                except AdapterUnusable as error:
+                    log.warning("samples of run %s that are running stay on older weights: %s", moved.run_id, error)
+            engine.run_moved(moved.run_id, moved.version)
+
+    def _follow(self, engine: Engine, name: str, ref: str) -> None:
+        """The inflight samplers that an engine knows as `name` are on the weights at `ref` now."""
+        if self._inflight.get(name, ref) != ref:
+            engine.swap_adapter(name, self._blobs.path(ref))
+        self._inflight[name] = ref
 
     def _add(self, op: SampleOp) -> None:
         engine = self._engines.get(op.base_model)
@@ -111,8 +132,16 @@ class Generator:
             log.exception("sample %s: its body cannot be read", op.op_id)
             self._link.send(failure(op.op_id, f"the request cannot be read: {type(error).__name__}"))
             return
+        if op.inflight:
+            try:
+                self._follow(engine, policy_name(op), op.adapter_ref)
+            except AdapterUnusable as error:
+                self._link.send(failure(op.op_id, str(error), "user"))
+                return
         self._orders[op.op_id] = order
         engine.add(order.request)
+        if op.run_id:
+            engine.run_moved(op.run_id, op.version)
 
     def _step(self) -> None:
         for engine in self._engines.values():

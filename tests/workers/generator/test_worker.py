@@ -20,7 +20,7 @@ from weft.wire import SamplingParams as WireSamplingParams
 
 import workers.model.tiny
 from scheduler.link import ServerLink
-from scheduler.messages import Cancel, Done, Drain, Occupancy, PullSamples, SampleOp, SampleWork
+from scheduler.messages import Cancel, Done, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
 from store.blobs import Blobs
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.worker import Generator
@@ -170,3 +170,90 @@ def test_the_process(blobs: Blobs, adapter_ref: str, goodbye: str) -> None:
     assert adapted[0].logprobs is not None
     assert all(math.isfinite(logprob) and logprob < 0 for logprob in adapted[0].logprobs)
     assert adapted[0].logprobs.tolist() != plain.logprobs.tolist()  # type: ignore[union-attr]
+
+
+# -- policies in flight
+
+
+@pytest.fixture
+def policies(decoder: Decoder, blobs: Blobs) -> list[str]:
+    """A run's weights at steps 1 and 2."""
+    refs = []
+    for version in (1, 2):
+        adapter = Adapter.init(AdapterShape(decoder.config, 4), seed=version, scale=2.0)
+        adapter.flat.add_(torch.randn(adapter.flat.shape, generator=torch.Generator().manual_seed(version)), alpha=0.05)
+        refs.append(f"samplers/{version}")
+        with blobs.new_folder(refs[-1]) as folder:
+            save_adapter(adapter, folder, base_model="base", details={"step": version})
+    return refs
+
+
+def following(blobs: Blobs, op_id: str, ref: str, max_staleness: int | None = None, **fields: Any) -> SampleOp:
+    op = put_op(blobs, op_id, adapter_ref=ref, max_tokens=30)
+    body = SampleRequest.model_validate_json(blobs.get(op.body_ref))
+    body = body.model_copy(update={"max_staleness": max_staleness})
+    blobs.put(op.body_ref, body.model_dump_json(exclude_none=True).encode())
+    return msgspec.structs.replace(op, run_id="mine", inflight=True, **fields)
+
+
+def moving(link: ScriptedLink, at: int, *moves: PolicyMoved) -> None:
+    """Let the server say that a policy has moved when the worker listens for the time `at`."""
+    calls = 0
+
+    def recv(timeout_s: float | None = None) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            link.inbox.extend(moves)
+        return ScriptedLink.recv(link, timeout_s)
+
+    link.recv = recv  # type: ignore[method-assign]
+
+
+def spans(done: Done) -> list[tuple[int, int]]:
+    (sequence,) = decode_sample_response(done.payload).sequences
+    return [(span.version, span.length) for span in sequence.policy]
+
+
+def test_a_policy_that_moves_takes_inflight_samples_along(decoder: Decoder, blobs: Blobs, policies: list[str]) -> None:
+    snapshot = msgspec.structs.replace(put_op(blobs, "s", adapter_ref=policies[0], max_tokens=30), run_id="mine")
+    link = ScriptedLink([[following(blobs, "f", policies[0], version=1), snapshot]])
+    moving(link, 12, PolicyMoved("mine", 2, policies[1]), PolicyMoved("other", 9, policies[1]))
+    generator(decoder, blobs, link).serve()
+    done = {message.op_id: message for message in link.of(Done)}
+    first, second = spans(done["f"])
+    assert (first[0], second[0], first[1] + second[1]) == (1, 2, 30)
+    assert 1 < first[1] < 29
+    assert spans(done["s"]) == [(1, 30)]
+
+
+def test_a_later_request_brings_newer_weights_of_its_run(decoder: Decoder, blobs: Blobs, policies: list[str]) -> None:
+    link = ScriptedLink([[following(blobs, "a", policies[0])], [following(blobs, "b", policies[1])]])
+    generator(decoder, blobs, link).serve()
+    done = {message.op_id: message for message in link.of(Done)}
+    assert spans(done["b"]) == [(2, 30)]
+
+
+def test_samples_that_are_too_old_end_with_what_they_have(decoder: Decoder, blobs: Blobs, policies: list[str]) -> None:
+    link = ScriptedLink([[following(blobs, "old", policies[0], 1, version=1)]])
+    late = following(blobs, "late", policies[0], 1, version=3)
+    moving(link, 10, PolicyMoved("mine", 3), SampleWork([late]))
+    generator(decoder, blobs, link).serve()
+    done = {message.op_id: message for message in link.of(Done)}
+    (old,) = decode_sample_response(done["old"].payload).sequences
+    assert (old.stale, old.stop_reason) == (True, "length")
+    assert done["old"].facts["sample"] == len(old.tokens)
+    assert 1 < len(old.tokens) < 30
+    assert done["late"].facts == {"prefill": 0, "cached_prefill": 0, "sample": 0}
+
+
+def test_weights_that_are_gone_fail_new_requests_and_leave_running_ones(
+    decoder: Decoder, blobs: Blobs, policies: list[str]
+) -> None:
+    link = ScriptedLink([[following(blobs, "a", policies[0])]])
+    moving(link, 8, PolicyMoved("mine", 2, "samplers/gone"), SampleWork([following(blobs, "b", "samplers/gone")]))
+    generator(decoder, blobs, link).serve()
+    done = {message.op_id: message for message in link.of(Done)}
+    assert spans(done["a"]) == [(1, 30)]
+    assert done["b"].failure is not None
+    assert done["b"].failure.category == "user"

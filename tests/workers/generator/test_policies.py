@@ -1,0 +1,242 @@
+"""Policies in flight: which version drew a token, swaps between steps, and the end of what has become too old."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from workers.generator.adapters import AdapterUnusable
+from workers.generator.engine import Finished, GenerateRequest, PolicySpan, SamplingParams
+from workers.generator.torch_engine import TorchEngine
+from workers.model.adapter import Adapter, AdapterShape, load_adapter, policy_version, save_adapter
+from workers.model.decoder import Decoder, LoraRows, PackedAttend
+
+from .conftest import run
+from .test_engine_contract import ask, same
+
+LONG = SamplingParams(max_tokens=40, seed=3, stop_at_eos=False)
+
+
+@pytest.fixture(scope="module")
+def versions(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """One policy at several optimizer steps: version -> folder."""
+    folders = {}
+    for version in (3, 4, 6):
+        adapter = Adapter.init(AdapterShape(decoder.config, 4), seed=0, scale=2.0)
+        noise = torch.randn(adapter.flat.shape, generator=torch.Generator().manual_seed(version))
+        adapter.flat.add_(noise, alpha=0.05)
+        folders[version] = tmp_path_factory.mktemp("policy") / str(version)
+        save_adapter(adapter, folders[version], base_model="tiny", details={"step": version})
+    return folders
+
+
+def make(decoder: Decoder, slots: int = 6, **options: int) -> TorchEngine:
+    return TorchEngine(decoder, (), slots=slots, context=96, **options)
+
+
+def follower(id: str, versions: dict[int, Path], length: int = 5, **fields: object) -> GenerateRequest:
+    """A request of an inflight sampler of run "mine", which is at version 3."""
+    fields = {"sampling": LONG, "adapter": "inflight:mine", "adapter_folder": versions[3], "run": "mine", **fields}
+    return ask(id, length, **fields)  # type: ignore[arg-type]
+
+
+def steps(engine: TorchEngine, count: int) -> dict[str, Finished]:
+    return {finished.id: finished for _ in range(count) for finished in engine.step()}
+
+
+def test_a_folder_tells_its_version(versions: dict[int, Path], adapters: dict[str, Path]) -> None:
+    assert [policy_version(folder) for folder in versions.values()] == [3, 4, 6]
+    assert policy_version(adapters["a0"]) == 0
+
+
+def test_every_token_is_labelled_with_the_version_that_drew_it(decoder: Decoder, versions: dict[int, Path]) -> None:
+    engine = make(decoder)
+    engine.add(follower("moves", versions))
+    engine.add(ask("snapshot", 9, LONG, adapter="samplers/3", adapter_folder=versions[3], run="mine"))
+    engine.add(ask("base", 4, LONG))
+    steps(engine, 10)
+    engine.swap_adapter("inflight:mine", versions[4])
+    engine.run_moved("mine", 4)
+    steps(engine, 5)
+    engine.swap_adapter("inflight:mine", versions[6])
+    finished = run(engine)
+    (moved,) = finished["moves"].sequences
+    assert moved.policy == (PolicySpan(3, 11), PolicySpan(4, 5), PolicySpan(6, 24))
+    assert not moved.stale
+    assert finished["snapshot"].sequences[0].policy == (PolicySpan(3, 40),)
+    assert finished["base"].sequences[0].policy == (PolicySpan(0, 40),)
+    for id in ("snapshot", "base"):
+        again = ask(id, 9, LONG, adapter="a", adapter_folder=versions[3]) if id == "snapshot" else ask(id, 4, LONG)
+        assert same(finished[id], run(make(decoder), again)[id])
+
+
+def test_samples_that_start_from_an_older_prompt_begin_with_its_version(
+    decoder: Decoder, versions: dict[int, Path]
+) -> None:
+    engine = make(decoder, slots=1)
+    engine.add(follower("r", versions, num_samples=2, sampling=replace(LONG, max_tokens=4)))
+    steps(engine, 2)
+    engine.swap_adapter("inflight:mine", versions[4])
+    first, second = run(engine)["r"].sequences
+    assert first.policy == (PolicySpan(3, 3), PolicySpan(4, 1))
+    assert second.policy == (PolicySpan(3, 1), PolicySpan(4, 3))
+
+
+class GrowingAttend:
+    """Attention over keys and values that other weights may have made."""
+
+    def __init__(self) -> None:
+        self.k: dict[int, Tensor] = {}
+        self.v: dict[int, Tensor] = {}
+
+    def keep(self, layer: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        before = (self.k.get(layer), self.v.get(layer))
+        self.k[layer], self.v[layer] = (
+            new if old is None else torch.cat((old, new)) for old, new in zip(before, (k_TKD, v_TKD), strict=True)
+        )
+
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        self.keep(layer, k_TKD, v_TKD)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, self.k[layer], self.v[layer]))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+
+def test_after_a_swap_logprobs_are_the_new_weights_over_the_old_keys_and_values(
+    decoder: Decoder, versions: dict[int, Path]
+) -> None:
+    engine = make(decoder)
+    request = follower("r", versions, 37)
+    engine.add(request)
+    steps(engine, 9)
+    engine.swap_adapter("inflight:mine", versions[6])
+    (sequence,) = run(engine)["r"].sequences
+    assert sequence.policy == (PolicySpan(3, 10), PolicySpan(6, 30))
+    old, new = (load_adapter(versions[version], decoder.config).adapter for version in (3, 6))
+    tokens, at = [*request.prompt, *sequence.tokens.tolist()], 37 + 9  # keys of these positions are the old policy's
+    attend = GrowingAttend()
+    with torch.no_grad():
+        decoder(torch.tensor(tokens[:at]), torch.arange(at), PackedAttend([at], attend.keep), LoraRows([0, at], [old]))
+        for position in range(at, len(tokens) - 1):
+            one = LoraRows([0, 1], [new])
+            hidden_1D = decoder(torch.tensor([tokens[position]]), torch.tensor([position]), attend, one)
+            logprobs_V = torch.log_softmax(decoder.logits(hidden_1D, one)[0], -1)
+            expected = float(logprobs_V[tokens[position + 1]])
+            assert sequence.logprobs is not None
+            assert float(sequence.logprobs[position + 1 - 37]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_swap_that_cannot_be_read_changes_nothing(
+    decoder: Decoder, versions: dict[int, Path], tmp_path: Path
+) -> None:
+    engine = make(decoder)
+    request = follower("r", versions)
+    engine.add(request)
+    steps(engine, 4)
+    with pytest.raises(AdapterUnusable):
+        engine.swap_adapter("inflight:mine", tmp_path)
+    assert same(run(engine)["r"], run(make(decoder), request)["r"])
+
+
+# -- staleness
+
+
+def test_a_sequence_ends_when_its_run_has_moved_further_than_it_may(
+    decoder: Decoder, versions: dict[int, Path]
+) -> None:
+    engine = make(decoder)
+    strict, loose, free = (follower(f"most {m}", versions, max_staleness=m) for m in (0, 2, None))
+    for request in (strict, loose, free):
+        engine.add(request)
+    before = steps(engine, 6)
+    engine.run_moved("another", 99)
+    engine.run_moved("mine", 3)
+    assert not before
+    engine.run_moved("mine", 4)
+    stopped = steps(engine, 1)
+    assert set(stopped) == {"most 0"}
+    (cut,) = stopped["most 0"].sequences
+    assert (len(cut.tokens), cut.stop_reason, cut.stale) == (7, "length", True)
+    assert stopped["most 0"].facts.sample == 7
+    engine.run_moved("mine", 6)
+    rest = run(engine)
+    assert rest["most 2"].sequences[0].stale
+    assert not rest["most None"].sequences[0].stale
+    whole = run(make(decoder), free)["most None"]
+    assert same(rest["most None"], whole)
+    np.testing.assert_array_equal(cut.tokens, whole.sequences[0].tokens[:7])
+    assert engine.free_slots == 6
+    assert not engine.busy
+
+
+def test_the_oldest_token_counts_whatever_came_after_a_swap(decoder: Decoder, versions: dict[int, Path]) -> None:
+    engine = make(decoder)
+    engine.add(follower("old", versions, max_staleness=1))
+    steps(engine, 3)
+    engine.swap_adapter("inflight:mine", versions[4])
+    engine.run_moved("mine", 4)
+    engine.add(follower("new", versions, max_staleness=1))
+    steps(engine, 3)
+    engine.run_moved("mine", 5)
+    finished = run(engine)
+    assert finished["old"].sequences[0].policy == (PolicySpan(3, 4), PolicySpan(4, 3))
+    assert finished["old"].sequences[0].stale
+    assert not finished["new"].sequences[0].stale
+
+
+def test_samples_without_a_token_end_too_and_finished_ones_stay(decoder: Decoder, versions: dict[int, Path]) -> None:
+    engine = make(decoder, slots=1)
+    group = follower("group", versions, num_samples=3, max_staleness=0, sampling=replace(LONG, max_tokens=5))
+    queued = follower("queued", versions, 40, max_staleness=0)
+    engine.add(group)
+    engine.add(queued)
+    steps(engine, 6)
+    engine.run_moved("mine", 4)
+    finished = run(engine)
+    first, second, third = finished["group"].sequences
+    assert [len(s.tokens) for s in (first, second, third)] == [5, 3, 0]
+    assert [s.stale for s in (first, second, third)] == [False, True, True]
+    facts = finished["group"].facts
+    assert (facts.prefill, facts.cached_prefill, facts.sample) == (5, 5, 8)
+    assert finished["queued"].sequences[0].stale
+    assert (finished["queued"].facts.prefill, finished["queued"].facts.sample) == (0, 0)
+    assert engine.free_slots == 1
+
+
+def test_what_is_too_old_in_the_middle_of_its_prompt_is_billed_for_that(
+    decoder: Decoder, versions: dict[int, Path]
+) -> None:
+    engine = make(decoder, prefill_tokens=32)
+    engine.add(follower("r", versions, 80, max_staleness=0))
+    steps(engine, 2)
+    engine.run_moved("mine", 4)
+    (finished,) = steps(engine, 1).values()
+    assert (finished.facts.prefill, finished.facts.sample) == (64, 0)
+    assert not engine.busy
+
+
+# -- going on
+
+
+def test_what_was_cancelled_goes_on_from_prompt_and_partial(decoder: Decoder, adapters: dict[str, Path]) -> None:
+    greedy = SamplingParams(max_tokens=30, temperature=0, stop_at_eos=False)
+    request = ask("r", 50, greedy, adapter="a0", adapter_folder=adapters["a0"])
+    whole = run(make(decoder), request)["r"].sequences[0]
+    engine = make(decoder)
+    engine.add(request)
+    steps(engine, 12)
+    partial = engine.cancel("r")
+    assert partial is not None
+    (begun,) = partial.sequences
+    assert partial.facts.sample == len(begun.tokens) == 13
+    longer = (*request.prompt, *begun.tokens.tolist())
+    rest = run(engine, replace(request, prompt=longer, sampling=replace(greedy, max_tokens=17)))["r"]
+    assert rest.facts.cache_hit == 32  # the whole blocks of the first prompt
+    assert [*begun.tokens, *rest.sequences[0].tokens] == whole.tokens.tolist()
+    both = np.concatenate((begun.logprobs, rest.sequences[0].logprobs))  # type: ignore[arg-type]
+    np.testing.assert_allclose(both, whole.logprobs, atol=1e-4)  # type: ignore[arg-type]
