@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from workers.model.adapter_shape import AdapterShape, Slot
+from workers.model.adapter_shape import FORMAT, AdapterShape, Slot
 from workers.model.config import DecoderConfig, read_json
 from workers.model.encryption import SUFFIX as ENCRYPTED
 from workers.model.peft_format import WEIGHTS_FILE, Array, PeftFormatError, read_layout
@@ -36,8 +36,6 @@ __all__ = [
     "save_adapter",
     "version_of",
 ]
-
-FORMAT = "weft-shared-outer-1"
 
 
 class AdapterFileError(ValueError):

@@ -15,6 +15,9 @@ from functools import cached_property
 
 from workers.model.config import DecoderConfig
 
+#: Of the folders that hold an adapter.
+FORMAT = "weft-shared-outer-1"
+
 #: Every tensor starts on a cache line, so a kernel sees the same alignment whatever the rank (float32 elements).
 ALIGNMENT = 16
 

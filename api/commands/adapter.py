@@ -1,0 +1,118 @@
+"""`weftd adapter`: adapters that other tools have trained."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api.commands.places import database_of, refuse, settings_of, where
+from billing import storage
+from store import audit, tables
+from store.blobs import Blobs
+from workers.model.imported import CannotImport, Imported, read_adapter
+
+
+@click.group()
+def adapter() -> None:
+    """Adapters that other tools have trained."""
+
+
+@adapter.command("import")
+@where
+@click.option("--org", required=True, help="Name of the organisation that gets it.")
+@click.option("--model", help="Base model it belongs to, as clients know it (default: the built-in one).")
+@click.option("--name", default="imported", show_default=True, help="Name of the checkpoint.")
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def import_(data_dir: Path | None, config: Path | None, org: str, model: str | None, name: str, folder: Path) -> None:
+    """Make a checkpoint of a PEFT adapter in FOLDER and print its tinker:// path.
+
+    Train on from it with create_training_client_from_state. Experts keep a pair of factors each where the adapter has
+    them."""
+    from api.errors import ApiError
+    from api.paths import check_name
+    from api.serve import CannotServe, read_cards
+
+    settings = settings_of(config, data_dir)
+    try:
+        cards = read_cards(settings.models)
+        card = cards[model or next(iter(cards))]
+        check_name(name, "--name")
+        found = read_adapter(folder, card.config)
+    except KeyError:
+        refuse(f"no model {model!r} in the settings; they have {', '.join(sorted(cards))}")
+    except (CannotServe, CannotImport) as error:
+        refuse(str(error))
+    except ApiError as error:
+        refuse(error.detail)
+    ref = f"weights/{uuid.uuid4().hex}"
+    blobs = Blobs(settings.blobs_dir, durable=settings.durable)
+    with database_of(config, data_dir) as database:
+        with database.read() as session:
+            org_id = session.scalar(select(tables.Organisation.id).where(tables.Organisation.name == org))
+        if org_id is None:
+            refuse(f"no organisation named {org!r}")
+        with blobs.new_folder(ref) as target:
+            found.write(target, card.name)
+        size = blobs.size_bytes(ref)
+        click.echo(database.write_now(lambda session: _record(session, org_id, card.name, name, found, ref, size)))
+
+
+def _record(
+    session: Session, org_id: str, base_model: str, name: str, found: Imported, ref: str, size_bytes: int
+) -> str:
+    """A closed run that holds nothing but the checkpoint, so that it lists, loads, bills and ends like any other."""
+    now, shape = datetime.now(UTC), found.shape
+    owner = tables.Session(
+        id=uuid.uuid4().hex,
+        org_id=org_id,
+        state="finished",
+        sdk_version="weftd",
+        tags=[],
+        user_metadata={"imported": "true"},
+        finish_reason="imported",
+        created_at=now,
+        last_seen_at=now,
+        ended_at=now,
+    )
+    run = tables.Run(
+        id=f"{owner.id}:train:0",
+        org_id=org_id,
+        session_id=owner.id,
+        model_seq_id=0,
+        base_model=base_model,
+        rank=shape.rank,
+        alpha=found.alpha,
+        seed=0,
+        train_attn=shape.train_attn,
+        train_mlp=shape.train_mlp,
+        train_unembed=shape.train_unembed,
+        state="closed",
+        user_metadata={},
+        created_at=now,
+        last_request_at=now,
+    )
+    checkpoint = tables.Checkpoint(
+        id=uuid.uuid4().hex,
+        org_id=org_id,
+        run_id=run.id,
+        kind="weights",
+        name=name,
+        ref=ref,
+        size_bytes=size_bytes,
+        public=False,
+        user_metadata={},
+        created_at=now,
+    )
+    path = f"tinker://{run.id}/weights/{name}"
+    for row in (owner, run, checkpoint):
+        session.add(row)
+        session.flush()
+    storage.begin(session, checkpoint, now)
+    detail = {"model_id": run.id, "base_model": base_model, "session_id": owner.id, "size_bytes": size_bytes}
+    audit.record(session, org_id=org_id, key_id=None, event="checkpoint_created", target=path, detail=detail, at=now)
+    return path
