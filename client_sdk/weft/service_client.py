@@ -35,6 +35,8 @@ class ServiceClient:
     Address and key come from the arguments, else from WEFT_BASE_URL and WEFT_API_KEY, else from TINKER_BASE_URL and
     TINKER_API_KEY. Nothing is sent until something is needed. `with ServiceClient() as service:` ends the session when
     the block ends; without it the session ends when its heartbeats stop.
+
+    `priority` orders the work of one organisation: what is made here with "batch" lets "interactive" work go first.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class ServiceClient:
         api_key: str | None = None,
         default_headers_overrides: Mapping[str, str] | None = None,
         retry: RetryPolicy | None = None,
+        priority: Literal["interactive", "batch"] = "interactive",
     ) -> None:
         endpoint = resolve_endpoint(base_url, api_key)
-        self._transport = Transport(endpoint, retry or RetryPolicy(), default_headers_overrides)
+        headers = {"X-Weft-Priority": priority, **(default_headers_overrides or {})}
+        self._transport = Transport(endpoint, retry or RetryPolicy(), headers)
         self._project_id = project_id or os.environ.get("WEFT_PROJECT_ID") or os.environ.get("TINKER_PROJECT_ID")
         self._session = Session(self._transport, user_metadata, self._project_id, display_name)
 
