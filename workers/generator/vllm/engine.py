@@ -71,6 +71,12 @@ class _Progress:
     task: asyncio.Task[Any] | None = None
     work: list[asyncio.Task[None]] = field(default_factory=list)  # one for each sequence, once there is an adapter
     wanted: asyncio.Future[Finished] | None = None  # who cancels it gets its end
+    run_version: int = 0  # how far the run is, as far as it was told
+
+    def too_old(self, version: int) -> bool:
+        """Whether a sequence that began with this version of the policy may not go on."""
+        most = self.request.max_staleness
+        return most is not None and self.run_version - version > most
 
 
 class VllmEngine:
@@ -205,13 +211,13 @@ class VllmEngine:
 
     def run_moved(self, run: str, version: int) -> None:
         async def stop_stale() -> None:
-            for progress in list(self._requests.values()):
-                limit = progress.request.max_staleness
-                if progress.request.run == run and limit is not None:
-                    for sequence in progress.sequences:
-                        if sequence.vllm_id and version - sequence.version > limit:
-                            sequence.stale = True
-            await self._abort([s for p in self._requests.values() for s in p.sequences if s.stale])
+            stale: list[_Sequence] = []
+            for progress in [p for p in self._requests.values() if p.request.run == run]:
+                progress.run_version = version
+                stale += [one for one in progress.sequences if one.vllm_id and progress.too_old(one.version)]
+            for sequence in stale:
+                sequence.stale = True
+            await self._abort(stale)
 
         self._call(stop_stale()).result()
 
@@ -252,10 +258,10 @@ class VllmEngine:
         request = progress.request
         self._requests[request.id] = progress
         progress.task = asyncio.current_task()
-        end = Finished(request.id)
+        end, life = Finished(request.id), 0
         try:
             await self._server.ready.wait()
-            await self._synchronise()
+            life = await self._synchronise()
             if (why := translate.beyond(request, tempered=self._server.tempered)) is not None:
                 end = _declined(request.id, why, "request")
                 return
@@ -272,7 +278,8 @@ class VllmEngine:
             end = refused(request.id, str(error))
         except VllmLost as error:
             log.warning("request %s is given back: %s", request.id, error)
-            self._server.lost()
+            if life == self._server.lives:
+                self._server.lost()
             end = _declined(request.id, "vLLM was lost while it generated", "again", "server")
         except VllmRefused as error:
             log.warning("request %s: vLLM refuses it: %s", request.id, error)
@@ -295,13 +302,14 @@ class VllmEngine:
                 else:
                     progress.wanted.set_result(end)
 
-    async def _synchronise(self) -> None:
-        """Forget what an earlier life of vLLM knew."""
+    async def _synchronise(self) -> int:
+        """Forget what an earlier life of vLLM knew. Returns which this one is."""
         if self._life != self._server.lives:
             self._life = self._server.lives
             self._policies.forget()
             if self._server.swaps:
                 await self._server.client.label(0)
+        return self._life
 
     async def _release(self, progress: _Progress) -> None:
         if progress.pushed is not None:
@@ -315,8 +323,11 @@ class VllmEngine:
         request, pushed = progress.request, progress.pushed
         await self._room_left.take(request.priority)
         try:
-            sequence.vllm_id, sequence.started = f"{request.id}:{sequence.sample}:{self._life}", True
             sequence.version = pushed.version if pushed else 0
+            if progress.too_old(sequence.version):
+                sequence.result = replace(sequence.result, stale=True)
+                return
+            sequence.vllm_id, sequence.started = f"{request.id}:{sequence.sample}:{self._life}", True
             body = {
                 "model": pushed.name if pushed else self._server.base,
                 "request_id": sequence.vllm_id,
@@ -332,10 +343,9 @@ class VllmEngine:
         finally:
             sequence.vllm_id = ""
             self._room_left.give()
-        self._take(progress, sequence, answer)
-        with self._lock:
-            if request.id in self._open:
+            with self._lock:
                 self._open[request.id] -= 1
+        self._take(progress, sequence, answer)
 
     def _take(self, progress: _Progress, sequence: _Sequence, answer: dict[str, Any]) -> None:
         (choice,) = answer["choices"]

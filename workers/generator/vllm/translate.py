@@ -14,6 +14,8 @@ from workers.generator.engine import GenerateRequest, Logprobs, SequenceResult, 
 
 #: vLLM tells logprobs of this many tokens besides the sampled one, at most; JSON would be most of the work beyond.
 MAX_TOPK = 1024
+#: It refuses higher temperatures, and takes lower ones for this.
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 
 
 def beyond(request: GenerateRequest, *, tempered: bool) -> str | None:
@@ -24,6 +26,8 @@ def beyond(request: GenerateRequest, *, tempered: bool) -> str | None:
         return "logprobs of chosen tokens (target_prompt_logprobs) are not served by vLLM"
     if max(request.topk_prompt_logprobs, request.topk_sample_logprobs) > MAX_TOPK:
         return f"vLLM serves logprobs of at most {MAX_TOPK} top tokens"
+    if not (request.sampling.temperature == 0 or LEAST_TEMPERATURE <= request.sampling.temperature <= MOST_TEMPERATURE):
+        return f"vLLM serves temperature 0 and from {LEAST_TEMPERATURE} to {MOST_TEMPERATURE}"
     if not tempered and request.sampling.temperature not in (0, 1):
         return "a temperature other than 0 and 1 needs a vLLM with Weft's plugin, whose logprobs heed it"
     return None
@@ -40,7 +44,8 @@ def params_of(request: GenerateRequest, sample: int, limit: int, eos: Sequence[i
         "top_k": max(sampling.top_k, 0),
         "ignore_eos": True,
         "stop_token_ids": stops,
-        "logprobs": request.topk_sample_logprobs,
+        # One more than asked: the sampled token counts, likely or not.
+        "logprobs": request.topk_sample_logprobs + (request.topk_sample_logprobs > 0),
         "detokenize": False,
     }
     if sampling.seed is not None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.workers.generator.conftest import VOCAB
 from workers.generator.vllm.adapters import Room, targets
 from workers.generator.vllm.engine import VllmEngine
 from workers.generator.vllm.server import Launch
@@ -26,6 +27,32 @@ def vllm_program() -> Path:
     if not (ROOT / ".vllm" / ".setup-done").is_file():
         pytest.skip("there is no vLLM here (make vllm)")
     return PROGRAM
+
+
+@pytest.fixture(scope="session")
+def reference() -> Qwen3MoeForCausalLM:
+    """As the other engines', in sizes that vLLM's kernel for experts takes: multiples of 32."""
+    config = Qwen3MoeConfig(
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        intermediate_size=64,
+        vocab_size=VOCAB,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(3)
+    model = Qwen3MoeForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return model
 
 
 def launch(program: Path, model: Path, **options: object) -> Launch:
