@@ -152,8 +152,8 @@ def peft(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
 def peft_generate() -> Any:
     """`TIMED_ALONE` requests through transformers and peft, each with its own adapter."""
     from peft import LoraConfig, get_peft_model
-    from transformers import GenerationConfig
     from trainer import peft_base
+    from transformers import GenerationConfig
 
     model = peft_base().eval()
     lora = LoraConfig(

@@ -32,7 +32,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from workers.model.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig, RopeConfig
-from workers.model.decoder import Decoder, LoraRows, PackedAttend, target_logprobs
+from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.logprobs import target_logprobs
 from workers.model.memory import choose_saving
 
 SHAPES = {

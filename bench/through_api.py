@@ -30,7 +30,7 @@ from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from scheduler.messages import Done, OpKind, Pass, RunSpec, TrainOp
 from store.blobs import Blobs
-from workers.model.decoder import load_decoder
+from workers.model.weights import load_decoder
 from workers.trainer.trainer import Trainer, TrainerSettings
 
 MODEL = Path(__file__).parents[1] / "workers" / "model" / "tiny" / "weights"

@@ -36,7 +36,8 @@ from serving import claim, machine
 from workers.model import base_mm
 from workers.model.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig
-from workers.model.decoder import Decoder, LoraRows, PackedAttend, target_logprobs
+from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.logprobs import target_logprobs
 
 CONFIG = DecoderConfig(
     architecture="Qwen3MoeForCausalLM",

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import sqlite3
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -30,13 +28,12 @@ from sqlalchemy.orm import Session
 
 from store import audit
 from store.caller import enter, lift
+from store.wal import BUSY_TIMEOUT_MS, use_wal
 
 T = TypeVar("T")
 
 #: Works in one transaction at most: it bounds how long the first of a group waits for the last.
 GROUP_SIZE = 256
-#: Another process may hold the lock of SQLite for a moment (`weftd key create` beside a server).
-BUSY_TIMEOUT_MS = 30_000
 
 
 class _Waiting(Protocol):
@@ -289,20 +286,6 @@ def _run(work: _Work, connection: Connection, *, alone: bool) -> None:
         work.error = error
     if restricted and connection.in_transaction():
         lift(connection)
-
-
-def use_wal(connection: sqlite3.Connection) -> None:
-    """Have readers and a writer not wait for each other. The database remembers it; while it is changed the first time,
-    whoever else opens the database is told "locked" at once, whatever the busy timeout, and so must ask again."""
-    deadline = time.monotonic() + BUSY_TIMEOUT_MS / 1000
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            return
-        except sqlite3.OperationalError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
 
 
 def _prepare_sqlite(engine: Engine, *, begin: str, durable: bool, query_only: bool) -> None:

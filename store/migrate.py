@@ -16,8 +16,8 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, event, text
 
 import migrations
-from store.db import use_wal
 from store.row_security import protect
+from store.wal import use_wal
 
 #: Any number that no other program takes as an advisory lock in the same PostgreSQL database.
 _LOCK = 0x77656674

@@ -34,9 +34,9 @@ from workers.generator.torch_engine import (
 )
 from workers.generator.worker import Generator
 from workers.model.card import read_card
-from workers.model.decoder import load_decoder
 from workers.model.device import Target, add_arguments, target_of
 from workers.model.isolation import settle
+from workers.model.weights import load_decoder
 
 log = logging.getLogger("generator")
 

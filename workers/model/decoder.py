@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -21,15 +20,12 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from workers.model.attend import Attend, PackedAttend
-from workers.model.card import weight_files
-from workers.model.config import DecoderConfig, RopeConfig, read_config
-from workers.model.logprobs import target_logprobs
+from workers.model.config import DecoderConfig, RopeConfig
 from workers.model.lora import LoraRows, Site, lora_linear, own_rows
 from workers.model.memory import Saving, choose_saving
 from workers.model.moe import Names, expert_block
-from workers.model.weights import copy_weights
 
-__all__ = ["Attend", "Decoder", "DecoderConfig", "LoraRows", "PackedAttend", "load_decoder", "target_logprobs"]
+__all__ = ["Attend", "Decoder", "DecoderConfig", "LoraRows", "PackedAttend"]
 
 #: Rotary angles are computed for so many positions at a time.
 ROTARY_BLOCK = 256
@@ -39,15 +35,6 @@ OnRoute = Callable[[int, Tensor], None]
 
 #: In a replayed routing: the token's own router decides.
 FREE = -1
-
-
-def load_decoder(path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
-    """The decoder of a Hugging Face model folder. Raises UnsupportedModel or ModelWeightsError by name."""
-    folder = Path(path)
-    config = read_config(folder.name, folder)
-    decoder = Decoder(config, dtype, device)
-    copy_weights(decoder, weight_files(folder.name, folder))
-    return decoder
 
 
 class Decoder(nn.Module):

@@ -8,17 +8,15 @@ are cut from the group's own start (LoraRows.slices), so a group's sums do not d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from workers.model.decoder import Decoder
 from workers.model.lora import LoraRows, adapters_backward, add_adapters, base_mm
 from workers.model.place import place_of
-
-if TYPE_CHECKING:
-    from workers.model.decoder import Decoder
 
 
 def target_logprobs(

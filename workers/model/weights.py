@@ -1,4 +1,4 @@
-"""Copying a Hugging Face model folder's safetensors into a decoder, tensor by tensor, in any order of shards.
+"""A decoder from a Hugging Face model folder: its safetensors, tensor by tensor, in any order of shards.
 
 Every tensor of the decoder must be found once and every tensor found must have a place: a checkpoint that fits only
 nearly is refused by name instead of served wrong. Experts may be stored one by one (what save_pretrained writes) or
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from workers.model.decoder import Decoder
+from workers.model.card import weight_files
+from workers.model.config import read_config
+from workers.model.decoder import Decoder
 
 #: Tensors that some checkpoints carry and no decoder needs: they follow from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -24,6 +24,15 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 class ModelWeightsError(ValueError):
     """The safetensors files do not hold exactly the tensors of the decoder."""
+
+
+def load_decoder(path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
+    """The decoder of a Hugging Face model folder. Raises UnsupportedModel or ModelWeightsError by name."""
+    folder = Path(path)
+    config = read_config(folder.name, folder)
+    decoder = Decoder(config, dtype, device)
+    copy_weights(decoder, weight_files(folder.name, folder))
+    return decoder
 
 
 @torch.no_grad()

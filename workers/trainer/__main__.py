@@ -30,9 +30,10 @@ from scheduler.carriers.train_link import TrainerLink
 from scheduler.link import WorkerLink
 from scheduler.messages import Drain, Pass, PullPass
 from store.blobs import Blobs
-from workers.model.decoder import Decoder, load_decoder
+from workers.model.decoder import Decoder
 from workers.model.device import Target, add_arguments, target_of
 from workers.model.isolation import settle
+from workers.model.weights import load_decoder
 from workers.trainer.trainer import Trainer, TrainerSettings
 
 #: How often an idle trainer looks whether it was told to stop.

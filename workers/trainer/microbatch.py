@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from weft.wire.codec import ArrayDatum
 
-from workers.model.decoder import FREE, Decoder, LoraRows, PackedAttend, target_logprobs
+from workers.model.decoder import FREE, Decoder, LoraRows, PackedAttend
+from workers.model.logprobs import target_logprobs
 from workers.trainer.custom_format import CustomLossError
 from workers.trainer.custom_losses import custom_loss
 from workers.trainer.loss_inputs import LOSSES, ROUTES, THRESHOLDS

@@ -16,7 +16,8 @@ from workers.generator.adapters import AdapterCache, AdapterUnusable
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapter import Adapter, AdapterShape, load_adapter, save_adapter
-from workers.model.decoder import Decoder, LoraRows, PackedAttend, target_logprobs
+from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.logprobs import target_logprobs
 
 from .conftest import VOCAB, run
 from .test_engine_contract import ask, prompt, same

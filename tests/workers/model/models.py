@@ -16,7 +16,8 @@ from transformers import (
 )
 
 from workers.model.adapter import Adapter, AdapterShape
-from workers.model.decoder import Decoder, load_decoder
+from workers.model.decoder import Decoder
+from workers.model.weights import load_decoder
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tests.workers.model.models import FAMILIES, ours, packed, random_adapter, reference
 from workers.model.adapter import Adapter
-from workers.model.decoder import LoraRows, PackedAttend, load_decoder, target_logprobs
-from workers.model.weights import ModelWeightsError
+from workers.model.decoder import LoraRows, PackedAttend
+from workers.model.logprobs import target_logprobs
+from workers.model.weights import ModelWeightsError, load_decoder
 
 LENGTHS = [5, 17, 5, 1, 40]
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, assert_same_grads, mixed_rows, twice
 from workers.model import place
 from workers.model.config import DecoderConfig
-from workers.model.decoder import Decoder, PackedAttend, target_logprobs
+from workers.model.decoder import Decoder, PackedAttend
 from workers.model.gpu.varlen import VarlenAttend
+from workers.model.logprobs import target_logprobs
 from workers.model.lora_rows import LoraRows
 
 LENGTHS = [3, 20, 20, 7, 18, 1]

@@ -11,8 +11,9 @@ from torch import Tensor
 from tests.workers.model.models import ours, packed, random_adapter, reference
 from workers.model import isolation
 from workers.model.adapter import Adapter
-from workers.model.decoder import Decoder, LoraRows, PackedAttend, target_logprobs
+from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.isolation import choose, settle
+from workers.model.logprobs import target_logprobs
 
 
 def train(decoder: Decoder, tenants: list[tuple[list[int], Adapter]]) -> list[tuple[Tensor, Adapter]]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tests.workers.model.models import ours, packed, random_adapter, reference
 from workers.model.adapter import Adapter
-from workers.model.decoder import Decoder, LoraRows, PackedAttend, target_logprobs
+from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.logprobs import target_logprobs
 
 FAMILIES = ["moe", "moe-mixed", "qwen3", "llama-tied"]
 
