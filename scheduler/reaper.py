@@ -71,7 +71,7 @@ class Reaper:
             self._blobs.delete_tree(ref)
         files = [path for name, path in bodies.items() if name not in needed]
         files += [path for name, path in losses.items() if name.partition(":")[0] not in sessions]
-        files += self._old("stability/*", RECORDINGS_LAST)
+        files += self._old("stability/*", RECORDINGS_LAST) + self._old("handoff", RECORDINGS_LAST)
         for path in (*files, *self._old("results/*", RESULTS_LAST), *self._old("archives", ARCHIVES_LAST)):
             ref = path.relative_to(self._blobs.root).as_posix()
             self._blobs.delete_tree(ref)

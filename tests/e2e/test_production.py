@@ -85,7 +85,7 @@ def test_nothing_is_lost_or_billed_twice_whoever_is_killed(production: Productio
         assert [s.tokens for s in future.result(timeout=120).sequences] == drawn
     assert production.leader({other: replicas[other]}) == other
 
-    assert len(sampled(shaken.save_weights_and_get_sampling_client())) == 3
+    assert len(sampled(shaken.save_weights_and_get_sampling_client().result())) == 3
     (queued,) = production.query("select count(*) from operations where state = 'queued'")[0]
     failed = production.query("select kind, error from operations where state = 'failed'")
     doubled = production.query(

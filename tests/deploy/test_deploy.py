@@ -1,0 +1,104 @@
+"""The files of deploy/ agree with each other and with the programs they start."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from fastapi.routing import APIRoute
+
+from api.cli import weftd
+from api.routes import probes as probe_routes
+from store.settings import load_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+KUBERNETES: list[dict[str, Any]] = yaml.safe_load((DEPLOY / "kubernetes.yaml").read_text())["items"]
+
+
+def pods() -> Iterator[dict[str, Any]]:
+    yield from (item["spec"]["template"]["spec"] for item in KUBERNETES if "template" in item["spec"])
+
+
+def containers() -> list[dict[str, Any]]:
+    return [container for pod in pods() for container in pod["containers"]]
+
+
+def commands() -> list[list[str]]:
+    compose = [service["command"] for service in COMPOSE["services"].values() if "command" in service]
+    return [command for command in compose + [c["command"] for c in containers()] if command[0] == "weftd"]
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_every_command_exists_with_its_options(command: list[str]) -> None:
+    found: click.Command = weftd
+    rest = command[1:]
+    context = click.Context(weftd)
+    while isinstance(found, click.Group):
+        inner = found.get_command(context, rest[0])
+        assert inner is not None, command
+        found, rest = inner, rest[1:]
+    made = found.make_context("weftd", rest, resilient_parsing=False)
+    assert made.params["config"] is not None
+
+
+def test_compose_names_only_what_it_has() -> None:
+    services = COMPOSE["services"]
+    assert {"migrate", "api-1", "api-2", "trainer", "generator", "jobs-worker", "jobs-beat"} <= services.keys()
+    for name, service in services.items():
+        assert service.get("depends_on", {}).keys() <= services.keys(), name
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert source in COMPOSE["volumes"] or (DEPLOY / source).is_file(), volume
+    conditions = {d: how["condition"] for d, how in services["api-1"]["depends_on"].items()}
+    assert conditions == {"migrate": "service_completed_successfully", "redis": "service_healthy"}
+    assert set(services["migrate"]["depends_on"]) == {"postgres"}
+
+
+def test_grace_periods_are_longer_than_the_drain() -> None:
+    settings = load_settings(DEPLOY / "weft.toml")
+    grace_s = int(COMPOSE["services"]["api-1"]["stop_grace_period"].removesuffix("s"))
+    assert grace_s > settings.drain_s
+    assert all(pod["terminationGracePeriodSeconds"] > settings.drain_s for pod in pods() if "api" in str(pod)[:900])
+
+
+def test_the_settings_are_good_and_complete_with_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = COMPOSE["services"]["api-1"]["environment"]
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    settings = load_settings(DEPLOY / "weft.toml")
+    assert settings.redis_url == environment["WEFT_REDIS_URL"]
+    assert settings.database_url.startswith("postgresql+psycopg://")
+    assert settings.jobs.driver == "celery"
+    assert str(settings.data_dir) == "/data"
+
+
+def test_probes_ask_for_routes_that_exist() -> None:
+    paths = {route.path for route in probe_routes.router.routes if isinstance(route, APIRoute)}
+    probes = [container[kind] for container in containers() for kind in container if kind.endswith("Probe")]
+    asked = {probe["httpGet"]["path"] for probe in probes}
+    assert asked == {"/healthz", "/readyz"} <= paths
+    assert "/readyz" in str(COMPOSE["services"]["api-1"]["healthcheck"])
+
+
+def test_pods_mount_what_they_declare() -> None:
+    for pod in pods():
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+            assert container["securityContext"]["runAsNonRoot"]
+
+
+def test_the_image_has_every_package_and_no_root() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {name.removesuffix("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    copied = {line.split()[1] for line in lines if line.startswith("COPY")}
+    assert packages <= copied
+    assert "USER weft" in lines
