@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,8 +126,8 @@ class World:
         return str(json.loads(self.outcome(request_id).content)["path"])
 
 
-@pytest.fixture
-def world(settings: Settings, card: ModelCard, database: Database, blobs: Blobs) -> Iterator[World]:
+@contextmanager
+def open_world(settings: Settings, card: ModelCard, database: Database, blobs: Blobs) -> Iterator[World]:
     made: list[Service] = []
 
     @asynccontextmanager
@@ -142,3 +142,9 @@ def world(settings: Settings, card: ModelCard, database: Database, blobs: Blobs)
 
     with TestClient(front(lifespan)) as http:
         yield World(http, database, made[0])
+
+
+@pytest.fixture
+def world(settings: Settings, card: ModelCard, database: Database, blobs: Blobs) -> Iterator[World]:
+    with open_world(settings, card, database, blobs) as world:
+        yield world

@@ -37,6 +37,7 @@ def test_what_is_done_is_noted(world: World) -> None:
         "session_created",
         "checkpoint_created",
         "checkpoint_read",
+        "project_created",
         "project_session_assigned",
         "session_finished",
         "key_created",
@@ -47,10 +48,11 @@ def test_what_is_done_is_noted(world: World) -> None:
     assert created["event_details"]["by"] == "weft:key:1"
     assert (created["event_details"]["size_bytes"], created["event_details"]["session_id"]) == (7, session)
     assert (read["purpose"], read["model_id"]) == ("training", f"{session}:train:1")
-    assert events(world, "?event_type=projects") == ["project_session_assigned"]
+    assert events(world, "?event_type=projects") == ["project_created", "project_session_assigned"]
     assert events(world, "?event_type=organizations") == ["key_created", "key_created", "key_revoked"]
     assert events(world, "?event_type=teams") == []
-    assert entries(world)[0]["event_details"] == {"by": "weft:server", "target": world.key[:12]}
+    made = entries(world)[0]["event_details"]
+    assert (made["by"], made["target"], made["scopes"]) == ("weft:server", world.key[:12], ["admin"])
 
 
 def test_a_day_of_one_organisation(world: World) -> None:

@@ -1,0 +1,77 @@
+"""The front, on either database: `any_world`. And the table of its routes, from which other tests are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from api.access import Access, declared
+from api.auth import KeyCache
+from store import people
+from store.blobs import Blobs
+from store.db import Database
+from store.keys import new_key
+from store.settings import Settings
+from store.tables import Organisation
+from tests.api.conftest import World, card, open_world, settings
+from workers.model.card import ModelCard
+
+__all__ = ["card", "settings"]
+
+
+@dataclass(frozen=True)
+class Route:
+    method: str
+    path: str
+    access: Access | None
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+def routes_of(app: FastAPI) -> list[Route]:
+    """Every route, those of included routers too. What else is mounted fails the test."""
+    found: list[Route] = []
+    for mounted in app.routes:
+        contexts = getattr(mounted, "effective_route_contexts", None)
+        for route in contexts() if contexts is not None else [mounted]:
+            access = declared(getattr(route, "original_route", route))
+            found.extend(Route(method, route.path, access) for method in sorted(route.methods))
+    return found
+
+
+@pytest.fixture
+def any_world(settings: Settings, card: ModelCard, any_database: Database, blobs: Blobs) -> Iterator[World]:
+    with open_world(settings, card, any_database, blobs) as world:
+        yield world
+
+
+@pytest.fixture
+def world(settings: Settings, card: ModelCard, database: Database, blobs: Blobs) -> Iterator[World]:
+    with open_world(settings, card, database, blobs) as world:
+        yield world
+
+
+def org_id_of(world: World, name: str = "acme") -> str:
+    with world.database.read() as session:
+        return session.query(Organisation).filter_by(name=name).one().id
+
+
+def member(world: World, role: str, email: str | None = None, **options: Any) -> tuple[str, str]:
+    """A member of acme: the user's id and a key."""
+    org_id = org_id_of(world)
+
+    def write(session: Any) -> tuple[str, str]:
+        user = people.add_member(session, org_id, email or f"{role}@example.com", role)
+        return user.id, new_key(session, org_id, user_id=user.id, **options)[1]
+
+    return world.database.write_now(write)
+
+
+def forget_keys(world: World) -> None:
+    """As if the seconds had passed for which keys are remembered."""
+    world.http.app.state.keys = KeyCache()  # type: ignore[attr-defined]

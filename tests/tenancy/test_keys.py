@@ -1,0 +1,173 @@
+"""Keys: what they may, how long they are good, and how soon they are not."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+
+from api.auth import REMEMBERED_S, KeyCache
+from api.last_used import LastUsed
+from store import people
+from store.blobs import Blobs
+from store.db import Database
+from store.keys import find
+from store.settings import Settings
+from store.tables import ApiKey
+from tests.api.conftest import World, open_world
+from tests.tenancy.conftest import forget_keys, member, org_id_of
+from workers.model.card import ModelCard
+
+
+def make(world: World, key: str | None = None, status: int = 200, **body: Any) -> Any:
+    return world.post("weft/keys", body, key=key, status=status)
+
+
+def test_a_secret_is_shown_once(any_world: World) -> None:
+    made = make(any_world, name="ci", scopes=["sample"])
+    assert made["key"].startswith(made["prefix"] + "_")
+    assert made["key"].endswith(made["last4"])
+    listed = any_world.get("weft/keys")["keys"]
+    assert [row["name"] for row in listed] == ["ci", ""]
+    assert "key" not in listed[0]
+    assert made["key"] not in any_world.call("GET", "weft/keys").text
+    with any_world.database.read() as session:
+        row = session.get_one(ApiKey, made["id"])
+        assert made["key"] not in {str(value) for value in vars(row).values()}
+    any_world.get("weft/stats", key=made["key"])
+
+
+def test_a_key_has_its_scopes_only(any_world: World) -> None:
+    key = make(any_world, scopes=["sample"])["key"]
+    reply = any_world.call("POST", "create_model", key=key, json={})
+    assert (reply.status_code, reply.json()["code"]) == (403, "forbidden")
+    assert "needs the scope train; this key has sample" in reply.json()["detail"]
+    any_world.session(key)
+    assert make(any_world, key=key, status=403, scopes=["train"])["code"] == "forbidden"
+
+
+def test_no_key_gives_what_it_does_not_have(any_world: World) -> None:
+    _, mine = member(any_world, "member")
+    assert "cannot give admin" in make(any_world, key=mine, status=403)["detail"]
+    made = make(any_world, key=mine, scopes=["train"])
+    assert [row["id"] for row in any_world.get("weft/keys", key=mine)["keys"]] == [made["id"], 3]  # not 1, of acme
+    for method in ("GET", "DELETE"):
+        assert any_world.call(method, "weft/keys/1", key=mine).status_code == 404
+
+
+def test_a_role_bounds_the_keys_of_its_user(any_world: World) -> None:
+    user_id, key = member(any_world, "member")
+    any_world.session(key)
+    any_world.call("PUT", f"weft/members/{user_id}", json={"role": "viewer"})
+    forget_keys(any_world)
+    assert any_world.call("POST", "create_session", key=key, json={}).status_code == 403
+    any_world.get("training_runs", key=key)
+    assert any_world.call("DELETE", f"weft/members/{user_id}").is_success
+    forget_keys(any_world)
+    any_world.get("training_runs", key=key, status=401)
+
+
+def test_an_expired_key_is_nobody(any_world: World) -> None:
+    soon = datetime.now(UTC) + timedelta(hours=1)
+    made = make(any_world, expires_at=soon.isoformat())
+    with any_world.database.read() as session:
+        assert find(session, made["key"], soon - timedelta(seconds=1)) is not None
+        assert find(session, made["key"], soon) is None
+    make(any_world, status=400, expires_at=datetime(2020, 1, 1, tzinfo=UTC).isoformat())
+
+
+def test_rotation_overlaps(any_world: World) -> None:
+    made = make(any_world)
+    again = any_world.post(f"weft/keys/{made['id']}/rotate", {"overlap_seconds": 3600})
+    assert (again["id"], again["prefix"]) == (made["id"], made["prefix"])
+    assert again["key"] != made["key"]
+    later = datetime.now(UTC) + timedelta(seconds=3601)
+    with any_world.database.read() as session:
+        assert find(session, made["key"]) is not None
+        assert find(session, made["key"], later) is None
+        assert find(session, again["key"], later) is not None
+    session_id = any_world.session(made["key"])
+    assert any_world.get("sessions", key=again["key"])["sessions"] == [session_id]
+    at_once = any_world.post(f"weft/keys/{made['id']}/rotate", {"overlap_seconds": 0})
+    with any_world.database.read() as session:
+        assert [find(session, key["key"]) is not None for key in (made, again, at_once)] == [False, False, True]
+
+
+def test_revoked_everywhere_within_five_seconds(
+    settings: Settings, card: ModelCard, any_database: Database, blobs: Blobs
+) -> None:
+    """Another API process on the same database, with its own memory of keys, and a clock that the test moves."""
+    now = [0.0]
+    assert REMEMBERED_S < 5
+    other = Database(any_database.url)
+    with open_world(settings, card, any_database, blobs) as one, open_world(settings, card, other, blobs) as two:
+        two.http.app.state.keys = KeyCache(lambda: now[0])  # type: ignore[attr-defined]
+        made = make(one)
+        two.get("weft/stats", key=made["key"])
+        assert one.call("DELETE", f"weft/keys/{made['id']}").is_success
+        now[0] = 5.0
+        two.get("weft/stats", key=made["key"], status=401)
+    other.close()
+
+
+def test_last_used_to_the_minute(any_database: Database) -> None:
+    from store.keys import create_key
+
+    any_database.write_now(lambda session: create_key(session, "acme"))
+    now = [datetime(2026, 11, 20, 12, tzinfo=UTC)]
+    used = LastUsed(any_database, lambda: now[0])
+
+    def at() -> datetime | None:
+        with any_database.read() as session:
+            return session.get_one(ApiKey, 1).last_used_at
+
+    async def main() -> None:
+        assert at() is None
+        for second in (0, 30, 59):
+            now[0] = datetime(2026, 11, 20, 12, 0, second, tzinfo=UTC)
+            used.note(1)
+        assert await used.flush() == 1
+        assert at() == datetime(2026, 11, 20, 12, tzinfo=UTC)
+        used.note(1)
+        assert await used.flush() == 0
+        now[0] += timedelta(minutes=1)
+        used.note(1)
+        assert await used.flush() == 1
+        assert at() == now[0]
+
+    asyncio.run(main())
+
+
+def test_requests_note_their_key(any_world: World) -> None:
+    any_world.get("weft/stats")
+    any_world.http.portal.call(any_world.service.last_used.flush)  # type: ignore[union-attr]
+    assert any_world.get("weft/keys")["keys"][0]["last_used_at"] is not None
+
+
+@pytest.mark.parametrize("status", ["suspended", "closed"])
+def test_a_suspended_organisation_is_refused_everything(any_world: World, status: str) -> None:
+    org_id = org_id_of(any_world)
+
+    def set_status(to: str) -> None:
+        def write(session: Any) -> None:
+            from store.tables import Organisation
+
+            people.set_status(session, session.get_one(Organisation, org_id), to)
+
+        any_world.database.write_now(write)
+        forget_keys(any_world)
+
+    set_status(status)
+    reply = any_world.call("GET", "sessions")
+    assert (reply.status_code, reply.json()["code"]) == (403, f"organisation_{status}")
+    any_world.get("sessions", key=any_world.other_key)
+    set_status("past_due")
+    any_world.get("sessions")
+
+
+def test_a_key_of_before_has_all_scopes(any_world: World) -> None:
+    any_world.database.write_now(lambda session: session.execute(update(ApiKey).values(name="old")))
+    assert any_world.get("weft/keys/1")["scopes"] == ["admin"]
