@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from starlette.testclient import TestClient
 
 from api.app import front
 from api.state import Service
+from billing.accounts import Payer
+from billing.charges import Charge, settle
 from billing.prices import load_prices
 from scheduler.journal import Journal
 from store.blobs import Blobs
@@ -70,6 +73,14 @@ class Console:
         reply = self.http.get(f"/api/v1/{path}", headers={"x-api-key": self.made.keys[role]})
         assert reply.status_code == 200, reply.text
         return reply.json()
+
+    def bill(self, run_id: str, tokens: int) -> None:
+        """Charge the organisation for tokens that a run has trained."""
+        now = datetime.now(UTC)
+        payer = Payer(self.made.org_id)
+        name = f"op-{time.monotonic_ns()}"
+        charge = Charge(payer, run_id.split(":")[0], run_id, name, MODEL, now, {"train": tokens}, None)
+        self.database.write_now(lambda session: settle(session, [charge], load_prices(), now))
 
 
 def application(folder: Path, database: Database) -> FastAPI:

@@ -46,7 +46,7 @@ const Charts = (() => {
     el.querySelectorAll(".tip").forEach((t) => t.remove());
     const width = () => Math.max(120, el.clientWidth);
     const plugins = options.rows ? [tip(el, options.rows)] : [];
-    const plot = new uPlot({ width: width(), height: options.height, padding: [8, 2, 0, 0], legend: { show: false }, plugins,
+    const plot = new uPlot({ width: width(), height: options.height, padding: [8, 14, 0, 0], legend: { show: false }, plugins,
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 7 } }, ...options.plot }, data, el);
     const watch = new ResizeObserver(() => { if (Math.abs(plot.width - width()) > 1) plot.setSize({ width: width(), height: options.height }); });
     watch.observe(el);

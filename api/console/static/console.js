@@ -18,10 +18,9 @@
     tell(status < 500 && responseText.length < 600 ? responseText : "That did not work (" + status + "). Try again.", true);
   });
   document.body.addEventListener("htmx:sendError", () => tell("The server cannot be reached.", true));
-  document.body.addEventListener("htmx:afterRequest", (event) => {
-    const { xhr, successful } = event.detail;
-    if (!successful || xhr.getResponseHeader("hx-refresh") !== "true") return;
-    sessionStorage.setItem("weft-said", xhr.responseText);
+  document.body.addEventListener("htmx:beforeOnLoad", (event) => { // said once the page is there again
+    const { xhr } = event.detail;
+    if (xhr.status < 300 && xhr.getResponseHeader("hx-refresh") === "true") sessionStorage.setItem("weft-said", xhr.responseText);
   });
   document.body.addEventListener("htmx:afterSwap", (event) => { const seen = $("[data-focus]", event.detail.target); if (seen) { seen.focus(); seen.scrollIntoView({ block: "nearest" }); } });
   document.body.addEventListener("htmx:afterRequest", (event) => { if (event.detail.successful && event.detail.elt.matches("[data-resets]")) event.detail.elt.reset(); });

@@ -1,0 +1,275 @@
+"""The console in Chromium, under its own Content-Security-Policy, as people use it: mouse, keyboard, telephone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from sqlalchemy import select
+from weft.money import usd
+
+from api.console.formats import usd_text
+from store.tables import ApiKey, LedgerEntry, Wallet
+from tests.console.conftest import Console, served
+from tests.console.screenshots import CHROMIUM, sign_in
+
+pytestmark = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"needs Chromium at {CHROMIUM}")
+
+NARROW: Any = {"width": 375, "height": 780}
+WIDE: Any = {"width": 1280, "height": 860}
+
+#: Violations are kept by the page itself, from before its first script.
+WATCH = """
+window.violations = [];
+addEventListener("securitypolicyviolation", (e) => violations.push(e.violatedDirective + " " + e.blockedURI), true);
+"""
+
+
+@pytest.fixture(scope="module")
+def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
+    with served(tmp_path_factory.mktemp("console"), days=9) as console:
+        yield console
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture
+def open_page(browser: Browser, console: Console) -> Iterator[Open]:
+    """Signed-in pages; at the end nothing may have been violated, thrown or complained of."""
+    contexts: list[BrowserContext] = []
+    wrong: list[str] = []
+    pages: list[Page] = []
+
+    def open_page(path: str = "/", role: str | None = "owner", refusals: bool = False, **options: Any) -> Page:
+        context = browser.new_context(reduced_motion="reduce", **options)
+        context.set_default_timeout(60_000)
+        context.add_init_script(WATCH)
+        contexts.append(context)
+        page = context.new_page()
+        if not refusals:  # a browser complains of every 4xx
+            page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        pages.append(page)
+        if role is not None:
+            sign_in(page, console, role)
+            page.goto(f"{console.url}/console{path}")
+        return page
+
+    yield open_page
+    for page in pages:
+        wrong += page.evaluate("window.violations")
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def everywhere(console: Console) -> list[str]:
+    run = console.made.runs[0]
+    pages = ["/", "/usage", "/usage?by=run", "/runs", f"/runs/{run}", f"/runs/{console.made.runs[-1]}", "/checkpoints"]
+    return [*pages, "/queues", "/keys", "/members", "/budgets", "/billing", "/audit"]
+
+
+def violations(page: Page) -> list[str]:
+    found: list[str] = page.evaluate("window.violations")
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_keeps_the_policy(console: Console, open_page: Open, scheme: Any) -> None:
+    page = open_page(color_scheme=scheme, viewport=WIDE)
+    for path in everywhere(console):
+        page.goto(f"{console.url}/console{path}")
+        page.wait_for_load_state("networkidle")
+        assert violations(page) == [], path
+        for chart in page.locator(".chart").all():
+            expect(chart.locator("canvas").first).to_be_visible()
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) == (scheme == "dark")
+
+
+def test_the_listener_sees_violations(console: Console, browser: Browser) -> None:
+    """The test above could not fail if nothing were noticed."""
+    context = browser.new_context()
+    context.add_init_script(WATCH)
+    page = context.new_page()
+    sign_in(page, console)
+    page.evaluate("document.body.insertAdjacentHTML('beforeend', '<p style=\"color:red\">x</p>')")
+    page.evaluate(
+        "const s = document.createElement('script'); s.textContent = 'window.ran = 1'; document.body.append(s)"
+    )
+    page.wait_for_function("window.violations.length >= 2")
+    assert page.evaluate("window.ran") is None
+    context.close()
+
+
+def test_hostile_names_stay_text(console: Console, open_page: Open) -> None:
+    page = open_page("/runs")
+    page.on("dialog", lambda dialog: pytest.fail(f"a script ran: {dialog.message}"))
+    for path in ("/runs", f"/runs/{console.made.runs[-1]}", "/usage?by=run", "/queues"):
+        page.goto(f"{console.url}/console{path}")
+        page.wait_for_load_state("networkidle")
+        assert page.locator("img[src=x]").count() == 0
+    page.goto(f"{console.url}/console/runs")
+    expect(page.get_by_role("link", name="<img src=x onerror=alert(1)>")).to_be_visible()
+
+
+def test_numbers_on_screen_are_the_ledger(console: Console, open_page: Open) -> None:
+    with console.database.read() as session:
+        wallet = session.get_one(Wallet, console.made.org_id)
+        entries = select(LedgerEntry.amount_nusd).filter_by(org_id=wallet.org_id, type="usage")
+        spent = -sum(session.scalars(entries))
+    page = open_page("/billing")
+    balance = page.locator(".tile", has=page.get_by_text("Balance", exact=True)).locator("data")
+    assert balance.get_attribute("value") == usd(wallet.balance_nusd)
+    expect(balance).to_have_text(usd_text(wallet.balance_nusd))
+    page.goto(f"{console.url}/console/usage")
+    assert console.api("weft/usage")["total_usd"] == usd(spent)
+    assert page.locator("#total data").get_attribute("value") == usd(spent)
+    expect(page.locator("#total")).to_have_text(usd_text(spent))
+    cells = page.locator("table").last.locator("tbody tr td:last-child data").all()
+    assert sum(int((cell.get_attribute("value") or "").replace(".", "")) for cell in cells) == spent
+
+
+def test_a_run_while_it_runs(console: Console, open_page: Open) -> None:
+    """The curves and the cost move on the open page as the user logs and the run is billed."""
+    run = console.made.runs[0]
+    page = open_page(f"/runs/{run}")
+    reward = page.locator("[data-curve=reward]")
+    expect(reward.locator(".at")).to_have_text("step 239")
+    before = page.locator("#cost data").get_attribute("value")
+    assert before == console.api(f"weft/usage?run_id={run}")["total_usd"]
+    body = {"points": [{"name": "reward", "step": 240, "value": 0.9321}, {"name": "new one", "step": 0, "value": 1}]}
+    reply = console.http.post(
+        f"/api/v1/weft/runs/{run}/metrics", json=body, headers={"x-api-key": console.made.keys["owner"]}
+    )
+    assert reply.status_code == 200, reply.text
+    console.bill(run, 1_000_000)
+    expect(reward.locator(".at")).to_have_text("step 240")
+    expect(reward.locator(".latest")).to_have_text("0.9321")
+    expect(page.locator("[data-curve='new one'] canvas")).to_be_visible()
+    expect(page.locator("#cost data")).not_to_have_attribute("value", before)
+    after = console.api(f"weft/usage?run_id={run}")["total_usd"]
+    expect(page.locator("#cost data")).to_have_attribute("value", after)
+    expect(page.locator("#cost")).to_contain_text(usd_text(int(after.replace(".", ""))))
+
+
+def test_a_curve_against_cost(console: Console, open_page: Open) -> None:
+    page = open_page(f"/runs/{console.made.runs[0]}")
+    chart = page.locator("[data-curve=loss] .chart")
+    expect(chart.locator("canvas")).to_be_visible()
+    page.get_by_role("button", name="Cost", exact=True).click()
+    expect(page.get_by_role("button", name="Cost", exact=True)).to_have_attribute("aria-pressed", "true")
+    chart.hover(position={"x": 250, "y": 80})
+    expect(chart.locator(".tip")).to_be_visible()
+    expect(chart.locator(".tip")).to_contain_text("Step")
+    expect(chart.locator(".tip")).to_contain_text("$")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_a_telephone(console: Console, open_page: Open, scheme: Any) -> None:
+    page = open_page(viewport=NARROW, color_scheme=scheme)
+    for path in everywhere(console):
+        page.goto(f"{console.url}/console{path}")
+        page.wait_for_load_state("networkidle")
+        width = page.evaluate("document.documentElement.scrollWidth")
+        assert width <= 375, f"{path} is {width} wide"
+    menu = page.get_by_role("button", name="Menu")
+    expect(page.get_by_role("link", name="Usage", exact=True)).to_be_hidden()
+    menu.click()
+    page.get_by_role("link", name="Usage", exact=True).click()
+    page.wait_for_url("**/console/usage")
+
+
+def test_by_keyboard_alone(console: Console, open_page: Open) -> None:
+    page = open_page(role=None)
+    page.goto(f"{console.url}/console/runs?state=live")
+    page.wait_for_url("**/console/login?next=**")
+    page.keyboard.type(console.made.keys["owner"])  # the field has the focus
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/console/runs?state=live")
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
+    page.keyboard.press("Enter")
+    focused = "document.activeElement.closest('main') !== null || document.activeElement.id === 'main'"
+    page.wait_for_function(focused)
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.textContent") == "gsm8k-grpo":
+            break
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/console/runs/5e550000-acme**")
+    link = page.get_by_role("link", name="Billing")
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        if link.evaluate("element => element === document.activeElement"):
+            break
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/console/billing")
+
+
+def test_a_key_is_shown_once(console: Console, open_page: Open) -> None:
+    page = open_page("/keys")
+    page.get_by_label("Name").fill("from the browser")
+    page.get_by_role("button", name="Make key").click()
+    secret = page.locator("#secret").inner_text()
+    assert secret.startswith("tml-")
+    assert console.http.get("/api/v1/weft/usage", headers={"x-api-key": secret}).status_code == 200
+    with console.database.read() as session:
+        row = session.scalars(select(ApiKey).filter_by(name="from the browser")).one()
+    assert secret not in str(vars(row))
+    assert (row.scopes, row.user_id) == (
+        ["checkpoints:read", "checkpoints:write", "sample", "train"],
+        console.made.users["owner"],
+    )
+    page.reload()
+    expect(page.get_by_text("from the browser")).to_be_visible()
+    assert secret not in page.content()
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.locator("tr", has_text="from the browser").get_by_role("button", name="Revoke").click()
+    expect(page.locator("#toast")).to_have_text("Key revoked")
+    expect(page.locator("#keys > section").first.get_by_text("from the browser")).to_have_count(0)
+
+
+def test_what_is_refused_is_said(console: Console, open_page: Open) -> None:
+    page = open_page("/members", refusals=True)
+    page.get_by_label("E-mail").fill("owner@acme.example")
+    with page.expect_response("**/console/members") as answer:
+        page.get_by_role("button", name="Add", exact=True).click()
+    assert answer.value.status == 400
+    expect(page.locator("#toast")).to_contain_text("is a member already")
+
+
+def test_colours_can_be_chosen(open_page: Open) -> None:
+    page = open_page(color_scheme="light")
+    button = page.get_by_role("button", name="Colours")
+    button.click()
+    button.click()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.reload()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    expect(button).to_have_text("Dark")
+
+
+def test_filters_are_the_address(console: Console, open_page: Open) -> None:
+    page = open_page("/usage?by=project")
+    page.get_by_role("link", name="evals", exact=True).click()
+    page.wait_for_url(f"**/console/usage?by=project&project={console.made.projects['evals']}")
+    with page.expect_download() as download:
+        page.get_by_role("link", name="CSV").click()
+    text = Path(download.value.path()).read_text()
+    assert set(line.split(",")[2] for line in text.splitlines()[1:]) == {"evals"}
