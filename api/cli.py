@@ -12,11 +12,12 @@ from pathlib import Path
 
 import click
 
-from api.commands.audit import audit
 from api.commands.adapter import adapter
+from api.commands.audit import audit
 from api.commands.credit import billing, budget, credit
 from api.commands.jobs import jobs
 from api.commands.key import key
+from api.commands.login_link import login_link
 from api.commands.org import org
 from api.commands.places import refuse, settings_of, where
 from api.commands.project import project
@@ -77,6 +78,7 @@ weftd.add_command(key)
 weftd.add_command(org)
 weftd.add_command(project)
 weftd.add_command(user)
+user.add_command(login_link)
 weftd.add_command(migrate)
 weftd.add_command(worker)
 weftd.add_command(simulate)
