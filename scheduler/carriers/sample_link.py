@@ -117,6 +117,7 @@ class SampleLink:
         if self._free <= 0 or self._draining or now - self._looked < LOOK_EVERY_S:
             return None
         self._looked = now
+        self._renew()  # a lease would make the queue know this worker again, without what it held
         with self._lock:
             leases = self._queue.lease(self.name, self._models, self._free, LEASE_S)
             self._epochs.update({lease.id: lease.epoch for lease in leases})
@@ -144,13 +145,15 @@ class SampleLink:
         if time.monotonic() - self._beaten < BEAT_S:
             return
         self._beaten = time.monotonic()
-        try:
-            with self._lock:
-                if not self._epochs or self._queue.renew(self.name, LEASE_S):
-                    return
-                lost, self._epochs = list(self._epochs), {}
-        except QueueUnreachable:
-            return
+        with suppress(QueueUnreachable):
+            self._renew()
+
+    def _renew(self) -> None:
+        """Give a sign of life; if it comes too late, cancel what is not held any more."""
+        with self._lock:
+            if not self._epochs or self._queue.renew(self.name, LEASE_S):
+                return
+            lost, self._epochs = list(self._epochs), {}
         log.warning("given up by the queue: %d samples are cancelled here and done by others", len(lost))
         for op_id in lost:
             self._told.put(Cancel(op_id))

@@ -1,0 +1,251 @@
+"""Workers' links over a real Redis: messages, signs of life, and answers that come too late."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+
+from scheduler.carriers import train_link
+from scheduler.carriers.contract import Item
+from scheduler.carriers.news import Ended, Listener, News
+from scheduler.carriers.parcels import INLINE_BYTES, unpack
+from scheduler.carriers.redis_queue import RedisQueue
+from scheduler.carriers.sample_link import SampleLink
+from scheduler.carriers.train_link import Joining, LeaderLink, TrainerLink
+from scheduler.messages import Cancel, Done, Drain, Pass, PolicyMoved, PullPass, PullSamples, SampleOp, SampleWork
+from store.blobs import Blobs
+from tests.servers import redis_server
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """These tests empty it."""
+    with redis_server() as own:
+        yield own
+
+
+@pytest.fixture(autouse=True)
+def empty(url: str) -> None:
+    redis.Redis.from_url(url).flushall()
+
+
+@pytest.fixture
+def sample_link(url: str, blobs: Blobs) -> Iterator[SampleLink]:
+    link = SampleLink(url, blobs)
+    assert link._listener.connected.wait(10)
+    yield link
+    link.close()
+
+
+def push(queue: RedisQueue, name: str, run_id: str = "") -> None:
+    op = SampleOp(name, "m", f"ops/{name}", 2, "weights/old", run_id=run_id, inflight=bool(run_id))
+    body = msgspec.msgpack.encode(op)
+    assert queue.push(Item(name, ("m", "org", "interactive", "lane"), 10, body, slots=2))
+
+
+def eventually(holds: Callable[[], Any], within_s: float = 20.0) -> Any:
+    deadline = time.monotonic() + within_s
+    while not (found := holds()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def test_a_generator_leases_samples_and_its_answers_arrive_large_or_small(
+    url: str, sample_link: SampleLink, blobs: Blobs
+) -> None:
+    queue = RedisQueue(url)
+    for name in ("a", "b", "c"):
+        push(queue, name)
+    sample_link.send(PullSamples(["m"], 4))
+    work = sample_link.recv(10)
+    assert isinstance(work, SampleWork)
+    assert [op.op_id for op in work.ops] == ["a", "b"]
+    assert sample_link.recv(0.05) is None  # its slots are taken
+    payloads = {"a": b"small", "b": b"L" * (INLINE_BYTES + 1)}
+    for op_id, payload in payloads.items():
+        sample_link.send(Done(op_id, payload, {"sample": 3}))
+    sample_link.recv(0.05)
+    queue.answered("c", 0.01)
+    answers = queue.answered("c", 2)
+    for answer in answers:
+        done, ref = unpack(answer.result, blobs)
+        assert isinstance(done, Done)
+        assert (done.payload, bool(ref)) == (payloads[answer.id], answer.id == "b")
+    assert {answer.id for answer in answers} == {"a", "b"}
+    queue.close()
+
+
+def test_an_idle_generator_is_woken_by_work(url: str, sample_link: SampleLink) -> None:
+    queue = RedisQueue(url)
+    sample_link.send(PullSamples(["m"], 4))
+    threading.Timer(0.3, push, (queue, "a")).start()
+    began = time.monotonic()
+    assert isinstance(sample_link.recv(20), SampleWork)
+    assert time.monotonic() - began < 15
+    queue.close()
+
+
+def test_a_drained_generator_takes_nothing_more(url: str, sample_link: SampleLink) -> None:
+    queue = RedisQueue(url)
+    sample_link.send(PullSamples(["m"], 4))
+    sample_link.drain()
+    push(queue, "a")
+    assert sample_link.recv(0.3) is None
+    assert queue.ahead("a") == 0
+    queue.close()
+
+
+def test_what_a_generator_lost_is_cancelled_and_its_answer_dropped(url: str, sample_link: SampleLink) -> None:
+    queue = RedisQueue(url)
+    push(queue, "a")
+    sample_link.send(PullSamples(["m"], 4))
+    assert isinstance(sample_link.recv(10), SampleWork)
+    redis.Redis.from_url(url).flushall()
+    assert eventually(lambda: sample_link.recv(0.1)) == Cancel("a")
+    push(queue, "a")  # as the leader does
+    sample_link.send(Done("a", b"late"))
+    sample_link.recv(0.05)
+    assert queue.ahead("a") == 0
+    queue.close()
+
+
+def test_a_sample_that_waited_gets_the_newest_policy_and_running_ones_hear_of_it(
+    url: str, sample_link: SampleLink
+) -> None:
+    queue, news = RedisQueue(url), News(url)
+    push(queue, "a", run_id="run")
+    news.moved(PolicyMoved("run", 7, "weights/new"))
+    news.moved(PolicyMoved("run", 8))
+    sample_link.send(PullSamples(["m"], 4))
+    told = [eventually(lambda: sample_link.recv(0.5)) for _ in range(3)]
+    assert told.count(PolicyMoved("run", 7, "weights/new")) == told.count(PolicyMoved("run", 8)) == 1
+    (op,) = next(message.ops for message in told if isinstance(message, SampleWork))
+    assert (op.adapter_ref, op.version) == ("weights/new", 8)
+    news.cancel(sample_link.name, "a")
+    assert eventually(lambda: sample_link.recv(0.5)) == Cancel("a")
+    queue.close()
+    news.close()
+
+
+def with_trainer(url: str, blobs: Blobs, scenario: Callable[[TrainerLink, LeaderLink], Awaitable[None]]) -> None:
+    """Run `scenario` between a trainer that has joined and its leader."""
+
+    async def run() -> None:
+        with ThreadPoolExecutor(4) as threads:
+            joining = Joining(url, uuid.uuid4().hex)
+            joining.lead(60)
+            trainer = await asyncio.to_thread(TrainerLink, url, blobs)
+            name = await asyncio.to_thread(joining.next, 5)
+            assert name is not None
+            leader = LeaderLink(url, name, blobs, threads)
+            try:
+                await scenario(trainer, leader)
+            finally:
+                leader.close()
+                trainer.close()
+                joining.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_messages_go_both_ways_in_order_and_a_goodbye_ends_the_link(url: str, blobs: Blobs) -> None:
+    async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
+        large = Done("op", b"x" * (INLINE_BYTES + 1))
+        for message in (PullPass(["m"]), large, Done("last")):
+            trainer.send(message)
+        leader.send(Pass(1, "m", []))
+        leader.send(Drain())
+        assert await asyncio.to_thread(trainer.recv, 10) == Pass(1, "m", [])
+        assert await asyncio.to_thread(trainer.recv, 10) == Drain()
+        trainer.close()
+        assert [message async for message in leader.messages()] == [PullPass(["m"]), large, Done("last")]
+
+    with_trainer(url, blobs, scenario)
+    assert list(blobs.path("handoff").iterdir()) == []
+
+
+def test_a_trainer_that_is_silent_is_gone(url: str, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_link, "LEASE_S", 1.5)
+    monkeypatch.setattr(TrainerLink, "_beat", lambda self: None)
+
+    async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
+        trainer.send(PullPass(["m"]))
+        assert [message async for message in leader.messages()] == [PullPass(["m"])]
+
+    with_trainer(url, blobs, scenario)
+
+
+def test_a_trainer_notices_another_leader(url: str, blobs: Blobs) -> None:
+    async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
+        Joining(url, "another").lead(60)
+        with pytest.raises(EOFError):
+            await asyncio.to_thread(trainer.recv, 20)
+        with pytest.raises(EOFError):
+            trainer.send(PullPass(["m"]))
+
+    with_trainer(url, blobs, scenario)
+
+
+def test_news_reach_every_listener_with_stamps_that_only_grow(url: str) -> None:
+    heard: list[list[tuple[str, int]]] = [[], []]
+    listeners = [
+        Listener.of_ends(url, lambda end, stamp, place=place: heard[place].append((end.op_id, stamp)), lambda: None)
+        for place in range(2)
+    ]
+    for listener in listeners:
+        listener.start()
+        assert listener.connected.wait(10)
+    news = News(url)
+    for number in range(3):
+        news.ended(Ended(f"op{number}", "org", "lane", number, "sample", 1))
+    first = news.reserve(1000)
+    redis.Redis.from_url(url).flushall()
+    news.ended(Ended("op3", "org", "lane", 3, "sample"))
+    eventually(lambda: all(len(found) == 4 for found in heard))
+    assert heard[0] == heard[1]
+    stamps = [stamp for _, stamp in heard[0]]
+    assert stamps == sorted(set(stamps))
+    assert stamps[2] < first
+    assert first + 1000 <= stamps[3]
+    for listener in listeners:
+        listener.stop()
+    news.close()
+
+
+def test_a_listener_says_when_redis_is_away_and_that_it_may_have_missed_something() -> None:
+    gaps = threading.Semaphore(0)
+    with redis_server() as own:
+        listener = Listener.of_ends(own, lambda end, stamp: None, gaps.release)
+        listener.start()
+        assert gaps.acquire(timeout=10)
+        assert listener.connected.is_set()
+    eventually(lambda: not listener.connected.is_set())
+    listener.stop()
+
+
+def test_answers_survive_that_redis_loses_everything_while_somebody_waits(url: str) -> None:
+    queue, found = RedisQueue(url, "flushed"), []
+    queue.answered("c", 0.01)
+    waiting = threading.Thread(target=lambda: found.append(queue.answered("c", 4)))
+    waiting.start()
+    time.sleep(0.2)
+    other = RedisQueue(url, "flushed")
+    redis.Redis.from_url(url).flushall()
+    waiting.join(20)
+    assert found == [[]]
+    other.push(Item("a", ("m", "o", "interactive", "l"), 1))
+    (lease,) = other.lease("w", ["m"], 1, 60)
+    assert other.answer("a", lease.epoch, b"again")
+    assert eventually(lambda: queue.answered("c", 1))[0].result == b"again"
+    queue.close()
+    other.close()
