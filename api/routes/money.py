@@ -22,7 +22,7 @@ from weft.wire.money import (
 from api.access import declare
 from api.auth import Principal, PrincipalDep
 from api.bodies import read_json
-from api.errors import Invalid, NotFound, quote
+from api.errors import Forbidden, Invalid, NotFound, quote
 from api.lookup import run_by_id
 from api.state import Service, ServiceDep
 from billing import usage
@@ -68,6 +68,8 @@ async def balance(service: ServiceDep, who: PrincipalDep) -> BalanceResponse:
 @router.get("/usage", **declare(scope=("train", "sample", "billing:read"), limit="call"))
 async def get_usage(service: ServiceDep, who: PrincipalDep, run_id: str | None = None) -> dict[str, Any]:
     """What the organisation, or one run of it, has used, and what it costs. Amounts are exact integers of nano-USD."""
+    if run_id is None and "billing:read" not in who.scopes:
+        raise Forbidden("the usage of the whole organisation needs the scope billing:read; ask for one run (run_id)")
 
     def read(session: Session) -> list[usage.UsageRow]:
         if run_id is not None:
