@@ -10,6 +10,7 @@ from typing import Any
 
 from celery import Celery
 
+from scheduler.jobs.acknowledging import JobTask
 from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.context import open_context
 from scheduler.jobs.registry import JobContext
@@ -81,7 +82,7 @@ def celery_app(settings: Settings) -> Any:
     def run(name: str) -> None:
         run_if_due(context(), JOBS[name])
 
-    run_task = app.task(name="weft.run")(run)
+    run_task = app.task(name="weft.run", base=JobTask)(run)
 
     def look() -> None:
         here = context()
@@ -91,5 +92,5 @@ def celery_app(settings: Settings) -> Any:
         for name in due:
             run_task.apply_async(args=[name], expires=LOOK_EXPIRES_S)
 
-    app.task(name="weft.look")(look)
+    app.task(name="weft.look", base=JobTask)(look)
     return app

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
 
 from billing.accounts import Payer
 from billing.charges import Charge, settle
@@ -88,11 +89,14 @@ class Payments:
 
     def ledger(self, org_id: str) -> list[tuple[str, int]]:
         """Its entries, as (type, amount), in order; the wallet must agree."""
-        with self.database.read() as session:
+
+        def look(session: Session) -> tuple[int, list[tuple[str, int]]]:
+            balance = wallet_of(session, org_id).balance_nusd
             query = select(LedgerEntry.type, LedgerEntry.amount_nusd).where(LedgerEntry.org_id == org_id)
-            rows = [(kind, amount) for kind, amount in session.execute(query.order_by(LedgerEntry.id))]
-        wallet = self.database.write_now(lambda session: wallet_of(session, org_id))
-        assert wallet.balance_nusd == sum(amount for _, amount in rows)
+            return balance, [(kind, amount) for kind, amount in session.execute(query.order_by(LedgerEntry.id))]
+
+        balance, rows = self.database.write_now(look)
+        assert balance == sum(amount for _, amount in rows)
         return rows
 
     def outbox(self, **columns: Any) -> list[StripeOutbox]:

@@ -1,0 +1,208 @@
+"""Every job, run twice, leaves what it leaves when run once: on both databases, in a world where each has work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from billing import grants
+from billing.budgets import set_budget
+from billing.payments import inbox
+from scheduler.jobs import housekeeping
+from scheduler.jobs.catalogue import JOBS
+from scheduler.jobs.running import run_now
+from store import tables
+from store.db import Database
+from store.tables import Base
+from tests.billing.payments.kit import Payments
+from tests.fakestripe import FakeStripe, fake_stripe
+
+START = datetime(2026, 11, 29, 12, tzinfo=UTC)
+AFTER = datetime(2026, 12, 1, 3, tzinfo=UTC)
+
+#: What each job does to the world below the first time; the second time it must do nothing.
+EXPECTED: dict[str, dict[str, int]] = {
+    "budget_alerts": {"raised": 1},
+    "close_invoices": {"closed": 1},
+    "compare_with_stripe": {"compared": 1, "differ": 1},
+    "expire_checkpoints": {"expired": 1},
+    "expire_credit": {"expired": 1},
+    "heartbeat": {},
+    "meter_storage": {"begun": 1},
+    "process_webhooks": {"processed": 1},
+    "put_meter_events": {"put": 1},
+    "reconcile": {"differ": 1, "drift_nusd": 5},
+    "send_meter_events": {"sent": 1},
+    "sweep_files": {"deleted": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def stripe_server() -> Iterator[FakeStripe]:
+    with fake_stripe() as server:
+        yield server
+
+
+@pytest.fixture
+def world(any_database: Database, stripe_server: FakeStripe, tmp_path: Path) -> Payments:
+    return Payments(any_database, stripe_server.reset(START), tmp_path)
+
+
+def _checkpoint(world: Payments, org_id: str) -> None:
+    """One that has expired, of a run in a session."""
+    now = world.now
+
+    def write(session: Any) -> None:
+        session.add(
+            tables.Session(
+                id="s",
+                org_id=org_id,
+                state="active",
+                sdk_version="1",
+                tags=[],
+                user_metadata={},
+                created_at=now,
+                last_seen_at=now,
+            )
+        )
+        session.flush()
+        session.add(
+            tables.Run(
+                id="s:train:0",
+                org_id=org_id,
+                session_id="s",
+                model_seq_id=0,
+                base_model="m",
+                rank=1,
+                alpha=1,
+                seed=0,
+                train_attn=True,
+                train_mlp=True,
+                train_unembed=True,
+                state="live",
+                user_metadata={},
+                created_at=now,
+                last_request_at=now,
+            )
+        )
+        session.flush()
+        session.add(
+            tables.Checkpoint(
+                id="c",
+                org_id=org_id,
+                run_id="s:train:0",
+                kind="weights",
+                name="one",
+                ref="weights/c",
+                size_bytes=10**9,
+                public=False,
+                user_metadata={},
+                created_at=now,
+                expires_at=now + timedelta(hours=5),
+            )
+        )
+
+    world.database.write_now(write)
+
+
+def _prepare(world: Payments, job: str) -> None:
+    """Give one job something to do."""
+    org_id = world.organisation()
+    jobs = world.context
+    if job in ("put_meter_events", "send_meter_events", "close_invoices", "compare_with_stripe"):
+        world.use(org_id, "train", 5_000)
+    if job in ("send_meter_events", "close_invoices", "compare_with_stripe"):
+        run_now(jobs, JOBS["put_meter_events"])
+    if job in ("close_invoices", "compare_with_stripe"):
+        run_now(jobs, JOBS["send_meter_events"])
+    if job == "compare_with_stripe":
+        world.fake.stripe.counted.clear()  # Stripe has lost it
+    if job in ("expire_checkpoints", "meter_storage"):
+        _checkpoint(world, org_id)
+    if job == "expire_credit":
+        end = START + timedelta(hours=1)
+        world.database.write_now(
+            lambda session: grants.give(
+                session, org_id=org_id, amount_nusd=10**9, kind="promo", expires_at=end, now=START
+            )
+        )
+    if job == "reconcile":
+        world.database.write_now(lambda session: setattr(session.get_one(tables.Wallet, org_id), "balance_nusd", 5))
+    if job == "budget_alerts":
+        budget = world.database.write_now(
+            lambda session: set_budget(session, org_id, "org", org_id, "month", 10**9, hard=False, alert_pcts=[50])
+        )
+        assert budget is not None
+        world.use(org_id, "train", 600_000_000)
+    if job == "process_webhooks":
+        payment = world.fake.stripe.add(
+            "pi",
+            "payment_intent",
+            amount=100,
+            amount_received=100,
+            currency="usd",
+            customer=world.customer(org_id),
+            metadata={"weft_kind": "topup", "weft_org": org_id},
+            status="succeeded",
+            last_payment_error=None,
+        )
+        event = world.fake.stripe.tell("payment_intent.succeeded", payment)
+        world.database.write_now(lambda session: inbox.keep(session, event, START))
+    if job == "sweep_files":
+        unneeded = world.folder / "blobs" / "weights" / "nobody"
+        unneeded.mkdir(parents=True)
+        run_now(jobs, JOBS[job])  # the first round only notices it
+    if job in ("close_invoices", "compare_with_stripe", "meter_storage", "expire_credit", "expire_checkpoints"):
+        world.fake.stripe.now = AFTER.timestamp()
+
+
+def _rows(world: Payments) -> dict[str, list[Any]]:
+    """All that is in the database, but for when jobs ran."""
+    with world.database.read() as session:
+        return {
+            table.name: sorted(map(repr, session.execute(select(table)).all()))
+            for table in Base.metadata.sorted_tables
+            if table.name not in ("job_runs", "job_leases")
+        }
+
+
+def test_every_job_is_here() -> None:
+    assert set(EXPECTED) == set(JOBS)
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_twice_is_once(world: Payments, name: str) -> None:
+    _prepare(world, name)
+    before = _rows(world)
+    first = run_now(world.context, JOBS[name]) or {}
+    assert {key: first.get(key) for key in EXPECTED[name]} == EXPECTED[name]
+    once, counted = _rows(world), list(world.fake.stripe.counted)
+    if name not in ("heartbeat", "sweep_files"):
+        assert once != before
+    world.wait(1)
+    run_now(world.context, JOBS[name])
+    assert _rows(world) == once
+    assert world.fake.stripe.counted == counted
+
+
+def test_a_fresh_process_forgets_nothing_that_matters(world: Payments) -> None:
+    """The reaper remembers between two rounds; one that has forgotten only takes a round longer."""
+    _prepare(world, "sweep_files")
+    housekeeping._REAPERS.clear()
+    assert run_now(world.context, JOBS["sweep_files"]) == {"deleted": 0}
+    assert run_now(world.context, JOBS["sweep_files"]) == {"deleted": 1}
+
+
+def test_without_payments_nothing_is_asked_of_stripe(world: Payments) -> None:
+    world.use(world.organisation(), "train", 5_000)
+    world.settings = world.fake.settings().model_copy(update={"enabled": False})
+    asked = len(world.fake.front.requests)
+    for job in JOBS.values():
+        run_now(world.context, job)
+    assert len(world.fake.front.requests) == asked
+    assert world.outbox() == []

@@ -1,0 +1,145 @@
+"""When a job is due, that one process runs it at a time, and what is written down about it."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from billing.prices import load_prices
+from scheduler.jobs.embedded import EmbeddedJobs
+from scheduler.jobs.registry import Job, JobContext, Result
+from scheduler.jobs.running import LEASE_S, RETRY_S, _start, ask, run_if_due, run_now, states
+from store.blobs import Blobs
+from store.db import Database
+from store.settings import Settings
+from store.tables import JobRun
+
+START = datetime(2026, 11, 29, 12, tzinfo=UTC)
+
+
+class Shop:
+    """One job that counts its runs, and a clock."""
+
+    def __init__(self, database: Database, folder: Path) -> None:
+        self.now = START
+        self.runs = 0
+        self.fails = False
+        self.job = Job("count", 60, self._run)
+        settings = Settings(data_dir=folder)
+        self.context = JobContext(database, Blobs(folder / "blobs"), settings, load_prices(), lambda: self.now)
+
+    def _run(self, context: JobContext) -> Result:
+        self.runs += 1
+        if self.fails:
+            raise RuntimeError("no luck")
+        return {"runs": self.runs}
+
+    def wait(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+    def due(self) -> bool:
+        with self.context.database.read() as session:
+            (state,) = states(session, {"count": self.job}, self.now)
+        return state.due(self.now)
+
+    def row(self) -> JobRun:
+        with self.context.database.read() as session:
+            return session.get_one(JobRun, "count")
+
+
+@pytest.fixture
+def shop(any_database: Database, tmp_path: Path) -> Shop:
+    return Shop(any_database, tmp_path)
+
+
+def test_a_job_is_due_at_first_and_then_after_its_time(shop: Shop) -> None:
+    assert run_if_due(shop.context, shop.job) == {"runs": 1}
+    shop.wait(59)
+    assert run_if_due(shop.context, shop.job) is None
+    shop.wait(1)
+    assert run_if_due(shop.context, shop.job) == {"runs": 2}
+    row = shop.row()
+    assert (row.started_at, row.succeeded_at, row.result, row.error) == (shop.now, shop.now, {"runs": 2}, None)
+
+
+def test_asked_for_it_is_due_at_once_and_once(shop: Shop) -> None:
+    run_if_due(shop.context, shop.job)
+    assert not shop.due()
+    shop.context.database.write_now(lambda session: ask(session, "count", shop.now))
+    assert run_if_due(shop.context, shop.job) == {"runs": 2}
+    assert not shop.due()
+
+
+def test_asking_while_it_runs_is_not_lost(shop: Shop) -> None:
+    def run(context: JobContext) -> Result:
+        context.database.write_now(lambda session: ask(session, "count", shop.now))
+        return {}
+
+    run_if_due(shop.context, Job("count", 60, run))
+    assert shop.due()
+
+
+def test_a_failure_is_written_down_and_tried_again_sooner(shop: Shop) -> None:
+    shop.job = Job("count", 86_400, shop._run)
+    shop.fails = True
+    assert run_if_due(shop.context, shop.job) is None
+    assert (shop.row().error, shop.row().succeeded_at) == ("RuntimeError: no luck", None)
+    assert not shop.due()
+    shop.wait(RETRY_S)
+    shop.fails = False
+    assert run_if_due(shop.context, shop.job) == {"runs": 2}
+    assert shop.row().error is None
+    shop.wait(RETRY_S)
+    assert not shop.due()
+
+
+def test_a_process_that_died_is_followed_by_another_when_its_lease_is_over(shop: Shop) -> None:
+    # kill -9 leaves the lease and the start behind, and nothing else.
+    shop.context.database.write_now(lambda session: _start(session, shop.job, "dead", shop.now, False))
+    shop.wait(LEASE_S - 1)
+    assert not shop.due()
+    assert run_now(shop.context, shop.job) is None
+    shop.wait(1)
+    assert run_if_due(shop.context, shop.job) == {"runs": 1}
+
+
+def test_only_one_of_many_runs_it(shop: Shop) -> None:
+    inside, go = threading.Semaphore(0), threading.Event()
+
+    def run(context: JobContext) -> Result:
+        inside.release()
+        go.wait(30)
+        return {"ran": 1}
+
+    job = Job("count", 60, run)
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(run_if_due, shop.context, job) for _ in range(4)]
+        inside.acquire()
+        while sum(future.done() for future in futures) < 3:
+            go.wait(0.01)
+        go.set()
+        results = [future.result(30) for future in futures]
+    assert sorted(results, key=str) == [None, None, None, {"ran": 1}]
+
+
+def test_the_embedded_driver_runs_what_is_due_until_it_is_stopped(shop: Shop) -> None:
+    ran = threading.Event()
+
+    def run(context: JobContext) -> Result:
+        ran.set()
+        return {}
+
+    def fail(context: JobContext) -> Result:
+        raise RuntimeError("no luck")
+
+    driver = EmbeddedJobs(shop.context, {"bad": Job("bad", 60, fail), "good": Job("good", 60, run)})
+    driver.start()
+    assert ran.wait(30)
+    driver.stop()
+    with shop.context.database.read() as session:
+        assert session.get_one(JobRun, "bad").error == "RuntimeError: no luck"
+        assert session.get_one(JobRun, "good").succeeded_at is not None
