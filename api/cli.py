@@ -50,8 +50,14 @@ def _models(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...
 @click.option("--host", help="Address to listen on (default 127.0.0.1).")
 @click.option("--port", type=int, help="Port to listen on (default 8000); 0 takes a free one.")
 @click.option("--model", "models", metavar="NAME=PATH", callback=_models, multiple=True, help="A local model (repeat).")
+@click.option("--engine", multiple=True, type=click.Choice(["torch", "vllm"]), help="A generator (repeat for more).")
 def serve(
-    data_dir: Path | None, config: Path | None, host: str | None, port: int | None, models: dict[str, Path]
+    data_dir: Path | None,
+    config: Path | None,
+    host: str | None,
+    port: int | None,
+    models: dict[str, Path],
+    engine: tuple[str, ...],
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. Without --model it serves a tiny model that comes with Weft."""
     from api import serve as server
@@ -60,7 +66,7 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    settings = settings_of(config, data_dir, host=host, port=port, models=models or None)
+    settings = settings_of(config, data_dir, host=host, port=port, models=models or None, engine=engine)
     try:
         code = server.serve(settings)
     except (server.CannotServe, PriceError) as error:

@@ -30,7 +30,7 @@ class Machines:
             database, blobs, prices, settings.limits.max_queued_ops_per_org, settings.limits.max_queued_bytes_per_org
         )
         self._trainer = TrainerDesk(self.journal, settings.trainer.pass_tokens)
-        self._generator = GeneratorDesk(self.journal)
+        self._generator = GeneratorDesk(self.journal, len(settings.generator.kinds))
         models = {name: card.path for name, card in cards.items()}
         self.supervisor = Supervisor(embedded_workers(settings, models), self._attach)
 
@@ -58,13 +58,13 @@ class Machines:
         return {
             "queue": self.journal.queue_lengths(),
             "trainer": dict(self._trainer.stats),
-            "generator": dict(self._generator.stats),
+            "generator": {**self._generator.stats, "replicas": self._generator.replicas()},
             "workers": workers,
         }
 
     async def _attach(self, role: str, sock: socket.socket) -> None:
         link = await ServerLink.over(sock)
         try:
-            await (self._trainer if role == "trainer" else self._generator).serve(link)
+            await (self._trainer.serve(link) if role == "trainer" else self._generator.serve(link, role))
         finally:
             link.close()

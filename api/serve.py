@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 import uvicorn
 from sqlalchemy.exc import SQLAlchemyError
 
-from api.supervisor import Supervisor, WorkerFailed
+from api.supervisor import Supervisor, WorkerFailed, embedded_workers
 from billing.prices import load_prices
 from billing.wallets import set_default
 from store.blobs import Blobs
 from store.db import Database
-from store.settings import Settings
+from store.settings import Settings, SettingsError
 from workers.model.card import ModelCard, UnsupportedModel, read_card
 from workers.model.tiny import TINY_NAME, TINY_PATH
 
@@ -48,6 +48,8 @@ def serve(settings: Settings) -> int:
 
     prices = load_prices(settings.prices)
     cards = read_cards(settings.models)
+    if not settings.redis_url:
+        check_workers(settings, cards)
     alone = nullcontext() if settings.redis_url else _locked(settings.data_dir)
     with alone, _bound(settings.host, settings.port) as sock:
         database = open_database(settings)
@@ -68,6 +70,14 @@ def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:
     try:
         return {name: read_card(name, path) for name, path in (models or {TINY_NAME: TINY_PATH}).items()}
     except UnsupportedModel as error:
+        raise CannotServe(str(error)) from None
+
+
+def check_workers(settings: Settings, cards: Mapping[str, ModelCard]) -> None:
+    """Raises CannotServe when the worker processes that the settings ask for cannot be started here."""
+    try:
+        embedded_workers(settings, {name: card.path for name, card in cards.items()})
+    except SettingsError as error:
         raise CannotServe(str(error)) from None
 
 

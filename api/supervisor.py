@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from store.settings import GeneratorSettings, Settings, TrainerSettings
+from store.settings import GeneratorSettings, Settings, SettingsError, TrainerSettings
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Backoff:
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """What to run for a role. `--link-fd N` is added to the command."""
+    """What to run for a role: trainer, generator, generator-2, ... `--link-fd N` is added to the command."""
 
     role: str
     command: Sequence[str]
@@ -81,7 +81,7 @@ class WorkerStatus:
 
 
 def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[WorkerProgram]:
-    """One trainer and one generator, on this machine, for these models."""
+    """One trainer and the generators, on this machine, for these models."""
     common = ["--data-dir", str(settings.data_dir)]
     for name, path in models.items():
         common += ["--model", f"{name}={path}"]
@@ -91,15 +91,37 @@ def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[Wor
     generator = ["--slots", str(settings.generator.slots), "--prefill-tokens", str(settings.generator.prefill_tokens)]
     generator += ["--kv-tokens", str(settings.generator.kv_tokens)]
     generator += ["--prefix-bytes", str(settings.generator.prefix_cache_bytes)]
-    return [
-        _python_worker("trainer", settings.trainer, [*common, *trainer]),
-        _python_worker("generator", settings.generator, [*common, *generator]),
-    ]
+    programs = [_python_worker("trainer", settings.trainer, [*common, *trainer])]
+    urls = list(settings.generator.vllm.urls)
+    if urls and len(models) > 1:
+        raise SettingsError("generator.vllm.urls: a vLLM server has one base model, and this service has several")
+    for number, kind in enumerate(settings.generator.kinds, start=1):
+        role = "generator" if number == 1 else f"generator-{number}"
+        engine = _vllm_arguments(settings, role, urls.pop(0) if urls else "") if kind == "vllm" else []
+        programs.append(_python_worker(role, settings.generator, [*common, *generator, *engine]))
+    return programs
+
+
+def _vllm_arguments(settings: Settings, role: str, url: str) -> list[str]:
+    vllm = settings.generator.vllm
+    found = ["--engine", "vllm", "--vllm-folder", str(settings.data_dir / "vllm" / role)]
+    found += ["--vllm-url", url] if url else ["--vllm-program", str(vllm_program(settings))]
+    found += ["--vllm-adapters", str(vllm.max_adapters), "--vllm-rank", str(vllm.max_rank)]
+    return [*found, "--vllm-kv-bytes", str(vllm.kv_bytes)]
+
+
+def vllm_program(settings: Settings) -> Path:
+    """The `vllm` command. Raises SettingsError when it is not there."""
+    program = settings.generator.vllm.program
+    found = program.expanduser().absolute() if program.name else _ROOT / ".vllm" / "bin" / "vllm"
+    if not found.is_file():
+        raise SettingsError(f"there is no vLLM at {found}: run `make vllm`, or set [generator.vllm] program or urls")
+    return found
 
 
 def _python_worker(role: str, settings: TrainerSettings | GeneratorSettings, arguments: Sequence[str]) -> WorkerProgram:
     # -P: a folder named `workers` in the working directory must not be taken for ours.
-    command = [sys.executable, "-P", "-m", f"workers.{role}", *arguments]
+    command = [sys.executable, "-P", "-m", f"workers.{role.partition('-')[0]}", *arguments]
     command += ["--device", settings.device, "--dtype", settings.dtype, "--threads", str(settings.threads)]
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return WorkerProgram(

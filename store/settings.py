@@ -55,7 +55,28 @@ class TrainerSettings(_Section):
     host_bytes: Annotated[int, Field(ge=0)] = 0
 
 
+EngineKind = Literal["torch", "vllm"]
+
+
+class VllmSettings(_Section):
+    """Generators that are vLLM (docs/vllm.md)."""
+
+    #: The `vllm` command of an environment as `make vllm` builds it. Empty: that one.
+    program: Path = Path()
+    #: vLLM servers that are there already, http://HOST:PORT or unix:PATH: one for each vLLM generator, instead.
+    urls: list[str] = []
+    #: Adapters in one batch, and the highest rank that there is room for.
+    max_adapters: Positive = 16
+    max_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
+    #: Memory for keys and values, on a CPU.
+    kv_bytes: Positive = 1 << 30
+
+
 class GeneratorSettings(_Section):
+    engine: EngineKind = "torch"
+    #: How many generators, of `engine`; or the kind of each.
+    replicas: Positive | Annotated[list[EngineKind], Field(min_length=1)] = 1
+    vllm: VllmSettings = Field(default_factory=VllmSettings)
     threads: Positive = Field(default_factory=_half_the_cores)
     device: Device = "auto"
     dtype: Dtype = "auto"
@@ -68,6 +89,11 @@ class GeneratorSettings(_Section):
     prefill_tokens: Positive = 2048
     #: Memory, of each base model, for prompts that later ones may begin with; 0 keeps none.
     prefix_cache_bytes: Annotated[int, Field(ge=0)] = 512 << 20
+
+    @property
+    def kinds(self) -> list[EngineKind]:
+        """The engine of each generator."""
+        return list(self.replicas) if isinstance(self.replicas, list) else [self.engine] * self.replicas
 
 
 class Limits(_Section):
@@ -191,9 +217,11 @@ class Settings(_Section):
 def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
     """Settings from the file, with `overrides` (None: not given) on top. Folders come back absolute; in the file they
     are relative to the file's own folder. Raises SettingsError with one line that names the key."""
-    values = {name: os.environ[variable] for name, variable in FROM_ENVIRONMENT.items() if os.environ.get(variable)}
+    values: dict[str, Any] = {name: os.environ[variable] for name, variable in FROM_ENVIRONMENT.items() if os.environ.get(variable)}
     values |= _read(config_file) if config_file is not None else {}
-    values.update({name: value for name, value in overrides.items() if value is not None})
+    values.update({name: value for name, value in overrides.items() if value is not None and name != "engine"})
+    if overrides.get("engine"):
+        values["generator"] = {**values.get("generator", {}), "replicas": list(overrides["engine"])}
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:

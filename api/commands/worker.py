@@ -17,7 +17,7 @@ from api.commands.places import database_of, refuse, settings_of, where
 @click.option("--redis", metavar="URL", help="The Redis of the API replicas (default: redis_url of the settings).")
 def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | None) -> None:
     """Work as ROLE until SIGTERM, which lets it finish what it has. Whatever supervises it starts it again."""
-    from api.serve import CannotServe, read_cards
+    from api.serve import CannotServe, check_workers, read_cards
     from api.supervisor import embedded_workers
 
     settings = settings_of(config, data_dir, redis_url=redis)
@@ -25,6 +25,7 @@ def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | N
         refuse("there is no Redis to come to: give --redis URL, or redis_url in the settings")
     try:
         cards = read_cards(settings.models)
+        check_workers(settings, cards)
     except CannotServe as error:
         refuse(str(error))
     programs = embedded_workers(settings, {name: card.path for name, card in cards.items()})

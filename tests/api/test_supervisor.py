@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from api.supervisor import Backoff, Supervisor, WorkerFailed, WorkerProgram, embedded_workers
-from store.settings import load_settings
+from store.settings import SettingsError, load_settings
 
 #: Says hello, then leaves when it reads "leave", hangs on "hang", crashes on "crash", exits when the link closes.
 WORKER = """
@@ -264,6 +264,43 @@ def test_the_commands_of_the_embedded_workers(tmp_path: Path) -> None:
     ]
     assert generator.command[3:] == [
         *("workers.generator", "--data-dir", str(tmp_path), "--model", "a/b=/models/b", "--slots", "32"),
-        *("--prefill-tokens", "2048", "--prefix-bytes", str(512 << 20)),
+        *("--prefill-tokens", "2048", "--kv-tokens", "0", "--prefix-bytes", str(512 << 20)),
         *("--device", "auto", "--dtype", "auto", "--threads", str(settings.generator.threads)),
     ]
+
+
+def test_generators_of_both_kinds(tmp_path: Path) -> None:
+    program = tmp_path / "vllm"
+    program.touch()
+    config = tmp_path / "weft.toml"
+    config.write_text(
+        f"""
+        [generator]
+        replicas = ["torch", "vllm", "vllm"]
+        [generator.vllm]
+        program = "{program}"
+        urls = ["http://10.0.0.7:8000"]
+        max_rank = 32
+        """
+    )
+    settings = load_settings(config, data_dir=tmp_path)
+    roles = {program.role: list(program.command) for program in embedded_workers(settings, {"m": Path("/models/m")})}
+    assert list(roles) == ["trainer", "generator", "generator-2", "generator-3"]
+    assert "--engine" not in roles["generator"]
+    assert "workers.generator" in roles["generator-2"]
+    assert "http://10.0.0.7:8000" in roles["generator-2"]
+    assert str(program) not in roles["generator-2"]
+    assert str(program) in roles["generator-3"]
+    assert str(tmp_path / "vllm" / "generator-3") in roles["generator-3"]
+    assert roles["generator-3"][roles["generator-3"].index("--vllm-rank") + 1] == "32"
+    with pytest.raises(SettingsError, match="one base model"):
+        embedded_workers(settings, {"m": Path("/m"), "n": Path("/n")})
+
+
+def test_the_command_line_names_the_kind_of_each_generator(tmp_path: Path) -> None:
+    config = tmp_path / "weft.toml"
+    config.write_text("[generator]\nslots = 7\n[generator.vllm]\nprogram = '/nonexistent'\n")
+    settings = load_settings(config, data_dir=tmp_path, engine=("torch", "vllm"))
+    assert (settings.generator.kinds, settings.generator.slots) == (["torch", "vllm"], 7)
+    with pytest.raises(SettingsError, match="make vllm"):
+        embedded_workers(settings, {"m": Path("/models/m")})

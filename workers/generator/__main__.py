@@ -32,6 +32,8 @@ from workers.generator.torch_engine import (
     DEFAULT_PREFIX_BYTES,
     TorchEngine,
 )
+from workers.generator.vllm import process as vllm
+from workers.generator.vllm.engine import VllmEngine
 from workers.generator.worker import Generator
 from workers.model.card import read_card
 from workers.model.device import Target, add_arguments, target_of
@@ -67,12 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EOFError:
         log.info("the server is gone")
         return 1
+    finally:
+        for engine in engines.values():
+            if isinstance(engine, VllmEngine):
+                engine.close()
     if isinstance(link, SampleLink):
         link.close()
     return 0
 
 
-def _engine(name: str, path: Path, args: argparse.Namespace, target: Target) -> TorchEngine:
+def _engine(name: str, path: Path, args: argparse.Namespace, target: Target) -> TorchEngine | VllmEngine:
+    if args.engine == "vllm":
+        return vllm.vllm_engine(name, path, args, target)
     began = time.monotonic()
     card = read_card(name, path)
     decoder = load_decoder(path, target.dtype, target.device)
@@ -110,6 +118,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=_model, action="append", required=True, metavar="NAME=PATH")
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves torch's own choice")
     add_arguments(parser)
+    vllm.add_arguments(parser)
     parser.add_argument("--slots", type=int, default=32, help="sequences that are decoded at the same time")
     parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, help="most tokens of a sequence")
     parser.add_argument("--kv-tokens", type=int, default=0, help="of all sequences; 0: as many as full slots take")

@@ -89,6 +89,8 @@ class GenerateRequest:
     `priority`: when there is no room for all, higher ones start first and lower ones are set aside; it changes nothing
     else. `run` is whose policy is sampled, "" when nobody's. With `max_staleness`, a sequence whose oldest token is of
     a version more than that below the run's (`run_moved`) ends there, `stale`, with the tokens it has.
+
+    `return_routed_experts` asks for the experts that its tokens were sent to, of a mixture of experts.
     """
 
     id: str
@@ -107,6 +109,7 @@ class GenerateRequest:
     priority: int = 0
     run: str = ""
     max_staleness: int | None = None
+    return_routed_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,8 +125,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class RequestError:
-    """Why a request ended without a result. `elsewhere` says what may still become of it: an engine of another kind may
-    serve it ("request"; "weights" when the adapter is the reason), or any engine, because this one was lost ("again")."""
+    """Why a request ended without a result. `elsewhere` says what may still become of it: an engine of another kind
+    may serve it ("request"; "weights" when the adapter is the reason), or any, because this one was lost ("again")."""
 
     message: str
     category: ErrorCategory

@@ -71,9 +71,10 @@ class Generator:
         self._meter.report()
 
     def _pull(self) -> None:
-        """Offer free slots, again when they have become more than the server knows of."""
+        """Offer free slots, again when they have become more than the server knows of; take the offer back when an
+        engine has lost them."""
         free = self._free_slots()
-        if not self._draining and free > max(self._offered, 0):
+        if not self._draining and (free > max(self._offered, 0) or free == 0 < self._offered):
             self._link.send(PullSamples(sorted(self._engines), free))
             self._offered = free
 

@@ -22,6 +22,8 @@ def beyond(request: GenerateRequest, *, tempered: bool) -> str | None:
     """What a request asks that vLLM cannot give it, or None. `tempered`: logprobs are those at the temperature."""
     if request.prompt_alt_tokens_k:
         return "other draws for prompt tokens (prompt_alt_tokens_k) are not served by vLLM"
+    if request.return_routed_experts:
+        return "the experts that tokens were sent to (return_routed_experts) are not told by vLLM here"
     if request.target_tokens is not None:
         return "logprobs of chosen tokens (target_prompt_logprobs) are not served by vLLM"
     if max(request.topk_prompt_logprobs, request.topk_sample_logprobs) > MAX_TOPK:

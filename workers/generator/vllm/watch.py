@@ -21,7 +21,8 @@ async def generate_watched(client: VllmClient, body: dict[str, Any], rule: StopR
         del params["prompt_logprobs"]
     tokens: list[int] = []
     content: list[dict[str, Any]] = []
-    versions, usage, stopped = None, {}, False
+    usage: dict[str, Any] = {}
+    versions, stopped = None, False
     async for piece in client.stream({**body, "sampling_params": params}):
         usage = piece.get("usage") or usage
         for choice in piece["choices"]:
