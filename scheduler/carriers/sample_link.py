@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from scheduler.carriers.contract import QueueUnreachable
+from scheduler.carriers.contract import Lease, QueueUnreachable
 from scheduler.carriers.news import Listener, News
 from scheduler.carriers.parcels import pack
 from scheduler.carriers.redis_queue import RedisQueue
@@ -58,6 +58,8 @@ class SampleLink:
         self.name = worker_name("generator")
         self._queue, self._news, self._blobs = RedisQueue(url), News(url), blobs
         self._epochs: dict[str, int] = {}  # of what is held
+        self._lost: set[str] = set()  # cancelled here because they are not held any more: no answer counts
+        self._again: list[Lease] = []  # leased again before their first life here has ended
         self._late: list[tuple[str, int, bytes]] = []  # answers that Redis was not there for
         self._told: queue.SimpleQueue[Cancel | PolicyMoved] = queue.SimpleQueue()
         self._models: list[str] = []
@@ -119,19 +121,25 @@ class SampleLink:
         self._looked = now
         self._renew()  # a lease would make the queue know this worker again, without what it held
         with self._lock:
-            leases = self._queue.lease(self.name, self._models, self._free, LEASE_S)
+            leases = self._again + self._queue.lease(self.name, self._models, self._free, LEASE_S)
+            self._again = [lease for lease in leases if lease.id in self._lost]
+            leases = [lease for lease in leases if lease.id not in self._lost]
             self._epochs.update({lease.id: lease.epoch for lease in leases})
         ops = self._newest([_decode(lease.body) for lease in leases])
         self._free -= sum(op.num_samples for op in ops)
         return SampleWork(ops) if ops else None
 
     def _newest(self, ops: list[SampleOp]) -> list[SampleOp]:
-        """Policies move while samples wait."""
-        policies = self._news.policies(sorted({op.run_id for op in ops if op.run_id}))
+        """Policies move while samples wait. What is leased must be handed over, whatever happens here."""
+        policies: dict[str, PolicyMoved] = {}
+        with suppress(QueueUnreachable):
+            policies = self._news.policies(sorted({op.run_id for op in ops if op.run_id}))
         return [_on(op, policies[op.run_id]) if op.run_id in policies else op for op in ops]
 
     def _answer(self, done: Done) -> None:
-        epoch = self._epochs.pop(done.op_id, None)
+        with self._lock:
+            epoch = self._epochs.pop(done.op_id, None)
+            self._lost.discard(done.op_id)
         if epoch is not None:
             self._late.append((done.op_id, epoch, pack(done, self._blobs)))
 
@@ -153,7 +161,8 @@ class SampleLink:
         with self._lock:
             if not self._epochs or self._queue.renew(self.name, LEASE_S):
                 return
-            lost, self._epochs = list(self._epochs), {}
+            lost, self._epochs, self._again = list(self._epochs), {}, []
+            self._lost.update(lost)
         log.warning("given up by the queue: %d samples are cancelled here and done by others", len(lost))
         for op_id in lost:
             self._told.put(Cancel(op_id))

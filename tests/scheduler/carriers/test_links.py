@@ -105,7 +105,9 @@ def test_a_drained_generator_takes_nothing_more(url: str, sample_link: SampleLin
     queue.close()
 
 
-def test_what_a_generator_lost_is_cancelled_and_its_answer_dropped(url: str, sample_link: SampleLink) -> None:
+def test_what_a_generator_lost_is_cancelled_and_its_answer_dropped(
+    url: str, sample_link: SampleLink, blobs: Blobs
+) -> None:
     queue = RedisQueue(url)
     push(queue, "a")
     sample_link.send(PullSamples(["m"], 4))
@@ -113,9 +115,16 @@ def test_what_a_generator_lost_is_cancelled_and_its_answer_dropped(url: str, sam
     redis.Redis.from_url(url).flushall()
     assert eventually(lambda: sample_link.recv(0.1)) == Cancel("a")
     push(queue, "a")  # as the leader does
-    sample_link.send(Done("a", b"late"))
+    assert eventually(lambda: queue.holder("a") or sample_link.recv(0.05)) == sample_link.name
+    assert sample_link.recv(0.05) is None  # while it is still being cancelled here
+    sample_link.send(Done("a", b"cut short"))
+    work = eventually(lambda: sample_link.recv(0.1))
+    assert [op.op_id for op in work.ops] == ["a"]
+    sample_link.send(Done("a", b"whole"))
     sample_link.recv(0.05)
-    assert queue.ahead("a") == 0
+    queue.answered("c", 0.01)
+    results = [unpack(answer.result, blobs)[0] for answer in queue.answered("c", 2)]
+    assert results == [Done("a", b"whole")]
     queue.close()
 
 
