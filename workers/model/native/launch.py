@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.model.adapter import Adapter
+from workers.model.adapter import Adapter, Slot
 from workers.model.lora_rows import LoraRows
 from workers.model.native.build import library
 from workers.model.routing import Routing
@@ -52,20 +52,24 @@ class Table:
         self.scales_G = _Array(scales, np.float32)
         self.start = _Array(rows.offsets)
         self._addresses: dict[tuple[str, bool], _Array] = {}
+        self._places: dict[bool, list[tuple[int, dict[str, Slot]]]] = {}
 
     def addresses(self, name: str, *, grads: bool) -> _Array:
         """[G]: where the tensor called `name` of each adapter (or of its gradient) lies; 0 where there is none."""
         found = self._addresses.get((name, grads))
         if found is None:
             arenas = self.grads if grads else self.adapters
-            found = _Array([_address(arena, name) for arena in arenas])
+            if grads not in self._places:
+                self._places[grads] = [_place(arena) for arena in arenas]
+            found = _Array(
+                [at + 4 * slots[name].offset if name in slots else _NOBODY for at, slots in self._places[grads]]
+            )
             self._addresses[name, grads] = found
         return found
 
 
-def _address(arena: Adapter | None, name: str) -> int:
-    slot = arena.shape.slots.get(name) if arena is not None else None
-    return arena.flat.data_ptr() + 4 * slot.offset if arena is not None and slot is not None else _NOBODY
+def _place(arena: Adapter | None) -> tuple[int, dict[str, Slot]]:
+    return (_NOBODY, {}) if arena is None else (arena.flat.data_ptr(), arena.shape.slots)
 
 
 _TABLES: WeakKeyDictionary[LoraRows, Table] = WeakKeyDictionary()
