@@ -37,6 +37,8 @@ def check_sample(request: SampleRequest, card: ModelCard, limits: Limits, *, of_
     _check_params(request.sampling_params)
     _check_stop(request.sampling_params, card, limits)
     _check_logprobs(request, card, int(prompt.size))
+    if request.return_routed_experts and not card.num_experts:
+        raise Invalid(f"return_routed_experts: {card.name} has no experts; leave it out")
     if request.max_staleness is not None and not of_run:
         raise Invalid(
             "max_staleness: this sampler is of no training run, so its policy never gets old; leave it out, or sample "

@@ -112,12 +112,14 @@ class SamplingClient(Pending["SamplingClient"]):
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
         max_staleness: int | None = None,
+        return_routed_experts: bool = False,
     ) -> APIFuture[SampleResponse]:
         """Draw `num_samples` sequences that continue `prompt`, with the logprob of every token drawn.
 
         `include_prompt_logprobs` also gives the prompt's own logprobs, of which `prompt_logprobs_last_n` keeps the
         last n. With `max_staleness` the server ends a sequence (`stale`, with the tokens it has) once the run is more
-        optimizer steps ahead of its oldest token than that. Cancelling the future stops the drawing. Raises
+        optimizer steps ahead of its oldest token than that. `return_routed_experts` tells which experts its tokens were
+        sent to, for training to send them there again (`SampledSequence.routed_experts_np`). Cancelling the future stops the drawing. Raises
         `RequestFailedError` if the request cannot be done.
         """
         request = SampleRequest(
@@ -131,6 +133,7 @@ class SamplingClient(Pending["SamplingClient"]):
             prompt_alt_tokens_k=prompt_alt_tokens_k,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
             max_staleness=max_staleness,
+            return_routed_experts=return_routed_experts or None,
             record_stability_info=True if self._record else None,
         )
         return APIFuture.start(self._sample(request))

@@ -22,11 +22,11 @@ from torch import Tensor
 from workers.generator.block_index import BLOCK_TOKENS
 from workers.generator.decode_attend import DecodeAttend
 from workers.generator.kv_cache import KVCache
-from workers.generator.pages import pages_of
+from workers.generator.pages import PAGE_TOKENS, pages_of
 from workers.generator.prefill_attend import Piece, PrefillAttend
 from workers.generator.progress import RequestProgress, SequenceProgress
 from workers.generator.sampling import SamplingRows
-from workers.model.decoder import Decoder
+from workers.model.decoder import Decoder, OnRoute
 from workers.model.lora import LoraRows
 
 #: A prompt is scored by so many logits at a time (rows x vocabulary), to bound memory.
@@ -44,6 +44,7 @@ class DecodePlan:
         self.lora = lora_rows(decoder, [(row.owner, 1) for row in self.rows])
         self.sampling = sampling_rows(self.rows, decoder.config.vocab_size, device)
         self.versions = [row.owner.version for row in self.rows]
+        self.routed = any(row.owner.request.return_routed_experts for row in self.rows)
         #: The pages of each row; beyond them, page 0.
         self.table_RW = np.zeros((len(self.rows), pages_of(context)), dtype=np.int32)
         self._known = [0] * len(self.rows)
@@ -85,8 +86,17 @@ def decode(decoder: Decoder, cache: KVCache, plan: DecodePlan) -> Tensor:
     tokens_R = torch.tensor([row.tokens[-1] for row in plan.rows], device=cache.device)
     plan.turn_pages()
     attend = DecodeAttend(cache, plan.table_RW, positions)
-    hidden_RD = decoder(tokens_R, torch.tensor(positions, device=cache.device), attend, plan.lora)
+    chosen: list[Tensor] = []
+    on_route = _recorder(chosen) if plan.routed else None
+    hidden_RD = decoder(tokens_R, torch.tensor(positions, device=cache.device), attend, plan.lora, on_route)
+    if chosen:
+        pages = [row.pages[position // PAGE_TOKENS] for row, position in zip(plan.rows, positions, strict=True)]
+        cache.record_routes(pages, positions, chosen)
     return decoder.logits(hidden_RD, plan.lora)
+
+
+def _recorder(chosen: list[Tensor]) -> OnRoute:
+    return lambda _, experts_TK: chosen.append(experts_TK)
 
 
 def prefill(decoder: Decoder, cache: KVCache, batch: Sequence[RequestProgress]) -> list[Tensor]:
@@ -100,7 +110,13 @@ def prefill(decoder: Decoder, cache: KVCache, batch: Sequence[RequestProgress]) 
     lora = lora_rows(
         decoder, [(progress, b - a) for progress, piece in zip(batch, pieces, strict=True) for a, b in piece.blocks()]
     )
-    hidden_TD = decoder(tokens_T, positions_T, PrefillAttend(cache, pieces), lora)
+    chosen: list[Tensor] = []
+    routed = any(progress.request.return_routed_experts for progress in batch)
+    on_route = _recorder(chosen) if routed else None
+    hidden_TD = decoder(tokens_T, positions_T, PrefillAttend(cache, pieces), lora, on_route)
+    if chosen:
+        pages = [piece.pages[at // PAGE_TOKENS] for piece, span in zip(pieces, spans, strict=True) for at in span]
+        cache.record_routes(pages, [position for span in spans for position in span], chosen)
     by_request = torch.split(hidden_TD, [len(span) for span in spans])
     for progress, hidden_ND in zip(batch, by_request, strict=True):
         _score(decoder, progress, hidden_ND)

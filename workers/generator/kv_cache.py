@@ -2,10 +2,12 @@
 
 The pool is allocated once (untouched pages cost nothing on CPU); whose a page is, `pages` and `seating` know. Keys lie
 turned, [pages, kv_heads, head_dim, page], as the product with a query reads them; values [pages, kv_heads, page,
-head_dim]. What lies beyond a sequence's length in its last page is left over from earlier holders. It is masked, so it
+head_dim]. `routes`, the experts that each position was sent to, are recorded for those who ask (`record_routes`).
+What lies beyond a sequence's length in its last page is left over from earlier holders. It is masked, so it
 must only be finite: 0 * nan would be nan. `clear` makes it so after a sequence that was not.
 
-Shapes: N pages, K kv heads, D head dim, P positions of a page, T new positions, L length.
+Shapes: N pages, K kv heads, D head dim, P positions of a page, T new positions, L length; of routes M mixture layers, C
+choices.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,6 +34,8 @@ class KVCache:
         pages: int,
         kv_heads: int,
         head_dim: int,
+        mixture_layers: int = 0,
+        choices: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -38,6 +43,7 @@ class KVCache:
         keys, values = (pages, kv_heads, head_dim, PAGE_TOKENS), (pages, kv_heads, PAGE_TOKENS, head_dim)
         self.k_NKDP = [zeros(keys, dtype, torch.device(device)) for _ in range(layers)]
         self.v_NKPD = [zeros(values, dtype, torch.device(device)) for _ in range(layers)]
+        self.routes_NPMC = zeros((pages, PAGE_TOKENS, mixture_layers, choices), torch.int16, torch.device(device))
 
     @property
     def device(self) -> torch.device:
@@ -45,7 +51,7 @@ class KVCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*self.k_NKDP, *self.v_NKPD]
+        return [*self.k_NKDP, *self.v_NKPD, self.routes_NPMC]
 
     def write(self, layer: int, pages: Sequence[int], start: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Store keys and values of consecutive positions of a sequence with these pages; `start` begins a page."""
@@ -68,6 +74,17 @@ class KVCache:
         v_KNPD = self.v_NKPD[layer].index_select(0, mine_N).transpose(0, 1)
         return k_KDNP.flatten(2), v_KNPD.flatten(1, 2)
 
+    def record_routes(self, pages: Sequence[int], positions: Sequence[int], chosen: Sequence[Tensor]) -> None:
+        """Store the experts [T, C] chosen in each mixture layer, for positions in these pages, one page for each."""
+        offsets = torch.tensor([position % PAGE_TOKENS for position in positions], device=self.device)
+        self.routes_NPMC[torch.tensor(pages, device=self.device), offsets] = torch.stack(list(chosen), 1).to(
+            torch.int16
+        )
+
+    def routes(self, pages: Sequence[int], length: int) -> npt.NDArray[np.int64]:
+        """What was recorded of the first positions of a sequence: [L, M, C]."""
+        return routes_of(self.routes_NPMC[torch.tensor(pages[: pages_of(length)], device=self.device)], length)
+
     def copy_page(self, source: int, target: int) -> None:
         for pool in self.tensors:
             pool[target] = pool[source]
@@ -86,6 +103,12 @@ class KVCache:
     def clear(self, pages: Sequence[int]) -> None:
         for pool in self.tensors:
             pool[list(pages)] = 0
+
+
+def routes_of(routes_NPMC: Tensor, length: int) -> npt.NDArray[np.int64]:
+    """The first positions in these pages."""
+    found: npt.NDArray[np.int64] = routes_NPMC.flatten(0, 1)[:length].to(torch.int64).cpu().numpy()
+    return found
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

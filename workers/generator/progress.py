@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -45,6 +46,7 @@ class SequenceProgress:
         self.stop_reason: StopReason | None = None
         self.policy: list[tuple[int, int]] = []  # (version, tokens in a row that are of it)
         self.stale = False
+        self.routes: npt.NDArray[np.int64] | None = None  # once it has ended, where asked for
         self._rng = sequence_rng(owner.request.sampling.seed, sample)
         #: The random number of the next token. It is renewed only when a token is accepted, so that a step which
         #: is tried again draws the same.
@@ -73,7 +75,7 @@ class SequenceProgress:
         tokens, logprobs = np.array(self.tokens, dtype=np.int32), np.array(self.logprobs, dtype=np.float32)
         reason = self.stop_reason or "length"
         policy = tuple(PolicySpan(version, length) for version, length in self.policy)
-        return SequenceResult(tokens, logprobs, reason, self._topk(), policy, self.stale)
+        return SequenceResult(tokens, logprobs, reason, self._topk(), policy, self.stale, self.routes)
 
     def _topk(self) -> TopkLogprobs | None:
         if not self.tops:
@@ -115,7 +117,9 @@ class RequestProgress:
     @property
     def cache_root(self) -> Root:
         """Whose prompts, computed with which weights, begin as this one's may."""
-        return self.request.tenant, self.adapter.weights if self.adapter is not None else 0
+        # Only who asks for routes has them recorded.
+        tenant = f"{self.request.tenant} with routes" if self.request.return_routed_experts else self.request.tenant
+        return tenant, self.adapter.weights if self.adapter is not None else 0
 
     @property
     def hit_limit(self) -> int:

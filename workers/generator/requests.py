@@ -53,6 +53,7 @@ def read_order(op: SampleOp, blobs: Blobs) -> Order:
         priority=op.priority,
         run=op.run_id,
         max_staleness=body.max_staleness,
+        return_routed_experts=bool(body.return_routed_experts),
     )
     return Order(op, request, body.target_prompt_logprobs, bool(body.record_stability_info))
 

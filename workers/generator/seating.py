@@ -11,7 +11,10 @@ Siblings of one request share the whole pages of their prompt.
 
 from __future__ import annotations
 
-from workers.generator.kv_cache import KVCache, Saved
+import numpy as np
+import numpy.typing as npt
+
+from workers.generator.kv_cache import KVCache, Saved, routes_of
 from workers.generator.pages import PAGE_TOKENS, PagePool, pages_of
 from workers.generator.progress import SequenceProgress
 
@@ -102,6 +105,13 @@ class Seating:
         """Wipe what a sequence has in its pages: it is not finite, and no mask would hide it."""
         if sequence.pages:
             self._cache.clear(sequence.pages)
+
+    def routes(self, sequence: SequenceProgress) -> npt.NDArray[np.int64] | None:
+        """The experts that its tokens but the newest were sent to, wherever it is; None for one without room."""
+        if sequence in self._seated:
+            return self._cache.routes(sequence.pages, sequence.position)
+        saved = self._aside.get(sequence)
+        return routes_of(saved[-1], sequence.position) if saved is not None else None
 
     def _make_room(self, sequence: SequenceProgress, need: int) -> bool:
         priority = sequence.owner.request.priority

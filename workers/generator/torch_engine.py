@@ -76,6 +76,8 @@ class TorchEngine:
             pages=pages,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
+            mixture_layers=len(config.mixture_layers),
+            choices=config.experts_per_token,
             dtype=weight.dtype,
             device=weight.device,
         )
@@ -141,6 +143,9 @@ class TorchEngine:
         progress = self._here.get(request_id)
         if progress is None:
             return None
+        for sequence in progress.sequences[: progress.started]:
+            if sequence.stop_reason is None:
+                self._note_routes(sequence)
         result = progress.finished()
         self._forget(progress)
         return result
@@ -153,6 +158,7 @@ class TorchEngine:
         for progress in [p for p in self._here.values() if p.request.run == run]:
             for sequence in progress.too_old(version):
                 sequence.stop_reason, sequence.stale = "length", True
+                self._note_routes(sequence)
                 self._seating.leave(sequence)
                 progress.given_up = True
             if progress.done:
@@ -320,6 +326,7 @@ class TorchEngine:
     def _retire(self, sequence: SequenceProgress) -> None:
         """A sequence has ended. Its place goes to a sibling that waits, as the prompt is in it already, or is freed."""
         progress = sequence.owner
+        self._note_routes(sequence)
         if progress.unstarted:
             self._seating.hand_over(sequence, progress.sequences[progress.started])
             progress.started += 1
@@ -327,6 +334,11 @@ class TorchEngine:
         self._seating.leave(sequence)
         if progress.done:
             self._end(progress)
+
+    def _note_routes(self, sequence: SequenceProgress) -> None:
+        """Keep, if asked, where the tokens of a sequence went, before its pages are another's."""
+        if sequence.owner.request.return_routed_experts and sequence.tokens:
+            sequence.routes = self._seating.routes(sequence)
 
 
 class NotFinite(ArithmeticError):

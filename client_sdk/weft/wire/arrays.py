@@ -17,6 +17,7 @@ from weft.wire.error import WireError
 
 Array = npt.NDArray[np.generic]
 
+UINT16 = np.dtype("<u2")
 INT32 = np.dtype("<i4")
 INT64 = np.dtype("<i8")
 FLOAT32 = np.dtype("<f4")

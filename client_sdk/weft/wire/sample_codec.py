@@ -11,7 +11,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from weft.wire import weft_wire_pb2 as pb
-from weft.wire.arrays import FLOAT32, INT32, Array, read_flat, read_tensor, write_tensor
+from weft.wire.arrays import FLOAT32, INT32, UINT16, Array, read_flat, read_tensor, write_tensor
 from weft.wire.error import WireError
 from weft.wire.tensor import TensorData
 from weft.wire.tensor_codec import read_tensor_data, write_tensor_data
@@ -55,7 +55,9 @@ class SequenceResult:
     """One sampled sequence: tokens int32 [N] and the logprob of each, float32 [N], under the sampled distribution.
 
     `policy` says which policy version drew which tokens, from the first to the last. `stale`: the sequence was stopped
-    because the run had moved further than the request's `max_staleness`; its stop reason is "length"."""
+    because the run had moved further than the request's `max_staleness`; its stop reason is "length".
+    `routed_experts`: the experts that each token of prompt + tokens but the last was sent to, int64 [prompt + N - 1,
+    mixture layers, choices]; a datum with these tokens takes it as the input of that name."""
 
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32] | None
@@ -63,6 +65,7 @@ class SequenceResult:
     topk: TopkLogprobs | None = None
     policy: tuple[PolicySpan, ...] = ()
     stale: bool = False
+    routed_experts: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,9 @@ def encode_sample_response(
         for span in sequence.policy:
             written.policy_spans.add(version=span.version, length=span.length)
         written.stale = sequence.stale
+        if sequence.routed_experts is not None:
+            _, written.routed_experts.layers, written.routed_experts.choices = sequence.routed_experts.shape
+            written.routed_experts.ids = _bytes(sequence.routed_experts, UINT16)
     if prompt_logprobs is not None:
         message.prompt_logprobs = _bytes(prompt_logprobs, FLOAT32)
     if topk_prompt_logprobs is not None:
@@ -171,7 +177,20 @@ def _read_sequence(message: pb.SampledSequence, where: str) -> SequenceResult:
     policy = tuple(PolicySpan(span.version, span.length) for span in message.policy_spans)
     if policy and (sum(span.length for span in policy) != tokens.size or any(span.length < 1 for span in policy)):
         raise WireError(f"{where}: policy spans {[span.length for span in policy]} do not cover {tokens.size} tokens")
-    return SequenceResult(tokens, logprobs, reason, topk, policy, message.stale)
+    routes = None
+    if message.HasField("routed_experts"):
+        routes = _read_routes(message.routed_experts, f"{where}.routed_experts")
+    return SequenceResult(tokens, logprobs, reason, topk, policy, message.stale, routes)
+
+
+def _read_routes(message: pb.RoutedExperts, where: str) -> npt.NDArray[np.int64]:
+    ids = read_flat(message.ids, UINT16, where).astype(np.int64)
+    each = message.layers * message.choices
+    if not each or ids.size % each:
+        raise WireError(
+            f"{where}: {ids.size} ids are not {message.layers} layers x {message.choices} choices of tokens"
+        )
+    return ids.reshape(-1, message.layers, message.choices)
 
 
 def _read_logprobs(data: bytes, where: str) -> npt.NDArray[np.float32] | None:

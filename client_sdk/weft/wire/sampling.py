@@ -65,6 +65,7 @@ class SampleRequest(Request):
     prompt_logprobs_last_n: Count | None = None
     record_stability_info: bool | None = None
     max_staleness: Count | None = None
+    return_routed_experts: bool | None = None
     type: Literal["sample"] = "sample"
 
 
@@ -103,6 +104,12 @@ class SampledSequence:
     def stale(self) -> bool:
         """Whether the server stopped it because the run had moved further than `max_staleness`."""
         return self._result.stale
+
+    @property
+    def routed_experts_np(self) -> npt.NDArray[np.int64] | None:
+        """The experts that each token of prompt + tokens but the last was sent to, [prompt + N - 1, mixture layers,
+        choices], where asked for. Training on these tokens with it as the input `routed_experts` chooses the same."""
+        return self._result.routed_experts
 
     @property
     def tokens_np(self) -> npt.NDArray[np.int32]:

@@ -235,21 +235,33 @@ class PolicySpan(_message.Message):
     length: int
     def __init__(self, version: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
+class RoutedExperts(_message.Message):
+    __slots__ = ("ids", "layers", "choices")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    ids: bytes
+    layers: int
+    choices: int
+    def __init__(self, ids: _Optional[bytes] = ..., layers: _Optional[int] = ..., choices: _Optional[int] = ...) -> None: ...
+
 class SampledSequence(_message.Message):
-    __slots__ = ("stop_reason", "tokens", "logprobs", "topk_sampled_logprobs", "policy_spans", "stale")
+    __slots__ = ("stop_reason", "tokens", "logprobs", "topk_sampled_logprobs", "policy_spans", "stale", "routed_experts")
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOPK_SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POLICY_SPANS_FIELD_NUMBER: _ClassVar[int]
     STALE_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     stop_reason: StopReason
     tokens: bytes
     logprobs: bytes
     topk_sampled_logprobs: TopkLogprobs
     policy_spans: _containers.RepeatedCompositeFieldContainer[PolicySpan]
     stale: bool
-    def __init__(self, stop_reason: _Optional[_Union[StopReason, str]] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., topk_sampled_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ..., policy_spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ..., stale: _Optional[bool] = ...) -> None: ...
+    routed_experts: RoutedExperts
+    def __init__(self, stop_reason: _Optional[_Union[StopReason, str]] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., topk_sampled_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ..., policy_spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ..., stale: _Optional[bool] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ...) -> None: ...
 
 class PromptAltTokens(_message.Message):
     __slots__ = ("tokens", "logprobs")

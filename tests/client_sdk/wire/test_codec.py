@@ -179,7 +179,10 @@ def test_outputs_come_back_as_they_were(shapes: list[tuple[int, ...]]) -> None:
 
 def test_samples_come_back_as_they_were() -> None:
     topk = TopkLogprobs(np.array([[1, 2]], np.int32), np.array([[-1, -99999]], np.float32))
-    sequence = SequenceResult(np.array([4], np.int32), np.array([-0.5], np.float32), "stop", topk)
+    routes = np.arange(12).reshape(3, 2, 2)
+    sequence = SequenceResult(
+        np.array([4], np.int32), np.array([-0.5], np.float32), "stop", topk, routed_experts=routes
+    )
     targets = TensorData([-2.0, -3.0], "float32", [2, 9], [0, 1, 2], [8, 3])
     alternatives = (np.array([[5, 6, 5]]), np.array([[-1, -2, -1]], np.float32))
     body = encode_sample_response(
@@ -189,6 +192,8 @@ def test_samples_come_back_as_they_were() -> None:
     assert read.prompt_cache_hit_tokens == 3
     assert read.sequences[0].stop_reason == "stop"
     assert read.sequences[0].topk is not None
+    assert read.sequences[0].routed_experts is not None
+    np.testing.assert_array_equal(read.sequences[0].routed_experts, routes)
     assert read.sequences[0].topk.tolist() == [[(1, -1.0)]]
     assert read.target_prompt_logprobs is not None
     assert read.target_prompt_logprobs.to_json() == targets.to_json()
