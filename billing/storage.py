@@ -67,7 +67,10 @@ def byte_hours(size_bytes: int, start: datetime, stop: datetime) -> int:
 
 def meter(database: Database, prices: PriceList, now: datetime) -> dict[str, int]:
     """Meter all that was stored in hours that are over by `now`. For the jobs; at any time, as often as one likes."""
-    counts = {"begun": database.write_now(_adopt), "ended": database.write_now(lambda s: _abandon(s, now))}
+    counts = {
+        "begun": database.write_now(lambda s: _adopt(s, now)),
+        "ended": database.write_now(lambda s: _abandon(s, now)),
+    }
     counts |= {"events": 0, "nusd": 0}
     while True:
         events, amount = database.write_now(lambda session: _meter_some(session, prices, now))
@@ -77,12 +80,13 @@ def meter(database: Database, prices: PriceList, now: datetime) -> dict[str, int
             return counts
 
 
-def _adopt(session: Session) -> int:
+def _adopt(session: Session, now: datetime) -> int:
     """Begin the spans of checkpoints that have none: they were made before storage was metered."""
     open_spans = select(StorageSpan.checkpoint_id).where(StorageSpan.ended_at.is_(None))
-    found = session.scalars(select(Checkpoint).where(Checkpoint.id.not_in(open_spans))).all()
+    alive = or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > now)
+    found = session.scalars(select(Checkpoint).where(Checkpoint.id.not_in(open_spans), alive)).all()
     for checkpoint in found:
-        begin(session, checkpoint, datetime.now(UTC))
+        begin(session, checkpoint, now)
     return len(found)
 
 

@@ -20,7 +20,8 @@ class ForgettingRequest(Request):  # type: ignore[misc]
         channel = getattr(self.message, "channel", None)
         qos = getattr(channel, "qos", None)
         if isinstance(qos, virtual.QoS):
-            virtual.QoS.ack(qos, self.message.delivery_tag)  # what is counted here, not what Redis has
+            # What is counted here, not what Redis has.
+            virtual.QoS.ack(qos, self.message.delivery_tag)  # type: ignore[no-untyped-call]
 
 
 class JobTask(Task):  # type: ignore[misc]

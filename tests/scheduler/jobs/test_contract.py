@@ -33,7 +33,7 @@ EXPECTED: dict[str, dict[str, int]] = {
     "expire_checkpoints": {"expired": 1},
     "expire_credit": {"expired": 1},
     "heartbeat": {},
-    "meter_storage": {"begun": 1},
+    "meter_storage": {"begun": 0, "events": 39},
     "process_webhooks": {"processed": 1},
     "put_meter_events": {"put": 1},
     "reconcile": {"differ": 1, "drift_nusd": 5},
@@ -53,8 +53,8 @@ def world(any_database: Database, stripe_server: FakeStripe, tmp_path: Path) -> 
     return Payments(any_database, stripe_server.reset(START), tmp_path)
 
 
-def _checkpoint(world: Payments, org_id: str) -> None:
-    """One that has expired, of a run in a session."""
+def _checkpoint(world: Payments, org_id: str, expires_at: datetime | None) -> None:
+    """One of a run in a session."""
     now = world.now
 
     def write(session: Any) -> None:
@@ -103,7 +103,7 @@ def _checkpoint(world: Payments, org_id: str) -> None:
                 public=False,
                 user_metadata={},
                 created_at=now,
-                expires_at=now + timedelta(hours=5),
+                expires_at=expires_at,
             )
         )
 
@@ -122,8 +122,11 @@ def _prepare(world: Payments, job: str) -> None:
         run_now(jobs, JOBS["send_meter_events"])
     if job == "compare_with_stripe":
         world.fake.stripe.counted.clear()  # Stripe has lost it
-    if job in ("expire_checkpoints", "meter_storage"):
-        _checkpoint(world, org_id)
+    if job == "expire_checkpoints":
+        _checkpoint(world, org_id, START + timedelta(hours=5))
+    if job == "meter_storage":
+        _checkpoint(world, org_id, None)
+        assert (run_now(jobs, JOBS[job]) or {})["begun"] == 1  # 39 full hours before AFTER
     if job == "expire_credit":
         end = START + timedelta(hours=1)
         world.database.write_now(
