@@ -89,7 +89,7 @@ class SharedMachines:
         return {
             "queue": self.journal.queue_lengths(),
             "trainer": dict(term.desk.stats) if term is not None else {},
-            "generator": {},
+            "generator": dict(self.journal.generators),
             "workers": [],
             "replica": {"name": self._name, "leads": term is not None, "redis": self.journal.reachable()},
         }

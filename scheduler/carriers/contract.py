@@ -47,11 +47,13 @@ class Lease:
 
 @dataclass(frozen=True)
 class Answered:
-    """An item that a worker has finished; `receipt` is the carrier's own, `cost` what it was charged."""
+    """An item that a worker has finished, which had it since `leased_at` (seconds of the carrier's clock); `receipt` is
+    the carrier's own, `cost` what it was charged."""
 
     id: str
     result: bytes
     cost: int
+    leased_at: float
     receipt: str
 
 

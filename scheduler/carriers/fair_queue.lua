@@ -5,7 +5,7 @@
 --   r:<path>  sorted set: the ready children by start tag; "<arrival>\31<child>" breaks ties by arrival
 --   c:<path>  set: all children that are remembered
 --   q:<path>  list: ids of the items of a leaf
---   i:<id>    hash: path, weights, cost, slots, body, attempts; worker and epoch while it is leased; done once answered
+--   i:<id>    hash: path, weights, cost, slots, body, attempts; worker, epoch and at while it is leased; done once answered
 --   h:<worker> set of ids, w sorted set of workers by deadline, done a stream, bell a list that wakes idle workers
 local P, SEP, LIVES = KEYS[1], "\31", 3
 local IDLE_S = 3600 -- what a flow owes is forgotten when it had nothing to do for so long
@@ -267,7 +267,7 @@ function calls.lease(worker, now, ttl, slots, ...)
     if not model then break end
     local id = serve("", {model}, 1)
     local item, epoch = key("i", id), string.format("%d", next_epoch())
-    redis.call("HSET", item, "worker", worker, "epoch", epoch)
+    redis.call("HSET", item, "worker", worker, "epoch", epoch, "at", now)
     redis.call("SADD", key("h", worker), id)
     local facts = redis.call("HMGET", item, "path", "body", "slots")
     slots = slots - math.max(1, number(facts[3]))
@@ -289,7 +289,8 @@ function calls.answer(id, epoch, result)
   redis.call("SREM", key("h", held[1]), id)
   redis.call("HDEL", item, "worker", "epoch", "body")
   redis.call("HSET", item, "done", "1")
-  redis.call("XADD", P .. "done", "*", "id", id, "result", result, "cost", redis.call("HGET", item, "cost"))
+  local facts = redis.call("HMGET", item, "cost", "at")
+  redis.call("XADD", P .. "done", "*", "id", id, "result", result, "cost", facts[1], "at", facts[2])
   return 1
 end
 

@@ -141,6 +141,7 @@ class Term:
         self._run = shared.journal.run
         self.database = Fenced(shared.database, token)
         self.journal = LeadingJournal(self.database, shared.blobs, shared.prices, shared.journal.announce)
+        self.journal.meters = shared.journal.meters
         self.desk = TrainerDesk(self.journal, shared.pass_tokens)
         PolicyDesk(self.journal, self._policy_moved)
         self._joining = Joining(shared.url, token)
@@ -260,8 +261,10 @@ class Term:
 
     async def _expire(self) -> None:
         expired = await self._run(self._shared.queue.expire)
-        if expired.back:
-            log.warning("%d samples are queued again: their generator is gone", len(expired.back))
+        lost = len(expired.back) + len(expired.given_up)
+        if lost:
+            await self._run(self._shared.news.count, {"lost": 1})
+            log.warning("%d samples were in the hands of a generator that is gone", lost)
         for op_id in expired.given_up:
             await self._give_up(op_id)
         await asyncio.sleep(BEAT_S)

@@ -22,12 +22,13 @@ class _Held:
     attempts: int = 0
     worker: str | None = None
     epoch: int = 0
+    leased_at: float = 0.0
     result: bytes | None = None
     taken_until: float = 0.0
 
 
 class LocalQueue:
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._tree: FairTree[str] = FairTree()
         self._items: dict[str, _Held] = {}
@@ -76,7 +77,7 @@ class LocalQueue:
                     break
                 held = self._items[item_id]
                 self._epochs += 1
-                held.worker, held.epoch = worker, self._epochs
+                held.worker, held.epoch, held.leased_at = worker, self._epochs, self._clock()
                 slots -= max(1, held.item.slots)
                 leases.append(Lease(item_id, held.item.path, held.item.body, held.epoch))
             return leases
@@ -109,7 +110,7 @@ class LocalQueue:
             for item_id in self._waiting():
                 held = self._items[item_id]
                 held.taken_until = self._clock() + TAKEN_S
-                found.append(Answered(item_id, held.result or b"", held.item.cost, item_id))
+                found.append(Answered(item_id, held.result or b"", held.item.cost, held.leased_at, item_id))
             return found
 
     def forget(self, item_id: str, receipt: str = "") -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from scheduler.messages import Cancel, PolicyMoved
 log = logging.getLogger(__name__)
 
 _ENDED, _WORKERS, _ACCEPTED, _POLICIES = "weft:ended", "weft:workers", "weft:accepted", "{weft:policies}"
+_GENERATORS = "{weft:generators}"
 #: Accepted operations that wait for a leader at most; the others it finds in the database.
 MOST_ACCEPTED = 10_000
 #: Between two attempts to reach Redis again.
@@ -137,9 +138,17 @@ class News:
             found: Any = self._reader.blpop([_ACCEPTED], min(timeout_s, LONGEST_BLOCK_S))
         return _accepted.decode(found[1]) if found else None
 
-    def ping(self) -> None:
+    def count(self, counts: Mapping[str, float]) -> None:
+        """Add to what all generators have done."""
         with reaching():
-            self._redis.ping()
+            pipe = self._redis.pipeline(transaction=False)
+            for name, number in counts.items():
+                pipe.hincrbyfloat(_GENERATORS, name, number)
+            pipe.execute()
+
+    def generators(self) -> dict[str, float]:
+        with reaching():
+            return {name.decode(): float(number) for name, number in self._redis.hgetall(_GENERATORS).items()}
 
     def close(self) -> None:
         self._redis.close()

@@ -98,7 +98,13 @@ class RedisQueue:
                 self._make_group(stream)
                 return []
         return [
-            Answered(fields[b"id"].decode(), fields[b"result"], int(fields[b"cost"]), receipt.decode())
+            Answered(
+                fields[b"id"].decode(),
+                fields[b"result"],
+                int(fields[b"cost"]),
+                int(fields[b"at"]) / 1000,
+                receipt.decode(),
+            )
             for receipt, fields in found
         ]
 

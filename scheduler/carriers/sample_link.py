@@ -90,8 +90,10 @@ class SampleLink:
                 self._answer(message)
             case Declined():
                 self._answer(Done(message.op_id, failure=Failure(message.message, "user")))
-            case Occupancy():
-                pass
+            case Occupancy(steps, slots_busy, slots_offered, seconds):
+                counts = {"steps": steps, "slots_busy": slots_busy, "slots_offered": slots_offered, "busy_s": seconds}
+                with suppress(QueueUnreachable):
+                    self._news.count(counts)
 
     def recv(self, timeout_s: float | None = None) -> SampleWork | Cancel | PolicyMoved | None:
         """Something to do, or None when there is nothing within `timeout_s`."""

@@ -27,11 +27,12 @@ from scheduler.carriers.contract import Answered, FairQueue, Item, QueueUnreacha
 from scheduler.carriers.news import Accepted, Ended, News
 from scheduler.carriers.parcels import unpack
 from scheduler.completions import Completion, Target
-from scheduler.journal import Journal
+from scheduler.journal import Journal, SamplerFacts
 from scheduler.messages import Done, Failure, OpKind, SampleOp
 from scheduler.operations import SAMPLE, Draining, Gone, NewOperation, Operation, Outcome, RunClosed, Waiting
 from scheduler.recovery import from_row
 from scheduler.replicas import samples_of
+from scheduler.timings import Stretch
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
@@ -74,6 +75,7 @@ class SharedJournal(Journal):
         super().__init__(database, blobs, prices, max_queued_per_org, max_queued_bytes_per_org)
         self.completions: SharedCompletions = SharedCompletions(news.reserve)
         self.reachable: Callable[[], bool] = lambda: True  # Redis, as far as this replica knows
+        self.generators: dict[str, float] = {}  # counts over all generators, as they were lately
         self._name, self._queue, self._news, self._threads = name, queue, news, threads
         self._waiting_of = waiting_of
         self._waiters: dict[str, _Waiters] = {}
@@ -107,6 +109,7 @@ class SharedJournal(Journal):
 
     def _enqueue(self, op: Operation) -> None:
         self._open[op.id] = op
+        self.in_flight.add(op)
         self._background(self._hand_over(op))
 
     def _refuse(self, op: Operation, why: str) -> None:
@@ -137,6 +140,13 @@ class SharedJournal(Journal):
             )
             item = Item(op.id, op.path, op.charged, _encode(send), samples_of(op), self._charges.weight(op.org_id))
             await self._reach(self._queue.push, item)
+
+    def sampler(self, sampler_id: str) -> SamplerFacts:
+        """Those that follow a run are not remembered: they move on another replica."""
+        facts = super().sampler(sampler_id)
+        if facts.inflight:
+            self._samplers.pop(sampler_id, None)
+        return facts
 
     async def _tell(self, note: Accepted) -> None:
         await self._reach(self._news.accepted, note)
@@ -222,6 +232,7 @@ class SharedJournal(Journal):
             try:
                 known = [op.id for op in self._open.values() if not op.settling]
                 await self.tell_again(await self.run(self._ended_of, known))
+                self.generators = await self._reach(self._news.generators) or self.generators
             except Exception:
                 log.exception("cannot see what has ended; looking again")
 
@@ -243,7 +254,8 @@ class SharedJournal(Journal):
 
     def _let_go(self, op: Operation) -> None:
         """It has ended elsewhere."""
-        self._open.pop(op.id, None)
+        if self._open.pop(op.id, None) is not None:
+            self.in_flight.remove(op)
         self._backlog.release(op.org_id, op.body_bytes)
         self._intake.forget(op)
         op.finished.set()
@@ -269,7 +281,8 @@ class SharedJournal(Journal):
             done, ref = await self.run(unpack, answer.result, self._blobs)
             op = await self.run(self.queued_row, answer.id)
             if op is not None and isinstance(done, Done):
-                op.charged = answer.cost
+                op.charged, begun = answer.cost, datetime.fromtimestamp(answer.leased_at, UTC)
+                op.timings.begin(Stretch(0, 1, 1, op.tokens, max(begun, op.accepted_at)))
                 await self.end(op, done)
                 if done.failure is None:
                     await self._reach(self._queue.correct, op.path, self._charges.ended(op, done.facts))
@@ -295,7 +308,8 @@ class SharedJournal(Journal):
         if known is None:
             self._open[op.id] = known = op
             self._backlog.add(op.org_id, op.body_bytes)
-        known.charged, known.settling = op.charged, True
+            self.in_flight.add(op)
+        known.charged, known.timings, known.settling = op.charged, op.timings, True
         known.timings.done(datetime.now(UTC))
         await self._settle(known, done)
         if known.outcome is None:  # it had ended before
