@@ -1,0 +1,155 @@
+"""Keys, members, projects: the API's rules, by the console's buttons."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from sqlalchemy import select, update
+
+from api.console import sessions
+from store.tables import ApiKey, AuditEntry, BrowserSession, LoginLink, Membership, Project
+from tests.console.conftest import SAME_SITE, Console
+
+
+def key_named(console: Console, name: str) -> ApiKey:
+    with console.database.read() as session:
+        return session.scalars(select(ApiKey).filter_by(name=name)).one()
+
+
+def works(console: Console, secret: str) -> bool:
+    reply = console.http.get("/api/v1/weft/limits", headers={"x-api-key": secret})
+    return bool(reply.status_code == 200)
+
+
+def secret_in(page: str) -> str:
+    found = re.search(r'<code id="secret">([^<]+)<', page)
+    assert found is not None
+    return found.group(1)
+
+
+class TestKeys:
+    def test_made_rotated_revoked(self, console: Console) -> None:
+        console.sign_in()
+        page = console.press("/keys", name="cluster", scopes=["train", "sample"], days=30)
+        secret = secret_in(page.text)
+        assert page.headers["cache-control"] == "no-store"
+        row = key_named(console, "cluster")
+        assert (row.scopes, row.user_id) == (["sample", "train"], None)
+        assert row.expires_at is not None
+        assert abs(row.expires_at - datetime.now(UTC) - timedelta(days=30)) < timedelta(minutes=5)
+        assert works(console, secret)
+        assert secret not in console.get("/keys")
+        another = secret_in(console.press(f"/keys/{row.id}/rotate").text)
+        assert another != secret
+        assert works(console, another)
+        assert works(console, secret)  # for a day
+        console.press(f"/keys/{row.id}/revoke")
+        assert key_named(console, "cluster").revoked_at is not None
+        assert "revoked or expired" in console.get("/keys")
+        assert another not in console.get("/audit")
+
+    def test_members_have_their_own(self, console: Console) -> None:
+        console.sign_in("member")
+        page = console.get("/keys")
+        assert "member&#39;s laptop" in page
+        assert "owner&#39;s laptop" not in page
+        assert "Belongs to" not in page
+        console.press("/keys", name="mine", scopes=["train"])
+        assert key_named(console, "mine").user_id == console.made.users["member"]
+        assert "admin" in console.press("/keys", status=403, name="more", scopes=["admin"]).text
+        owners = key_named(console, "owner's laptop").id
+        for action in ("rotate", "revoke"):
+            console.press(f"/keys/{owners}/{action}", status=404)
+
+    def test_not_those_of_others(self, console: Console) -> None:
+        console.sign_in()
+        rival = key_named(console, "rival").id
+        for action in ("rotate", "revoke"):
+            console.press(f"/keys/{rival}/{action}", status=404)
+        assert key_named(console, "rival").revoked_at is None
+
+    def test_mistakes(self, console: Console) -> None:
+        console.sign_in()
+        console.press("/keys", status=422, name="none", scopes=[])
+        console.press("/keys", status=422, name="bad", scopes=["everything"])
+        console.press("/keys", status=404, name="bad", scopes=["train"], user_id="nobody")
+
+    def test_not_after_a_while(self, console: Console) -> None:
+        """Who finds an open browser makes no keys: sign in again."""
+        console.sign_in()
+        past = datetime.now(UTC) - sessions.FRESH
+        console.database.write_now(lambda session: session.execute(update(BrowserSession).values(created_at=past)))
+        reply = console.press("/keys", status=401, name="late", scopes=["train"])
+        assert reply.headers["hx-redirect"].startswith("/console/login?next=")
+        console.get("/keys")
+        with console.database.read() as session:
+            assert not session.scalars(select(ApiKey).filter_by(name="late")).all()
+
+
+class TestMembers:
+    def test_added_changed_removed(self, console: Console) -> None:
+        console.sign_in()
+        console.press("/members", email="new@acme.example", role="viewer")
+        assert "new@acme.example" in console.get("/members")
+        with console.database.read() as session:
+            entry = session.scalars(select(AuditEntry).filter_by(event="member_added")).all()[-1]
+        assert entry.actor == f"user:{console.made.users['owner']}"
+        user = entry.target
+        console.press(f"/members/{user}/role", role="admin")
+        with console.database.read() as session:
+            assert session.get_one(Membership, (console.made.org_id, user)).role == "admin"
+        console.press(f"/members/{user}/remove")
+        assert "new@acme.example" not in console.get("/members")
+
+    def test_a_link_for_a_member(self, console: Console) -> None:
+        console.sign_in()
+        page = console.press(f"/members/{console.made.users['viewer']}/link").text
+        link = secret_in(page)
+        with console.database.read() as session:
+            (row,) = session.scalars(select(LoginLink))
+        assert row.operator is False
+        console.http.cookies.clear()
+        reply = console.http.post(link.removeprefix("http://testserver"), headers=SAME_SITE, follow_redirects=False)
+        assert reply.status_code == 303
+        assert "viewer@acme.example" in console.get("/")
+
+    def test_admins_do_not_become_owners(self, console: Console) -> None:
+        made = console.made
+        with console.database.read() as session:
+            row = session.scalars(select(ApiKey).filter_by(user_id=made.users["member"])).one()
+        console.sign_in()
+        console.press(f"/members/{made.users['member']}/role", role="admin")
+        console.sign_in("member")
+        for action, form in (("role", {"role": "viewer"}), ("remove", {}), ("link", {})):
+            assert "owner" in console.press(f"/members/{made.users['owner']}/{action}", status=403, **form).text
+        assert "owner" in console.press(f"/members/{made.users['viewer']}/role", status=403, role="owner").text
+        assert row.user_id == made.users["member"]
+
+    @pytest.mark.parametrize("role", ["member", "viewer"])
+    def test_others_do_nothing(self, console: Console, role: str) -> None:
+        console.sign_in(role)
+        console.get("/members", status=403)
+        user = console.made.users["admin"]
+        for path in (
+            "/members",
+            "/projects",
+            f"/members/{user}/role",
+            f"/members/{user}/remove",
+            f"/members/{user}/link",
+        ):
+            console.press(path, status=403, email="x@y.example", role="admin", name="p")
+
+
+def test_projects(console: Console) -> None:
+    console.sign_in()
+    console.press("/projects", name="new")
+    console.press("/projects", status=400, name="new")
+    with console.database.read() as session:
+        row = session.scalars(select(Project).filter_by(name="new")).one()
+    console.press(f"/projects/{row.id}/archive", archived="true")
+    assert "archived" in console.get("/members")
+    console.press(f"/projects/{row.id}/archive", archived="false")
+    with console.database.read() as session:
+        assert session.scalars(select(Project).filter_by(name="new")).one().archived_at is None
