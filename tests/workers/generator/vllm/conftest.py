@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.workers.generator.conftest import VOCAB
 from workers.generator.vllm.adapters import Room, targets
 from workers.generator.vllm.engine import VllmEngine
 from workers.generator.vllm.server import Launch
 from workers.model.adapter import Adapter, AdapterShape, save_adapter
 from workers.model.config import read_config
+from workers.model.tiny import TINY_PATH
 
 ROOT = Path(__file__).resolve().parents[4]
 PROGRAM = ROOT / ".vllm" / "bin" / "vllm"
 ROOM = Room(slots=8, rank=8)
+CONTEXT = 256
+EOS = (1533,)
 
 
 @pytest.fixture(scope="session")
@@ -29,49 +30,16 @@ def vllm_program() -> Path:
     return PROGRAM
 
 
-@pytest.fixture(scope="session")
-def reference() -> Qwen3MoeForCausalLM:
-    """As the other engines', in sizes that vLLM's kernel for experts takes: multiples of 32."""
-    config = Qwen3MoeConfig(
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        intermediate_size=64,
-        vocab_size=VOCAB,
-        norm_topk_prob=True,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(3)
-    model = Qwen3MoeForCausalLM(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
-    return model
-
-
-def launch(program: Path, model: Path, **options: object) -> Launch:
-    config = read_config("test", model)
-    fields = {"targets": targets(config), "context": 200, "slots": 64, "room": ROOM, **options}
-    return Launch(program, model, **fields)  # type: ignore[arg-type]
+def launch(program: Path, model: Path) -> Launch:
+    config = read_config("tiny", model)
+    threads = max(1, (os.cpu_count() or 2) // 2)
+    return Launch(program, model, targets(config), context=CONTEXT, slots=64, room=ROOM, threads=threads)
 
 
 @pytest.fixture(scope="session")
-def model_folder(reference: Qwen3MoeForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("vllm-model")
-    reference.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def adapters(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Four adapters that vLLM can serve and that change the model a lot: name -> folder."""
-    config = read_config("test", model_folder)
+    config = read_config("tiny", TINY_PATH)
     folders: dict[str, Path] = {}
     for number, (rank, attn, mlp) in enumerate([(4, True, True), (8, True, True), (2, False, True), (3, True, False)]):
         adapter = Adapter.init(AdapterShape(config, rank, attn, mlp, False), seed=number, scale=2.0)
@@ -84,21 +52,19 @@ def adapters(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 @pytest.fixture(scope="session")
-def vllm_engine(
-    vllm_program: Path, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[VllmEngine]:
-    """The engine that has started the server."""
+def engine(vllm_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    """The engine that has started the server, of the model that comes with Weft."""
     engine = VllmEngine(
-        read_config("test", model_folder),
-        (),
+        read_config("tiny", TINY_PATH),
+        EOS,
         slots=64,
-        context=200,
+        context=CONTEXT,
         room=ROOM,
         folder=tmp_path_factory.mktemp("vllm") / "adapters",
-        launch=launch(vllm_program, model_folder, threads=os.cpu_count() or 1),
+        launch=launch(vllm_program, TINY_PATH),
     )
     try:
-        engine.wait_ready(300)
+        engine.wait_ready(280)
         yield engine
     finally:
         engine.close()

@@ -7,7 +7,7 @@ What vLLM computes depends in its last bits on who shares a batch, so equal mean
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +19,18 @@ from tests.workers.generator.conftest import EOS, spell
 from tests.workers.generator.test_engine_contract import GREEDY, NO_STOP, ask
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.vllm.engine import VllmEngine
+from workers.model.config import read_config
+from workers.model.tiny import TINY_PATH
 
 from .conftest import ROOM, MakeEngine
 
 pytestmark = pytest.mark.vllm
 
-#: They look at single steps, or say how much a step computes, or sample at a temperature that vLLM refuses; their like
-#: is below, or it is vLLM's own affair.
+#: They look at single steps, or say how much a step computes, or sample at a temperature that vLLM refuses, or know how
+#: small the other engines' model is; their like is below and in test_engine.py, or it is vLLM's own affair.
 NOT_LIKE_THIS = {
+    "test_a_bad_request_fails_alone",
+    "test_prompt_logprobs_come_when_asked",
     "test_eos_ends_and_is_kept_unless_turned_off",
     "test_a_long_queue_of_prompts_does_not_stop_decoding",
     "test_cancel_gives_the_tokens_so_far",
@@ -66,31 +70,21 @@ def by_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_engine(vllm_engine: VllmEngine, model_folder: Path, tmp_path: Path) -> MakeEngine:
+def make_engine(engine: VllmEngine, tmp_path: Path) -> Iterator[MakeEngine]:
     engines: list[VllmEngine] = []
 
-    def make(*, slots: int = 8, context: int = 96) -> VllmEngine:
-        folder = tmp_path / f"engine{len(engines)}"
-        config = vllm_engine._config
-        engine = VllmEngine(
-            config, EOS, slots=slots, context=context, room=ROOM, folder=folder, url=vllm_engine.url, decode_text=spell
+    def make(*, slots: int = 8, context: int = 96, eos: tuple[int, ...] = EOS) -> VllmEngine:
+        folder, config = tmp_path / f"engine{len(engines)}", read_config("tiny", TINY_PATH)
+        made = VllmEngine(
+            config, eos, slots=slots, context=context, room=ROOM, folder=folder, url=engine.url, decode_text=spell
         )
-        engines.append(engine)
-        engine.wait_ready(60)
-        return engine
+        engines.append(made)
+        made.wait_ready(60)
+        return made
 
     yield make
-    for engine in engines:
-        engine.close()
-
-
-def until(condition: Callable[[], bool], engine: VllmEngine) -> list[Finished]:
-    finished: list[Finished] = []
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        finished += engine.step()
-    return finished
+    for made in engines:
+        made.close()
 
 
 LONG = SamplingParams(max_tokens=150, seed=3, stop_at_eos=False)
@@ -108,19 +102,37 @@ def test_free_slots_count_what_waits(make_engine: MakeEngine) -> None:
     assert not engine.busy
 
 
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"prompt": ()}, "empty"),
+        ({"prompt": (1536,)}, "vocabulary"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"sampling": SamplingParams(max_tokens=0)}, "max_tokens"),
+        ({"adapter": "gone", "adapter_folder": Path("nowhere")}, "gone"),
+    ],
+)
+def test_a_bad_request_fails_alone(make_engine: MakeEngine, fields: dict[str, object], word: str) -> None:
+    good = ask("good", sampling=replace(NO_STOP, seed=0))
+    finished = finish(make_engine(), good, replace(ask("bad"), **fields))  # type: ignore[arg-type]
+    error = finished["bad"].error
+    assert error is not None
+    assert error.category == "user"
+    assert word in error.message
+    assert len(finished["good"].sequences[0].tokens) == 12
+
+
 def test_eos_ends_and_is_kept_unless_turned_off(make_engine: MakeEngine) -> None:
-    sampling = SamplingParams(max_tokens=90, seed=2, temperature=2.0)
-    engine = make_engine()
-    both = finish(
-        engine,
-        ask("stopped", sampling=sampling, num_samples=20),
-        replace(ask("free", sampling=replace(sampling, stop_at_eos=False), num_samples=20)),
-    )
-    assert any(sequence.stop_reason == "stop" for sequence in both["stopped"].sequences)
-    for short, full in zip(both["stopped"].sequences, both["free"].sequences, strict=True):
-        eos = [i for i, token in enumerate(full.tokens) if token in EOS]
-        assert short.tokens.tolist() == full.tokens.tolist()[: eos[0] + 1 if eos else 90]
-        assert short.stop_reason == ("stop" if eos else "length")
+    sampling = SamplingParams(max_tokens=90, seed=2)
+    request = ask("free", sampling=replace(sampling, stop_at_eos=False), num_samples=20)
+    free = finish(make_engine(), request)["free"].sequences
+    eos = tuple({int(sequence.tokens[10]) for sequence in free[:2]})
+    stopped = finish(make_engine(eos=eos), replace(request, id="stopped", sampling=sampling))["stopped"].sequences
+    assert any(sequence.stop_reason == "stop" for sequence in stopped)
+    for short, full in zip(stopped, free, strict=True):
+        at = [i for i, token in enumerate(full.tokens) if token in eos]
+        assert short.tokens.tolist() == full.tokens.tolist()[: at[0] + 1 if at else 90]
+        assert short.stop_reason == ("stop" if at else "length")
         assert len(short.logprobs) == len(short.tokens)
 
 

@@ -3,10 +3,8 @@ and what it declines."""
 
 from __future__ import annotations
 
-import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,43 +18,24 @@ from workers.generator.engine import GenerateRequest, RequestError, SamplingPara
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.vllm.engine import VllmEngine
 from workers.model.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.config import read_config
 from workers.model.tiny import TINY_PATH
 from workers.model.weights import load_decoder
 
-from .conftest import ROOM, launch
+from .conftest import CONTEXT, EOS, ROOM
 from .test_contract import finish
 
 pytestmark = pytest.mark.vllm
-EOS = (1533,)
+CONFIG = read_config("tiny", TINY_PATH)
 
 
 @pytest.fixture(scope="module")
 def torch_engine() -> TorchEngine:
-    return TorchEngine(load_decoder(TINY_PATH), EOS, slots=16, context=256)
-
-
-@pytest.fixture(scope="module")
-def engine(
-    vllm_program: Path, torch_engine: TorchEngine, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[VllmEngine]:
-    engine = VllmEngine(
-        torch_engine._decoder.config,
-        EOS,
-        slots=16,
-        context=256,
-        room=ROOM,
-        folder=tmp_path_factory.mktemp("engine") / "adapters",
-        launch=launch(vllm_program, TINY_PATH, context=256, slots=16, threads=os.cpu_count() or 1),
-    )
-    try:
-        engine.wait_ready(280)
-        yield engine
-    finally:
-        engine.close()
+    return TorchEngine(load_decoder(TINY_PATH), EOS, slots=16, context=CONTEXT)
 
 
 def adapter(folder: Path, torch_engine: TorchEngine, number: int, *, unembed: bool = False, rank: int = 4) -> Path:
-    shape = AdapterShape(torch_engine._decoder.config, rank, number != 1, number != 2, unembed)
+    shape = AdapterShape(CONFIG, rank, number != 1, number != 2, unembed)
     made = Adapter.init(shape, seed=number, scale=0.7)
     made.flat.add_(torch.randn(made.flat.shape, generator=torch.Generator().manual_seed(number)), alpha=0.03)
     save_adapter(made, folder / f"a{number}", base_model="tiny", details={"step": 5 + number})
@@ -159,7 +138,7 @@ def test_adapters_that_it_cannot_serve(engine: VllmEngine, torch_engine: TorchEn
     assert "9" in error.message
     assert "8" in error.message
     assert str(tmp_path) not in error.message
-    shape = AdapterShape(torch_engine._decoder.config, 4, True, False, False)
+    shape = AdapterShape(CONFIG, 4, True, False, False)
     broken = Adapter.init(shape, seed=0)
     broken.flat.fill_(float("nan"))
     save_adapter(broken, tmp_path / "nan", base_model="tiny")
@@ -231,5 +210,5 @@ def test_a_crash_gives_back_what_ran_and_everything_works_again(
     again = finish(engine, request)["r"].sequences[0]  # waits for the next life
     assert again.tokens.tolist() == calm.tokens.tolist()
     assert [span.version for span in again.policy] == [5]
-    assert engine.free_slots == 16
+    assert engine.free_slots == 64
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in before)
