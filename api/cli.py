@@ -19,6 +19,7 @@ from api.commands.jobs import jobs
 from api.commands.key import key
 from api.commands.login_link import login_link
 from api.commands.org import org
+from api.commands.payments import payments
 from api.commands.places import refuse, settings_of, where
 from api.commands.project import project
 from api.commands.simulate import simulate
@@ -82,6 +83,7 @@ weftd.add_command(credit)
 weftd.add_command(jobs)
 weftd.add_command(key)
 weftd.add_command(org)
+weftd.add_command(payments)
 weftd.add_command(project)
 weftd.add_command(user)
 user.add_command(login_link)

@@ -24,7 +24,7 @@ from billing.prices import load_prices
 from billing.wallets import set_default
 from store.blobs import Blobs
 from store.db import Database
-from store.settings import Settings, SettingsError
+from store.settings import PaymentsSettings, Settings, SettingsError
 from workers.model.card import ModelCard, UnsupportedModel, read_card
 from workers.model.tiny import TINY_NAME, TINY_PATH
 
@@ -47,6 +47,8 @@ def serve(settings: Settings) -> int:
     from api.app import create_app
 
     prices = load_prices(settings.prices)
+    if settings.payments.enabled:
+        check_payments(settings.payments)
     cards = read_cards(settings.models)
     if not settings.redis_url:
         check_workers(settings, cards)
@@ -63,6 +65,15 @@ def serve(settings: Settings) -> int:
             return server.run_until_signal(sock)
         finally:
             database.close()
+
+
+def check_payments(settings: PaymentsSettings) -> None:
+    from billing.payments.secrets import stripe_secrets
+
+    try:
+        stripe_secrets(settings)
+    except SettingsError as error:
+        raise CannotServe(str(error)) from None
 
 
 def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:

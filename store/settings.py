@@ -129,7 +129,8 @@ class BillingSettings(_Section):
 class JobsSettings(_Section):
     #: embedded: a thread of the server. celery: `weftd jobs worker` and `weftd jobs beat`, on Redis.
     driver: Literal["embedded", "celery"] = "embedded"
-    redis_url: str = "redis://127.0.0.1:6379/0"
+    #: Empty: the server's own (`redis_url`).
+    redis_url: str = ""
 
 
 class PaymentsSettings(_Section):

@@ -17,6 +17,7 @@ from scheduler.jobs.registry import JobContext
 from scheduler.jobs.running import LEASE_S, run_if_due, states
 from store.settings import Settings
 
+LOCAL_REDIS = "redis://127.0.0.1:6379/0"
 #: Time between two looks, and so how late a job may start.
 LOOK_EVERY_S = 5.0
 #: A "look" that nobody took by then is dropped: a newer one says the same.
@@ -57,7 +58,7 @@ def worker_arguments(concurrency: int) -> list[str]:
 def celery_app(settings: Settings) -> Any:
     """The Celery application of worker and beat."""
     context = ProcessContext(settings)
-    app = Celery("weft", broker=settings.jobs.redis_url)
+    app = Celery("weft", broker=settings.jobs.redis_url or settings.redis_url or LOCAL_REDIS)
     app.conf.update(
         task_serializer="json",
         accept_content=["json"],

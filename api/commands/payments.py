@@ -1,0 +1,35 @@
+"""`weftd payments`: the operator's side of Stripe (docs/payments.md)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from api.commands.places import refuse, settings_of, where
+from store.settings import SettingsError
+
+
+@click.group()
+def payments() -> None:
+    """Stripe: what must be there before money can move."""
+
+
+@payments.command()
+@where
+def setup(data_dir: Path | None, config: Path | None) -> None:
+    """Make Weft's meters and prices in the Stripe account, unless they are there; print the line for the settings."""
+    import stripe
+
+    from billing.payments.client import stripe_client
+    from billing.payments.setup import set_up
+
+    settings = settings_of(config, data_dir)
+    try:
+        prices = set_up(stripe_client(settings.payments))
+    except SettingsError as error:
+        refuse(str(error))
+    except stripe.StripeError as error:
+        refuse(f"Stripe refuses: {type(error).__name__}: {error.user_message or 'no answer'}")
+    click.echo(f"price_ids = {json.dumps(list(prices))}")

@@ -1,0 +1,75 @@
+"""`weftd jobs` and `weftd payments`, in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from api.cli import weftd
+from api.serve import CannotServe, serve
+from scheduler.jobs.catalogue import JOBS
+from store.settings import PaymentsSettings, Settings
+from tests.fakestripe import FakeStripe, fake_stripe
+from tests.fakestripe.server import WEBHOOK_SECRET, Front
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeStripe]:
+    with fake_stripe() as server:
+        yield server.reset(datetime.now(UTC))
+
+
+def _weftd(folder: Path, *arguments: str, config: str = "") -> Result:
+    file = folder / "weft.toml"
+    file.write_text(f'data_dir = "."\n{config}')
+    return CliRunner().invoke(weftd, [*arguments, "--config", str(file)])
+
+
+def _listed(result: Result) -> dict[str, list[str]]:
+    return {line.split("\t")[0]: line.split("\t")[1:] for line in result.stdout.splitlines()}
+
+
+def test_a_job_is_run_and_listed(tmp_path: Path) -> None:
+    before = _listed(_weftd(tmp_path, "jobs", "list"))
+    assert set(before) == set(JOBS)
+    assert before["reconcile"] == ["every 86400s", "never", "-", "overdue", "{}"]
+    result = _weftd(tmp_path, "jobs", "run", "reconcile")
+    assert (result.exit_code, json.loads(result.stdout)) == (0, {"differ": 0, "drift_nusd": 0})
+    after = _listed(_weftd(tmp_path, "jobs", "list"))
+    assert after["reconcile"][3:] == ["ok", '{"differ": 0, "drift_nusd": 0}']
+
+
+def test_a_probe_fails_until_every_job_has_run(tmp_path: Path) -> None:
+    assert _weftd(tmp_path, "jobs", "list", "--check").exit_code == 1
+    for name in JOBS:
+        assert _weftd(tmp_path, "jobs", "run", name).exit_code == 0
+    assert _weftd(tmp_path, "jobs", "list", "--check").exit_code == 0
+
+
+def test_an_unknown_job_is_refused(tmp_path: Path) -> None:
+    result = _weftd(tmp_path, "jobs", "run", "nap")
+    assert result.exit_code == 2
+    assert "no job 'nap': there are" in result.stderr
+
+
+def test_setup_prints_the_line_for_the_settings(tmp_path: Path, fake: FakeStripe) -> None:
+    config = (
+        f'[payments]\nenabled = true\nsecret_key = "{Front.key}"\nwebhook_secrets = ["{WEBHOOK_SECRET}"]\n'
+        f'api_base = "{fake.url}"\n'
+    )
+    result = _weftd(tmp_path, "payments", "setup", config=config)
+    assert (result.exit_code, result.stdout[:14]) == (0, 'price_ids = ["')
+    assert _weftd(tmp_path, "payments", "setup", config=config + result.stdout).stdout == result.stdout
+
+
+def test_payments_without_a_key_do_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEFT_STRIPE_SECRET_KEY", raising=False)
+    settings: Any = Settings(data_dir=tmp_path, payments=PaymentsSettings(enabled=True))
+    with pytest.raises(CannotServe, match="needs a Stripe key"):
+        serve(settings)
