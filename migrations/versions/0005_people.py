@@ -133,6 +133,8 @@ def downgrade() -> None:
         for name in ("scopes", "name", "user_id", "project_id"):
             batch_op.drop_column(name)
     op.drop_table("projects")
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("DROP POLICY IF EXISTS tenant ON users")  # it reads memberships (store.row_security)
     op.drop_index(op.f("ix_memberships_user_id"), table_name="memberships")
     op.drop_table("memberships")
     op.drop_table("users")

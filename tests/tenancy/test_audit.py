@@ -1,0 +1,222 @@
+"""The audit log: every change is in it, in the transaction of the change, and nobody can alter it unseen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from alembic import command
+from sqlalchemy import Connection, bindparam, create_engine, text
+from sqlalchemy.orm import Session
+
+from store import audit, people
+from store.audit import Verdict
+from store.caller import OPERATOR, acting_as
+from store.db import Database
+from store.keys import create_key
+from store.migrate import alembic_config
+from store.tables import AuditEntry, Organisation, Utc
+from tests.api.conftest import World
+from tests.tenancy.conftest import org_id_of
+
+NOW = datetime(2026, 11, 20, tzinfo=UTC)
+
+
+def make_org(database: Database, *names: str) -> None:
+    for name in names:
+        row = Organisation(id=name, name=name, created_at=NOW)
+        database.write_now(lambda session, row=row: session.add(row))
+
+
+def note(org_id: str, target: str = "t") -> Callable[[Session], None]:
+    return lambda session: audit.record(session, org_id=org_id, key_id=None, event="x_y", target=target)
+
+
+def verdict(database: Database, org_id: str, head: str | None = None) -> Verdict:
+    with database.read() as session:
+        return audit.verify(session, org_id, head)
+
+
+def tamper(database: Database, *statements: str) -> None:
+    """As whoever can switch the triggers off."""
+    with create_engine(database.url).begin() as connection:
+        _unprotect(connection)
+        for statement in statements:
+            connection.execute(text(statement))
+
+
+def _unprotect(connection: Connection) -> None:
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("ALTER TABLE audit_log DISABLE TRIGGER USER"))
+    else:
+        connection.execute(text("DROP TRIGGER audit_log_no_update"))
+        connection.execute(text("DROP TRIGGER audit_log_no_delete"))
+
+
+def test_a_chain_of_each_organisation(any_database: Database) -> None:
+    make_org(any_database, "a", "b")
+    for n in range(5):
+        any_database.write_now(note("ab"[n % 2], f"{n} ü"))
+    assert [(verdict(any_database, org).entries, verdict(any_database, org).problems) for org in "ab"] == [
+        (3, ()),
+        (2, ()),
+    ]
+    assert verdict(any_database, "nobody") == Verdict("nobody", 0, "", ())
+
+
+@pytest.mark.parametrize(
+    ("statement", "problem"),
+    [
+        ("UPDATE audit_log SET target = 'other' WHERE target = '1'", "was changed"),
+        ("UPDATE audit_log SET at = '2020-01-01 00:00:00+00:00' WHERE target = '1'", "was changed"),
+        ("UPDATE audit_log SET actor = 'user:x' WHERE target = '0'", "was changed"),
+        ("DELETE FROM audit_log WHERE target = '1'", "put in or taken out"),
+        ("DELETE FROM audit_log WHERE target = '0'", "put in or taken out"),
+        ("DELETE FROM audit_log WHERE target = '2'", "the end of the log was cut off"),
+    ],
+)
+def test_tampering_shows(any_database: Database, statement: str, problem: str) -> None:
+    make_org(any_database, "a")
+    for n in range(3):
+        any_database.write_now(note("a", str(n)))
+    head = verdict(any_database, "a").head
+    assert verdict(any_database, "a", head).problems == ()
+    tamper(any_database, statement)
+    assert problem in "; ".join(verdict(any_database, "a", head).problems)
+
+
+def test_a_deed_that_fails_leaves_no_row(any_database: Database) -> None:
+    make_org(any_database, "a")
+
+    def half(session: Session) -> None:
+        note("a")(session)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        any_database.write_now(half)
+    assert verdict(any_database, "a").entries == 0
+
+
+WRITER = """
+import sys
+from store import audit
+from store.db import Database
+database = Database(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+for n in range(60):
+    for org in sys.argv[2]:
+        database.write_now(lambda s: audit.record(s, org_id=org, key_id=None, event="x_y", target=str(n)))
+database.close()
+"""
+
+
+def test_writers_in_several_processes_never_fork_the_chain(any_database: Database) -> None:
+    """Each goes through the organisations in another order: none may wait for another in a ring."""
+    make_org(any_database, "a", "b")
+    command_line = [sys.executable, "-c", WRITER, any_database.url]
+    writers = [
+        subprocess.Popen([*command_line, order], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for order in ("ab", "ba", "ab")
+    ]
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        writer.communicate("go\n", timeout=120)
+        assert writer.returncode == 0
+    for org in "ab":
+        found = verdict(any_database, org)
+        assert (found.entries, found.problems) == (180, ())
+
+
+def test_an_entry_says_who_from_where_and_which_request(any_world: World) -> None:
+    any_world.post("weft/projects", {"name": "p"})
+    org_id = org_id_of(any_world)
+    with acting_as(OPERATOR):
+        any_world.database.write_now(lambda session: create_key(session, "acme"))
+    with any_world.database.read() as session:
+        rows = list(session.query(AuditEntry).filter_by(org_id=org_id).order_by(AuditEntry.id))
+    assert [(row.event, row.actor, row.key_id, row.ip) for row in rows] == [
+        ("key_created", "server", None, None),
+        ("project_created", "key:1", 1, "testclient"),
+        ("key_created", "operator", None, None),
+    ]
+    assert rows[1].request_id
+    assert verdict(any_world.database, org_id).problems == ()
+
+
+def test_every_change_is_in_the_log(any_world: World) -> None:
+    """And the entry of AdminClient's audit() is as it was."""
+    world = any_world
+    user_id = world.post("weft/members", {"email": "Ann@example.com", "role": "owner"})["user_id"]
+    world.post("weft/members", {"email": "bob@example.com", "role": "owner"})
+    project = world.post("weft/projects", {"name": "p"})["id"]
+    changes: list[tuple[str, str, Any]] = [
+        ("PUT", f"weft/members/{user_id}", {"role": "viewer"}),
+        ("DELETE", f"weft/members/{user_id}", None),
+        ("PATCH", f"weft/projects/{project}", {"name": "q", "archived": True}),
+        ("PATCH", f"weft/projects/{project}", {"archived": False}),
+        ("POST", "weft/keys", {}),
+        ("POST", "weft/keys/3/rotate", {}),
+        ("PUT", "weft/rate_limits/key/3", {"max_in_flight": 4}),
+        ("DELETE", "weft/keys/3", None),
+    ]
+    for method, path, body in changes:
+        reply = world.call(method, path, json=body)
+        assert reply.is_success, reply.text
+    entries = world.get("audit")["entries"]
+    assert [entry["event"] for entry in entries] == [
+        "key_created",
+        "member_added",
+        "member_added",
+        "project_created",
+        "member_role_set",
+        "member_removed",
+        "project_renamed",
+        "project_archived",
+        "project_restored",
+        "key_created",
+        "key_rotated",
+        "limits_set",
+        "key_revoked",
+    ]
+    assert {entry["event_details"]["by"] for entry in entries[1:]} == {"weft:key:1"}
+    assert [e["event"] for e in world.get("audit?event_type=teams")["entries"]][-1] == "member_removed"
+
+
+def test_the_last_owner_stays(any_database: Database) -> None:
+    make_org(any_database, "a")
+    ann = any_database.write_now(lambda session: people.add_member(session, "a", "ann@example.com", "owner").id)
+    bob = any_database.write_now(lambda session: people.add_member(session, "a", "bob@example.com", "member").id)
+    for change in (
+        lambda session: people.change_role(session, "a", ann, "admin"),
+        lambda session: people.remove_member(session, "a", ann),
+    ):
+        with pytest.raises(people.PeopleError, match="the last owner"):
+            any_database.write_now(change)
+    any_database.write_now(lambda session: people.change_role(session, "a", bob, "owner"))
+    any_database.write_now(lambda session: people.remove_member(session, "a", ann))
+    with any_database.read() as session:
+        assert [(user.id, row.role) for row, user in people.members(session, "a")] == [(bob, "owner")]
+
+
+def test_entries_of_before_are_chained_by_the_upgrade(any_database: Database) -> None:
+    url = any_database.url
+    with create_engine(url).connect() as connection, connection.begin():
+        command.downgrade(alembic_config(connection), "0004")
+        insert = text("INSERT INTO organisations (id, name, created_at) VALUES ('a', 'a', :now)")
+        connection.execute(insert.bindparams(bindparam("now", NOW, Utc())))
+        for key_id in (None, 1, 2):
+            columns = "org_id, at, key_id, event, target, detail"
+            insert = text(f"INSERT INTO audit_log ({columns}) VALUES ('a', :now, :key, 'key_created', 't', '{{}}')")
+            connection.execute(insert.bindparams(bindparam("now", NOW, Utc()), key=key_id))
+    any_database.migrate()
+    found = verdict(any_database, "a")
+    assert (found.entries, found.problems) == (3, ())
+    with any_database.read() as session:
+        assert [row.actor for row in session.query(AuditEntry).order_by(AuditEntry.id)] == ["server", "key:1", "key:2"]
