@@ -15,6 +15,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 #: A worker that gives no sign of life for so long has lost what it held.
 LEASE_S = 6.0
 BEAT_S = 1.0
+#: How many engines of a worker may die over one sample.
+LIVES = 3
 #: A busy generator looks for more work not more often than this.
 LOOK_EVERY_S = 0.01
 
@@ -58,6 +61,8 @@ class SampleLink:
         self.name = worker_name("generator")
         self._queue, self._news, self._blobs = RedisQueue(url), News(url), blobs
         self._epochs: dict[str, int] = {}  # of what is held
+        self._leases: dict[str, Lease] = {}  # the same
+        self._deaths: Counter[str] = Counter()  # engines that died here over a sample that is held
         self._lost: set[str] = set()  # cancelled here because they are not held any more: no answer counts
         self._again: list[Lease] = []  # leased again before their first life here has ended
         self._late: list[tuple[str, int, bytes]] = []  # answers that Redis was not there for
@@ -88,6 +93,8 @@ class SampleLink:
                 self._models, self._free = message.models, message.free_slots
             case Done():
                 self._answer(message)
+            case Declined() if message.lost and self._once_more(message.op_id):
+                pass
             case Declined():
                 self._answer(Done(message.op_id, failure=Failure(message.message, "user")))
             case Occupancy(steps, slots_busy, slots_offered, seconds):
@@ -127,6 +134,7 @@ class SampleLink:
             self._again = [lease for lease in leases if lease.id in self._lost]
             leases = [lease for lease in leases if lease.id not in self._lost]
             self._epochs.update({lease.id: lease.epoch for lease in leases})
+            self._leases.update({lease.id: lease for lease in leases})
         ops = self._newest([_decode(lease.body) for lease in leases])
         self._free -= sum(op.num_samples for op in ops)
         return SampleWork(ops) if ops else None
@@ -138,9 +146,21 @@ class SampleLink:
             policies = self._news.policies(sorted({op.run_id for op in ops if op.run_id}))
         return [_on(op, policies[op.run_id]) if op.run_id in policies else op for op in ops]
 
+    def _once_more(self, op_id: str) -> bool:
+        """The engine died over a sample: it is handed over again when there is one, but for the last time."""
+        with self._lock:
+            lease = self._leases.get(op_id)
+            if lease is None or self._deaths[op_id] + 1 >= LIVES:
+                return False
+            self._deaths[op_id] += 1
+            self._again.append(lease)
+            return True
+
     def _answer(self, done: Done) -> None:
         with self._lock:
             epoch = self._epochs.pop(done.op_id, None)
+            self._leases.pop(done.op_id, None)
+            self._deaths.pop(done.op_id, None)
             self._lost.discard(done.op_id)
         if epoch is not None:
             self._late.append((done.op_id, epoch, pack(done, self._blobs)))
@@ -164,6 +184,7 @@ class SampleLink:
             if not self._epochs or self._queue.renew(self.name, LEASE_S):
                 return
             lost, self._epochs, self._again = list(self._epochs), {}, []
+            self._leases.clear()
             self._lost.update(lost)
         log.warning("given up by the queue: %d samples are cancelled here and done by others", len(lost))
         for op_id in lost:

@@ -19,9 +19,20 @@ from scheduler.carriers.contract import Item
 from scheduler.carriers.news import Ended, Listener, News
 from scheduler.carriers.parcels import INLINE_BYTES, unpack
 from scheduler.carriers.redis_queue import RedisQueue
-from scheduler.carriers.sample_link import SampleLink
+from scheduler.carriers.sample_link import LIVES, SampleLink
 from scheduler.carriers.train_link import Joining, LeaderLink, TrainerLink
-from scheduler.messages import Cancel, Done, Drain, Pass, PolicyMoved, PullPass, PullSamples, SampleOp, SampleWork
+from scheduler.messages import (
+    Cancel,
+    Declined,
+    Done,
+    Drain,
+    Pass,
+    PolicyMoved,
+    PullPass,
+    PullSamples,
+    SampleOp,
+    SampleWork,
+)
 from store.blobs import Blobs
 from tests.servers import redis_server
 
@@ -258,3 +269,19 @@ def test_answers_survive_that_redis_loses_everything_while_somebody_waits(url: s
     assert eventually(lambda: queue.answered("c", 1))[0].result == b"again"
     queue.close()
     other.close()
+
+
+def test_a_sample_whose_engine_died_is_handed_over_again_and_at_last_fails(
+    url: str, sample_link: SampleLink, blobs: Blobs
+) -> None:
+    queue = RedisQueue(url)
+    push(queue, "deadly")
+    for life in range(LIVES):
+        sample_link.send(PullSamples(["m"], 4))
+        work = eventually(lambda: sample_link.recv(0.2))
+        assert [op.op_id for op in work.ops] == ["deadly"]
+        assert queue.holder("deadly") == sample_link.name, life
+        sample_link.send(Declined("deadly", "vLLM was lost", lost=True))
+    sample_link.recv(0)
+    assert eventually(lambda: queue.holder("deadly") is None)
+    queue.close()

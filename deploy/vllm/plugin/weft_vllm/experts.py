@@ -35,7 +35,8 @@ def install() -> None:
                     activation.value, self.isa, apply_router_weight_on_input,
                 )  # fmt: skip
                 return
-            assert activation.value == "silu" and self.w1_bias is None
+            assert activation.value == "silu"
+            assert self.w1_bias is None
             per_token = topk_ids.shape[1]
             total = torch.zeros(len(hidden_states), output.shape[-1], dtype=torch.float32)
             order = torch.argsort(topk_ids.reshape(-1), stable=True)
