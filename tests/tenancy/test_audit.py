@@ -212,8 +212,10 @@ def test_entries_of_before_are_chained_by_the_upgrade(any_database: Database) ->
         insert = text("INSERT INTO organisations (id, name, created_at) VALUES ('a', 'a', :now)")
         connection.execute(insert.bindparams(bindparam("now", NOW, Utc())))
         for key_id in (None, 1, 2):
-            columns = "org_id, at, key_id, event, target, detail"
-            insert = text(f"INSERT INTO audit_log ({columns}) VALUES ('a', :now, :key, 'key_created', 't', '{{}}')")
+            insert = text(
+                "INSERT INTO audit_log (org_id, at, key_id, event, target, detail) "
+                "VALUES ('a', :now, :key, 'key_created', 't', '{}')"
+            )
             connection.execute(insert.bindparams(bindparam("now", NOW, Utc()), key=key_id))
     any_database.migrate()
     found = verdict(any_database, "a")

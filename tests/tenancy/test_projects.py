@@ -1,0 +1,122 @@
+"""Projects, and keys that are bound to one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from store.tables import Operation, Session
+from tests.api.conftest import MODEL, World
+from tests.api.data import batch
+from tests.tenancy.conftest import member, routes_of
+
+BODY: dict[str, Any] = {"tags": [], "user_metadata": {}, "sdk_version": "1"}
+
+
+def session_in(world: World, project: str | None = None, key: str | None = None, status: int = 200) -> Any:
+    body = BODY if project is None else BODY | {"project_id": project}
+    return world.post("create_session", body, key=key, status=status)
+
+
+@pytest.fixture
+def bound(any_world: World) -> str:
+    """A key of the project `p`."""
+    project = any_world.post("weft/projects", {"name": "p"})["id"]
+    return str(any_world.post("weft/keys", {"project_id": project})["key"])
+
+
+def project_of(world: World, session_id: str) -> str | None:
+    with world.database.read() as session:
+        return session.get_one(Session, session_id).project_id
+
+
+def test_made_renamed_archived(any_world: World) -> None:
+    world = any_world
+    made = world.post("weft/projects", {"name": "night runs"})
+    assert (made["name"], made["archived_at"]) == ("night runs", None)
+    assert "exists already" in world.post("weft/projects", {"name": "night runs"}, status=400)["detail"]
+    world.post("weft/projects", {"name": "night runs"}, key=world.other_key)
+    path = f"weft/projects/{made['id']}"
+    assert world.call("PATCH", path, json={"name": "day runs"}).json()["name"] == "day runs"
+    world.call("PATCH", path, json={"archived": True})
+    assert world.get("weft/projects")["projects"] == []
+    assert [p["name"] for p in world.get("weft/projects?archived=true")["projects"]] == ["day runs"]
+    assert "is archived" in session_in(world, made["id"], status=400)["detail"]
+    world.call("PATCH", path, json={"archived": False})
+    session_in(world, made["id"])
+
+
+@pytest.mark.parametrize("name", ["", " a", "a\n", "x" * 129])
+def test_names(world: World, name: str) -> None:
+    assert "name: must be" in world.post("weft/projects", {"name": name}, status=400)["detail"]
+
+
+def test_a_session_names_a_project_by_id_or_by_name(any_world: World) -> None:
+    made = any_world.post("weft/projects", {"name": "default"})  # a name that cannot be an id
+    assert made["id"] != "default"
+    assert project_of(any_world, session_in(any_world, made["id"])["session_id"]) == made["id"]
+    assert project_of(any_world, session_in(any_world, "default")["session_id"]) is None
+
+
+def test_an_admin_makes_a_project_by_naming_it_and_a_member_does_not(any_world: World) -> None:
+    _, key = member(any_world, "member")
+    assert "no project 'new'" in session_in(any_world, "new", key, status=404)["detail"]
+    session_in(any_world, "new")
+    session = session_in(any_world, "new", key)["session_id"]
+    assert project_of(any_world, session) == "new"
+    assert any_world.call("PUT", f"sessions/{session}/project", key=key, json={"project_id": "default"}).is_success
+
+
+def test_a_member_changes_only_what_is_his(any_world: World) -> None:
+    _, key = member(any_world, "member")
+    others = any_world.run()
+    any_world.checkpoint(others, 1)
+    path = f"training_runs/{others}/checkpoints/weights/one"
+    for method, suffix, body in (("PUT", "/ttl", {"ttl_seconds": None}), ("POST", "/publish", {}), ("DELETE", "", {})):
+        reply = any_world.call(method, path + suffix, key=key, json=body)
+        assert (reply.status_code, reply.json()["code"]) == (403, "forbidden"), reply.text
+    session = any_world.session()
+    reply = any_world.call("PUT", f"sessions/{session}/project", key=key, json={"project_id": "default"})
+    assert reply.status_code == 403
+    own = any_world.run(any_world.session(key), key=key)
+    request_id = any_world.post("save_weights", {"model_id": own, "seq_id": 1, "path": "mine"}, key=key)["request_id"]
+    any_world.finish(request_id, size_bytes=7)
+    assert any_world.call("DELETE", f"training_runs/{own}/checkpoints/weights/mine", key=key).is_success
+
+
+def test_a_bound_key_makes_sessions_in_its_project(any_world: World, bound: str) -> None:
+    for named in (None, "p"):
+        assert project_of(any_world, session_in(any_world, named, bound)["session_id"]) == "p"
+    for named in ("default", "q"):
+        assert "bound to the project p" in session_in(any_world, named, bound, status=403)["detail"]
+
+
+def test_a_bound_key_spends_for_its_project_only(any_world: World, bound: str) -> None:
+    run = any_world.run()
+    assert "bound to the project p" in any_world.train(batch(run, 1), status=403, key=bound)["detail"]
+    session = any_world.session()
+    body = {"session_id": session, "model_seq_id": 5, "base_model": MODEL, "lora_config": {"rank": 4}}
+    any_world.post("create_model", body, key=bound, status=403)
+    own = any_world.run(session_in(any_world, None, bound)["session_id"], key=bound)
+    request_id = any_world.train(batch(own, 1), key=bound)["request_id"]
+    with any_world.database.read() as reading:
+        row = reading.get_one(Operation, request_id)
+    assert (row.project_id, row.key_id) == ("p", 3)
+
+
+def test_a_bound_key_does_not_manage_the_organisation(any_world: World, bound: str) -> None:
+    for method, path in (
+        ("POST", "weft/projects"),
+        ("GET", "audit"),
+        ("GET", "weft/balance"),
+        ("POST", "weft/members"),
+    ):
+        assert any_world.call(method, path, key=bound, json={}).status_code == 403
+    made = any_world.post("weft/keys", {"scopes": ["train"]}, key=bound, status=403)
+    assert "only an admin" in made["detail"]
+
+
+def test_routes_of_finds_the_routes(world: World) -> None:
+    app: Any = world.http.app
+    assert "POST /api/v1/create_session" in {str(route) for route in routes_of(app)}
