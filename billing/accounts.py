@@ -2,7 +2,10 @@
 
 Whoever works with them has the lock of every organisation in the batch (`store.db.take_locks`) until the commit, so
 what is read here is what is true, in however many processes; that is what makes limits hard. `hold` is called when
-operations are accepted, `settle` when they have ended. Nobody else writes wallets' holds, budgets or grants' remains.
+operations are accepted, `settle` when they have ended, and `store` when the batch is through. Nobody else writes
+wallets' holds, budgets or grants' remains.
+
+Every operation passes here, alone if nobody else is there: hence plain rows and not mapped objects.
 """
 
 from __future__ import annotations
@@ -12,12 +15,33 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from sqlalchemy import exists, insert, select
+from sqlalchemy import and_, bindparam, exists, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from billing.wallets import available_nusd, make_wallets
 from store.tables import Budget, BudgetAlert, BudgetPeriod, CreditGrant, LedgerEntry, Wallet
+
+_W, _G, _B, _P = (table.__table__.c for table in (Wallet, CreditGrant, Budget, BudgetPeriod))
+_HAS_GRANTS = exists().where(_G.org_id == _W.org_id, _G.remaining_nusd > 0)
+_HAS_BUDGETS = exists().where(_B.org_id == _W.org_id)
+_WALLETS = select(_W.org_id, _W.mode, _W.balance_nusd, _W.held_nusd, _W.overdraft_nusd, _HAS_GRANTS, _HAS_BUDGETS)
+_BUDGETS = select(
+    *(_B.id, _B.org_id, _B.scope, _B.scope_id, _B.period, _B.limit_nusd, _B.hard, _B.alert_pcts),
+    *(_P.start, _P.spent_nusd, _P.held_nusd),
+)
+_GRANTS = select(_G.id, _G.org_id, _G.kind, _G.remaining_nusd, _G.created_at, _G.expires_at)
+_SET_WALLET = (
+    update(Wallet)
+    .where(_W.org_id == bindparam("of"))
+    .values(balance_nusd=bindparam("balance"), held_nusd=bindparam("held"))
+)
+_SET_GRANT = update(CreditGrant).where(_G.id == bindparam("of")).values(remaining_nusd=bindparam("remaining"))
+_SET_PERIOD = (
+    update(BudgetPeriod)
+    .where(_P.budget_id == bindparam("of"), _P.start == bindparam("since"))
+    .values(spent_nusd=bindparam("spent"), held_nusd=bindparam("held"))
+)
 
 #: Where the one period of a total begins.
 EVER = datetime(1970, 1, 1, tzinfo=UTC)
@@ -38,6 +62,48 @@ class Payer:
         if self.key_id is not None:
             ids["key"] = str(self.key_id)
         return ids
+
+
+@dataclass
+class WalletRow:
+    org_id: str
+    mode: str
+    balance_nusd: int
+    held_nusd: int
+    overdraft_nusd: int
+
+
+@dataclass
+class GrantRow:
+    id: str
+    org_id: str
+    kind: str
+    remaining_nusd: int
+    created_at: datetime
+    expires_at: datetime | None
+    changed: bool = False
+
+
+@dataclass(frozen=True)
+class BudgetLimit:
+    id: str
+    org_id: str
+    scope: str
+    scope_id: str
+    period: str
+    limit_nusd: int
+    hard: bool
+    alert_pcts: list[int]
+
+
+@dataclass
+class PeriodRow:
+    budget_id: str
+    start: datetime
+    spent_nusd: int = 0
+    held_nusd: int = 0
+    new: bool = False
+    changed: bool = False
 
 
 class OutOfMoney(Exception):
@@ -66,10 +132,10 @@ class Accounts:
     def __init__(self, session: Session, payers: Collection[Payer], at: Collection[datetime], now: datetime) -> None:
         self._session = session
         self._now = now
-        self._wallets: dict[str, Wallet] = {}
-        self._grants: defaultdict[str, list[CreditGrant]] = defaultdict(list)
-        self._budgets: defaultdict[tuple[str, str, str], list[Budget]] = defaultdict(list)
-        self._periods: dict[tuple[str, datetime], BudgetPeriod] = {}
+        self._wallets: dict[str, WalletRow] = {}
+        self._grants: defaultdict[str, list[GrantRow]] = defaultdict(list)
+        self._budgets: defaultdict[tuple[str, str, str], list[BudgetLimit]] = defaultdict(list)
+        self._periods: dict[tuple[str, datetime], PeriodRow] = {}
         org_ids = sorted({payer.org_id for payer in payers})
         granted, budgeted = self._read_wallets(org_ids)
         if granted:
@@ -88,6 +154,7 @@ class Accounts:
         wallet.held_nusd += amount_nusd
         for _, period in limits:
             period.held_nusd += amount_nusd
+            period.changed = True
 
     def settle(self, payer: Payer, held_nusd: int, amount_nusd: int, at: datetime) -> None:
         """Give back what was held for an operation accepted at `at`, and take what it costs."""
@@ -99,6 +166,7 @@ class Accounts:
             before = period.spent_nusd
             period.held_nusd -= held_nusd
             period.spent_nusd += amount_nusd
+            period.changed = True
             self._alert(budget, period, before)
 
     def expire_grants(self) -> int:
@@ -113,60 +181,79 @@ class Accounts:
                 if amount:
                     expired += 1
                     grant.remaining_nusd -= amount
+                    grant.changed = True
                     wallet.balance_nusd -= amount
                     self._post_expiry(grant, amount)
         return expired
+
+    def store(self) -> None:
+        """Write what has moved."""
+        connection = self._session.connection()
+        wallets = [{"of": w.org_id, "balance": w.balance_nusd, "held": w.held_nusd} for w in self._wallets.values()]
+        if wallets:
+            connection.execute(_SET_WALLET, wallets)
+        grants = [grant for group in self._grants.values() for grant in group if grant.changed]
+        if grants:
+            connection.execute(_SET_GRANT, [{"of": grant.id, "remaining": grant.remaining_nusd} for grant in grants])
+        moved = [period for period in self._periods.values() if period.changed]
+        made = [_values(period) for period in moved if period.new]
+        if made:
+            connection.execute(insert(BudgetPeriod), made)
+        kept = [period for period in moved if not period.new]
+        if kept:
+            rows = [{"of": p.budget_id, "since": p.start, "spent": p.spent_nusd, "held": p.held_nusd} for p in kept]
+            connection.execute(_SET_PERIOD, rows)
 
     # ---- reading
 
     def _read_wallets(self, org_ids: list[str]) -> tuple[list[str], list[str]]:
         """Also says who has grants that are not used up, and who has budgets: most have neither."""
-        grants = exists().where(CreditGrant.org_id == Wallet.org_id, CreditGrant.remaining_nusd > 0)
-        query = select(Wallet, grants, exists().where(Budget.org_id == Wallet.org_id))
-        query = query.where(Wallet.org_id.in_(org_ids))
-        rows = self._session.execute(query).all()
+        connection = self._session.connection()
+        query = _WALLETS.where(_W.org_id.in_(org_ids))
+        rows = connection.execute(query).all()
         if len(rows) < len(org_ids):
             make_wallets(self._session, org_ids)
-            rows = self._session.execute(query).all()
-        self._wallets = {wallet.org_id: wallet for wallet, _, _ in rows}
-        return [w.org_id for w, granted, _ in rows if granted], [w.org_id for w, _, budgeted in rows if budgeted]
+            rows = connection.execute(query).all()
+        self._wallets = {row[0]: WalletRow(*row[:5]) for row in rows}
+        return [row[0] for row in rows if row[5]], [row[0] for row in rows if row[6]]
 
     def _read_grants(self, org_ids: list[str]) -> None:
-        query = select(CreditGrant).where(CreditGrant.org_id.in_(org_ids), CreditGrant.remaining_nusd > 0)
-        for grant in sorted(self._session.scalars(query), key=_burning_order):
+        query = _GRANTS.where(_G.org_id.in_(org_ids), _G.remaining_nusd > 0)
+        grants = [GrantRow(*row) for row in self._session.connection().execute(query)]
+        for grant in sorted(grants, key=_burning_order):
             self._grants[grant.org_id].append(grant)
 
     def _read_budgets(self, org_ids: list[str], payers: Collection[Payer], at: Collection[datetime]) -> None:
+        connection = self._session.connection()
         scope_ids = {scope_id for payer in payers for scope_id in payer.scope_ids().values()}
-        query = select(Budget).where(Budget.org_id.in_(org_ids), Budget.scope_id.in_(scope_ids))
-        budgets = list(self._session.scalars(query))
-        for budget in budgets:
-            self._budgets[budget.org_id, budget.scope, budget.scope_id].append(budget)
         starts = {period_start(period, when) for when in at for period in ("month", "total")}
-        period = BudgetPeriod
-        chosen = select(period).where(period.budget_id.in_([b.id for b in budgets]), period.start.in_(starts))
-        self._periods = {(row.budget_id, row.start): row for row in self._session.scalars(chosen)}
+        periods = and_(_P.budget_id == _B.id, _P.start.in_(starts))
+        joined = Budget.__table__.outerjoin(BudgetPeriod.__table__, periods)
+        query = _BUDGETS.select_from(joined).where(_B.org_id.in_(org_ids), _B.scope_id.in_(scope_ids))
+        budgets: dict[str, BudgetLimit] = {}
+        for *budget, start, spent, held in connection.execute(query):
+            budgets[budget[0]] = BudgetLimit(*budget)
+            if start is not None:
+                self._periods[budget[0], start] = PeriodRow(budget[0], start, spent, held)
+        for limit in budgets.values():
+            self._budgets[limit.org_id, limit.scope, limit.scope_id].append(limit)
 
-    def _limits(self, payer: Payer, at: datetime) -> list[tuple[Budget, BudgetPeriod]]:
+    def _limits(self, payer: Payer, at: datetime) -> list[tuple[BudgetLimit, PeriodRow]]:
         found = []
         for scope, scope_id in payer.scope_ids().items() if self._budgets else ():
-            for budget in self._budgets[payer.org_id, scope, scope_id]:
+            for budget in self._budgets.get((payer.org_id, scope, scope_id), ()):
                 start = period_start(budget.period, at)
-                period = self._periods.get((budget.id, start))
-                if period is None:
-                    period = BudgetPeriod(budget_id=budget.id, start=start, spent_nusd=0, held_nusd=0)
-                    self._periods[budget.id, start] = period
-                    self._session.add(period)
+                period = self._periods.setdefault((budget.id, start), PeriodRow(budget.id, start, new=True))
                 found.append((budget, period))
         return found
 
     # ---- checking and moving
 
-    def _check_wallet(self, wallet: Wallet, amount_nusd: int) -> None:
+    def _check_wallet(self, wallet: WalletRow, amount_nusd: int) -> None:
         available = available_nusd(wallet)
         if available is None:
             return
-        if amount_nusd <= available and not self._grants[wallet.org_id]:
+        if amount_nusd <= available and wallet.org_id not in self._grants:
             return
         self.expire_grants()
         available = available_nusd(wallet)
@@ -177,12 +264,13 @@ class Accounts:
             raise OutOfMoney(limit, remedy, amount_nusd, available, wallet.held_nusd)
 
     def _burn(self, org_id: str, amount_nusd: int) -> None:
-        for grant in self._grants[org_id]:
+        for grant in self._grants.get(org_id, ()):
             part = min(amount_nusd, grant.remaining_nusd)
+            grant.changed = grant.changed or part > 0
             grant.remaining_nusd -= part
             amount_nusd -= part
 
-    def _post_expiry(self, grant: CreditGrant, amount_nusd: int) -> None:
+    def _post_expiry(self, grant: GrantRow, amount_nusd: int) -> None:
         values = {
             "org_id": grant.org_id,
             "type": "expiry",
@@ -192,9 +280,9 @@ class Accounts:
             "memo": f"credit of {grant.created_at:%Y-%m-%d}",
             "at": self._now,
         }
-        self._session.execute(insert(LedgerEntry), [values])
+        self._session.connection().execute(insert(LedgerEntry), [values])
 
-    def _alert(self, budget: Budget, period: BudgetPeriod, before_nusd: int) -> None:
+    def _alert(self, budget: BudgetLimit, period: PeriodRow, before_nusd: int) -> None:
         reached = [
             pct for pct in budget.alert_pcts if before_nusd * 100 < budget.limit_nusd * pct <= period.spent_nusd * 100
         ]
@@ -203,7 +291,7 @@ class Accounts:
 
 
 def record_alerts(
-    session: Session, budget: Budget, start: datetime, spent_nusd: int, pcts: list[int], now: datetime
+    session: Session, budget: Budget | BudgetLimit, start: datetime, spent_nusd: int, pcts: list[int], now: datetime
 ) -> None:
     """That spending has reached these percentages of a budget; each is recorded once for a period."""
     put = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
@@ -212,7 +300,7 @@ def record_alerts(
     session.execute(put(BudgetAlert).on_conflict_do_nothing(), rows)
 
 
-def _check_budget(budget: Budget, period: BudgetPeriod, amount_nusd: int) -> None:
+def _check_budget(budget: BudgetLimit, period: PeriodRow, amount_nusd: int) -> None:
     left = budget.limit_nusd - period.spent_nusd - period.held_nusd
     if budget.hard and amount_nusd > left:
         whose = "organisation" if budget.scope == "org" else f"{budget.scope} {budget.scope_id}"
@@ -221,6 +309,11 @@ def _check_budget(budget: Budget, period: BudgetPeriod, amount_nusd: int) -> Non
         raise OutOfMoney(f"the budget of the {whose} {when}", remedy, amount_nusd, left, period.held_nusd)
 
 
-def _burning_order(grant: CreditGrant) -> tuple[bool, bool, datetime, str]:
+def _burning_order(grant: GrantRow) -> tuple[bool, bool, datetime, str]:
     """Promotions first, then what expires soonest; what never does comes last."""
     return grant.kind != "promo", grant.expires_at is None, grant.expires_at or grant.created_at, grant.id
+
+
+def _values(period: PeriodRow) -> dict[str, object]:
+    names = ("budget_id", "start", "spent_nusd", "held_nusd")
+    return {name: getattr(period, name) for name in names}

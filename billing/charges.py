@@ -29,6 +29,16 @@ _HOUR_KEY = tuple(column.name for column in UsageHour.__table__.primary_key)
 _SUMS = ("quantity", "amount_nusd", "events")
 
 
+def _put_hours(dialect: Any) -> Any:
+    """Add to the rows of hours that are there; insert the others."""
+    put = dialect.insert(UsageHour)
+    sums = {name: UsageHour.__table__.c[name] + put.excluded[name] for name in _SUMS}
+    return put.on_conflict_do_update(index_elements=_HOUR_KEY, set_=sums)
+
+
+_PUT_HOURS = {"sqlite": _put_hours(sqlite), "postgresql": _put_hours(postgresql)}
+
+
 @dataclass(frozen=True)
 class Charge:
     """One operation that has ended: what it used, by kind (nothing if it failed), and what was held for it: None for
@@ -63,12 +73,12 @@ def settle(session: Session, charges: Sequence[Charge], prices: PriceList, now: 
         events += rows
         spent[charge.payer.org_id] += amount
     if events:
-        session.execute(insert(UsageEvent), events)
+        session.connection().execute(insert(UsageEvent), events)
         _add_to_hours(session, events)
     entries = [_entry(org_id, -amount, settlements[org_id], now) for org_id, amount in spent.items() if amount]
     if entries:
-        session.execute(insert(LedgerEntry), entries)
-    session.flush()
+        session.connection().execute(insert(LedgerEntry), entries)
+    accounts.store()
     return sum(spent.values())
 
 
@@ -115,11 +125,10 @@ def _add_to_hours(session: Session, events: list[dict[str, Any]]) -> None:
                 hours[key][name] += row[name]
         else:
             hours[key] = row
-    put = (sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert)(UsageHour)
-    sums = {name: getattr(UsageHour, name) + getattr(put.excluded, name) for name in _SUMS}
+    put = _PUT_HOURS[session.get_bind().dialect.name]
     # In one order: two writers that share rows of an hour never wait for each other in a ring.
     rows = [hours[key] for key in sorted(hours)]
-    session.execute(put.on_conflict_do_update(index_elements=_HOUR_KEY, set_=sums), rows)
+    session.connection().execute(put, rows)
 
 
 def hour_row(event: dict[str, Any]) -> dict[str, Any]:

@@ -63,8 +63,9 @@ def expire(database: Database, now: datetime | None = None) -> dict[str, int]:
         over = select(CreditGrant.org_id).where(CreditGrant.expires_at <= now, CreditGrant.remaining_nusd > 0)
         org_ids = sorted(set(session.scalars(over)))
         take_locks(session, org_ids)
-        expired = Accounts(session, {Payer(org_id) for org_id in org_ids}, set(), now).expire_grants()
-        session.flush()
+        accounts = Accounts(session, {Payer(org_id) for org_id in org_ids}, set(), now)
+        expired = accounts.expire_grants()
+        accounts.store()
         return expired
 
     return {"expired": database.write_now(work)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from sqlalchemy import select
 from sqlalchemy.dialects import postgresql, sqlite
@@ -50,8 +50,15 @@ def set_mode(session: Session, org_id: str, mode: Mode, overdraft_nusd: int) -> 
     return wallet
 
 
-def available_nusd(wallet: Wallet) -> int | None:
+class _Spendable(Protocol):
+    mode: Any
+    balance_nusd: Any
+    held_nusd: Any
+    overdraft_nusd: Any
+
+
+def available_nusd(wallet: _Spendable) -> int | None:
     """What may still be held; None without a limit."""
     if wallet.mode == "unlimited":
         return None
-    return wallet.balance_nusd + wallet.overdraft_nusd - wallet.held_nusd
+    return int(wallet.balance_nusd + wallet.overdraft_nusd - wallet.held_nusd)

@@ -130,10 +130,10 @@ def insert_all(session: Session, takings: list[Taking]) -> list[OutOfMoney | Non
     times = {taking.row["accepted_at"] for taking in takings}
     accounts = Accounts(session, set(payers), times, datetime.now(UTC))
     refusals = [_take(session, accounts, payer, taking) for payer, taking in zip(payers, takings, strict=True)]
-    session.flush()
+    accounts.store()
     taken = [taking.row for taking, refusal in zip(takings, refusals, strict=True) if refusal is None]
     if taken:
-        session.execute(insert(tables.Operation), taken)
+        session.connection().execute(insert(tables.Operation), taken)
     return refusals
 
 

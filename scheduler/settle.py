@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import bindparam, select, update
 from sqlalchemy.orm import Session
 
 from billing import storage
@@ -55,6 +55,26 @@ def result_of(op: Operation, done: Done) -> Outcome:
     return Outcome(done.payload, JSON if kind == OpKind.OPTIM_STEP else PROTOBUF)
 
 
+_OP = tables.Operation.__table__.c
+_ROWS = select(
+    *(_OP.id, _OP.org_id, _OP.project_id, _OP.key_id, _OP.user_id, _OP.session_id, _OP.base_model),
+    *(_OP.state, _OP.hold_nusd, _OP.accepted_at),
+)
+_END = (
+    update(tables.Operation)
+    .where(_OP.id == bindparam("of"))
+    .values(
+        state=bindparam("new_state"),
+        error=bindparam("new_error"),
+        error_category=bindparam("new_category"),
+        result_ref=bindparam("new_ref"),
+        result_type=bindparam("new_type"),
+        finished_at=bindparam("now"),
+        timings=bindparam("new_timings"),
+    )
+)
+
+
 @dataclass(frozen=True)
 class Ending:
     """An operation that has ended with `result`, which is stored already; `run_id` is what a sample was drawn from."""
@@ -78,39 +98,49 @@ class Settlement:
     def settle(self, session: Session, endings: list[Ending]) -> list[Settled]:
         """Write how operations ended. The outcome of one is another than its result if a name is taken."""
         now = datetime.now(UTC)
-        row = tables.Operation
-        query = select(row).where(row.id.in_({ending.op.id for ending in endings})).with_for_update()
-        rows = {found.id: found for found in session.scalars(query)}
+        connection = session.connection()
+        query = _ROWS.where(_OP.id.in_({ending.op.id for ending in endings})).with_for_update()
+        rows = {found.id: found for found in connection.execute(query)}
+        changes: list[dict[str, Any]] = []
         charges: list[Charge] = []
         settled: list[Settled] = []
         for ending in endings:
-            found = rows.get(ending.op.id)
+            found = rows.pop(ending.op.id, None)
             if found is None or found.state != "queued":
                 settled.append(None)
                 continue
             freed: list[str] = []
-            outcome = _end(session, found, ending, now, freed)
+            outcome = _end(session, ending, now, freed)
+            changes.append(_change(ending.op, outcome, now))
             charges.append(_charge(found, ending, outcome))
             settled.append((outcome, freed))
+        if changes:
+            connection.execute(_END, changes)
         settle_charges(session, charges, self._prices, now)
         return settled
 
 
-def _end(session: Session, row: tables.Operation, ending: Ending, now: datetime, freed: list[str]) -> Outcome:
-    op, result = ending.op, ending.result
-    refusal = _make(session, op, ending.done, now, freed) if result.error is None else None
-    outcome = Outcome(error=refusal, category="user") if refusal else result
-    row.state = "done" if outcome.error is None else "failed"
-    row.error = outcome.error[:4096] if outcome.error else None
-    row.error_category = outcome.category if outcome.error else None
-    row.result_ref = result_ref(op.id) if outcome.error is None else None
-    row.result_type = outcome.content_type
-    row.finished_at = now
-    row.timings = op.timings.row(op.accepted_at, datetime.now(UTC))
-    return outcome
+def _end(session: Session, ending: Ending, now: datetime, freed: list[str]) -> Outcome:
+    refusal = _make(session, ending.op, ending.done, now, freed) if ending.result.error is None else None
+    return Outcome(error=refusal, category="user") if refusal else ending.result
 
 
-def _charge(row: tables.Operation, ending: Ending, outcome: Outcome) -> Charge:
+def _change(op: Operation, outcome: Outcome, now: datetime) -> dict[str, Any]:
+    """What `_END` writes of an operation."""
+    failed = outcome.error is not None
+    return {
+        "of": op.id,
+        "new_state": "failed" if failed else "done",
+        "new_error": outcome.error[:4096] if outcome.error is not None else None,
+        "new_category": outcome.category if failed else None,
+        "new_ref": None if failed else result_ref(op.id),
+        "new_type": outcome.content_type,
+        "now": now,
+        "new_timings": op.timings.row(op.accepted_at, datetime.now(UTC)),
+    }
+
+
+def _charge(row: Any, ending: Ending, outcome: Outcome) -> Charge:
     return Charge(
         payer=Payer(row.org_id, row.project_id, row.key_id),
         session_id=row.session_id,

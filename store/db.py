@@ -205,7 +205,7 @@ class Database:
                 take_locks(connection, {work.lock for work in group if work.lock})
                 for works in _parts(group):
                     if works[0].batch is not None:
-                        _run_batch(works[0].batch, works, connection)
+                        _run_batch(works[0].batch, works, connection, alone=len(group) == 1)
                     else:
                         _run(works[0], connection, alone=len(group) == 1)
                 audit.seal(connection, [entry for work in group if work.error is None for entry in work.noted])
@@ -248,9 +248,10 @@ def _parts(group: list[_Work]) -> list[list[_Work]]:
     return parts
 
 
-def _run_batch(batch: Batch, works: list[_Work], connection: Connection) -> None:
+def _run_batch(batch: Batch, works: list[_Work], connection: Connection, *, alone: bool) -> None:
     """Run a batch in its own savepoint; when it fails, each of its items in one of its own."""
-    with Session(connection, expire_on_commit=False, join_transaction_mode="create_savepoint") as session:
+    mode: Literal["rollback_only", "create_savepoint"] = "rollback_only" if alone else "create_savepoint"
+    with Session(connection, expire_on_commit=False, join_transaction_mode=mode) as session:
         try:
             results = works[0].context.run(batch, session, [work.item for work in works])
             session.commit()
@@ -263,7 +264,7 @@ def _run_batch(batch: Batch, works: list[_Work], connection: Connection) -> None
         noted = audit.pending(session)
     if results is None:
         for work in works:
-            _run_batch(batch, [work], connection)
+            _run_batch(batch, [work], connection, alone=False)
         return
     for work, result in zip(works, results, strict=True):
         if isinstance(result, BaseException):

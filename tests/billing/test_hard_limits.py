@@ -105,9 +105,10 @@ def test_a_commit_that_fails_moves_nothing(till: Till, step: str, monkeypatch: p
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("sqlalchemy.orm.Session.flush" if step == "end" else "scheduler.intake.insert", stop)
-        till.end(op, train=10) if step == "end" else till.accept(5, PAYER)
+    with monkeypatch.context() as patched:
+        patched.setattr(f"{'billing.charges' if step == 'end' else 'scheduler.intake'}.insert", stop)
+        with pytest.raises(KeyboardInterrupt):
+            till.end(op, train=10) if step == "end" else till.accept(5, PAYER)
     assert (till.wallet().held_nusd, till.wallet().balance_nusd) == (10, LIMIT)
     assert till.end(op, now=datetime.now(UTC), train=10) == 10
     assert till.agrees()
