@@ -43,7 +43,7 @@ NAVIGATION: tuple[tuple[str, tuple[Link, ...]], ...] = (
         "",
         (
             Link("/", "Overview", "home"),
-            Link("/usage", "Usage", "chart"),
+            Link("/usage", "Usage", "chart", ("billing:read",)),
             Link("/runs", "Runs", "run"),
             Link("/checkpoints", "Checkpoints", "disk"),
             Link("/queues", "Queues", "queue"),

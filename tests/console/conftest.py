@@ -122,11 +122,11 @@ def console(tmp_path: Path, seeded: tuple[Path, Seeded]) -> Iterator[Console]:
 
 
 @contextmanager
-def served(folder: Path, days: int = 30) -> Iterator[Console]:
-    """A seeded console at an address."""
+def served(folder: Path, days: int = 30, tidy: bool = False) -> Iterator[Console]:
+    """A seeded console at an address; `tidy` to be looked at, without hostile names."""
     database = Database(f"sqlite:///{folder}/weft.db")
     database.migrate()
-    made = database.write_now(lambda session: seed(session, load_prices(), days=days))
+    made = database.write_now(lambda session: seed(session, load_prices(), days=days, tidy=tidy))
     app = application(folder, database)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"

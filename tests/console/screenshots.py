@@ -13,6 +13,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
+from api.console.sessions import new_link
 from tests.console.conftest import Console, served
 
 CHROMIUM = "/usr/bin/chromium"
@@ -27,9 +28,27 @@ SHOTS = (
     ("console-run", "/runs/{run}", "dark", WIDE),
     ("console-runs", "/runs", "light", WIDE),
     ("console-checkpoints", "/checkpoints", "light", WIDE),
+    ("console-queues", "/queues", "light", WIDE),
+    ("console-keys", "/keys", "light", WIDE),
+    ("console-members", "/members", "dark", WIDE),
+    ("console-budgets", "/budgets", "light", WIDE),
+    ("console-billing", "/billing", "light", WIDE),
+    ("console-audit", "/audit", "dark", WIDE),
+    ("console-overview-dark", "/", "dark", WIDE),
+    ("console-ownership", "/ownership", "light", WIDE),
     ("console-overview-mobile", "/", "light", NARROW),
     ("console-run-mobile", "/runs/{run}", "dark", NARROW),
 )
+
+
+def sign_in_as_operator(page: Page, console: Console) -> None:
+    made = console.made
+    link = console.database.write_now(
+        lambda session: new_link(session, made.org_id, made.users["owner"], operator=True)
+    )
+    page.goto(f"{console.url}/console/login/{link}")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/console/")
 
 
 def sign_in(page: Page, console: Console, role: str = "owner") -> None:
@@ -48,7 +67,10 @@ def take(console: Console, folder: Path, only: str = "") -> None:
                 continue
             context = browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")
             page = context.new_page()
-            sign_in(page, console)
+            if path == "/ownership":
+                sign_in_as_operator(page, console)
+            else:
+                sign_in(page, console)
             page.goto(f"{console.url}/console{path.format(run=console.made.runs[0])}")
             page.wait_for_load_state("networkidle")
             save(page.screenshot(), folder / f"{name}.png")
@@ -63,5 +85,5 @@ def save(png: bytes, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as data, served(Path(data)) as here:
+    with tempfile.TemporaryDirectory() as data, served(Path(data), tidy=True) as here:
         take(here, Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER, sys.argv[2] if len(sys.argv) > 2 else "")

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from billing import charges, ledger
 from billing.accounts import Payer
+from billing.budgets import set_budget
 from billing.charges import Charge
 from billing.prices import PriceList
 from billing.wallets import set_mode
@@ -39,7 +40,9 @@ class Seeded:
     runs: list[str] = field(default_factory=list)
 
 
-def seed(session: Session, prices: PriceList, now: datetime | None = None, days: int = 30) -> Seeded:
+def seed(
+    session: Session, prices: PriceList, now: datetime | None = None, days: int = 30, tidy: bool = False
+) -> Seeded:
     """An organisation with a month of work behind it and two runs under way, and a rival."""
     now, rng, made = now or datetime.now(UTC), random.Random(7), Seeded()
     made.org_id = organisation_named(session, "Acme Research").id
@@ -56,7 +59,14 @@ def seed(session: Session, prices: PriceList, now: datetime | None = None, days:
         memo="Card ending 4242",
         at=now - days * DAY,
     )
-    names = ["gsm8k-grpo", "sft-docs-v2", "code-review-dpo", "tool-use-grpo", "style-transfer", HOSTILE]
+    names = [
+        "gsm8k-grpo",
+        "sft-docs-v2",
+        "code-review-dpo",
+        "tool-use-grpo",
+        "style-transfer",
+        "math-rl" if tidy else HOSTILE,
+    ]
     for number, name in enumerate(names):
         owner = ["member", "owner", "member"][number % 3]
         project = [made.projects["post-training"], made.projects["evals"], None][number % 3]
@@ -65,6 +75,9 @@ def seed(session: Session, prices: PriceList, now: datetime | None = None, days:
     _curves(session, made.org_id, made.runs[0], rng, now)
     _checkpoints(session, made, now)
     _operations(session, made, rng, now)
+    if tidy:
+        set_budget(session, made.org_id, "org", made.org_id, "month", 120 * 10**9, now=now)
+        set_budget(session, made.org_id, "project", made.projects["evals"], "month", 60 * 10**9, hard=False, now=now)
     session.add(_session_row(made.rival_id, "rival-session", None, None, now))
     session.flush()
     session.add(_run_row(made.rival_id, "rival-session", "rival-session:train:0", now, {"name": "rival-secret-run"}))

@@ -17,7 +17,7 @@ from tests.console.conftest import SAME_SITE, Console
 
 PAGES = ("/", "/usage", "/usage.csv", "/runs", "/checkpoints", "/audit", "/runs/x", "/runs/x/live")
 #: Pages that are not everybody's, and which roles see them.
-CLOSED = {"/audit": {"owner"}}
+CLOSED = {"/audit": {"owner"}, "/usage": {"owner", "viewer"}, "/usage.csv": {"owner", "viewer"}}
 
 
 def age(console: Console, **back: timedelta) -> None:
@@ -226,12 +226,16 @@ class TestRoles:
     @pytest.mark.parametrize("role", ["owner", "member", "viewer"])
     def test_pages(self, console: Console, role: str) -> None:
         console.sign_in(role)
-        for path in ("/", "/usage", "/runs", "/checkpoints", f"/runs/{console.made.runs[0]}", "/audit"):
+        for path in ("/", "/usage", "/usage.csv", "/runs", "/checkpoints", f"/runs/{console.made.runs[0]}", "/audit"):
             console.get(path, status=200 if role in CLOSED.get(path, {role}) else 403)
 
     def test_members_do_not_see_the_wallet(self, console: Console) -> None:
         console.sign_in("member")
-        assert "Balance" not in console.get("/")
+        page = console.get("/")
+        assert "Balance" not in page
+        assert "Cost per day" not in page
+        console.get(f"/usage?run={console.made.runs[0]}&by=kind")  # one run's, as in the API
+        console.get("/usage?run=-", status=403)
         console.sign_in("viewer")
         assert "Balance" in console.get("/")
 

@@ -78,6 +78,12 @@ def filters(
     return Filters(window, by, query)
 
 
+def _may_see(viewer: Viewer, chosen: Filters) -> None:
+    """One run's usage is for whoever sees runs; what the whole organisation spends is not (as in the API)."""
+    if not any(dimension == "run" and value is not None for dimension, value in chosen.window.match):
+        viewer.need("billing:read")
+
+
 FiltersDep = Annotated[Filters, Depends(filters)]
 
 
@@ -104,6 +110,8 @@ async def usage_page(
     chosen: FiltersDep,
     page_number: Annotated[int, Query(alias="page", ge=1, le=10_000)] = 1,
 ) -> HTMLResponse:
+    _may_see(viewer, chosen)
+
     def read(session: Session) -> dict[str, Any]:
         window = chosen.window
         days = reports.by_day(session, viewer.org_id, window)
@@ -134,6 +142,7 @@ async def usage_page(
 @router.get("/usage.csv", **declare(scope="public", limit="poll"))
 async def usage_csv(service: ServiceDep, viewer: ViewerDep, chosen: FiltersDep) -> Response:
     """The view by day, kind and the chosen dimension, with exact amounts."""
+    _may_see(viewer, chosen)
 
     def read(session: Session) -> str:
         out = io.StringIO()
