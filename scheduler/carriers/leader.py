@@ -146,6 +146,8 @@ class Term:
         PolicyDesk(self.journal, self._policy_moved)
         self._joining = Joining(shared.url, token)
         self._tasks: list[asyncio.Task[None]] = []
+        self._sure_until = 0.0
+        self.renewed()
         self.over = asyncio.Event()
         self._unattached = asyncio.Event()
 
@@ -187,8 +189,14 @@ class Term:
                 log.exception("leading: trying again")
                 await asyncio.sleep(BEAT_S)
 
+    def renewed(self) -> None:
+        """The lease is ours from now on for LEADS_S."""
+        self._sure_until = asyncio.get_running_loop().time() + LEADS_S
+
     async def _lead(self) -> None:
-        await self._run(self._joining.lead, LEADS_S)
+        """Have trainers come here, but not while another may lead already."""
+        if asyncio.get_running_loop().time() < self._sure_until:
+            await self._run(self._joining.lead, LEADS_S)
         await asyncio.sleep(BEAT_S)
 
     async def _trainers(self) -> None:
@@ -341,6 +349,7 @@ class Leadership:
             try:
                 if not await self._take(term.token):
                     return
+                term.renewed()
             except Exception:
                 log.exception("the lease could not be renewed; trying again")
             await asyncio.sleep(BEAT_S)

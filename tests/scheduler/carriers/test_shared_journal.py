@@ -1,0 +1,336 @@
+"""Two replicas on one PostgreSQL and one Redis, in one process; workers are played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import redis
+from sqlalchemy import func, select
+
+from billing.prices import load_prices
+from scheduler.carriers import leader, shared_journal
+from scheduler.carriers.leader import Leadership, Shared
+from scheduler.carriers.news import Listener, News
+from scheduler.carriers.redis_queue import RedisQueue
+from scheduler.carriers.sample_link import SampleLink
+from scheduler.carriers.shared_journal import SharedJournal
+from scheduler.carriers.train_link import TrainerLink
+from scheduler.messages import Done, Pass, PassOver, PullPass, PullSamples, SampleWork
+from scheduler.operations import Draining, NewOperation, Outcome, RunClosed, SequenceReused, Waiting
+from store import tables
+from store.blobs import Blobs
+from store.db import Database
+from tests.scheduler.test_journal import RUN, create, organisation, run_row, train
+from tests.servers import redis_server
+
+NOW_LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """These tests empty it."""
+    with redis_server() as own:
+        yield own
+
+
+class Replica:
+    def __init__(self, name: str, database: Database, blobs: Blobs, url: str) -> None:
+        self.threads = ThreadPoolExecutor(12)
+        self.news, self.queue = News(url), RedisQueue(url)
+        self.journal = SharedJournal(
+            database,
+            blobs,
+            load_prices(),
+            100,
+            2**30,
+            name=name,
+            queue=self.queue,
+            news=self.news,
+            threads=self.threads,
+            waiting_of=lambda op_id: None,
+        )
+        parts = (database, blobs, load_prices(), self.queue, self.news, self.threads, self.journal)
+        self.leadership = Leadership(Shared(url, *parts, pass_tokens=100))
+        loop = asyncio.get_running_loop()
+        self.listener = Listener.of_ends(
+            url,
+            lambda end, stamp: loop.call_soon_threadsafe(self.journal.heard, end, stamp) and None,
+            lambda: loop.call_soon_threadsafe(self.journal.missed) and None,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self.listener.start()
+        await asyncio.to_thread(self.listener.connected.wait, 10)
+        tasks = [asyncio.create_task(work()) for work in (self.journal.settle_answers, self.journal.look_after)]
+        try:
+            yield
+        finally:
+            await self.leadership.stop(0.1)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.journal.flush()
+            self.listener.stop()
+            await asyncio.to_thread(self.listener.join)
+            await asyncio.to_thread(self.threads.shutdown)
+
+    async def lead(self) -> None:
+        self.leadership.start()
+        await until(lambda: self.leadership.term is not None)
+
+    async def result(self, request_id: str, within_s: float = 30) -> Any:
+        return await self.journal.outcome("org", request_id, within_s)
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+Play = Callable[[Callable[[Replica, Replica], Awaitable[None]]], None]
+
+
+@pytest.fixture
+def play(postgres_database: Database, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Runs a scenario between two replicas, of which none leads yet."""
+    redis.Redis.from_url(url).flushall()
+    organisation(SimpleNamespace(database=postgres_database))  # type: ignore[arg-type]
+    monkeypatch.setattr(leader, "RESCAN_S", 0.2)
+    monkeypatch.setattr(leader, "BEAT_S", 0.2)
+    monkeypatch.setattr(leader, "LEADS_S", 2.0)
+
+    def run(scenario: Callable[[Replica, Replica], Awaitable[None]]) -> None:
+        async def both() -> None:
+            async with AsyncExitStack() as stack:
+                replicas = [Replica(name, postgres_database, blobs, url) for name in ("one", "two")]
+                for replica in replicas:
+                    await stack.enter_async_context(replica.running())
+                await scenario(*replicas)
+
+        asyncio.run(asyncio.wait_for(both(), 60))
+
+    return run
+
+
+def sample(seq: int) -> NewOperation:
+    plan = {"num_samples": 2, "prompt_tokens": 5}
+    return NewOperation("org", "s", "s:sample:0", seq, "sample", "m", 20, b"{}", plan)
+
+
+@asynccontextmanager
+async def generator(url: str, blobs: Blobs) -> AsyncIterator[list[str]]:
+    """Answers every sample; the ids of those it got."""
+    got: list[str] = []
+    link = await asyncio.to_thread(SampleLink, url, blobs)
+    over = False
+
+    def serve() -> None:
+        link.send(PullSamples(["m"], 2))
+        while not over:
+            work = link.recv(0.05)
+            if isinstance(work, SampleWork):
+                for op in work.ops:
+                    got.append(op.op_id)
+                    link.send(Done(op.op_id, b"tokens", {"prefill": 5, "sample": 4}))
+                link.send(PullSamples(["m"], 2))
+
+    serving = asyncio.create_task(asyncio.to_thread(serve))
+    try:
+        yield got
+    finally:
+        over = True
+        await serving
+        link.close()
+
+
+@asynccontextmanager
+async def trainer(url: str, blobs: Blobs) -> AsyncIterator[list[tuple[int, bool]]]:
+    """Answers every pass; (seq, replay) of all operations it was given."""
+    given: list[tuple[int, bool]] = []
+    over = False
+
+    def serve() -> None:
+        link = TrainerLink(url, blobs, lambda: over)
+        try:
+            while not over:
+                link.send(PullPass(["m"]))
+                message = None
+                while message is None and not over:
+                    message = link.recv(0.05)
+                if isinstance(message, Pass):
+                    for op in message.ops:
+                        given.append((op.seq, op.replay))
+                        if op.final and not op.replay:
+                            link.send(Done(op.op_id, b"result", {"tokens": 10}))
+                    link.send(PassOver(message.pass_id, 10, 1, 0.01))
+        except EOFError:
+            given.append((-1, False))
+        finally:
+            link.close()
+
+    serving = asyncio.create_task(asyncio.to_thread(serve))
+    try:
+        yield given
+    finally:
+        over = True
+        await serving
+
+
+def count(database: Database, table: type[tables.Base]) -> int:
+    with database.read() as session:
+        return session.scalar(select(func.count()).select_from(table)) or 0
+
+
+def test_one_operation_sent_to_both_replicas_at_once_is_one(
+    play: Play, url: str, blobs: Blobs, postgres_database: Database
+) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        async with generator(url, blobs) as got:
+            for seq in range(5):
+                ids = await asyncio.gather(*(r.journal.accept(sample(seq)) for r in (one, two, one, two)))
+                assert len(set(ids)) == 1
+                outcomes = await asyncio.gather(one.result(ids[0]), two.result(ids[0]))
+                assert [outcome.payload for outcome in outcomes] == [b"tokens"] * 2
+            assert len(got) == len(set(got)) == 5
+        with pytest.raises(SequenceReused):
+            await two.journal.accept(NewOperation("org", "s", "s:sample:0", 0, "sample", "m", 20, b"other"))
+        assert not one.journal._open
+        assert not two.journal._open
+
+    play(scenario)
+    assert count(postgres_database, tables.Operation) == 5
+
+
+def test_what_any_replica_accepts_is_trained_in_order_by_the_one_that_leads(play: Play, url: str, blobs: Blobs) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        ids = [await two.journal.accept(create(), run_row())]
+        refused = NewOperation("org", "s", RUN, 3, "forward_backward", "m", 10, b"bad", refused="too long")
+        ids += [await two.journal.accept(train(2)), await one.journal.accept(train(1))]
+        ids += [await one.journal.accept(train(4)), await two.journal.accept(refused)]
+        async with trainer(url, blobs) as given:
+            told = [await two.result(request_id) for request_id in ids]
+            assert [outcome.error for outcome in told] == [None] * 4 + ["too long"]
+            assert [await one.result(request_id) for request_id in ids] == told
+        assert [seq for seq, _ in given] == [0, 1, 2, 4]
+
+    play(scenario)
+
+
+def test_the_next_leader_replays_and_the_old_one_can_do_nothing_more(
+    play: Play, url: str, blobs: Blobs, postgres_database: Database
+) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        async with trainer(url, blobs):
+            first = [await one.journal.accept(create(), run_row()), await one.journal.accept(train(1))]
+            for request_id in first:
+                assert isinstance(await two.result(request_id), Outcome)
+        old = one.leadership.term
+        assert old is not None
+
+        def usurp(session: Any) -> None:
+            session.get_one(tables.JobLease, "journal").until = NOW_LONG_AGO
+
+        await postgres_database.write(usurp)
+        one.leadership._elections.cancel()  # type: ignore[union-attr]  # it is stopped, and does not notice
+        await two.lead()
+        pending = await two.journal.accept(train(2))
+        await until(lambda: pending in two.leadership.term.journal._open)  # type: ignore[union-attr]
+        row = await postgres_database.write(lambda session: session.get_one(tables.Operation, pending))
+        old.journal.enqueue(shared_journal.from_row(row))
+        old.journal.finish(Done(pending, b"late", {"tokens": 10}))
+        await old.journal.flush()
+        assert isinstance(await two.result(pending, 0), Waiting)
+        async with trainer(url, blobs) as given:
+            assert (await two.result(pending)).payload == b"result"
+        assert given[:3] == [(0, True), (1, True), (2, False)]
+
+    play(scenario)
+
+
+def test_a_waiting_sample_is_cancelled_from_any_replica(play: Play) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        request_id = await one.journal.accept(sample(0))
+        await until(lambda: one.queue.known([request_id]))
+        assert isinstance(await two.result(request_id, 0), Waiting)
+        assert not two.journal.cancel("other", request_id)
+        assert two.journal.cancel("org", request_id)
+        outcome = await one.result(request_id)
+        assert outcome.error == "cancelled before it started"
+        assert not two.journal.cancel("org", request_id)
+        assert one.queue.peek() is None
+
+    play(scenario)
+
+
+def test_what_redis_forgets_is_queued_again_by_the_leader(play: Play, url: str, blobs: Blobs) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        ids = [await two.journal.accept(sample(seq)) for seq in range(4)]
+        ids.append(await two.journal.accept(create(), run_row()))
+        await two.journal.flush()
+        redis.Redis.from_url(url).flushall()
+        await one.lead()
+        async with generator(url, blobs), trainer(url, blobs):
+            assert all([(await one.result(request_id)).error is None for request_id in ids])
+
+    play(scenario)
+
+
+def test_lost_news_only_delay(play: Play, url: str, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_journal, "LOOK_AGAIN_S", 0.3)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        real = News.ended
+        for replica in (one, two):
+            monkeypatch.setattr(replica.news, "ended", lambda news: None)
+        request_id = await one.journal.accept(sample(0))
+        async with generator(url, blobs):
+            assert isinstance(await two.result(request_id), Outcome)
+        assert one.journal._open.keys() | two.journal._open.keys() <= {request_id}
+        for replica in (one, two):
+            monkeypatch.setattr(replica.news, "ended", lambda news, replica=replica: real(replica.news, news))
+        await until(lambda: not one.journal._open and not two.journal._open)
+        assert one.journal._backlog.of("org") == two.journal._backlog.of("org") == (0, 0)
+
+    play(scenario)
+
+
+def test_a_session_that_ends_on_one_replica_closes_its_run_on_the_other(
+    play: Play, url: str, blobs: Blobs, postgres_database: Database
+) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        async with trainer(url, blobs):
+            await two.result(await two.journal.accept(create(), run_row()))
+
+            def finish(session: Any) -> None:
+                session.get_one(tables.Session, "s").state = "finished"
+
+            await postgres_database.write(finish)
+            two.journal.close_run(RUN)
+            await until(lambda: RUN not in one.leadership.term.journal.runs)  # type: ignore[union-attr]
+        with pytest.raises(RunClosed):
+            await two.journal.accept(train(1))
+
+    play(scenario)
+
+
+def test_nothing_new_without_redis_or_while_draining(play: Play) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        one.journal.reachable = lambda: False
+        two.journal.draining = True
+        for replica in (one, two):
+            with pytest.raises(Draining):
+                await replica.journal.accept(sample(0))
+
+    play(scenario)
