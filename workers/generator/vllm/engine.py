@@ -15,7 +15,7 @@ import shutil
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,18 +23,17 @@ from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import (
     EngineStats,
     ErrorCategory,
-    Facts,
     Finished,
     GenerateRequest,
     RequestError,
-    SequenceResult,
 )
 from workers.generator.progress import refused, request_fault
 from workers.generator.stop import DecodeText, NoTokenizer, StopRule
 from workers.generator.vllm import translate
 from workers.generator.vllm.adapters import NotServable, Room
 from workers.generator.vllm.client import VllmLost, VllmRefused
-from workers.generator.vllm.policies import Policies, Pushed
+from workers.generator.vllm.policies import Policies
+from workers.generator.vllm.progress import RequestProgress, SequenceProgress
 from workers.generator.vllm.server import Launch, VllmFailed, VllmServer
 from workers.generator.vllm.slots import Slots
 from workers.generator.vllm.watch import generate_watched
@@ -48,35 +47,6 @@ T = TypeVar("T")
 STEP_S = 0.01
 #: Of a cancelled request: how long before vLLM is told again, in case it had not known the request yet.
 _ABORT_AGAIN_S = 0.05
-
-
-@dataclass(eq=False)
-class _Sequence:
-    sample: int
-    result: SequenceResult
-    vllm_id: str = ""  # while vLLM has it
-    version: int = 0  # of its first token
-    stale: bool = False
-    prompt_hit: int = 0
-    started: bool = False
-    answer: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class _Progress:
-    request: GenerateRequest
-    rule: StopRule
-    sequences: list[_Sequence]
-    pushed: Pushed | None = None
-    task: asyncio.Task[Any] | None = None
-    work: list[asyncio.Task[None]] = field(default_factory=list)  # one for each sequence, once there is an adapter
-    wanted: asyncio.Future[Finished] | None = None  # who cancels it gets its end
-    run_version: int = 0  # how far the run is, as far as it was told
-
-    def too_old(self, version: int) -> bool:
-        """Whether a sequence that began with this version of the policy may not go on."""
-        most = self.request.max_staleness
-        return most is not None and self.run_version - version > most
 
 
 class VllmEngine:
@@ -104,7 +74,7 @@ class VllmEngine:
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}  # request -> sequences of it that have not ended
-        self._requests: dict[str, _Progress] = {}
+        self._requests: dict[str, RequestProgress] = {}
         self._life = 0
         self._counts = dict.fromkeys(("steps", "busy", "prefill", "hit", "sampled"), 0)
         self._loop = asyncio.new_event_loop()
@@ -130,6 +100,7 @@ class VllmEngine:
         self._raise_failure()
         if not self._server.ready.is_set():
             raise VllmFailed(f"vLLM was not ready after {timeout_s} s")
+        self._context = min(self._context, self._server.longest)
 
     @property
     def url(self) -> str:
@@ -211,7 +182,7 @@ class VllmEngine:
 
     def run_moved(self, run: str, version: int) -> None:
         async def stop_stale() -> None:
-            stale: list[_Sequence] = []
+            stale: list[SequenceProgress] = []
             for progress in [p for p in self._requests.values() if p.request.run == run]:
                 progress.run_version = version
                 stale += [one for one in progress.sequences if one.vllm_id and progress.too_old(one.version)]
@@ -245,15 +216,14 @@ class VllmEngine:
         if self._server.failure is not None:
             raise self._server.failure
 
-    def _progress(self, request: GenerateRequest) -> _Progress:
+    def _progress(self, request: GenerateRequest) -> RequestProgress:
         limit = self._context - len(request.prompt) + 1
         if request.sampling.max_tokens is not None:
             limit = min(limit, request.sampling.max_tokens)
         rule = StopRule(request.sampling, self._eos, limit, self._decode_text)
-        nothing = translate.sequence_of(request, {"token_ids": [], "logprobs": None}, self._config.vocab_size)
-        return _Progress(request, rule, [_Sequence(i, nothing) for i in range(request.num_samples)])
+        return RequestProgress(request, rule, self._config.vocab_size)
 
-    async def _serve(self, progress: _Progress) -> None:
+    async def _serve(self, progress: RequestProgress) -> None:
         """One request, from its adapter to its end."""
         request = progress.request
         self._requests[request.id] = progress
@@ -311,19 +281,19 @@ class VllmEngine:
                 await self._server.client.label(0)
         return self._life
 
-    async def _release(self, progress: _Progress) -> None:
+    async def _release(self, progress: RequestProgress) -> None:
         if progress.pushed is not None:
             try:
                 await self._policies.release(progress.pushed)
             except (VllmLost, VllmRefused) as error:
                 log.warning("an adapter could not be unloaded: %s", error)
 
-    async def _sequence(self, progress: _Progress, sequence: _Sequence) -> None:
+    async def _sequence(self, progress: RequestProgress, sequence: SequenceProgress) -> None:
         """One sequence: wait for a slot, generate, take the answer apart."""
         request, pushed = progress.request, progress.pushed
         await self._room_left.take(request.priority)
         try:
-            sequence.version = pushed.version if pushed else 0
+            sequence.version = progress.version
             if progress.too_old(sequence.version):
                 sequence.result = replace(sequence.result, stale=True)
                 return
@@ -345,44 +315,14 @@ class VllmEngine:
             self._room_left.give()
             with self._lock:
                 self._open[request.id] -= 1
-        self._take(progress, sequence, answer)
+        progress.take(sequence, answer)
 
-    def _take(self, progress: _Progress, sequence: _Sequence, answer: dict[str, Any]) -> None:
-        (choice,) = answer["choices"]
-        result = translate.sequence_of(progress.request, choice, self._config.vocab_size)
-        tokens = result.tokens.tolist()
-        stopped = bool(tokens) and progress.rule.check(tokens) == "stop"
-        sequence.result = replace(
-            result,
-            stop_reason="stop" if stopped else "length",
-            policy=self._policies.spans(progress.pushed, choice["weight_versions"], len(tokens)),
-            stale=sequence.stale and not stopped and len(tokens) < progress.rule.limit,
-        )
-        sequence.prompt_hit = int((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-        sequence.answer = answer if sequence.sample == 0 else {}
-
-    def _end(self, progress: _Progress) -> Finished:
-        """The request as it stands. Its first sequence is the one that computed the prompt, for all of them."""
-        request, first = progress.request, progress.sequences[0]
-        started = [sequence for sequence in progress.sequences if sequence.started]
-        length, hit = len(request.prompt), first.prompt_hit
-        facts = Facts(
-            prefill=length - hit if started else 0,
-            cached_prefill=hit + length * (len(started) - 1) if started else 0,
-            sample=sum(len(sequence.result.tokens) for sequence in progress.sequences),
-            cache_hit=hit,
-        )
-        self._counts["prefill"] += facts.prefill
-        self._counts["hit"] += hit
-        self._counts["sampled"] += facts.sample
-        scores = first.answer.get("prompt_logprobs")
-        return Finished(
-            request.id,
-            tuple(sequence.result for sequence in progress.sequences),
-            prompt_logprobs=translate.prompt_logprobs_of(request, scores) if scores else None,
-            topk_prompt_logprobs=translate.prompt_topk_of(request, scores, self._config.vocab_size) if scores else None,
-            facts=facts,
-        )
+    def _end(self, progress: RequestProgress) -> Finished:
+        end = progress.finished()
+        self._counts["prefill"] += end.facts.prefill
+        self._counts["hit"] += end.facts.cache_hit
+        self._counts["sampled"] += end.facts.sample
+        return end
 
     async def _cancel(self, request_id: str) -> Finished | None:
         """Sequences that wait for a slot end at once, those that vLLM has with what they have."""
@@ -398,7 +338,7 @@ class VllmEngine:
         await self._abort(progress.sequences)
         return await progress.wanted
 
-    async def _abort(self, sequences: list[_Sequence]) -> None:
+    async def _abort(self, sequences: list[SequenceProgress]) -> None:
         """Tell vLLM, until it has let go of them: a request may still be on its way there."""
         try:
             while ids := [sequence.vllm_id for sequence in sequences if sequence.vllm_id]:

@@ -112,19 +112,6 @@ class Policies:
         self._retired.clear()
         self.epoch = 0
 
-    def spans(self, pushed: Pushed | None, found: list[dict[str, Any]] | None, length: int) -> tuple[PolicySpan, ...]:
-        """The versions that the tokens of a sequence were drawn from, of vLLM's own labels."""
-        spans: list[PolicySpan] = []
-        for label in found or [{"version": "0", "start": 0, "end": length}]:
-            epoch = int(label["version"]) if str(label["version"]).isdigit() else 0
-            version = pushed.version_at(epoch) if pushed else 0
-            count = min(int(label["end"]), length) - int(label["start"])
-            if spans and spans[-1].version == version:
-                version, count = version, spans.pop().length + count
-            if count > 0:
-                spans.append(PolicySpan(version, count))
-        return tuple(spans)
-
     async def _push(self, name: str, source: Path | None) -> Pushed:
         key = f"{self._life}-{next(self._counter)}"
         weights = self.folder / f"{key}.weights"
@@ -147,6 +134,20 @@ class Policies:
         for pushed in gone:
             await self.client.unload_adapter(pushed.name)
             _remove(pushed, [*self._current.values(), *self._retired])
+
+
+def spans(pushed: Pushed | None, labels: list[dict[str, Any]] | None, length: int) -> tuple[PolicySpan, ...]:
+    """The versions that the `length` tokens of a sequence were drawn from, by vLLM's own labels."""
+    found: list[PolicySpan] = []
+    for label in labels or [{"version": "0", "start": 0, "end": length}]:
+        epoch = int(label["version"]) if str(label["version"]).isdigit() else 0
+        version = pushed.version_at(epoch) if pushed else 0
+        count = min(int(label["end"]), length) - int(label["start"])
+        if found and found[-1].version == version:
+            count += found.pop().length
+        if count > 0:
+            found.append(PolicySpan(version, count))
+    return tuple(found)
 
 
 def _key(name: str) -> str:

@@ -35,6 +35,7 @@ NOT_LIKE_THIS = {
     "test_a_long_queue_of_prompts_does_not_stop_decoding",
     "test_cancel_gives_the_tokens_so_far",
     "test_free_slots_count_what_waits",
+    "test_many_one_token_samples_through_one_slot",
     "test_swap_takes_effect_while_others_keep_generating",
 }
 
@@ -134,6 +135,11 @@ def test_eos_ends_and_is_kept_unless_turned_off(make_engine: MakeEngine) -> None
         assert short.tokens.tolist() == full.tokens.tolist()[: at[0] + 1 if at else 90]
         assert short.stop_reason == ("stop" if at else "length")
         assert len(short.logprobs) == len(short.tokens)
+
+
+def test_many_one_token_samples_through_one_slot(make_engine: MakeEngine) -> None:
+    request = ask("r", 4, SamplingParams(max_tokens=1, seed=0), num_samples=60)
+    assert len(finish(make_engine(slots=1), request)["r"].sequences) == 60
 
 
 def test_cancel_gives_the_tokens_so_far(make_engine: MakeEngine) -> None:
