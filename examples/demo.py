@@ -157,7 +157,7 @@ def main() -> int:
     finally:
         if keep:
             console.print(
-                f"the service goes on at {url} (health: {url}/api/v1/healthz; bills: weft usage);"
+                f"the service goes on at {url} (curves and bills: {url}/console, with a key of weftd key create);"
                 f" stop it with: kill {server.pid}"
             )
         else:

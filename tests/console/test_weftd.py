@@ -1,0 +1,90 @@
+"""A real weftd, a real run: what it costs is the same on its page, by the API, the SDK and the command line, while it
+runs; and its page shows what the loop logs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import weft
+from weft import types
+
+from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+
+pytestmark = pytest.mark.server
+SAME_SITE = {"sec-fetch-site": "same-origin"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weftd]:
+    server = Weftd(tmp_path_factory.mktemp("weftd")).start()
+    yield server
+    assert server.stop() == 0, server.log()
+
+
+def datum(shift: int) -> types.Datum:
+    tokens = [5 + shift, 6, 7, 8, 9, 10]
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * 5},
+    )
+
+
+def weftd(server: Weftd, *arguments: str) -> str:
+    command = [str(BIN / "weftd"), *arguments, "--data-dir", str(server.data_dir)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_cost_so_far_everywhere(server: Weftd) -> None:
+    key = server.key()
+    page = httpx.Client(base_url=server.url, headers=SAME_SITE)
+    assert page.post("/console/login", data={"key": key}).status_code == 303
+    with weft.ServiceClient(base_url=server.url, api_key=key) as service:
+        training = service.create_lora_training_client(BASE_MODEL, rank=4).result()
+        run = training.model_id
+        costs = []
+        for step in range(3):
+            loss = training.forward_backward([datum(step)] * 4, "cross_entropy").result().metrics["loss:sum"]
+            training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+            weft.log(training, {"loss": loss, "reward": step / 10}, step=step)
+            usage = training.cost().result()
+            assert usage.total_nusd > (costs[-1] if costs else 0)
+            costs.append(usage.total_nusd)
+            live = page.get(f"/console/runs/{run}/live").json()
+            assert live["cost_usd"] == usage.total_usd
+            assert live["state"] == "live"
+            assert live["optim_steps"] == step + 1
+            shown = page.get(f"/console/runs/{run}", headers={"accept": "text/html"}).text
+            assert re.search(rf'id="cost"><data class="usd" value="{re.escape(usage.total_usd)}"', shown)
+            headers = {"x-api-key": key}
+            answer = page.get(f"/api/v1/weft/usage?run_id={run}", headers=headers).json()
+            assert answer["total_usd"] == usage.total_usd
+        environment = os.environ | {"WEFT_BASE_URL": server.url, "WEFT_API_KEY": key}
+        command = [str(Path(sys.executable).parent / "weft"), "cost", run]
+        said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+        assert usage.total_usd.rstrip("0") in said.replace(",", "")
+        deadline = time.monotonic() + 60
+        curves: list[dict[str, object]] = []
+        while time.monotonic() < deadline and [curve["points"] for curve in curves] != [3, 3]:
+            time.sleep(0.1)
+            curves = page.get(f"/console/runs/{run}/live").json()["curves"]
+        assert [(curve["name"], curve["steps"]) for curve in curves] == [("loss", [0, 1, 2]), ("reward", [0, 1, 2])]
+        assert curves[1]["values"] == [0.0, 0.1, 0.2]
+    assert page.get(f"/console/runs/{run}/live").json()["curves"] == curves
+
+
+def test_a_login_link(server: Weftd) -> None:
+    weftd(server, "user", "create", "--org", "acme", "--email", "me@acme.example", "--role", "owner")
+    link = weftd(server, "user", "login-link", "--org", "acme", "--email", "me@acme.example", "--url", server.url)
+    assert link.startswith(server.url + "/console/login/")
+    page = httpx.Client(headers=SAME_SITE, follow_redirects=True)
+    assert page.get(link).status_code == 200
+    assert "me@acme.example" in page.post(link).text
+    assert page.post(link).status_code == 401
