@@ -17,12 +17,16 @@ from store.caller import APP_ROLE
 SERVICE_ROLE = "weft_service"
 
 _MINE = "current_setting('app.org_id', true)"
+_BUDGET = f"EXISTS (SELECT 1 FROM budgets b WHERE b.id = budget_periods.budget_id AND b.org_id = {_MINE})"  # noqa: S608
 #: Tables whose rows belong to an organisation by another column than `org_id`.
 _OTHERS = {
     "organisations": (f"id = {_MINE}", f"id = {_MINE}"),
     # A user may be made before the membership is.
     "users": (f"EXISTS (SELECT 1 FROM memberships m WHERE m.user_id = users.id AND m.org_id = {_MINE})", "true"),  # noqa: S608
+    "budget_periods": (_BUDGET, _BUDGET),
 }
+#: What no request reads or writes: it is of all organisations together.
+SERVER_ONLY = ("alembic_version", "job_leases", "job_runs", "stripe_webhook_events")
 
 
 def protect(connection: Connection) -> None:
@@ -40,7 +44,8 @@ def protect(connection: Connection) -> None:
     roles = f"{APP_ROLE}, {SERVICE_ROLE}"
     connection.execute(text(f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO {roles}"))
     connection.execute(text(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {roles}"))
-    connection.execute(text(f"REVOKE ALL ON alembic_version FROM {roles}"))
+    for table in set(SERVER_ONLY) & set(schema.get_table_names()):
+        connection.execute(text(f"REVOKE ALL ON {table} FROM {APP_ROLE}"))
 
 
 def _make_role(connection: Connection, role: str) -> None:

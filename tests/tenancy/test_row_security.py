@@ -15,13 +15,14 @@ from store import audit, people, tables
 from store.caller import Caller, acting_as, unrestricted
 from store.db import Database
 from store.keys import new_key
+from store.row_security import SERVER_ONLY
 from tests.servers import PostgresServer
 
 NOW = datetime(2026, 11, 20, tzinfo=UTC)
 A, B = Caller("a", "key:1"), Caller("b", "key:2")
 
-#: Rows of these belong to no organisation.
-SHARED = {"alembic_version"}
+#: Tables with settings of the whole installation.
+OF_NOBODY = {"wallet_defaults"}
 
 
 def fill(database: Database) -> None:
@@ -148,13 +149,15 @@ def test_the_restriction_is_lifted_where_it_is_said(two: Database) -> None:
         assert org_ids(session) == {"a"}
 
 
-def test_every_table_with_an_organisation_has_its_policies(two: Database) -> None:
+def test_every_table_has_its_policies(two: Database) -> None:
     with two.read() as session:
         schema = inspect(session.connection())
         bound = "SELECT relname FROM pg_class WHERE relrowsecurity AND relforcerowsecurity"
         forced = set(session.scalars(text(bound)))
         policies = set(session.scalars(text("SELECT tablename FROM pg_policies WHERE policyname = 'tenant'")))
-        for table in schema.get_table_names():
-            columns = {column["name"] for column in schema.get_columns(table)}
-            if "org_id" in columns or table in ("organisations", "users"):
-                assert table in forced & policies, table
+        bare = set(schema.get_table_names()) - (forced & policies)
+        assert bare == {*SERVER_ONLY, *OF_NOBODY}, "a table with neither org_id nor a policy (store.row_security)"
+        session.execute(text("SET LOCAL ROLE weft_app"))
+        for table in SERVER_ONLY:
+            allowed = text("SELECT has_table_privilege(:table, 'SELECT')")
+            assert not session.scalar(allowed, {"table": table}), table
