@@ -15,6 +15,7 @@ from weft.rest_sessions import RestSessions
 from weft.transport import Call, encode
 from weft.wire.health import RunHealthResponse
 from weft.wire.limits import BalanceResponse, LimitsResponse, PricesResponse
+from weft.wire.money import BudgetsResponse, LedgerResponse
 from weft.wire.rest import (
     AccessScope,
     CheckpointArchiveUrlResponse,
@@ -148,8 +149,16 @@ class RestClient(RestSessions, AdminClient):
         return self._get("/weft/usage", UsageResponse, run_id=run_id)
 
     def get_balance(self) -> APIFuture[BalanceResponse]:
-        """What was spent, ever and this month; `balance_nusd` is None where the server keeps no credits."""
+        """What was spent, ever and this month, and what is left; `balance_nusd` is None where nothing limits it."""
         return self._get("/weft/balance", BalanceResponse)
+
+    def get_budgets(self) -> APIFuture[BudgetsResponse]:
+        """Budgets of the organisation, its projects and keys, as they are now."""
+        return self._get("/weft/budgets", BudgetsResponse)
+
+    def get_ledger(self, before: int | None = None) -> APIFuture[LedgerResponse]:
+        """Movements of the balance, the newest first; those before entry `before` if it is given."""
+        return self._get("/weft/ledger", LedgerResponse, before=None if before is None else str(before))
 
     def get_prices(self, base_model: str) -> APIFuture[PricesResponse]:
         """The rates that hold now for a base model."""

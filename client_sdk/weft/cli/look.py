@@ -55,6 +55,27 @@ def balance(rest: Rest, json_: bool) -> None:
 
 
 @main.command()
+@as_json
+@click.pass_obj
+@command
+def budget(rest: Rest, json_: bool) -> None:
+    """Your budgets: what is spent, held for running operations and left of each now."""
+    answer = rest().get_budgets().result()
+    show(answer, json_, lambda: tables.budgets(answer))
+
+
+@main.command()
+@click.option("--before", type=int, help="Entries before this one, by its number.")
+@as_json
+@click.pass_obj
+@command
+def ledger(rest: Rest, before: int | None, json_: bool) -> None:
+    """Movements of your balance, the newest first."""
+    answer = rest().get_ledger(before).result()
+    show(answer, json_, lambda: tables.ledger(answer))
+
+
+@main.command()
 @click.argument("model")
 @as_json
 @click.pass_obj

@@ -14,6 +14,7 @@ from rich.table import Table
 from weft.money import usd as usd
 from weft.wire.health import RunHealthResponse
 from weft.wire.limits import BalanceResponse, PricesResponse
+from weft.wire.money import BudgetsResponse, LedgerResponse
 from weft.wire.rest import CheckpointsListResponse, TrainingRunsResponse
 from weft.wire.service import GetServerCapabilitiesResponse
 from weft.wire.usage import UsageResponse, UsageRow
@@ -41,12 +42,16 @@ def usage(answer: UsageResponse) -> Table:
         own = list(group)
         for index, row in enumerate(own):
             name = (run_id or "(no run)") if index == 0 else ""
-            table.add_row(name, row.base_model, row.kind, f"{row.tokens:,}", usd(row.amount_nusd))
+            table.add_row(name, row.base_model, row.kind, _quantity(row), usd(row.amount_nusd))
         if len(own) > 1:
             table.add_row("", "", "sum", *_sums(own), style="dim")
     table.add_section()
     table.add_row("total", "", "", f"{sum(row.tokens for row in rows):,}", usd(answer.total_nusd), style="bold")
     return table
+
+
+def _quantity(row: UsageRow) -> str:
+    return f"{row.byte_hours / 10**9:,.3f} GB h" if row.kind == "storage" else f"{row.tokens:,}"
 
 
 def _sums(rows: list[UsageRow]) -> tuple[str, str]:
@@ -57,8 +62,34 @@ def balance(answer: BalanceResponse) -> Table:
     table = _table("", "USD", right=("USD",))
     table.add_row(f"spent in {answer.month} (UTC)", usd(answer.spent_this_month_nusd))
     table.add_row("spent ever", usd(answer.spent_nusd))
-    left = "none kept: usage is metered, not prepaid" if answer.balance_nusd is None else usd(answer.balance_nusd)
-    table.add_row("balance", left, style="bold")
+    table.add_row("held for running operations", usd(answer.held_nusd))
+    if answer.balance_nusd is None or answer.available_nusd is None:
+        table.add_row("balance", "none kept: usage is metered, not prepaid", style="bold")
+        return table
+    table.add_row("balance", usd(answer.balance_nusd))
+    if answer.overdraft_nusd:
+        table.add_row("may be owed", usd(answer.overdraft_nusd))
+    table.add_row("available", usd(answer.available_nusd), style="bold")
+    return table
+
+
+def budgets(answer: BudgetsResponse) -> Table:
+    table = _table(
+        "of", "period", "limit", "spent", "held", "left", "reached", right=("limit", "spent", "held", "left")
+    )
+    for row in answer.budgets:
+        of = "organisation" if row.scope == "org" else f"{row.scope} {row.scope_id}"
+        when = f"{row.period_start:%Y-%m}" if row.period == "month" else "total"
+        amounts = [usd(amount) for amount in (row.limit_nusd, row.spent_nusd, row.held_nusd, row.left_nusd)]
+        reached = ", ".join(f"{alert.pct}%" for alert in row.alerts)
+        table.add_row(of, when if row.hard else f"{when} (soft)", *amounts, reached)
+    return table
+
+
+def ledger(answer: LedgerResponse) -> Table:
+    table = _table("at", "type", "USD", "of", "memo", right=("USD",))
+    for row in answer.entries:
+        table.add_row(_when(row.at), row.type, usd(row.amount_nusd), f"{row.ref_type} {row.ref_id}", row.memo)
     return table
 
 
