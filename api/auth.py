@@ -143,7 +143,7 @@ async def _by_key(request: Request, secret: str) -> Principal:
     found = await _look_up(request, digest, lambda session: principal_of(session, keys.find(session, secret)))
     if found is None:
         raise Unauthenticated(
-            "this API key is unknown, expired or revoked: ask an admin of your organisation for another one, or the "
+            "this API key is unknown or revoked, or has expired: ask an admin of your organisation for another, or the "
             "operator (weftd key create --org NAME)"
         )
     return found

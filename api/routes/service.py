@@ -68,14 +68,16 @@ async def get_server_capabilities(service: ServiceDep, who: PrincipalDep) -> dic
 
 @router.get("/auth/apikey/me", **declare(scope="any", limit="call"))
 async def apikey_me(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
-    """The key that asks: its public prefix and its organisation. Keys belong to no person, so there is no email."""
+    """The key that asks: its public prefix, its organisation, and whose it is; the organisation's own is nobody's."""
 
-    def read(session: Session) -> tuple[str, str]:
+    def read(session: Session) -> tuple[str, str, str]:
         key = session.get_one(tables.ApiKey, who.key_id)
-        return key.prefix, session.get_one(tables.Organisation, who.org_id).name
+        user = session.get(tables.User, key.user_id) if key.user_id is not None else None
+        org_name = session.get_one(tables.Organisation, who.org_id).name
+        return key.prefix, org_name, user.email if user is not None else ""
 
-    prefix, org_name = await service.read(read)
-    details = {"org_details": {"name": org_name}, "user_details": {"email": ""}}
+    prefix, org_name, email = await service.read(read)
+    details = {"org_details": {"name": org_name}, "user_details": {"email": email}}
     return {"key_id": who.key_id, "name": prefix, "note": "", "details": details}
 
 

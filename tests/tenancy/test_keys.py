@@ -70,6 +70,12 @@ def test_a_role_bounds_the_keys_of_its_user(any_world: World) -> None:
     any_world.get("training_runs", key=key, status=401)
 
 
+def test_a_key_says_whose_it_is(any_world: World) -> None:
+    _, key = member(any_world, "viewer", "ann@example.com")
+    details = any_world.get("auth/apikey/me", key=key)["details"]
+    assert details == {"org_details": {"name": "acme"}, "user_details": {"email": "ann@example.com"}}
+
+
 def test_an_expired_key_is_nobody(any_world: World) -> None:
     soon = datetime.now(UTC) + timedelta(hours=1)
     made = make(any_world, expires_at=soon.isoformat())
