@@ -23,7 +23,7 @@ from weft import types
 
 SLOTS = 32
 #: Tokens of a batch's groups, of eight sequences each but for the last, which keeps its tenant waiting.
-STRAGGLING = (40, 40, 40, 240)
+STRAGGLING = (40, 40, 40, 40, 40, 40, 40, 240)
 GROUP = 8
 SAMPLES_IN_FLIGHT = 2000
 

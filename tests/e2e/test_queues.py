@@ -1,0 +1,201 @@
+"""The queues of a real server: who goes first, what a client is told, and that the simulator tells the truth."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import pytest
+import weft
+from sqlalchemy import select
+from weft import types
+
+from scheduler.simulator.replay import Measured, replay
+from scheduler.simulator.workloads import Workload
+from store.db import Database
+from store.tables import Operation, Organisation
+from tests.e2e.conftest import BASE_MODEL, Weftd
+
+pytestmark = pytest.mark.server
+SLOTS = 4
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Weftd, int]]:
+    """A server with few slots, and its port for metrics."""
+    folder = tmp_path_factory.mktemp("queues")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = folder / "weft.toml"
+    config.write_text(f"metrics_port = {port}\n[generator]\nslots = {SLOTS}\n")
+    weftd = Weftd(folder / "data", "--config", str(config)).start()
+    yield weftd, port
+    weftd.stop()
+
+
+def sampler_of(
+    weftd: Weftd, organisation: str, priority: Literal["interactive", "batch"] = "interactive"
+) -> weft.SamplingClient:
+    service = weft.ServiceClient(base_url=weftd.url, api_key=weftd.key(organisation), priority=priority)
+    return service.create_sampling_client(base_model=BASE_MODEL).result()
+
+
+def ask(sampler: weft.SamplingClient, tokens: int, seed: int = 0) -> Any:
+    prompt = types.ModelInput.from_ints([40 + seed % 100, 50, 60])
+    return sampler.sample(prompt, 1, types.SamplingParams(max_tokens=tokens, seed=seed, stop=[]))
+
+
+def operations(weftd: Weftd, organisation: str) -> list[Operation]:
+    database = Database(f"sqlite:///{weftd.data_dir / 'weft.db'}")
+    with database.read() as session:
+        query = select(Operation).join(Organisation, Organisation.id == Operation.org_id)
+        rows = list(session.scalars(query.where(Organisation.name == organisation, Operation.kind == "sample")))
+    database.close()
+    return rows
+
+
+def begun(row: Operation) -> datetime | None:
+    """When it was given to the generator; None: it was cancelled before."""
+    stretches = (row.timings or {}).get("stretches")
+    return row.accepted_at + timedelta(microseconds=stretches[0][1]) if stretches else None
+
+
+def comes_late(weftd: Weftd, flood: weft.SamplingClient, late: weft.SamplingClient) -> None:
+    """One short request while a dozen of 40 long ones wait; those are cancelled when it has its answer."""
+    ask(late, 1).result()
+    futures = [ask(flood, 300, seed).future() for seed in range(40)]
+    for _ in range(600):
+        queue = stats(weftd)["queue"]
+        if queue["open"] - queue["running"] >= 12:
+            break
+        threading.Event().wait(0.05)
+    ask(late, 5).result()
+    for future in futures:
+        future.cancel()
+
+
+def overtaken_by(late: Operation, others: list[Operation]) -> int:
+    """How many of `others` were given to the generator while `late` waited. Some were queued before it, and waited
+    when it came, or this says nothing."""
+    begins = [(row, begun(row)) for row in others]
+    mine = begun(late)
+    assert mine is not None
+    before_me = [
+        row for row, at in begins if row.accepted_at < late.accepted_at and (at is None or at > late.accepted_at)
+    ]
+    assert len(before_me) > SLOTS
+    return sum(at is not None and late.accepted_at < at < mine for _, at in begins)
+
+
+def test_who_comes_late_does_not_queue_behind_a_flood(server: tuple[Weftd, int]) -> None:
+    weftd, _ = server
+    comes_late(weftd, sampler_of(weftd, "flood"), sampler_of(weftd, "late"))
+    mine = max(operations(weftd, "late"), key=lambda row: row.accepted_at)
+    assert overtaken_by(mine, operations(weftd, "flood")) <= SLOTS
+
+
+def test_interactive_work_goes_before_batch_work_of_the_same_organisation(server: tuple[Weftd, int]) -> None:
+    weftd, _ = server
+    comes_late(weftd, sampler_of(weftd, "both", "batch"), sampler_of(weftd, "both"))
+    rows = operations(weftd, "both")
+    mine = max((row for row in rows if row.plan["priority"] == "interactive"), key=lambda row: row.accepted_at)
+    assert overtaken_by(mine, [row for row in rows if row.plan["priority"] == "batch"]) <= SLOTS
+
+
+def test_an_unknown_priority_is_refused_with_the_known_ones(server: tuple[Weftd, int]) -> None:
+    weftd, _ = server
+    headers = {"X-API-Key": weftd.key("both"), "x-weft-priority": "urgent"}
+    answer = httpx.post(f"{weftd.url}/api/v1/asample", headers=headers, json={})
+    assert answer.status_code == 400
+    assert answer.json()["detail"] == "x-weft-priority: 'urgent' is none of interactive, batch"
+
+
+def straggling(weftd: Weftd, organisation: str, lengths: list[int], steps: int) -> Callable[[], None]:
+    sampler = sampler_of(weftd, organisation)
+    ask(sampler, 1).result()
+
+    def loop() -> None:
+        for _ in range(steps):
+            for future in [ask(sampler, length, seed) for seed, length in enumerate(lengths)]:
+                future.result()
+
+    return loop
+
+
+@pytest.mark.parametrize("tenants", [1, 3])
+def test_a_simulation_finds_the_occupancy_that_was_measured(server: tuple[Weftd, int], tenants: int) -> None:
+    """One tenant alone leaves slots idle behind its straggler; three fill them. The simulator knows neither."""
+    weftd, _ = server
+    lengths, steps = [60, 60, 60, 400], 2
+    loops = [straggling(weftd, f"replayed{tenants}-{n}", lengths, steps) for n in range(tenants)]
+    before = stats(weftd)["generator"]
+    threads = [threading.Thread(target=loop) for loop in loops]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    measured = Measured.between(SLOTS, before, after_its_last_report(weftd, before, tenants * steps * sum(lengths)))
+    loads = [
+        Workload(f"{n}", groups=len(lengths), group_size=1, prompt=3, lengths=lengths, trains=False, steps=steps)
+        for n in range(tenants)
+    ]
+    assert replay(measured, loads).occupancy == pytest.approx(measured.occupancy, abs=0.1)
+
+
+def stats(weftd: Weftd) -> dict[str, Any]:
+    answer = httpx.get(f"{weftd.url}/api/v1/weft/stats", headers={"X-API-Key": weftd.key("both")})
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def after_its_last_report(weftd: Weftd, before: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The generator reports twice a second; the first token of a sequence comes from its prefill."""
+    for _ in range(200):
+        now = stats(weftd)["generator"]
+        if now["slots_busy"] - before["slots_busy"] >= 0.95 * tokens:
+            return now
+        threading.Event().wait(0.1)
+    raise AssertionError(f"the generator never reported {tokens} tokens: {before} {now}")
+
+
+def test_the_health_of_a_run_and_what_it_waits_for(server: tuple[Weftd, int], tmp_path: Path) -> None:
+    weftd, port = server
+    service = weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("healthy"))
+    training = service.create_lora_training_client(BASE_MODEL, rank=4).result()
+    data = [
+        types.Datum(
+            model_input=types.ModelInput.from_ints([50, 51, 52]),
+            loss_fn_inputs={"target_tokens": [51, 52, 53], "weights": [1.0, 1.0, 1.0]},
+        )
+    ]
+    sampler = training.save_weights_and_get_sampling_client().result()
+    for future in [ask(sampler, 20, seed) for seed in range(3)]:
+        future.result()
+    training.forward_backward(data, "cross_entropy").result()
+    training.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+    headers = {"X-API-Key": weftd.key("healthy")}
+    address = f"{weftd.url}/api/v1/weft/runs/{training.model_id}/health"
+    found = httpx.get(address, headers=headers).json()
+    assert (found["sampled_tokens"], found["trained_tokens"]) == (60, 3)
+    assert found["acceptance"] == pytest.approx(0.05)
+    assert found["staleness"] == {"0": 3}
+    assert 0 < found["trainer_wait"] < 1
+    assert found["stall"]["waiting_for"] == "client"
+    waiting = ask(sampler, 2000)
+    for _ in range(200):
+        stall = httpx.get(address, headers=headers).json()["stall"]
+        if stall["waiting_for"] == "sampling":
+            break
+        threading.Event().wait(0.05)
+    assert stall["sentence"].startswith("waiting for 1 of 1 groups; oldest sample ")
+    assert waiting.future().cancel()
+    assert httpx.get(address, headers={"X-API-Key": weftd.key("both")}).status_code == 404
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    assert 'weft_ops_submitted_total{kind="sample"}' in text
+    assert "healthy" not in text
