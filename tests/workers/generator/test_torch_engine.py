@@ -16,6 +16,7 @@ from workers.generator.adapters import AdapterCache, AdapterUnusable
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapter import Adapter, AdapterShape, load_adapter, save_adapter
+from workers.model.base_mm import base_mm
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
 
@@ -200,3 +201,33 @@ def test_the_cache_serves_more_adapters_than_fit(decoder: Decoder, adapters: dic
     for request in requests:
         assert same(finished[request.id], run(make(decoder), replace(request))[request.id])
     assert engine.stats().adapters_loaded == 0
+
+
+# -- isolation where matrix products do not give it
+
+
+def test_where_rows_mind_their_neighbours_each_is_computed_alone(
+    decoder: Decoder, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library whose products depend on the number of rows, as the start-up test may find it."""
+
+    def minding(x: torch.Tensor, weight: torch.Tensor, **options: object) -> torch.Tensor:
+        y = base_mm(x, weight, **options)  # type: ignore[arg-type]
+        y += 1e-3 * len(x)
+        return y
+
+    monkeypatch.setattr("workers.model.lora.base_mm", minding)
+    monkeypatch.setattr("workers.model.per_expert.base_mm", minding)
+    names = ["", "", "a0", "a1"]
+    requests = [
+        ask(f"r{i}", 40 + i, SamplingParams(max_tokens=6, seed=i), adapter=name, adapter_folder=adapters.get(name))
+        for i, name in enumerate(names)
+    ]
+
+    def alike() -> bool:
+        together = run(make(decoder), *requests)
+        return all(same(together[request.id], run(make(decoder), request)[request.id]) for request in requests)
+
+    assert not alike()
+    monkeypatch.setattr(decoder, "isolation", "per-segment")
+    assert alike()
