@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import (
     EngineStats,
-    ErrorCategory,
     Finished,
     GenerateRequest,
     RequestError,
@@ -47,6 +46,8 @@ T = TypeVar("T")
 STEP_S = 0.01
 #: Of a cancelled request: how long before vLLM is told again, in case it had not known the request yet.
 _ABORT_AGAIN_S = 0.05
+
+FAILED = "generation failed; the generator's log has the details"
 
 
 class VllmEngine:
@@ -176,7 +177,7 @@ class VllmEngine:
             except VllmLost:
                 self._server.lost()
             except VllmRefused as error:
-                raise AdapterUnusable(f"vLLM did not take the sampler weights {name!r}: {error}") from error
+                raise AdapterUnusable(f"vLLM did not take the sampler weights {name!r}") from error
 
         self._call(swap()).result()
 
@@ -253,13 +254,15 @@ class VllmEngine:
             end = _declined(request.id, "vLLM was lost while it generated", "again", "server")
         except VllmRefused as error:
             log.warning("request %s: vLLM refuses it: %s", request.id, error)
-            category: ErrorCategory = "user" if error.status < 500 else "server"
-            end = Finished(request.id, error=RequestError(f"vLLM refuses the request: {error}", category))
+            if error.status < 500:
+                end = refused(request.id, f"vLLM refuses the request: {error}")
+            else:
+                end = Finished(request.id, error=RequestError(FAILED, "server"))
         except asyncio.CancelledError:
             end = self._end(progress)
         except Exception:
             log.exception("request %s failed", request.id)
-            end = Finished(request.id, error=RequestError("generation failed; the generator's log has more", "server"))
+            end = Finished(request.id, error=RequestError(FAILED, "server"))
         finally:
             for task in progress.work:
                 task.cancel()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import logging
 import os
 import shutil
 import uuid
@@ -22,10 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import PolicySpan
 from workers.generator.vllm.adapters import Room, convert
-from workers.generator.vllm.client import VllmClient
+from workers.generator.vllm.client import VllmClient, VllmRefused
 from workers.model.config import DecoderConfig
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -118,7 +122,11 @@ class Policies:
         version = await asyncio.to_thread(convert, name, source, weights, self.config, self.room)
         pushed = Pushed(f"{_key(name)}@{version}-{key}", self.folder / key, weights, [(self.epoch, version)])
         _lead(pushed.folder, weights)
-        pushed.number = await self.client.load_adapter(pushed.name, str(pushed.folder))
+        try:
+            pushed.number = await self.client.load_adapter(pushed.name, str(pushed.folder))
+        except VllmRefused as error:
+            log.warning("sampler weights %r: vLLM does not load them: %s", name, error)
+            raise AdapterUnusable(f"the sampler weights {name!r} could not be loaded by vLLM") from error
         return pushed
 
     async def _evict(self) -> None:

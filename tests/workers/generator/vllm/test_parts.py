@@ -1,0 +1,135 @@
+"""The parts around vLLM that need none: adapters as it reads them, turns, labels of versions, the guard."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from workers.generator.adapters import AdapterUnusable
+from workers.generator.engine import GenerateRequest, PolicySpan, SamplingParams
+from workers.generator.vllm import guard, translate
+from workers.generator.vllm.adapters import NotServable, Room, convert, targets
+from workers.generator.vllm.policies import Pushed, spans
+from workers.generator.vllm.slots import Slots
+from workers.model.adapter import Adapter, AdapterShape, load_adapter, save_adapter
+from workers.model.config import read_config, read_json
+from workers.model.tiny import TINY_PATH
+
+CONFIG = read_config("tiny", TINY_PATH)
+ROOM = Room(slots=4, rank=8)
+
+
+def saved(folder: Path, *, rank: int = 4, unembed: bool = False, fill: float | None = None) -> Path:
+    adapter = Adapter.init(AdapterShape(CONFIG, rank, True, True, unembed), seed=0, scale=0.37)
+    adapter.flat.add_(0.01)
+    if fill is not None:
+        adapter.flat.fill_(fill)
+    save_adapter(adapter, folder, base_model="tiny", details={"step": 7})
+    return folder
+
+
+def test_an_adapter_is_written_as_peft_with_its_scale_in_the_weights(tmp_path: Path) -> None:
+    version = convert("a", saved(tmp_path / "a"), tmp_path / "out", CONFIG, ROOM)
+    assert version == 7
+    config = read_json(tmp_path / "out" / "adapter_config.json")
+    assert config["lora_alpha"] == config["r"] == 4
+    keys = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all("mlp.experts." not in key or key.split("mlp.experts.")[1][0].isdigit() for key in keys)
+    assert not any("lm_head" in key for key in keys)
+    before, after = (load_adapter(tmp_path / name, CONFIG).adapter for name in ("a", "out"))
+    for name, view in before.views.items():
+        scaled = view * 0.37 if name.endswith("_B") else view
+        np.testing.assert_allclose(after.view(name).numpy(), scaled.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"), [({"unembed": True}, "train_unembed"), ({"rank": 9}, "rank is 9"), ({"fill": np.inf}, "finite")]
+)
+def test_adapters_that_vllm_would_serve_wrong_are_refused(tmp_path: Path, kind: dict[str, float], word: str) -> None:
+    with pytest.raises(NotServable, match=word):
+        convert("a", saved(tmp_path / "a", **kind), tmp_path / "out", CONFIG, ROOM)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_that_nobody_can_serve_are_refused_otherwise(tmp_path: Path) -> None:
+    for source in (None, tmp_path / "nowhere", tmp_path):
+        with pytest.raises(AdapterUnusable) as caught:
+            convert("a", source, tmp_path / "out", CONFIG, ROOM)
+        assert not isinstance(caught.value, NotServable)
+
+
+def test_targets_never_hold_the_unembedding() -> None:
+    assert targets(CONFIG) == ["qkv_proj", "o_proj", "experts"]
+
+
+def test_slots_go_to_the_higher_priority_first() -> None:
+    async def scenario() -> list[str]:
+        slots, order = Slots(1), list[str]()
+
+        async def wait(name: str, priority: int) -> None:
+            await slots.take(priority)
+            order.append(name)
+            slots.give()
+
+        await slots.take(0)
+        waits = [
+            asyncio.create_task(wait(n, p)) for n, p in [("low", -1), ("a", 0), ("gone", 5), ("b", 0), ("high", 1)]
+        ]
+        await asyncio.sleep(0)
+        waits[2].cancel()
+        slots.give()
+        await asyncio.gather(*waits, return_exceptions=True)
+        await asyncio.wait_for(slots.take(0), 1)  # the one whose wait was cancelled took none
+        return order
+
+    assert asyncio.run(scenario()) == ["high", "a", "b", "low"]
+
+
+def test_labels_become_versions() -> None:
+    pushed = Pushed("a@3", Path("a"), Path("w"), [(2, 3)])
+    pushed.versions += [(5, 4), (6, 6)]
+    labels = [{"version": v, "start": s, "end": e} for v, s, e in [("2", 0, 4), ("4", 4, 6), ("5", 6, 9), ("6", 9, 12)]]
+    assert spans(pushed, labels, 12) == (PolicySpan(3, 6), PolicySpan(4, 3), PolicySpan(6, 3))
+    assert spans(pushed, labels, 7) == (PolicySpan(3, 6), PolicySpan(4, 1))
+    assert spans(None, labels, 12) == (PolicySpan(0, 12),)
+    assert spans(pushed, None, 0) == ()
+
+
+def test_every_sequence_has_a_seed_of_its_own() -> None:
+    seeds = {translate.sequence_seed(seed, sample) for seed in range(50) for sample in range(50)}
+    assert len(seeds) == 2500
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_one_more_top_logprob_is_asked_because_the_sampled_token_counts() -> None:
+    request = GenerateRequest("r", (1, 2), SamplingParams(temperature=0), topk_sample_logprobs=2)
+    assert translate.params_of(request, 0, 5, [9])["logprobs"] == 3
+    entry = {"token_id": 8, "logprob": -5.0}
+    top = [entry, {"token_id": 1, "logprob": -0.1}, {"token_id": 2, "logprob": -1.0}]
+    choice = {"token_ids": [8], "logprobs": {"content": [{**entry, "top_logprobs": top}]}}
+    topk = translate.sequence_of(request, choice, 10).topk
+    assert topk is not None
+    assert topk.token_ids.tolist() == [[1, 2]]
+
+
+def test_the_guard_ends_all_when_its_parent_is_gone() -> None:
+    family = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+    command = [sys.executable, guard.__file__, sys.executable, "-c", f"{family} time.sleep(600)"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while len(found := psutil.Process(process.pid).children(recursive=True)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(60)
+    _, alive = psutil.wait_procs(found, timeout=60)
+    assert not alive
