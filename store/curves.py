@@ -13,7 +13,7 @@ from sqlalchemy import select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from store.tables import RunCurve, RunMetric
+from store.tables import Run, RunCurve, RunMetric
 
 #: Curves of one run, and points of one curve.
 MAX_CURVES = 64
@@ -46,6 +46,7 @@ class Curve:
 
 def log_points(session: Session, org_id: str, run_id: str, points: Sequence[Point], at: datetime) -> int:
     """Write `points`; of several with one name and step the last counts. Returns how many steps are new."""
+    session.scalars(select(Run.id).where(Run.id == run_id).with_for_update()).all()  # one writer of a run at a time
     latest = {(point.name, point.step): point.value for point in points}
     curves = {row.name: row for row in session.scalars(select(RunCurve).filter_by(run_id=run_id, org_id=org_id))}
     named: dict[str, list[int]] = {}

@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 from fastapi.responses import RedirectResponse, Response
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.auth import Principal, admit
 from api.console import sessions
-from api.errors import Forbidden, Unauthenticated
+from api.errors import Forbidden, TooLarge, Unauthenticated
 from api.state import service_of
 from store.caller import Caller, become
 from store.secret import derive
@@ -29,6 +29,7 @@ from store.secret import derive
 PREFIX = "/console"
 CSRF_HEADER = "x-csrf-token"
 SAFE_METHODS = frozenset({"GET", "HEAD"})
+MAX_FORM_BYTES = 65_536
 
 #: Nothing inline and nothing from elsewhere; forms may lead to Stripe's checkout.
 CSP = (
@@ -172,7 +173,7 @@ def _here(request: Request) -> str:
 
 
 class SecurityHeaders:
-    """Adds HEADERS to whatever the console answers."""
+    """Adds HEADERS to whatever the console answers, and refuses bodies that no form of it has."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -190,7 +191,19 @@ class SecurityHeaders:
                 headers.setdefault("cache-control", "no-store")
             await send(message)
 
+        if _body_bytes(scope) > MAX_FORM_BYTES:
+            await TooLarge(f"a form of the console has at most {MAX_FORM_BYTES} bytes").response()(scope, receive, add)
+            return
         await self.app(scope, receive, add)
+
+
+def _body_bytes(scope: Scope) -> int:
+    """How large the body says it is; one that does not say is too large. Nobody need be signed in to send one."""
+    headers = Headers(scope=scope)
+    if "transfer-encoding" in headers:
+        return MAX_FORM_BYTES + 1
+    declared = headers.get("content-length", "0")
+    return int(declared) if declared.isdecimal() else MAX_FORM_BYTES + 1
 
 
 def _of_console(scope: Scope) -> bool:

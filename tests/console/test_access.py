@@ -43,6 +43,14 @@ def test_a_bad_key_is_refused_without_saying_why(console: Console) -> None:
         assert "set-cookie" not in reply.headers
 
 
+def test_no_large_bodies(console: Console) -> None:
+    big = b"key=" + b"x" * 70_000
+    for content in (big, iter([big])):
+        reply = console.http.post("/console/login", content=content, headers=SAME_SITE)
+        assert reply.status_code == 413
+        assert "content-security-policy" in reply.headers
+
+
 @pytest.mark.parametrize("path", PAGES)
 def test_nothing_without_a_session(console: Console, path: str) -> None:
     assert console.http.get(f"/console{path}", follow_redirects=False).status_code == 401

@@ -21,6 +21,8 @@ from api.console.security import (
     take_cookie,
 )
 from api.state import ServiceDep
+from store.keys import find
+from store.tables import LoginLink
 
 router = APIRouter(route_class=ConsoleRoute)
 
@@ -42,8 +44,9 @@ async def login(
     next: Annotated[str, Form(max_length=2048)] = "",
 ) -> Response:
     check_same_site(request)
-    now = datetime.now(UTC)
-    sid = await service.database.write(lambda session: sessions.sign_in_with_key(session, key.strip(), now))
+    now, sid = datetime.now(UTC), None
+    if await service.read(lambda session: find(session, key.strip(), now)):  # who guesses does not get to the writer
+        sid = await service.database.write(lambda session: sessions.sign_in_with_key(session, key.strip(), now))
     if sid is None:
         return page(request, "login.html", None, 401, next=local_path(next), problem=BAD_KEY, token=None)
     return _enter(request, sid, local_path(next))
@@ -58,8 +61,9 @@ async def link_page(request: Request, token: str) -> HTMLResponse:
 @router.post("/login/{token}", **_OPEN)
 async def login_by_link(request: Request, service: ServiceDep, token: str) -> Response:
     check_same_site(request)
-    now = datetime.now(UTC)
-    sid = await service.database.write(lambda session: sessions.sign_in_with_link(session, token, now))
+    now, sid = datetime.now(UTC), None
+    if await service.read(lambda session: session.get(LoginLink, sessions.digest(token))):
+        sid = await service.database.write(lambda session: sessions.sign_in_with_link(session, token, now))
     if sid is None:
         return page(request, "login.html", None, 401, next=PREFIX + "/", problem=BAD_LINK, token=None)
     return _enter(request, sid, PREFIX + "/")
