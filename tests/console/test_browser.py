@@ -228,7 +228,7 @@ def test_a_key_is_shown_once(console: Console, open_page: Open) -> None:
     page.get_by_role("button", name="Make key").click()
     secret = page.locator("#secret").inner_text()
     assert secret.startswith("tml-")
-    assert console.http.get("/api/v1/weft/usage", headers={"x-api-key": secret}).status_code == 200
+    assert console.http.get("/api/v1/weft/limits", headers={"x-api-key": secret}).status_code == 200
     with console.database.read() as session:
         row = session.scalars(select(ApiKey).filter_by(name="from the browser")).one()
     assert secret not in str(vars(row))
