@@ -1,9 +1,10 @@
-"""`weftd worker`: a trainer or a generator for API replicas that share a Redis. `weftd migrate` (docs/production.md)."""
+"""`weftd worker`, a trainer or a generator for API replicas that share a Redis; `weftd migrate`: docs/production.md."""
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import click
@@ -30,9 +31,12 @@ def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | N
         refuse(str(error))
     programs = embedded_workers(settings, {name: card.path for name, card in cards.items()})
     program = next(program for program in programs if program.role == role)
+    command = [*program.command, "--redis", settings.redis_url]
+    if "--vllm-folder" in command:  # its own: the data folder is for all
+        command += ["--vllm-folder", tempfile.mkdtemp(prefix="weft-vllm-")]
     os.environ.update(program.environment)
     sys.stdout.flush()
-    os.execv(program.command[0], [*program.command, "--redis", settings.redis_url])
+    os.execv(command[0], command)
 
 
 @click.command()

@@ -146,6 +146,7 @@ class Term:
         PolicyDesk(self.journal, self._policy_moved)
         self._joining = Joining(shared.url, token)
         self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
         self._sure_until = 0.0
         self.renewed()
         self.over = asyncio.Event()
@@ -165,6 +166,7 @@ class Term:
 
     def drain(self) -> None:
         """Have the trainer snapshot its runs; it then looks for the next leader."""
+        self._draining = True
         self.desk.drain()
 
     async def drained(self, within_s: float) -> None:
@@ -195,14 +197,14 @@ class Term:
 
     async def _lead(self) -> None:
         """Have trainers come here, but not while another may lead already."""
-        if asyncio.get_running_loop().time() < self._sure_until:
+        if not self._draining and asyncio.get_running_loop().time() < self._sure_until:
             await self._run(self._joining.lead, LEADS_S)
         await asyncio.sleep(BEAT_S)
 
     async def _trainers(self) -> None:
         """One trainer at a time; others that have joined stand by."""
         name = await self._run(self._joining.next, 1.0)
-        if name is None:
+        if name is None or self._draining:
             return
         log.info("%s attached", name)
         self._unattached.clear()

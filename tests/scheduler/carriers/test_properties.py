@@ -22,13 +22,16 @@ quick = settings(
 
 paths = st.tuples(
     st.sampled_from(["m1", "m2"]),
-    st.sampled_from(["x", "y", "z"]),
+    st.sampled_from(["x", "y"]),
     st.sampled_from(["interactive", "batch"]),
     st.sampled_from(["1", "2"]),
 )
+pushes = st.tuples(st.just("push"), paths, st.integers(1, 50), st.integers(1, 5), st.integers(1, 3))
 calls = st.lists(
     st.one_of(
-        st.tuples(st.just("push"), paths, st.integers(1, 50), st.integers(1, 5), st.integers(1, 3)),
+        pushes,
+        pushes,
+        pushes,
         st.tuples(st.just("lease"), st.sampled_from("ABC"), st.integers(1, 4), st.booleans()),
         st.tuples(st.just("answer"), st.integers(0, 50)),
         st.tuples(st.just("correct"), paths, st.integers(-30, 30)),
@@ -37,7 +40,8 @@ calls = st.lists(
         st.tuples(st.just("wait"), st.integers(1, 8)),
         st.just(("expire",)),
     ),
-    max_size=60,
+    min_size=20,
+    max_size=80,
 )
 
 
@@ -84,7 +88,7 @@ def played(queue: FairQueue, clock: Clock, script: list[tuple]) -> list[object]:
     return told
 
 
-@quick
+@settings(quick, max_examples=100)
 @given(script=calls)
 def test_both_carriers_say_the_same_to_any_calls(make_redis: Callable[[Clock], RedisQueue], script: list) -> None:  # type: ignore[type-arg]
     here, there = Clock(), Clock()
@@ -142,18 +146,15 @@ def test_nothing_is_lost_or_doubled_when_workers_die_and_come_back(
             late += held[worker]
             held[worker] = []
             for other in "ABC":
-                if other != worker:
-                    queue.renew(other, 100)
+                queue.renew(other, 1 if other == worker else 100)
             clock.now_s += 20
             note(queue.expire())
         elif event == "late" and late:
-            item_id, epoch = late.pop(0)
-            finished[item_id] += queue.answer(item_id, epoch, b"late")
+            assert not queue.answer(*late.pop(0), b"late")
         elif event == "finish":
             for item_id, epoch in held[worker]:
                 finished[item_id] += queue.answer(item_id, epoch, b"")
             held[worker] = []
-    assert not any(finished[item_id] for item_id, _ in late if finished[item_id] > 1)
     clock.now_s += 1000
     note(queue.expire())
     for life in itertools.count():
