@@ -11,7 +11,7 @@
 - `sample_ms`: a sample of 32 tokens through a real server on this machine, for comparison.
 
 PostgreSQL is a throw-away cluster as the tests start it, with its fsync off: what is measured is our work, not the
-disk's. Milliseconds of processor time (`*_cpu_ms`) are this process's alone.
+disk's. Milliseconds of processor time (`cpu_ms`, `added_cpu_ms`) are this process's alone.
 """
 
 from __future__ import annotations
@@ -153,17 +153,19 @@ async def timed(ops: list[Operation], work: Callable[[Operation], Awaitable[None
 
 
 async def path_s(path: WithMoney | WithoutMoney, count: int, in_flight: int) -> dict[str, float]:
-    """Seconds per operation to accept, to settle, and for both in one."""
+    """Seconds per operation to accept, to settle, and for both in one; and of the processor to do the first two."""
     ops = [new_operation() for _ in range(count)]
+    cpu_s = time.process_time()
     accept_s = await timed(ops, path.accept, in_flight)
     settle_s = await timed(ops, path.settle, in_flight)
+    cpu_s = time.process_time() - cpu_s
 
     async def both(op: Operation) -> None:
         await path.accept(op)
         await path.settle(op)
 
     both_s = await timed([new_operation() for _ in range(count)], both, in_flight)
-    return {"accept": accept_s / count, "settle": settle_s / count, "both": both_s / count}
+    return {"accept": accept_s / count, "settle": settle_s / count, "both": both_s / count, "cpu": cpu_s / count}
 
 
 async def measure(database: Database, count: int, rounds: int) -> dict[str, Any]:
@@ -185,6 +187,8 @@ async def measure(database: Database, count: int, rounds: int) -> dict[str, Any]
         "split": {"accepted_per_s": 1 / many["accept"], "settled_per_s": 1 / many["settle"]},
         "one_at_a_time_ms": 1e3 * one["both"],
         "added_ms": {"many": 1e3 * (many["both"] - bare_many["both"]), "one": 1e3 * (one["both"] - bare_one["both"])},
+        "cpu_ms": {"many": 1e3 * many["cpu"], "one": 1e3 * one["cpu"]},
+        "added_cpu_ms": {"many": 1e3 * (many["cpu"] - bare_many["cpu"]), "one": 1e3 * (one["cpu"] - bare_one["cpu"])},
     }
 
 

@@ -25,10 +25,22 @@ from store.tables import Budget, BudgetAlert, BudgetPeriod, CreditGrant, LedgerE
 _W, _G, _B, _P = (table.__table__.c for table in (Wallet, CreditGrant, Budget, BudgetPeriod))
 _HAS_GRANTS = exists().where(_G.org_id == _W.org_id, _G.remaining_nusd > 0)
 _HAS_BUDGETS = exists().where(_B.org_id == _W.org_id)
-_WALLETS = select(_W.org_id, _W.mode, _W.balance_nusd, _W.held_nusd, _W.overdraft_nusd, _HAS_GRANTS, _HAS_BUDGETS)
-_BUDGETS = select(
-    *(_B.id, _B.org_id, _B.scope, _B.scope_id, _B.period, _B.limit_nusd, _B.hard, _B.alert_pcts),
-    *(_P.start, _P.spent_nusd, _P.held_nusd),
+_ORGS = bindparam("orgs", expanding=True)
+_WALLETS = select(
+    *(_W.org_id, _W.mode, _W.balance_nusd, _W.held_nusd, _W.overdraft_nusd), _HAS_GRANTS, _HAS_BUDGETS
+).where(_W.org_id.in_(_ORGS))
+_BUDGETS = (
+    select(
+        *(_B.id, _B.org_id, _B.scope, _B.scope_id, _B.period, _B.limit_nusd, _B.hard, _B.alert_pcts),
+        *(_P.start, _P.spent_nusd, _P.held_nusd),
+    )
+    .select_from(
+        Budget.__table__.outerjoin(
+            BudgetPeriod.__table__,
+            and_(_P.budget_id == _B.id, _P.start.in_(bindparam("starts", expanding=True))),
+        )
+    )
+    .where(_B.org_id.in_(_ORGS), _B.scope_id.in_(bindparam("scopes", expanding=True)))
 )
 _GRANTS = select(_G.id, _G.org_id, _G.kind, _G.remaining_nusd, _G.created_at, _G.expires_at)
 _SET_WALLET = (
@@ -209,11 +221,10 @@ class Accounts:
     def _read_wallets(self, org_ids: list[str]) -> tuple[list[str], list[str]]:
         """Also says who has grants that are not used up, and who has budgets: most have neither."""
         connection = self._session.connection()
-        query = _WALLETS.where(_W.org_id.in_(org_ids))
-        rows = connection.execute(query).all()
+        rows = connection.execute(_WALLETS, {"orgs": org_ids}).all()
         if len(rows) < len(org_ids):
             make_wallets(self._session, org_ids)
-            rows = connection.execute(query).all()
+            rows = connection.execute(_WALLETS, {"orgs": org_ids}).all()
         self._wallets = {row[0]: WalletRow(*row[:5]) for row in rows}
         return [row[0] for row in rows if row[5]], [row[0] for row in rows if row[6]]
 
@@ -227,11 +238,9 @@ class Accounts:
         connection = self._session.connection()
         scope_ids = {scope_id for payer in payers for scope_id in payer.scope_ids().values()}
         starts = {period_start(period, when) for when in at for period in ("month", "total")}
-        periods = and_(_P.budget_id == _B.id, _P.start.in_(starts))
-        joined = Budget.__table__.outerjoin(BudgetPeriod.__table__, periods)
-        query = _BUDGETS.select_from(joined).where(_B.org_id.in_(org_ids), _B.scope_id.in_(scope_ids))
+        wanted = {"orgs": org_ids, "scopes": list(scope_ids), "starts": list(starts)}
         budgets: dict[str, BudgetLimit] = {}
-        for *budget, start, spent, held in connection.execute(query):
+        for *budget, start, spent, held in connection.execute(_BUDGETS, wanted):
             budgets[budget[0]] = BudgetLimit(*budget)
             if start is not None:
                 self._periods[budget[0], start] = PeriodRow(budget[0], start, spent, held)

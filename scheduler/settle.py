@@ -56,10 +56,11 @@ def result_of(op: Operation, done: Done) -> Outcome:
 
 
 _OP = tables.Operation.__table__.c
-_ROWS = select(
+_ENDING = select(
     *(_OP.id, _OP.org_id, _OP.project_id, _OP.key_id, _OP.user_id, _OP.session_id, _OP.base_model),
     *(_OP.state, _OP.hold_nusd, _OP.accepted_at),
 )
+_ROWS = _ENDING.where(_OP.id.in_(bindparam("ids", expanding=True))).with_for_update()
 _END = (
     update(tables.Operation)
     .where(_OP.id == bindparam("of"))
@@ -99,8 +100,8 @@ class Settlement:
         """Write how operations ended. The outcome of one is another than its result if a name is taken."""
         now = datetime.now(UTC)
         connection = session.connection()
-        query = _ROWS.where(_OP.id.in_({ending.op.id for ending in endings})).with_for_update()
-        rows = {found.id: found for found in connection.execute(query)}
+        ids = sorted({ending.op.id for ending in endings})
+        rows = {found.id: found for found in connection.execute(_ROWS, {"ids": ids})}
         changes: list[dict[str, Any]] = []
         charges: list[Charge] = []
         settled: list[Settled] = []
