@@ -13,11 +13,13 @@ log = logging.getLogger(__name__)
 
 #: Longest time between a job becoming due and its start, when no other one is running.
 LOOK_EVERY_S = 1.0
+#: A job in hand has this long when the server stops. What it leaves undone is due again when its lease is over.
+STOP_S = 10.0
 
 
 class EmbeddedJobs:
-    """Runs until `stop`, which waits for the job in hand. Servers that share a database share the work: the lease of
-    each job decides who runs it."""
+    """Runs until `stop`, which waits a while for the job in hand. Servers that share a database share the work: the
+    lease of each job decides who runs it."""
 
     def __init__(self, context: JobContext, jobs: Mapping[str, Job]) -> None:
         self._context = context
@@ -31,7 +33,7 @@ class EmbeddedJobs:
     def stop(self) -> None:
         self._stopping.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(STOP_S)
 
     def _work(self) -> None:
         while not self._stopping.wait(LOOK_EVERY_S):

@@ -62,7 +62,10 @@ def send_meter_events(context: JobContext) -> Result:
             claimed = context.database.write_now(lambda session: sender.claim(session, context.now(), SENDERS))
             if not claimed:
                 break
-            counts.update(pool.map(lambda event: _send(context, client, event), claimed))
+            states = list(pool.map(lambda event: _send(context, client, event), claimed))
+            counts.update(states)
+            if "sent" not in states:
+                break  # Stripe is not well, or not ours today: the next run tries again
     counts.update(_decide(context, client))
     return dict(counts)
 
