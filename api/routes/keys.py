@@ -5,6 +5,7 @@ A secret is in exactly one answer, that of the request which made it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
@@ -19,9 +20,9 @@ from api.bodies import read_json
 from api.errors import Forbidden, Invalid, NotFound, quote
 from api.state import ServiceDep
 from api.validate.runs import check_text
-from store import keys, tables
+from store import keys, people, tables
 from store.people import NoSuch, project_by_id
-from store.roles import ADMIN, SCOPES, Scope
+from store.roles import ADMIN, BEYOND_A_PROJECT, SCOPES, Scope, effective
 
 router = APIRouter(prefix="/api/v1/weft/keys")
 
@@ -67,9 +68,6 @@ async def create_key(request: Request, service: ServiceDep, who: PrincipalDep) -
     body = await read_json(request, NewKey)
     name = check_text(body.name, "name", 128) or ""
     wanted = frozenset(body.scopes)
-    if not who.scopes >= wanted:
-        missing = ", ".join(sorted(wanted - who.scopes))
-        raise Forbidden(f"scopes: this key cannot give {missing}, which it does not have itself")
     if ADMIN not in who.scopes and (who.user_id is None or body.user_id not in (None, who.user_id)):
         raise Forbidden("user_id: only an admin makes keys for others or for the organisation itself")
     if body.expires_at is not None and body.expires_at <= datetime.now(UTC):
@@ -79,6 +77,7 @@ async def create_key(request: Request, service: ServiceDep, who: PrincipalDep) -
 
     def write(session: Session) -> dict[str, Any]:
         _check_owner(session, who.org_id, user_id, project_id)
+        _check_power(session, who, user_id, project_id, wanted)
         row, secret = keys.new_key(
             session,
             who.org_id,
@@ -108,8 +107,7 @@ async def rotate_key(key_id: str, request: Request, service: ServiceDep, who: Pr
         row = managed_key(session, who, key_id)
         if not keys.is_good(row):
             raise Invalid(f"key {key_id} is revoked or expired: make a new one")
-        if ADMIN in row.scopes and ADMIN not in who.scopes:
-            raise Forbidden("this key cannot give admin, which it does not have itself")
+        _check_power(session, who, row.user_id, row.project_id, row.scopes)
         secret = keys.rotate(session, row, timedelta(seconds=body.overlap_seconds), by=who.key_id)
         return describe(row) | {"key": secret}
 
@@ -147,6 +145,18 @@ def _check_owner(session: Session, org_id: str, user_id: str | None, project_id:
     query = select(tables.ApiKey.id).filter_by(org_id=org_id, revoked_at=None).limit(MAX_KEYS)
     if len(session.scalars(query).all()) >= MAX_KEYS:
         raise Invalid(f"the organisation has {MAX_KEYS} keys, which is the limit: revoke some first")
+
+
+def _check_power(
+    session: Session, who: Principal, user_id: str | None, project_id: str | None, scopes: Iterable[str]
+) -> None:
+    """Whoever holds the secret of a key may do what the key may: nobody gets one that may more than he."""
+    role = "owner" if user_id is None else people.membership(session, who.org_id, user_id).role
+    power = effective(role, scopes) - (BEYOND_A_PROJECT if project_id is not None else frozenset())
+    if not power <= who.scopes:
+        raise Forbidden(f"scopes: you cannot give {', '.join(sorted(power - who.scopes))}, which you do not have")
+    if ADMIN in power and role == "owner" and who.role != "owner":
+        raise Forbidden("scopes: only an owner gives admin to a key of the organisation or of an owner")
 
 
 def describe(row: tables.ApiKey) -> dict[str, Any]:

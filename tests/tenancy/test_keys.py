@@ -49,9 +49,26 @@ def test_a_key_has_its_scopes_only(any_world: World) -> None:
     assert make(any_world, key=key, status=403, scopes=["train"])["code"] == "forbidden"
 
 
+def test_nobody_gets_a_key_that_may_more_than_he(any_world: World) -> None:
+    """Neither by making it nor by taking over one that is there, which is what rotating is."""
+    _, admin = member(any_world, "admin")
+    owner_id, owner = member(any_world, "owner")
+    assert "only an owner gives admin" in make(any_world, key=admin, status=403)["detail"]
+    assert "only an owner gives admin" in make(any_world, key=admin, status=403, user_id=owner_id)["detail"]
+    make(any_world, key=admin, scopes=["train", "sample"])
+    owners = any_world.get("weft/keys", key=owner)["keys"][1]
+    any_world.post(f"weft/keys/{owners['id']}/rotate", {}, key=admin, status=403)
+    user_id, everything = member(any_world, "member")
+    sampling = make(any_world, key=everything, scopes=["sample"])["key"]
+    whole = next(row for row in any_world.get("weft/keys", key=sampling)["keys"] if row["scopes"] == ["admin"])
+    assert whole["user_id"] == user_id
+    refused = any_world.post(f"weft/keys/{whole['id']}/rotate", {}, key=sampling, status=403)["detail"]
+    assert "you cannot give checkpoints:read, checkpoints:write, train" in refused
+    any_world.post(f"weft/keys/{whole['id']}/rotate", {}, key=everything)
+
+
 def test_no_key_gives_what_it_does_not_have(any_world: World) -> None:
     _, mine = member(any_world, "member")
-    assert "cannot give admin" in make(any_world, key=mine, status=403)["detail"]
     made = make(any_world, key=mine, scopes=["train"])
     assert [row["id"] for row in any_world.get("weft/keys", key=mine)["keys"]] == [made["id"], 3]  # not 1, of acme
     for method in ("GET", "DELETE"):
