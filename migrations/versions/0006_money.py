@@ -231,7 +231,8 @@ def _take_over() -> None:
     rest = {"project_id": "", "key_id": 0, "user_id": "", "per_units": 1_000_000}
     for key, (quantity, amount, count) in hours.items():
         values = dict(zip(columns, key, strict=True)) | rest
-        connection.execute(hourly.insert().values(values, quantity=quantity, amount_nusd=amount, events=count))
+        values |= {"quantity": quantity, "amount_nusd": amount, "events": count}
+        connection.execute(hourly.insert().values(values))
     entry = {"type": "usage", "ref_type": "migration", "ref_id": revision, "memo": "before the ledger"}
     for (org_id,) in connection.execute(sa.select(orgs.c.id)).all():
         connection.execute(wallets.insert().values(org_id=org_id, mode="unlimited", balance_nusd=-spent[org_id]))
