@@ -55,7 +55,7 @@ def finish(engine: VllmEngine, *requests: GenerateRequest) -> dict[str, Finished
     for request in requests:
         engine.add(request)
     finished: dict[str, Finished] = {}
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 270  # vLLM may be starting anew
     while engine.busy:
         assert time.monotonic() < deadline, engine.stats()
         for result in engine.step():

@@ -186,6 +186,7 @@ def processes(engine: VllmEngine) -> list[psutil.Process]:
     return [mine, *mine.children(recursive=True)]
 
 
+@pytest.mark.timeout(600)
 def test_a_crash_gives_back_what_ran_and_everything_works_again(
     engine: VllmEngine, torch_engine: TorchEngine, tmp_path: Path
 ) -> None:
