@@ -29,7 +29,7 @@ from tests.servers import free_port
 
 BLACK_HOLE_S = 40.0
 #: After the link is well again. Measured: a few seconds, of which up to 5 are the beat's; the machine may be busy.
-RECOVERY_S = 60.0
+RECOVERY_S = 120.0
 
 
 class OwnRedis:
