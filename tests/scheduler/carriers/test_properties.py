@@ -120,7 +120,9 @@ def test_the_bound_between_two_organisations(
             assert abs(served["a"] / weights[0] - served["b"] / weights[1]) <= bound + 1e-9
 
 
-deaths = st.lists(st.tuples(st.sampled_from("ABC"), st.sampled_from(["work", "die", "late", "finish"])), max_size=60)
+deaths = st.lists(
+    st.tuples(st.sampled_from("ABC"), st.sampled_from(["work", "die", "late", "finish"])), min_size=15, max_size=60
+)
 
 
 @quick
