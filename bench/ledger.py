@@ -196,7 +196,7 @@ def sample_ms(times: int) -> float:
     """A sample of 32 tokens from a prompt of 100, over HTTP."""
     with serve() as (url, data_dir):
         client = tinker.ServiceClient(base_url=url, api_key=make_key(data_dir, "bench"))
-        sampler = client.create_sampling_client(base_model=BASE_MODEL)
+        sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
         prompt = types.ModelInput.from_ints([20 + i % 300 for i in range(100)])
         params = types.SamplingParams(max_tokens=32, stop=[], seed=1)
         taken = []

@@ -14,8 +14,9 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
-from sqlalchemy import and_, bindparam, exists, insert, select, update
+from sqlalchemy import BindParameter, and_, bindparam, exists, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -25,7 +26,7 @@ from store.tables import Budget, BudgetAlert, BudgetPeriod, CreditGrant, LedgerE
 _W, _G, _B, _P = (table.__table__.c for table in (Wallet, CreditGrant, Budget, BudgetPeriod))
 _HAS_GRANTS = exists().where(_G.org_id == _W.org_id, _G.remaining_nusd > 0)
 _HAS_BUDGETS = exists().where(_B.org_id == _W.org_id)
-_ORGS = bindparam("orgs", expanding=True)
+_ORGS: BindParameter[Any] = bindparam("orgs", expanding=True)
 _WALLETS = select(
     *(_W.org_id, _W.mode, _W.balance_nusd, _W.held_nusd, _W.overdraft_nusd), _HAS_GRANTS, _HAS_BUDGETS
 ).where(_W.org_id.in_(_ORGS))

@@ -1,0 +1,36 @@
+"""`weftd credit`, `budget` and `billing` on a data folder, as an operator types them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from api.cli import weftd
+from store import keys
+from store.db import Database
+
+
+def run(folder: Path, *command: str) -> Result:
+    return CliRunner().invoke(weftd, [*command, "--data-dir", str(folder)])
+
+
+def test_the_operator_s_part(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/weft.db")
+    database.migrate()
+    database.write_now(lambda session: keys.create_key(session, "acme"))
+    database.close()
+    acme = ("--org", "acme")
+    assert run(tmp_path, "credit", "grant", *acme, "--usd", "10.000000001").output == "acme\tbalance 10.000000001\n"
+    assert "available 12.500000001" in run(tmp_path, "billing", "mode", *acme, "--overdraft", "2.5", "prepaid").output
+    made = run(tmp_path, "budget", "set", *acme, "--usd", "100", "--key", "1")
+    assert made.exit_code == 0
+    listed = run(tmp_path, "budget", "list", *acme).output
+    assert listed.startswith(f"{made.output.strip()}\tkey 1\tmonth\thard\tlimit 100.000000000\tspent 0.000000000")
+    assert run(tmp_path, "budget", "set", *acme, "--usd", "1", "--key", "2").exit_code == 1
+    assert run(tmp_path, "budget", "remove", *acme, made.output.strip()).exit_code == 0
+    assert run(tmp_path, "billing", "reconcile").output == "the books agree\n"
+    assert run(tmp_path, "credit", "refund", *acme, "--operation", "none").exit_code == 2
+    for amount in ("ten", "-1", "0.0000000001", "nan", "1e30"):
+        assert run(tmp_path, "credit", "grant", *acme, "--usd", amount).exit_code == 2
+    assert run(tmp_path, "credit", "grant", "--org", "nobody", "--usd", "1").exit_code == 1
