@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
+from itertools import dropwhile, takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,3 +66,25 @@ def test_devices_and_dtypes(tmp_path: Path) -> None:
     assert (settings.generator.device, settings.generator.dtype) == ("auto", "auto")
     with pytest.raises(SettingsError, match=r"generator\.device"):
         load_settings(write(tmp_path, 'data_dir = "d"\n[generator]\ndevice = "gpu"\n'))
+
+
+def test_the_page_for_operators_shows_every_setting_with_its_default() -> None:
+    """`[models]`, `prices` and Stripe's key have none; threads and the data folder depend on the machine."""
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text().partition("## Settings")[2]
+    lines = takewhile(
+        lambda line: not line or line.startswith("    "), dropwhile(lambda x: x[:4] != "    ", page.splitlines())
+    )
+    shown = flat(tomllib.loads("\n".join(line.removeprefix("    ") for line in lines)))
+    known = flat(load_settings(None, data_dir=Path("data")).model_dump(mode="json"))
+    known |= {"generator.vllm.program": "", "trainer.threads": 1, "generator.threads": 1, "data_dir": "data"}
+    for name in ("prices", "payments.secret_key"):
+        del known[name]
+    del shown["models.Qwen/Qwen3-0.6B"]
+    assert shown == known
+
+
+def flat(values: dict[str, Any], at: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{at}{name}.") if isinstance(value, dict) else {at + name: value}
+    return found
