@@ -104,7 +104,7 @@ class Journal:
         self._intake = Intake(database, blobs, prices)
         self._open: dict[str, Operation] = {}
         self._samplers: dict[str, SamplerFacts] = {}
-        self.versions: dict[str, int] = {}  # optimizer steps of runs, as far as they were told since the start
+        self.versions: dict[str, int] = {}  # optimizer steps of runs
         self._settling: set[asyncio.Task[Any]] = set()
 
     # ---- accepting
@@ -285,7 +285,7 @@ class Journal:
         """The policy of a run has moved, or its inflight samplers have."""
         self.versions[op.lane] = version
         inflight = op.plan.get("sampler_kind") == "inflight"
-        moved = PolicyMoved(op.lane, version, op.plan["target_ref"] if inflight else "")
+        moved = PolicyMoved(op.lane, version, op.plan["target_ref"] if inflight else "", op.seq)
         for desk in self.desks:
             desk.policy_moved(moved)
 

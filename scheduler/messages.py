@@ -176,11 +176,12 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 class PolicyMoved(msgspec.Struct, frozen=True, tag=True):
     """The policy of a run is at `version` (optimizer steps). With `adapter_ref` its inflight samplers are on the
-    weights there from now on, also for samples that run."""
+    weights there from now on, also for samples that run. `seq` is of the run's operation that moved it."""
 
     run_id: str
     version: int
     adapter_ref: str = ""
+    seq: int = 0
 
 
 class Declined(msgspec.Struct, frozen=True, tag=True):

@@ -15,6 +15,7 @@ from scheduler.journal import Journal
 from scheduler.lanes import RunLane
 from scheduler.messages import MUTATING, OpKind, RunSpec
 from scheduler.operations import INTERACTIVE, SAMPLE, Operation
+from scheduler.versions import policy_of
 from store import tables
 from store.db import Database
 
@@ -45,6 +46,10 @@ def recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
     lane = RunLane(run.org_id, spec_of(run), next_seq=next_seq, snapshot=snapshot, priority=priority)
     lane.closing = session.get_one(tables.Session, run.session_id).state != "active"
     journal.runs[run.id] = lane
+    policy = policy_of(session, run.id)
+    journal.versions[run.id] = policy.version
+    for desk in journal.desks:
+        desk.policy_moved(policy)
     for seq in ended:
         lane.refuse(seq)
     for row in rows:

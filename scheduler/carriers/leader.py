@@ -26,11 +26,12 @@ from billing.prices import PriceList
 from scheduler.carriers.contract import LIVES, FairQueue, QueueUnreachable
 from scheduler.carriers.fence import Fenced, Superseded, give_up, take
 from scheduler.carriers.news import Accepted, News
+from scheduler.carriers.policies import PolicyBoard, PolicyDesk
 from scheduler.carriers.shared_journal import SharedJournal
 from scheduler.carriers.train_link import Joining, LeaderLink
 from scheduler.desks import TrainerDesk
 from scheduler.journal import Journal
-from scheduler.messages import Done, Failure, PolicyMoved
+from scheduler.messages import Done, Failure
 from scheduler.operations import SAMPLE, Operation, Waiting
 from scheduler.recovery import from_row, recover_run, recover_runs
 from store import tables
@@ -97,26 +98,6 @@ class LeadingJournal(Journal):
         self._background(self._announce(op))
 
 
-class PolicyDesk:
-    """Tells generators, wherever they are, how runs move."""
-
-    worker = "generator"
-    attached = True
-
-    def __init__(self, journal: Journal, tell: Callable[[PolicyMoved], None]) -> None:
-        self._tell = tell
-        journal.desks.append(self)
-
-    def wake(self) -> None:
-        """Generators come to the shared queue by themselves."""
-
-    def cancel(self, op: Operation) -> None:
-        """Replicas cancel samples."""
-
-    def policy_moved(self, moved: PolicyMoved) -> None:
-        self._tell(moved)
-
-
 @dataclass(frozen=True)
 class Shared:
     """What a replica has in common with the others."""
@@ -142,8 +123,9 @@ class Term:
         self.database = Fenced(shared.database, token)
         self.journal = LeadingJournal(self.database, shared.blobs, shared.prices, shared.journal.announce)
         self.journal.meters = shared.journal.meters
+        self._board = PolicyBoard(shared.url)
         self.desk = TrainerDesk(self.journal, shared.pass_tokens)
-        PolicyDesk(self.journal, self._policy_moved)
+        self._policies = PolicyDesk(self.journal, self._board, self._run)
         self._joining = Joining(shared.url, token)
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
@@ -155,7 +137,7 @@ class Term:
     async def begin(self) -> None:
         recover_runs(self.journal, self.database)
         await self._shared.journal.tell_again(await self._run(self._lately))
-        works = (self._lead, self._trainers, self._hear, self._rescan, self._expire)
+        works = (self._lead, self._trainers, self._hear, self._rescan, self._expire, self._policies.tell)
         self._tasks = [asyncio.create_task(self._keep(work)) for work in works]
 
     async def end(self) -> None:
@@ -163,6 +145,7 @@ class Term:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._run(self._joining.close)
+        self._board.close()
 
     def drain(self) -> None:
         """Have the trainer snapshot its runs; it then looks for the next leader."""
@@ -285,13 +268,6 @@ class Term:
         if op is not None:
             await self._shared.journal.end(op, Done(op_id, failure=Failure(message)))
         await self._run(self._shared.queue.forget, op_id)
-
-    def _policy_moved(self, moved: PolicyMoved) -> None:
-        asyncio.get_running_loop().run_in_executor(self._shared.threads, self._send_move, moved)
-
-    def _send_move(self, moved: PolicyMoved) -> None:
-        with suppress(QueueUnreachable):
-            self._shared.news.moved(moved)
 
 
 class Leadership:

@@ -21,7 +21,7 @@ from scheduler.messages import Cancel, PolicyMoved
 
 log = logging.getLogger(__name__)
 
-_ENDED, _WORKERS, _ACCEPTED, _POLICIES = "weft:ended", "weft:workers", "weft:accepted", "{weft:policies}"
+_ENDED, WORKERS, _ACCEPTED = "weft:ended", "weft:workers", "weft:accepted"
 _GENERATORS = "{weft:generators}"
 #: Accepted operations that wait for a leader at most; the others it finds in the database.
 MOST_ACCEPTED = 10_000
@@ -69,7 +69,6 @@ _encode = msgspec.msgpack.Encoder().encode
 _ended = msgspec.msgpack.Decoder(Ended)
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
 _accepted = msgspec.msgpack.Decoder(Accepted)
-_moved = msgspec.msgpack.Decoder(PolicyMoved)
 
 
 class News:
@@ -99,31 +98,7 @@ class News:
 
     def cancel(self, worker: str, op_id: str) -> None:
         with reaching():
-            self._redis.publish(_WORKERS, _encode(ToWorker(worker, Cancel(op_id))))
-
-    def moved(self, moved: PolicyMoved) -> None:
-        """The policy of a run has moved: for samples that run, and for those that are still to be taken."""
-        with reaching():
-            self._redis.publish(_WORKERS, _encode(ToWorker("", moved)))
-            known = self.policies([moved.run_id]).get(moved.run_id)
-            newest = (
-                moved
-                if moved.adapter_ref or known is None
-                else PolicyMoved(moved.run_id, moved.version, known.adapter_ref)
-            )
-            self._redis.hset(_POLICIES, moved.run_id, _encode(newest))
-
-    def forget_policy(self, run_id: str) -> None:
-        with reaching():
-            self._redis.hdel(_POLICIES, run_id)
-
-    def policies(self, run_ids: list[str]) -> dict[str, PolicyMoved]:
-        """How far these runs are, and what their inflight samplers are on, as far as anybody has said."""
-        if not run_ids:
-            return {}
-        with reaching():
-            found = self._redis.hmget(_POLICIES, run_ids)
-        return {run_id: _moved.decode(value) for run_id, value in zip(run_ids, found, strict=True) if value}
+            self._redis.publish(WORKERS, _encode(ToWorker(worker, Cancel(op_id))))
 
     def accepted(self, note: Accepted) -> None:
         with reaching():
@@ -185,7 +160,12 @@ class Listener(threading.Thread):
 
     @classmethod
     def of_workers(
-        cls, url: str, worker: str, on_message: Callable[[Cancel | PolicyMoved], None], beat: Callable[[], None]
+        cls,
+        url: str,
+        worker: str,
+        on_message: Callable[[Cancel | PolicyMoved], None],
+        on_gap: Callable[[], None],
+        beat: Callable[[], None],
     ) -> Listener:
         """What `worker` must hear."""
 
@@ -194,7 +174,7 @@ class Listener(threading.Thread):
             if told.worker in ("", worker):
                 on_message(told.message)
 
-        return cls(url, _WORKERS, mine, lambda: None, beat)
+        return cls(url, WORKERS, mine, on_gap, beat)
 
     def run(self) -> None:
         while not self._over.is_set():

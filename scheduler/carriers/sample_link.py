@@ -24,6 +24,7 @@ import msgspec
 from scheduler.carriers.contract import Lease, QueueUnreachable
 from scheduler.carriers.news import Listener, News
 from scheduler.carriers.parcels import pack
+from scheduler.carriers.policies import Followed, PolicyBoard
 from scheduler.carriers.redis_queue import RedisQueue
 from scheduler.messages import (
     Cancel,
@@ -67,12 +68,14 @@ class SampleLink:
         self._again: list[Lease] = []  # leased again before their first life here has ended
         self._late: list[tuple[str, int, bytes]] = []  # answers that Redis was not there for
         self._told: queue.SimpleQueue[Cancel | PolicyMoved] = queue.SimpleQueue()
+        self._board, self._followed = PolicyBoard(url), Followed()
+        self._missed = threading.Event()  # something may have been told while nobody listened
         self._models: list[str] = []
         self._free = 0
         self._looked = self._beaten = 0.0
         self._draining = False
         self._lock = threading.Lock()
-        self._listener = Listener.of_workers(url, self.name, self._told.put, self._beat)
+        self._listener = Listener.of_workers(url, self.name, self._told.put, self._missed.set, self._beat)
         self._listener.start()
 
     def drain(self) -> None:
@@ -86,6 +89,7 @@ class SampleLink:
         self._listener.stop()
         self._queue.close()
         self._news.close()
+        self._board.close()
 
     def send(self, message: Any) -> None:
         match message:
@@ -108,8 +112,11 @@ class SampleLink:
         while True:
             try:
                 self._deliver()
-                if not self._told.empty():
-                    return self._told.get()
+                self._catch_up()
+                while not self._told.empty():
+                    told = self._told.get()
+                    if isinstance(told, Cancel) or self._followed.news(told):
+                        return told
                 work = self._take()
                 left = deadline - time.monotonic()
                 if work is not None or left <= 0:
@@ -143,8 +150,19 @@ class SampleLink:
         """Policies move while samples wait. What is leased must be handed over, whatever happens here."""
         policies: dict[str, PolicyMoved] = {}
         with suppress(QueueUnreachable):
-            policies = self._news.policies(sorted({op.run_id for op in ops if op.run_id}))
-        return [_on(op, policies[op.run_id]) if op.run_id in policies else op for op in ops]
+            policies = self._board.known({op.run_id for op in ops if op.run_id})
+        return [self._followed.hold(op, policies.get(op.run_id)) for op in ops]
+
+    def _catch_up(self) -> None:
+        """After a gap: what was told meanwhile of the runs that are followed."""
+        if self._missed.is_set():
+            self._missed.clear()
+            try:
+                for moved in self._board.known(self._followed.runs).values():
+                    self._told.put(moved)
+            except QueueUnreachable:
+                self._missed.set()
+                raise
 
     def _once_more(self, op_id: str) -> bool:
         """The engine died over a sample: it is handed over again when there is one, but for the last time."""
@@ -157,6 +175,7 @@ class SampleLink:
             return True
 
     def _answer(self, done: Done) -> None:
+        self._followed.drop(done.op_id)
         with self._lock:
             epoch = self._epochs.pop(done.op_id, None)
             self._leases.pop(done.op_id, None)
@@ -189,8 +208,3 @@ class SampleLink:
         log.warning("given up by the queue: %d samples are cancelled here and done by others", len(lost))
         for op_id in lost:
             self._told.put(Cancel(op_id))
-
-
-def _on(op: SampleOp, moved: PolicyMoved) -> SampleOp:
-    ref = moved.adapter_ref if op.inflight and moved.adapter_ref else op.adapter_ref
-    return msgspec.structs.replace(op, adapter_ref=ref, version=max(op.version, moved.version))

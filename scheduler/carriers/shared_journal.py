@@ -29,7 +29,17 @@ from scheduler.carriers.parcels import unpack
 from scheduler.completions import Completion, Target
 from scheduler.journal import Journal, SamplerFacts
 from scheduler.messages import Done, Failure, OpKind, SampleOp
-from scheduler.operations import SAMPLE, Draining, Gone, NewOperation, Operation, Outcome, RunClosed, Waiting
+from scheduler.operations import (
+    INTERACTIVE,
+    SAMPLE,
+    Draining,
+    Gone,
+    NewOperation,
+    Operation,
+    Outcome,
+    RunClosed,
+    Waiting,
+)
 from scheduler.recovery import from_row
 from scheduler.replicas import samples_of
 from scheduler.timings import Stretch
@@ -137,6 +147,7 @@ class SharedJournal(Journal):
                 op.org_id,
                 run_id=sampler.run_id or "",
                 inflight=sampler.inflight,
+                priority=int(op.plan.get("priority", INTERACTIVE) == INTERACTIVE),
             )
             item = Item(op.id, op.path, op.charged, _encode(send), samples_of(op), self._charges.weight(op.org_id))
             await self._reach(self._queue.push, item)

@@ -15,14 +15,15 @@ import redis
 from sqlalchemy import func, select
 
 from billing.prices import load_prices
-from scheduler.carriers import leader, shared_journal
+from scheduler.carriers import leader, policies, shared_journal
 from scheduler.carriers.leader import Leadership, Shared
 from scheduler.carriers.news import Listener, News
+from scheduler.carriers.policies import PolicyBoard
 from scheduler.carriers.redis_queue import RedisQueue
 from scheduler.carriers.sample_link import SampleLink
 from scheduler.carriers.shared_journal import SharedJournal
 from scheduler.carriers.train_link import TrainerLink
-from scheduler.messages import Done, Pass, PassOver, PullPass, PullSamples, SampleWork
+from scheduler.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork
 from scheduler.operations import Draining, NewOperation, Outcome, RunClosed, SequenceReused, Waiting
 from store import tables
 from store.blobs import Blobs
@@ -126,6 +127,13 @@ def sample(seq: int) -> NewOperation:
     return NewOperation("org", "s", "s:sample:0", seq, "sample", "m", 20, b"{}", plan)
 
 
+@pytest.fixture
+def board(url: str) -> Iterator[PolicyBoard]:
+    made = PolicyBoard(url)
+    yield made
+    made.close()
+
+
 @asynccontextmanager
 async def generator(url: str, blobs: Blobs) -> AsyncIterator[list[str]]:
     """Answers every sample; the ids of those it got."""
@@ -154,28 +162,35 @@ async def generator(url: str, blobs: Blobs) -> AsyncIterator[list[str]]:
 
 @asynccontextmanager
 async def trainer(url: str, blobs: Blobs) -> AsyncIterator[list[tuple[int, bool]]]:
-    """Answers every pass; (seq, replay) of all operations it was given."""
+    """Answers every pass; (seq, replay) of all operations it was given, (-1, False) when its leader was gone."""
     given: list[tuple[int, bool]] = []
     over = False
 
     def serve() -> None:
-        link = TrainerLink(url, blobs, lambda: over)
-        try:
-            while not over:
-                link.send(PullPass(["m"]))
-                message = None
-                while message is None and not over:
-                    message = link.recv(0.05)
-                if isinstance(message, Pass):
-                    for op in message.ops:
-                        given.append((op.seq, op.replay))
-                        if op.final and not op.replay:
-                            link.send(Done(op.op_id, b"result", {"tokens": 10}))
-                    link.send(PassOver(message.pass_id, 10, 1, 0.01))
-        except EOFError:
-            given.append((-1, False))
-        finally:
-            link.close()
+        while not over:
+            steps = 0
+            try:
+                link = TrainerLink(url, blobs, lambda: over)
+            except EOFError:
+                return
+            try:
+                while not over:
+                    link.send(PullPass(["m"]))
+                    message = None
+                    while message is None and not over:
+                        message = link.recv(0.05)
+                    if isinstance(message, Pass):
+                        for op in message.ops:
+                            given.append((op.seq, op.replay))
+                            steps += op.kind == "optim_step"
+                            facts = {"tokens": 10} if op.kind == "forward_backward" else {"version": steps}
+                            if op.final and not op.replay:
+                                link.send(Done(op.op_id, b"result", facts))
+                        link.send(PassOver(message.pass_id, 10, 1, 0.01))
+            except EOFError:
+                given.append((-1, False))
+            finally:
+                link.close()
 
     serving = asyncio.create_task(asyncio.to_thread(serve))
     try:
@@ -253,7 +268,37 @@ def test_the_next_leader_replays_and_the_old_one_can_do_nothing_more(
         assert isinstance(await two.result(pending, 0), Waiting)
         async with trainer(url, blobs) as given:
             assert (await two.result(pending)).payload == b"result"
-        assert given[:3] == [(0, True), (1, True), (2, False)]
+        assert given[-3:] == [(0, True), (1, True), (2, False)]
+
+    play(scenario)
+
+
+def test_how_far_runs_are_is_known_after_redis_and_the_leader_were_lost(
+    play: Play, url: str, blobs: Blobs, board: PolicyBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "LOOK_AGAIN_S", 0.2)
+
+    def known() -> PolicyMoved | None:
+        return board.known([RUN]).get(RUN)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        async with trainer(url, blobs):
+            await two.journal.accept(create(), run_row())
+            inflight = {"sampler_id": "s:sample:7", "sampling_session_seq_id": 7, "sampler_kind": "inflight"}
+            await one.journal.accept(train(1, "optim_step"))
+            saved = await two.journal.accept(train(2, "save_sampler", b"", **inflight))
+            await until(lambda: known() == PolicyMoved(RUN, 1, f"weights/{saved}", 2))
+            last = await one.journal.accept(train(3, "optim_step"))
+            newest = PolicyMoved(RUN, 2, f"weights/{saved}", 3)
+            await until(lambda: known() == newest)
+            assert (await two.result(last)).error is None
+            redis.Redis.from_url(url).flushall()
+            await until(lambda: known() == newest)
+        await one.leadership.stop(0.1)
+        redis.Redis.from_url(url).flushall()
+        await two.lead()
+        await until(lambda: known() == newest)
 
     play(scenario)
 
