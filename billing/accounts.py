@@ -14,9 +14,8 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
-from sqlalchemy import BindParameter, and_, bindparam, exists, insert, select, update
+from sqlalchemy import and_, bindparam, exists, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -25,23 +24,19 @@ from store.tables import Budget, BudgetAlert, BudgetPeriod, CreditGrant, LedgerE
 
 _W, _G, _B, _P = (table.__table__.c for table in (Wallet, CreditGrant, Budget, BudgetPeriod))
 _HAS_GRANTS = exists().where(_G.org_id == _W.org_id, _G.remaining_nusd > 0)
-_HAS_BUDGETS = exists().where(_B.org_id == _W.org_id)
-_ORGS: BindParameter[Any] = bindparam("orgs", expanding=True)
-_WALLETS = select(
-    *(_W.org_id, _W.mode, _W.balance_nusd, _W.held_nusd, _W.overdraft_nusd), _HAS_GRANTS, _HAS_BUDGETS
-).where(_W.org_id.in_(_ORGS))
-_BUDGETS = (
+_OF_PAYER = and_(_B.org_id == _W.org_id, _B.scope_id.in_(bindparam("scopes", expanding=True)))
+_OF_TIME = and_(_P.budget_id == _B.id, _P.start.in_(bindparam("starts", expanding=True)))
+#: Each wallet with each of its budgets and that budget's periods: one row with None for them if there are none.
+_READ = (
     select(
+        *(_W.org_id, _W.mode, _W.balance_nusd, _W.held_nusd, _W.overdraft_nusd, _HAS_GRANTS),
         *(_B.id, _B.org_id, _B.scope, _B.scope_id, _B.period, _B.limit_nusd, _B.hard, _B.alert_pcts),
         *(_P.start, _P.spent_nusd, _P.held_nusd),
     )
     .select_from(
-        Budget.__table__.outerjoin(
-            BudgetPeriod.__table__,
-            and_(_P.budget_id == _B.id, _P.start.in_(bindparam("starts", expanding=True))),
-        )
+        Wallet.__table__.outerjoin(Budget.__table__, _OF_PAYER).outerjoin(BudgetPeriod.__table__, _OF_TIME),
     )
-    .where(_B.org_id.in_(_ORGS), _B.scope_id.in_(bindparam("scopes", expanding=True)))
+    .where(_W.org_id.in_(bindparam("orgs", expanding=True)))
 )
 _GRANTS = select(_G.id, _G.org_id, _G.kind, _G.remaining_nusd, _G.created_at, _G.expires_at)
 _SET_WALLET = (
@@ -136,7 +131,8 @@ def period_start(period: str, at: datetime) -> datetime:
     """When the period that `at` is in began: its month in UTC, or ever."""
     if period == "total":
         return EVER
-    return at.astimezone(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    at = at.astimezone(UTC)
+    return datetime(at.year, at.month, 1, tzinfo=UTC)
 
 
 class Accounts:
@@ -149,12 +145,10 @@ class Accounts:
         self._grants: defaultdict[str, list[GrantRow]] = defaultdict(list)
         self._budgets: defaultdict[tuple[str, str, str], list[BudgetLimit]] = defaultdict(list)
         self._periods: dict[tuple[str, datetime], PeriodRow] = {}
-        org_ids = sorted({payer.org_id for payer in payers})
-        granted, budgeted = self._read_wallets(org_ids)
+        self._limits_of: dict[tuple[Payer, datetime], list[tuple[BudgetLimit, PeriodRow]]] = {}
+        granted = self._read(payers, at)
         if granted:
             self._read_grants(granted)
-        if budgeted:
-            self._read_budgets(budgeted, payers, at)
 
     def hold(self, payer: Payer, amount_nusd: int, at: datetime) -> None:
         """Keep an amount back for an operation accepted at `at`. Raises OutOfMoney, with nothing kept back."""
@@ -219,15 +213,24 @@ class Accounts:
 
     # ---- reading
 
-    def _read_wallets(self, org_ids: list[str]) -> tuple[list[str], list[str]]:
-        """Also says who has grants that are not used up, and who has budgets: most have neither."""
+    def _read(self, payers: Collection[Payer], at: Collection[datetime]) -> list[str]:
+        """Wallets and budgets. Returns who has grants that are not used up: most have none."""
+        org_ids = sorted({payer.org_id for payer in payers})
+        scope_ids = {scope_id for payer in payers for scope_id in payer.scope_ids().values()}
+        months = {period_start("month", when) for when in at}
+        wanted = {"orgs": org_ids, "scopes": sorted(scope_ids), "starts": [EVER, *sorted(months)]}
         connection = self._session.connection()
-        rows = connection.execute(_WALLETS, {"orgs": org_ids}).all()
-        if len(rows) < len(org_ids):
+        rows = connection.execute(_READ, wanted).all()
+        if len({row[0] for row in rows}) < len(org_ids):
             make_wallets(self._session, org_ids)
-            rows = connection.execute(_WALLETS, {"orgs": org_ids}).all()
+            rows = connection.execute(_READ, wanted).all()
         self._wallets = {row[0]: WalletRow(*row[:5]) for row in rows}
-        return [row[0] for row in rows if row[5]], [row[0] for row in rows if row[6]]
+        budgets = {row[6]: BudgetLimit(*row[6:14]) for row in rows if row[6] is not None}
+        for limit in budgets.values():
+            self._budgets[limit.org_id, limit.scope, limit.scope_id].append(limit)
+        for budget_id, start, spent, held in ((row[6], *row[14:]) for row in rows if row[14] is not None):
+            self._periods[budget_id, start] = PeriodRow(budget_id, start, spent, held)
+        return sorted({row[0] for row in rows if row[5]})
 
     def _read_grants(self, org_ids: list[str]) -> None:
         query = _GRANTS.where(_G.org_id.in_(org_ids), _G.remaining_nusd > 0)
@@ -235,27 +238,20 @@ class Accounts:
         for grant in sorted(grants, key=_burning_order):
             self._grants[grant.org_id].append(grant)
 
-    def _read_budgets(self, org_ids: list[str], payers: Collection[Payer], at: Collection[datetime]) -> None:
-        connection = self._session.connection()
-        scope_ids = {scope_id for payer in payers for scope_id in payer.scope_ids().values()}
-        starts = {period_start(period, when) for when in at for period in ("month", "total")}
-        wanted = {"orgs": org_ids, "scopes": list(scope_ids), "starts": list(starts)}
-        budgets: dict[str, BudgetLimit] = {}
-        for *budget, start, spent, held in connection.execute(_BUDGETS, wanted):
-            budgets[budget[0]] = BudgetLimit(*budget)
-            if start is not None:
-                self._periods[budget[0], start] = PeriodRow(budget[0], start, spent, held)
-        for limit in budgets.values():
-            self._budgets[limit.org_id, limit.scope, limit.scope_id].append(limit)
-
     def _limits(self, payer: Payer, at: datetime) -> list[tuple[BudgetLimit, PeriodRow]]:
-        found = []
-        for scope, scope_id in payer.scope_ids().items() if self._budgets else ():
-            for budget in self._budgets.get((payer.org_id, scope, scope_id), ()):
-                start = period_start(budget.period, at)
-                period = self._periods.setdefault((budget.id, start), PeriodRow(budget.id, start, new=True))
-                found.append((budget, period))
+        """The budgets that an operation accepted at `at` counts towards, in their periods."""
+        if not self._budgets:
+            return []
+        month = period_start("month", at)
+        found = self._limits_of.get((payer, month))
+        if found is None:
+            budgets = [b for scope, ref in payer.scope_ids().items() for b in self._budgets[payer.org_id, scope, ref]]
+            found = self._limits_of[payer, month] = [(budget, self._period(budget, month)) for budget in budgets]
         return found
+
+    def _period(self, budget: BudgetLimit, month: datetime) -> PeriodRow:
+        start = period_start(budget.period, month)
+        return self._periods.setdefault((budget.id, start), PeriodRow(budget.id, start, new=True))
 
     # ---- checking and moving
 

@@ -15,16 +15,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import insert
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from billing.accounts import Accounts, Payer
 from billing.prices import PriceList
+from store.bulk import insert_rows, sent_together
 from store.tables import LedgerEntry, UsageEvent, UsageHour
 
 log = logging.getLogger(__name__)
 
+_HOUR = tuple(column.name for column in UsageHour.__table__.columns)
 _HOUR_KEY = tuple(column.name for column in UsageHour.__table__.primary_key)
 _SUMS = ("quantity", "amount_nusd", "events")
 
@@ -72,13 +73,15 @@ def settle(session: Session, charges: Sequence[Charge], prices: PriceList, now: 
         accounts.settle(charge.payer, charge.hold_nusd or 0, amount, charge.accepted_at)
         events += rows
         spent[charge.payer.org_id] += amount
-    if events:
-        session.connection().execute(insert(UsageEvent), events)
-        _add_to_hours(session, events)
     entries = [_entry(org_id, -amount, settlements[org_id], now) for org_id, amount in spent.items() if amount]
-    if entries:
-        session.connection().execute(insert(LedgerEntry), entries)
-    accounts.store()
+    connection = session.connection()
+    with sent_together(connection):
+        if events:
+            insert_rows(connection, UsageEvent, events)
+            connection.execute(_PUT_HOURS[connection.dialect.name], _hours(events, now))
+        if entries:
+            insert_rows(connection, LedgerEntry, entries)
+        accounts.store()
     return sum(spent.values())
 
 
@@ -115,29 +118,35 @@ def _events(charge: Charge, prices: PriceList, settlement: str, now: datetime) -
     return rows
 
 
-def _add_to_hours(session: Session, events: list[dict[str, Any]]) -> None:
-    hours: dict[tuple[Any, ...], dict[str, Any]] = {}
+def _hours(events: list[dict[str, Any]], now: datetime) -> list[dict[str, Any]]:
+    """The rows of `usage_hourly` that events of now add up to. In one order: two writers that share rows of an hour
+    never wait for each other in a ring."""
+    hour = now.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+    sums: defaultdict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
     for event in events:
-        row = hour_row(event)
-        key = tuple(row[name] for name in _HOUR_KEY)
-        if key in hours:
-            for name in _SUMS:
-                hours[key][name] += row[name]
-        else:
-            hours[key] = row
-    put = _PUT_HOURS[session.get_bind().dialect.name]
-    # In one order: two writers that share rows of an hour never wait for each other in a ring.
-    rows = [hours[key] for key in sorted(hours)]
-    session.connection().execute(put, rows)
+        total = sums[_hour_key(event, hour)]
+        total[0] += event["quantity"]
+        total[1] += event["amount_nusd"]
+        total[2] += 1
+    return [dict(zip(_HOUR, (*key, *sums[key]), strict=True)) for key in sorted(sums)]
 
 
-def hour_row(event: dict[str, Any]) -> dict[str, Any]:
-    """The row of `usage_hourly` that an event belongs to, with the event alone in it."""
-    names = ("org_id", "kind", "base_model", "session_id", "price_version", "rate_uusd", "per_units")
-    row = {name: event[name] for name in (*names, "quantity", "amount_nusd")}
-    row |= {name: event[name] or "" for name in ("project_id", "user_id", "run_id")}
-    hour = event["recorded_at"].astimezone(UTC).replace(minute=0, second=0, microsecond=0)
-    return row | {"key_id": event["key_id"] or 0, "hour": hour, "events": 1}
+def _hour_key(event: dict[str, Any], hour: datetime) -> tuple[Any, ...]:
+    """What of `_HOUR` tells rows apart."""
+    return (
+        event["org_id"],
+        hour,
+        event["kind"],
+        event["base_model"],
+        event["project_id"] or "",
+        event["key_id"] or 0,
+        event["user_id"] or "",
+        event["session_id"],
+        event["run_id"] or "",
+        event["price_version"],
+        event["rate_uusd"],
+        event["per_units"],
+    )
 
 
 def _entry(org_id: str, amount_nusd: int, settlement: str, now: datetime) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import insert, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from billing.accounts import Accounts, OutOfMoney, Payer
@@ -27,6 +27,7 @@ from scheduler.messages import OpKind
 from scheduler.operations import SAMPLE, NewOperation, Operation, SequenceReused
 from store import tables
 from store.blobs import Blobs
+from store.bulk import insert_rows, sent_together
 from store.db import Database
 
 #: A larger body is written by a thread, so that the event loop goes on.
@@ -130,10 +131,12 @@ def insert_all(session: Session, takings: list[Taking]) -> list[OutOfMoney | Non
     times = {taking.row["accepted_at"] for taking in takings}
     accounts = Accounts(session, set(payers), times, datetime.now(UTC))
     refusals = [_take(session, accounts, payer, taking) for payer, taking in zip(payers, takings, strict=True)]
-    accounts.store()
     taken = [taking.row for taking, refusal in zip(takings, refusals, strict=True) if refusal is None]
-    if taken:
-        session.connection().execute(insert(tables.Operation), taken)
+    connection = session.connection()
+    with sent_together(connection):
+        accounts.store()
+        if taken:
+            insert_rows(connection, tables.Operation, taken)
     return refusals
 
 

@@ -26,6 +26,7 @@ from scheduler.messages import Done, OpKind
 from scheduler.operations import SAMPLE, Operation, Outcome
 from scheduler.references import in_use
 from store import audit, tables
+from store.bulk import update_rows
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
@@ -61,19 +62,6 @@ _ENDING = select(
     *(_OP.state, _OP.hold_nusd, _OP.accepted_at),
 )
 _ROWS = _ENDING.where(_OP.id.in_(bindparam("ids", expanding=True))).with_for_update()
-_END = (
-    update(tables.Operation)
-    .where(_OP.id == bindparam("of"))
-    .values(
-        state=bindparam("new_state"),
-        error=bindparam("new_error"),
-        error_category=bindparam("new_category"),
-        result_ref=bindparam("new_ref"),
-        result_type=bindparam("new_type"),
-        finished_at=bindparam("now"),
-        timings=bindparam("new_timings"),
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -116,7 +104,7 @@ class Settlement:
             charges.append(_charge(found, ending, outcome))
             settled.append((outcome, freed))
         if changes:
-            connection.execute(_END, changes)
+            update_rows(connection, tables.Operation, changes)
         settle_charges(session, charges, self._prices, now)
         return settled
 
@@ -127,17 +115,17 @@ def _end(session: Session, ending: Ending, now: datetime, freed: list[str]) -> O
 
 
 def _change(op: Operation, outcome: Outcome, now: datetime) -> dict[str, Any]:
-    """What `_END` writes of an operation."""
+    """What is written of an operation that has ended."""
     failed = outcome.error is not None
     return {
-        "of": op.id,
-        "new_state": "failed" if failed else "done",
-        "new_error": outcome.error[:4096] if outcome.error is not None else None,
-        "new_category": outcome.category if failed else None,
-        "new_ref": None if failed else result_ref(op.id),
-        "new_type": outcome.content_type,
-        "now": now,
-        "new_timings": op.timings.row(op.accepted_at, datetime.now(UTC)),
+        "id": op.id,
+        "state": "failed" if failed else "done",
+        "error": outcome.error[:4096] if outcome.error is not None else None,
+        "error_category": outcome.category if failed else None,
+        "result_ref": None if failed else result_ref(op.id),
+        "result_type": outcome.content_type,
+        "finished_at": now,
+        "timings": op.timings.row(op.accepted_at, datetime.now(UTC)),
     }
 
 

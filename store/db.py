@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 
 from store import audit
+from store.bulk import sent_together
 from store.caller import enter, lift
 from store.wal import BUSY_TIMEOUT_MS, use_wal
 
@@ -37,7 +39,7 @@ GROUP_SIZE = 256
 
 
 class _Waiting(Protocol):
-    """Who waits for a work, told in the writer thread after the commit (or the failure)."""
+    """Who waits for a work, told after the commit (or the failure)."""
 
     def resolve(self, result: Any, error: BaseException | None) -> None: ...
 
@@ -57,16 +59,13 @@ class _Blocked:
 
 @dataclass
 class _Awaiting:
-    """A coroutine that waits in its event loop. It may have been cancelled since: the write happens all the same."""
+    """A coroutine that waits in its event loop, and is told there. It may have been cancelled since: the write happens
+    all the same."""
 
     future: asyncio.Future[Any]
     loop: asyncio.AbstractEventLoop
 
     def resolve(self, result: Any, error: BaseException | None) -> None:
-        with suppress(RuntimeError):  # the loop has closed meanwhile: nobody is left to tell
-            self.loop.call_soon_threadsafe(self._settle, result, error)
-
-    def _settle(self, result: Any, error: BaseException | None) -> None:
         if self.future.done():
             return
         if error is not None:
@@ -180,9 +179,7 @@ class Database:
         while True:
             group, last = self._next_group()
             if group:
-                error = self._commit(group)
-                for work in group:
-                    work.answer(error)
+                _answer(group, self._commit(group))
             del group
             if last:
                 return
@@ -202,7 +199,8 @@ class Database:
         """Run and commit a group. An error returned is that of the transaction, and so of every work in it."""
         try:
             with self._write_engine.connect() as connection, connection.begin() as transaction:
-                take_locks(connection, {work.lock for work in group if work.lock})
+                with sent_together(connection):  # with BEGIN
+                    take_locks(connection, {work.lock for work in group if work.lock})
                 for works in _parts(group):
                     if works[0].batch is not None:
                         _run_batch(works[0].batch, works, connection, alone=len(group) == 1)
@@ -214,6 +212,24 @@ class Database:
         except BaseException as error:  # nobody may be left waiting for an answer
             return error
         return None
+
+
+def _answer(group: list[_Work], error: BaseException | None) -> None:
+    """Tell who waits; all coroutines of a loop in one call, which wakes it once."""
+    loops: defaultdict[asyncio.AbstractEventLoop, list[_Work]] = defaultdict(list)
+    for work in group:
+        if isinstance(work.waiting, _Awaiting):
+            loops[work.waiting.loop].append(work)
+        else:
+            work.answer(error)
+    for loop, works in loops.items():
+        with suppress(RuntimeError):  # the loop has closed meanwhile: nobody is left to tell
+            loop.call_soon_threadsafe(_answer_all, works, error)
+
+
+def _answer_all(works: list[_Work], error: BaseException | None) -> None:
+    for work in works:
+        work.answer(error)
 
 
 def take_locks(connection: Connection | Session, names: Collection[str]) -> None:

@@ -1,0 +1,79 @@
+"""Many rows in few round trips. On PostgreSQL rows travel as one JSON document in one statement, and statements whose
+results nobody reads go out together; on SQLite there is no trip, and `executemany` is as good.
+
+For what every operation passes through (`scheduler.intake`, `scheduler.settle`, `billing.charges`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import orjson
+import psycopg
+from sqlalchemy import Connection, TextClause, Update, bindparam, insert, text, update
+from sqlalchemy.exc import DBAPIError
+
+from store.tables import Base
+
+Rows = Sequence[dict[str, Any]]
+
+
+def insert_rows(connection: Connection, table: type[Base], rows: Rows) -> None:
+    """Insert rows, which all name the same columns."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(_insert(table, tuple(rows[0])), {"rows": orjson.dumps(rows).decode()})
+    else:
+        connection.execute(insert(table), rows)
+
+
+def update_rows(connection: Connection, table: type[Base], rows: Rows) -> None:
+    """Change rows by their `id`; all name the same columns."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(_update(table, tuple(rows[0])), {"rows": orjson.dumps(rows).decode()})
+    else:
+        connection.execute(_update_one(table), [_aside(row) for row in rows])
+
+
+@contextmanager
+def sent_together(connection: Connection) -> Iterator[None]:
+    """Statements in here return no rows and depend on no answer: PostgreSQL is waited for once, at the end."""
+    if connection.dialect.name != "postgresql":
+        yield
+        return
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, psycopg.Connection)
+    try:
+        with driver.pipeline():
+            yield
+    except psycopg.Error as error:  # as SQLAlchemy would say it
+        raise DBAPIError.instance(None, None, error, psycopg.Error, dialect=connection.dialect) from error
+
+
+@cache
+def _insert(table: type[Base], names: tuple[str, ...]) -> TextClause:
+    name, columns = table.__tablename__, ", ".join(names)
+    return text(f"INSERT INTO {name} ({columns}) SELECT {columns} FROM {_rows(name)}")  # noqa: S608
+
+
+@cache
+def _update(table: type[Base], names: tuple[str, ...]) -> TextClause:
+    name = table.__tablename__
+    values = ", ".join(f"{column} = new.{column}" for column in names if column != "id")
+    return text(f"UPDATE {name} SET {values} FROM {_rows(name)} AS new WHERE {name}.id = new.id")  # noqa: S608
+
+
+def _rows(name: str) -> str:
+    return f"json_populate_recordset(CAST(NULL AS {name}), CAST(:rows AS json))"
+
+
+@cache
+def _update_one(table: type[Base]) -> Update:
+    return update(table).where(table.__table__.c.id == bindparam("of"))
+
+
+def _aside(row: dict[str, Any]) -> dict[str, Any]:
+    values = dict(row)
+    return {"of": values.pop("id"), **values}
