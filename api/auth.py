@@ -9,74 +9,23 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, Request
-from sqlalchemy import ColumnElement, or_
 from sqlalchemy.orm import Session
 
 from api.errors import Forbidden, InvalidToken, Unauthenticated
+from api.principal import Principal, principal_of
 from api.state import service_of
 from api.tokens import PREFIX as TOKEN_PREFIX
-from api.tokens import BadToken, owner_urn
+from api.tokens import BadToken
 from store import keys, tables
 from store.caller import Caller, become
-from store.roles import BEYOND_A_PROJECT, SCOPES, effective
 
 #: A revoked key still works for this long, and so does a role, a scope, a limit or a status after it was changed.
 REMEMBERED_S = 3.0
 #: Keys remembered at a time.
 REMEMBERED_KEYS = 10_000
-
-
-@dataclass(frozen=True)
-class RateLimit:
-    """What one key, project or organisation may ask for at most; `scope` and `id` say which."""
-
-    scope: str
-    id: str
-    requests_per_minute: int | None
-    tokens_per_minute: int | None
-    max_in_flight: int | None
-
-    @classmethod
-    def of(cls, row: tables.ApiKey | tables.Project | tables.Organisation) -> RateLimit:
-        scope = {"api_keys": "key", "projects": "project"}.get(row.__tablename__, "organisation")
-        id = f"{row.org_id} {row.id}" if isinstance(row, tables.Project) else str(row.id)
-        return cls(scope, id, row.requests_per_minute, row.tokens_per_minute, row.max_in_flight)
-
-
-@dataclass(frozen=True)
-class Principal:
-    """Whoever asks. `key_id` is None for a person at the console; `user_id` for a key of the organisation itself,
-    whose role is owner: its scopes alone bound it. With `project_id` it works in that project only."""
-
-    org_id: str
-    key_id: int | None
-    user_id: str | None = None
-    project_id: str | None = None
-    role: str = "owner"
-    scopes: frozenset[str] = SCOPES
-    status: str = "active"
-    limits: tuple[RateLimit, ...] = field(default=(), compare=False)
-
-    @property
-    def urn(self) -> str:
-        return owner_urn(self.key_id) if self.key_id is not None else f"weft:user:{self.user_id}"
-
-    @property
-    def actor(self) -> str:
-        return f"user:{self.user_id}" if self.user_id is not None else f"key:{self.key_id}"
-
-    def made(self) -> ColumnElement[bool]:
-        """Of sessions: those made with this key, or by this user with any."""
-        by_key = tables.Session.key_id == self.key_id
-        return by_key if self.user_id is None else or_(by_key, tables.Session.user_id == self.user_id)
-
-    def owns(self, session: tables.Session) -> bool:
-        """`made`, of one session."""
-        return session.key_id == self.key_id or (self.user_id is not None and session.user_id == self.user_id)
 
 
 class KeyCache:
@@ -165,31 +114,6 @@ async def _by_token(request: Request, token: str) -> Principal:
     if found is None:
         raise InvalidToken("the API key that this token was exchanged for is expired or revoked")
     return found
-
-
-def principal_of(session: Session, key: tables.ApiKey | None) -> Principal | None:
-    """None without a key, and for one whose user has left the organisation."""
-    if key is None:
-        return None
-    role = "owner"
-    if key.user_id is not None:
-        membership = session.get(tables.Membership, (key.org_id, key.user_id))
-        if membership is None:
-            return None
-        role = membership.role
-    org = session.get_one(tables.Organisation, key.org_id)
-    project = session.get(tables.Project, (key.org_id, key.project_id)) if key.project_id is not None else None
-    limited = (org, project, key) if project is not None else (org, key)
-    return Principal(
-        org_id=key.org_id,
-        key_id=key.id,
-        user_id=key.user_id,
-        project_id=key.project_id,
-        role=role,
-        scopes=effective(role, key.scopes) - (BEYOND_A_PROJECT if key.project_id is not None else frozenset()),
-        status=org.status,
-        limits=tuple(RateLimit.of(row) for row in limited),
-    )
 
 
 async def _look_up(request: Request, name: str, read: Callable[[Session], Principal | None]) -> Principal | None:

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 from sqlalchemy.orm import Session
 
-from api.auth import Principal
 from api.errors import Invalid
-from api.lookup import active_session, run_by_id
+from api.lookup import run_by_id
+from api.own import active_session
+from api.principal import Principal
 from api.state import Service
 from api.submit import Place, accept, known
 from scheduler.messages import OpKind, RunSpec
@@ -26,12 +27,12 @@ def run_id_of(session_id: str, seq: int) -> str:
     return f"{session_id}:train:{seq}"
 
 
-def check_session(session: Session, org_id: str, session_id: str, run_id: str) -> bool:
+def check_session(session: Session, who: Principal, session_id: str, run_id: str) -> bool:
     """True when the run exists already, which makes the request a repeat; else its session must take new runs."""
     if known(session, run_id, 0):
-        run_by_id(session, org_id, run_id)
+        run_by_id(session, who, run_id)
         return True
-    active_session(session, org_id, session_id)
+    active_session(session, who, session_id)
     if session.get(tables.Run, run_id) is not None:
         raise Invalid(f"model_seq_id: {run_id} is a copy of weights, which cannot be trained; use the next number")
     return False
@@ -70,7 +71,7 @@ async def repeat(service: Service, who: Principal, session_id: str, run_id: str,
     """The first answer again, for the creation of a run that exists."""
 
     def read(session: Session) -> tuple[tables.Run, Place]:
-        return run_by_id(session, who.org_id, run_id), Place.of(session, who, session_id)
+        return run_by_id(session, who, run_id), Place.of(session, who, session_id)
 
     run, place = await service.read(read)
     new = NewOperation(who.org_id, session_id, run_id, 0, OpKind.CREATE, run.base_model, 0, raw)

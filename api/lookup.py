@@ -1,6 +1,8 @@
-"""Finding what a request names, always within its organisation. Somebody else's is not found, exactly as unknown ones.
+"""Finding what a request names: always within its organisation and, with a key that is bound to a project, within that
+project. Everything else is not found, exactly as unknown ids are not. `visible` is the same for lists.
 
-Every function is a short read; rows come back detached but loaded.
+A session is in a project, and with it all that belongs to it. Every function is a short read; rows come back detached
+but loaded.
 """
 
 from __future__ import annotations
@@ -8,15 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from sqlalchemy import ColumnElement, or_, select
+from sqlalchemy import ColumnElement, and_, or_, select
 from sqlalchemy.orm import Session
 
 from api.errors import Invalid, NotFound, quote
 from api.paths import CheckpointPath
+from api.principal import Principal, principal_of
 from store import tables
 from store.caller import unrestricted
 from store.keys import find
 from workers.model.card import ModelCard
+
+#: Scopes that show weights (`api.access.LOOKING`): a key with one of them can lend them.
+_LENDING = frozenset({"train", "sample", "checkpoints:read"})
 
 
 def plain_id(value: str) -> bool:
@@ -24,66 +30,89 @@ def plain_id(value: str) -> bool:
     return len(value) <= 256 and value.isascii() and value.isprintable()
 
 
-def session_by_id(session: Session, org_id: str, session_id: str) -> tables.Session:
+def visible(
+    who: Principal, table: type[tables.Session | tables.Run | tables.Sampler | tables.Checkpoint | tables.Operation]
+) -> ColumnElement[bool]:
+    """The rows of `table` that `who` sees, for `where`."""
+    own = table.org_id == who.org_id
+    if who.project_id is None:
+        return own
+    if issubclass(table, tables.Session):
+        return and_(own, table.project_id == who.project_id)
+    sessions = select(tables.Session.id).filter_by(org_id=who.org_id, project_id=who.project_id)
+    if issubclass(table, tables.Checkpoint):
+        return and_(own, table.run_id.in_(select(tables.Run.id).where(tables.Run.session_id.in_(sessions))))
+    return and_(own, table.session_id.in_(sessions))
+
+
+def sees(session: Session, who: Principal, row: tables.Run | tables.Sampler | tables.Operation) -> bool:
+    """`visible`, of one row that belongs to a session."""
+    if row.org_id != who.org_id or who.project_id is None:
+        return row.org_id == who.org_id
+    owner = session.get(tables.Session, row.session_id)
+    return owner is not None and owner.project_id == who.project_id
+
+
+def session_by_id(session: Session, who: Principal, session_id: str) -> tables.Session:
     row = session.get(tables.Session, session_id) if plain_id(session_id) else None
-    if row is None or row.org_id != org_id:
+    if row is None or row.org_id != who.org_id or who.project_id not in (None, row.project_id):
         raise NotFound(f"no session {quote(session_id)}")
     return row
 
 
-def active_session(session: Session, org_id: str, session_id: str) -> tables.Session:
-    """A session that still takes work. An ended one is a permanent mistake of its client."""
-    row = session_by_id(session, org_id, session_id)
-    if row.state != "active":
-        raise Invalid(f"session {session_id} has ended ({row.state}): create a new one")
-    return row
-
-
-def run_by_id(session: Session, org_id: str, run_id: str) -> tables.Run:
+def run_by_id(session: Session, who: Principal, run_id: str) -> tables.Run:
     row = session.get(tables.Run, run_id) if plain_id(run_id) else None
-    if row is None or row.org_id != org_id:
+    if row is None or not sees(session, who, row):
         raise NotFound(f"no model {quote(run_id)}")
     return row
 
 
-def sampler_by_id(session: Session, org_id: str, sampler_id: str) -> tables.Sampler:
+def sampler_by_id(session: Session, who: Principal, sampler_id: str) -> tables.Sampler:
     row = session.get(tables.Sampler, sampler_id) if plain_id(sampler_id) else None
-    if row is None or row.org_id != org_id:
+    if row is None or not sees(session, who, row):
         raise NotFound(f"no sampling session {quote(sampler_id)}")
     return row
 
 
-def checkpoint_at(session: Session, org_id: str, path: CheckpointPath) -> tables.Checkpoint:
+def operation_by_id(session: Session, who: Principal, request_id: str) -> tables.Operation:
+    row = session.get(tables.Operation, request_id) if plain_id(request_id) else None
+    if row is None or not sees(session, who, row):
+        raise NotFound(f"no request {quote(request_id)}", request_id=request_id)
+    return row
+
+
+def checkpoint_at(session: Session, who: Principal, path: CheckpointPath) -> tables.Checkpoint:
     """The checkpoint of that path, unless it has expired."""
-    query = select(tables.Checkpoint).filter_by(org_id=org_id, run_id=path.run_id, kind=path.kind, name=path.name)
-    row = session.scalars(query).one_or_none()
+    query = select(tables.Checkpoint).where(visible(who, tables.Checkpoint))
+    row = session.scalars(query.filter_by(run_id=path.run_id, kind=path.kind, name=path.name)).one_or_none()
     if row is None or expired(row):
         raise NotFound(f"no checkpoint {path}")
     return row
 
 
 def readable_checkpoint(
-    session: Session, org_id: str, path: CheckpointPath, access_token: str | None = None
+    session: Session, who: Principal, path: CheckpointPath, access_token: str | None = None
 ) -> tables.Checkpoint:
-    """A checkpoint to load, copy or sample from: of the organisation, of the one whose API key `access_token` is, or
+    """A checkpoint to load, copy or sample from: one that `who` sees, or whoever has the API key `access_token`, or
     published by anybody."""
-    owners = {org_id}
     with unrestricted(session):
-        if access_token is not None:
-            owners.add(_lender(session, access_token))
+        lender = _lender(session, access_token) if access_token is not None else who
+        readable = (tables.Checkpoint.public, visible(who, tables.Checkpoint), visible(lender, tables.Checkpoint))
         query = select(tables.Checkpoint).filter_by(run_id=path.run_id, kind=path.kind, name=path.name)
-        row = session.scalars(query).one_or_none()
-    if row is None or expired(row) or not (row.public or row.org_id in owners):
+        row = session.scalars(query.where(or_(*readable))).one_or_none()
+    if row is None or expired(row):
         raise NotFound(f"no checkpoint {path}")
     return row
 
 
-def _lender(session: Session, access_token: str) -> str:
-    """The organisation that lends its weights to whoever shows a key of it, one that may read them."""
-    key = find(session, access_token)
-    if key is None:
-        raise Invalid("weights_access_token: not an API key of this server (the key of whom the weights belong to)")
-    return key.org_id
+def _lender(session: Session, access_token: str) -> Principal:
+    """Who lends weights to whoever shows a key of theirs."""
+    lender = principal_of(session, find(session, access_token))
+    if lender is None or not lender.scopes & _LENDING:
+        raise Invalid(
+            "weights_access_token: not an API key of this server that may read weights (the key of whom they belong to)"
+        )
+    return lender
 
 
 def run_of(session: Session, checkpoint: tables.Checkpoint) -> tables.Run:

@@ -17,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 
 from api.errors import SessionEnded
 from api.lookup import session_by_id
+from api.principal import Principal
 from store import audit, tables
 from store.db import Database
 
@@ -26,7 +27,7 @@ FLUSH_ROWS = 500
 
 @dataclass
 class _Seen:
-    org_id: str
+    domain: str
     at: datetime
     written: bool = False
 
@@ -39,16 +40,16 @@ class Presence:
         self._clock = clock
         self._seen: dict[str, _Seen] = {}
 
-    async def beat(self, org_id: str, session_id: str) -> None:
+    async def beat(self, who: Principal, session_id: str) -> None:
         """A sign of life. Raises NotFound, and SessionEnded once the session is over."""
         seen = self._seen.get(session_id)
-        if seen is None or seen.org_id != org_id:
-            await run_in_threadpool(self._check, org_id, session_id)
-        self._seen[session_id] = _Seen(org_id, self._clock())
+        if seen is None or seen.domain != who.domain:
+            await run_in_threadpool(self._check, who, session_id)
+        self._seen[session_id] = _Seen(who.domain, self._clock())
 
-    def _check(self, org_id: str, session_id: str) -> None:
+    def _check(self, who: Principal, session_id: str) -> None:
         with self._database.read() as session:
-            row = session_by_id(session, org_id, session_id)
+            row = session_by_id(session, who, session_id)
         if row.state != "active":
             raise SessionEnded(f"session {row.id} has ended ({row.state}): create a new one")
 

@@ -6,15 +6,15 @@ there. A key that is bound to a project works in that one.
 
 from __future__ import annotations
 
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, and_, select
 from sqlalchemy.orm import Session
 
-from api.auth import Principal
 from api.errors import Forbidden, Invalid, NotFound, quote
+from api.principal import Principal
 from api.session_search import DEFAULT_PROJECT
 from api.validate.runs import check_text
 from store import tables
-from store.people import create_project
+from store.people import create_project, project_by_id
 from store.roles import ADMIN
 
 
@@ -43,6 +43,18 @@ def project_for(session: Session, who: Principal, named: str | None) -> str | No
     if row.archived_at is not None:
         raise Invalid(f"project_id: {quote(row.name)} is archived and takes no more sessions")
     return row.id
+
+
+def visible_projects(who: Principal) -> ColumnElement[bool]:
+    """The projects that `who` sees, for `where`: with a key that is bound to one, that one."""
+    own = tables.Project.org_id == who.org_id
+    return own if who.project_id is None else and_(own, tables.Project.id == who.project_id)
+
+
+def visible_project(session: Session, who: Principal, project_id: str) -> tables.Project:
+    if who.project_id not in (None, project_id):
+        raise NotFound(f"no project {quote(project_id)}")
+    return project_by_id(session, who.org_id, project_id)
 
 
 def _named(session: Session, org_id: str, wanted: str) -> tables.Project | None:

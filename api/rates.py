@@ -21,7 +21,7 @@ from fastapi import Request
 from api.errors import RateLimited
 
 if TYPE_CHECKING:
-    from api.auth import Principal, RateLimit
+    from api.principal import Principal, RateLimit
     from scheduler.in_flight import InFlight
     from scheduler.operations import NewOperation
 

@@ -16,9 +16,9 @@ from weft.wire.sessions import (
     UserSearchOwner,
 )
 
-from api.auth import Principal
 from api.errors import Invalid, quote
-from api.lookup import live_checkpoints, plain_id
+from api.lookup import live_checkpoints, plain_id, visible
+from api.principal import Principal
 from api.tokens import key_of, owner_urn
 from api.validate.times import check_utc
 from store import tables
@@ -53,7 +53,7 @@ def text_values(metadata: dict[str, Any]) -> dict[str, str]:
 
 
 def _candidates(session: Session, who: Principal, wanted: SessionSearchRequest) -> Iterator[tables.Session]:
-    query = select(S).where(S.org_id == who.org_id, *_conditions(who, wanted))
+    query = select(S).where(visible(who, S), *_conditions(who, wanted))
     query = query.order_by(S.created_at.desc(), S.id.desc()).limit(BATCH)
     after = wanted.cursor
     while True:

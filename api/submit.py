@@ -17,10 +17,11 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.money import usd
 
-from api.auth import Principal, RateLimit
 from api.bodies import parse_json
-from api.errors import ApiError, Busy, Forbidden, Invalid, PaymentRequired, Unavailable
-from api.lookup import run_by_id, session_by_id
+from api.errors import ApiError, Busy, Invalid, PaymentRequired, Unavailable
+from api.lookup import session_by_id
+from api.own import own_run
+from api.principal import Principal, RateLimit
 from api.rates import check_in_flight, count_tokens
 from api.state import Service
 from api.validate.runs import check_sequence
@@ -64,14 +65,8 @@ class Place:
 
     @classmethod
     def of(cls, session: Session, who: Principal, session_id: str) -> Place:
-        """Raises Forbidden for a key of another project."""
-        project_id = session_by_id(session, who.org_id, session_id).project_id
+        project_id = session_by_id(session, who, session_id).project_id
         if who.project_id is not None:
-            if project_id != who.project_id:
-                raise Forbidden(
-                    f"this key is bound to the project {who.project_id}; session {session_id} is in the project "
-                    f"{project_id or 'default'}"
-                )
             return cls(who, project_id, who.limits)
         project = session.get(tables.Project, (who.org_id, project_id)) if project_id is not None else None
         return cls(who, project_id, (*who.limits, RateLimit.of(project)) if project is not None else who.limits)
@@ -122,12 +117,13 @@ async def submit(
 ) -> tuple[dict[str, Any], ApiError | None]:
     """Accept one operation of a run. Returns the future for the client, and why the operation will fail, if it will.
 
-    Raises NotFound for a run that is not there, and Invalid for an impossible number: those consume none."""
+    Raises NotFound for a run that is not there, Forbidden for a colleague's, and Invalid for an impossible number:
+    those consume none."""
     seq = check_sequence(address.seq_id, "seq_id", least=1)
 
     def examine() -> tuple[tables.Run, Place, bool, Checked, ApiError | None]:
         with service.database.read() as session:
-            run = run_by_id(session, who.org_id, address.model_id)
+            run = own_run(session, who, address.model_id)
             place = Place.of(session, who, run.session_id)
             repeat = known(session, run.id, seq)
         try:

@@ -54,7 +54,7 @@ NAVIGATION: tuple[tuple[str, tuple[Link, ...]], ...] = (
         (
             Link("/keys", "API keys", "key"),
             Link("/members", "Members", "people", ("admin",)),
-            Link("/budgets", "Budgets", "gauge", ("admin", "billing:read")),
+            Link("/budgets", "Limits", "gauge", ("admin", "billing:read")),
             Link("/billing", "Billing", "card", ("admin", "billing:read")),
             Link("/audit", "Audit log", "list", ("admin",)),
         ),

@@ -15,11 +15,12 @@ from weft.wire.arrays import write_tensor
 from weft.wire.codec import WireError, decode_train_request
 
 from api.access import declare
-from api.auth import Principal, PrincipalDep
+from api.auth import PrincipalDep
 from api.bodies import parse_json, read_body
 from api.errors import Invalid, Unreadable, quote
 from api.json_forms import PROTOBUF, train_body
 from api.lookup import served_model
+from api.principal import Principal
 from api.state import Service, ServiceDep
 from api.submit import Address, Checked, submit
 from api.validate.batches import check_batch, slices

@@ -14,14 +14,15 @@ from starlette.concurrency import run_in_threadpool
 from weft.wire import SetTtlRequest
 
 from api.access import LOOKING, declare
-from api.auth import Principal, PrincipalDep
+from api.auth import PrincipalDep
 from api.bodies import read_json
 from api.client_versions import readable_kinds
 from api.errors import Invalid
 from api.exports import LINKS_LAST, make_archive
-from api.lookup import checkpoint_at, live_checkpoints, run_by_id
+from api.lookup import checkpoint_at, live_checkpoints, run_by_id, visible
 from api.own import own_checkpoint
 from api.paths import KINDS, CheckpointPath, parse_path
+from api.principal import Principal
 from api.routes.downloads import archive_path, file_path
 from api.session_search import text_values
 from api.state import Service, ServiceDep
@@ -43,11 +44,11 @@ _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 async def checkpoints(
     request: Request, service: ServiceDep, who: PrincipalDep, limit: Limit = 100, offset: Offset = 0
 ) -> dict[str, Any]:
-    """Checkpoints of the organisation, newest first."""
+    """The checkpoints that the key sees, newest first."""
     shown = tables.Checkpoint.kind.in_(readable_kinds(request))
 
     def read(session: Session) -> dict[str, Any]:
-        query = select(tables.Checkpoint).filter_by(org_id=who.org_id).where(live_checkpoints(), shown)
+        query = select(tables.Checkpoint).where(visible(who, tables.Checkpoint), live_checkpoints(), shown)
         total = count(session, query)
         rows = session.scalars(query.order_by(*_NEWEST_FIRST).limit(limit).offset(offset))
         return {"checkpoints": [describe(row) for row in rows], "cursor": cursor(offset, limit, total)}
@@ -61,7 +62,7 @@ async def run_checkpoints(run_id: str, request: Request, service: ServiceDep, wh
     shown = tables.Checkpoint.kind.in_(readable_kinds(request))
 
     def read(session: Session) -> dict[str, Any]:
-        run_by_id(session, who.org_id, run_id)
+        run_by_id(session, who, run_id)
         query = select(tables.Checkpoint).filter_by(org_id=who.org_id, run_id=run_id).where(live_checkpoints(), shown)
         return {"checkpoints": [describe(row) for row in session.scalars(query.order_by(*OLDEST_FIRST))]}
 
@@ -145,7 +146,7 @@ async def external_weights_urls(
     path = _path(run_id, kind, name)
     if path.kind != "external_weights":
         raise Invalid(f"path: {path} is no export: only external weights (save_weights_external) have links")
-    row = await service.read(lambda session: checkpoint_at(session, who.org_id, path))
+    row = await service.read(lambda session: checkpoint_at(session, who, path))
     expires = datetime.now(UTC).replace(microsecond=0) + LINKS_LAST
 
     def links() -> dict[str, str]:
@@ -163,7 +164,7 @@ async def archive(
     """A link to a tar of the weights as an export, where older clients expect it: in the Location of a redirect."""
     path = _path(run_id, kind, name)
 
-    row = await service.read(lambda session: checkpoint_at(session, who.org_id, path))
+    row = await service.read(lambda session: checkpoint_at(session, who, path))
     await run_in_threadpool(make_archive, service.blobs, row.ref)
     expires = datetime.now(UTC).replace(microsecond=0) + LINKS_LAST
     link = service.signer.link(request, archive_path(row.id), expires)

@@ -19,7 +19,8 @@ from api.access import WORKING, declare
 from api.auth import PrincipalDep
 from api.bodies import read_json
 from api.errors import Invalid
-from api.lookup import sampler_by_id
+from api.lookup import plain_id, sampler_by_id, visible
+from api.principal import Principal
 from api.routes.futures import LONGEST_POLL_S
 from api.state import Service, ServiceDep
 from scheduler.completions import CLIENT_STRIDE, Completion, Target
@@ -40,7 +41,7 @@ async def join_sampling_session(request: Request, service: ServiceDep, who: Prin
     body = await read_json(request, JoinSamplingSessionRequest)
 
     def write(session: Session) -> int:
-        row = sampler_by_id(session, who.org_id, body.sampling_session_id)
+        row = sampler_by_id(session, who, body.sampling_session_id)
         row.clients += 1
         return row.clients
 
@@ -56,8 +57,13 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
         raise Invalid(f"retrieved_request_ids: {len(told)} ids, the limit is {MAX_ACKNOWLEDGED}")
     target = Target(who.org_id, body.target.sampling_session_id, body.target.cloned_sampler_id)
     journal = service.journal
-    if not journal.completions.follows(target):
+    followed = journal.completions.follows(target)
+    if not followed or who.project_id is not None:  # the journal knows organisations only
+        await service.read(lambda session: sampler_by_id(session, who, target.sampler_id))
+    if not followed:
         await _follow(service, target, body.prev_cursor)
+    if who.project_id is not None and told:
+        told = await service.read(lambda session: _seen(session, who, told))
     delete = journal.answers.retrieved(who.org_id, told)
     if delete:
         await run_in_threadpool(_delete, service, delete)
@@ -67,6 +73,13 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
     nothing: tuple[list[Completion], int] = ([], body.prev_cursor)
     found, cursor = await service.polls.hold(journal.completions.after(target, body.prev_cursor, wait_s), nothing)
     return {"completions": [_shown(completion) for completion in found], "cursor": cursor}
+
+
+def _seen(session: Session, who: Principal, request_ids: list[str]) -> list[str]:
+    """Those of the requests that `who` sees."""
+    asked = [request_id for request_id in request_ids if plain_id(request_id)]
+    query = select(tables.Operation.id).where(visible(who, tables.Operation), tables.Operation.id.in_(asked))
+    return list(session.scalars(query))
 
 
 def _delete(service: Service, refs: list[str]) -> None:
@@ -82,8 +95,7 @@ def _shown(completion: Completion) -> dict[str, Any]:
 
 
 async def _follow(service: Service, target: Target, cursor: int) -> None:
-    """Follow a target, with what completed of it before. Raises NotFound when the sampler is not this one's."""
-    await service.read(lambda session: sampler_by_id(session, target.org_id, target.sampler_id))
+    """Follow a target, with what completed of it before."""
     service.journal.completions.follow(target)
     since = datetime.now(UTC) - LOOK_BACK
     if cursor:

@@ -12,12 +12,14 @@ from sqlalchemy.orm import Session
 from weft.wire import CopyWeightsRequest
 
 from api.access import declare
-from api.auth import Principal, PrincipalDep
+from api.auth import PrincipalDep
 from api.bodies import read_json
 from api.creation import run_id_of
 from api.errors import Invalid, quote
-from api.lookup import active_session, readable_checkpoint, run_of
+from api.lookup import readable_checkpoint, run_of
+from api.own import active_session
 from api.paths import CheckpointPath, parse_path
+from api.principal import Principal
 from api.projects import check_project, project_for
 from api.state import ServiceDep
 from api.validate.runs import check_sequence
@@ -50,14 +52,14 @@ async def copy_weights(
         if body.session_id is not None:
             number = check_sequence(body.model_seq_id, "model_seq_id")
             run_id = run_id_of(body.session_id, number)
-            owner = active_session(session, who.org_id, body.session_id)
+            owner = active_session(session, who, body.session_id)
         else:
             owner, number = _new_session(session, who, body.destination_project_id, retry_key), 0
             run_id = run_id_of(owner.id, number)
         there = _copied(session, run_id, source, body.source_path)
         if there is not None:
             return there
-        original = readable_checkpoint(session, who.org_id, source, token)
+        original = readable_checkpoint(session, who, source, token)
         copy = _copy(session, who, owner, number, original, body.ttl_seconds)
         path = str(CheckpointPath(copy.run_id, copy.kind, copy.name))
         detail = {"source_path": str(source)}
@@ -71,7 +73,7 @@ async def copy_weights(
 
 def _new_session(session: Session, who: Principal, project_id: str | None, retry_key: str | None) -> tables.Session:
     """A session that is over: it only holds the copy, and counts for its project."""
-    unique = f"copy_weights {who.org_id} {retry_key}"
+    unique = f"copy_weights {who.domain} {retry_key}"
     session_id = str(uuid.uuid5(uuid.NAMESPACE_OID, unique) if retry_key else uuid.uuid4())
     there = session.get(tables.Session, session_id)
     if there is not None:

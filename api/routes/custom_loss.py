@@ -18,7 +18,7 @@ from api.access import declare
 from api.auth import PrincipalDep
 from api.bodies import parse_json, read_body
 from api.errors import Invalid, TooLarge
-from api.lookup import active_session
+from api.own import active_session
 from api.state import ServiceDep
 from api.validate.custom_losses import MAX_GRAPH_BYTES, MAX_LOSSES, checked_loss
 from api.validate.runs import check_sequence
@@ -40,7 +40,7 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
     number = check_sequence(body.custom_loss_seq_id, "custom_loss_seq_id")
     if number >= MAX_LOSSES:
         raise Invalid(f"custom_loss_seq_id: {number}; a session may have {MAX_LOSSES} custom losses, from 0 on")
-    await service.read(lambda session: active_session(session, who.org_id, body.session_id))
+    await service.read(lambda session: active_session(session, who, body.session_id))
     stored = await run_in_threadpool(checked_loss, body)
     lane, digest = f"{body.session_id}:loss", hashlib.sha256(raw).hexdigest()
     loss_id, request_id = f"{lane}:{number}", uuid.uuid4().hex

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire import CancelFutureRequest, FutureRetrieveRequest
 
@@ -13,7 +12,8 @@ from api.auth import PrincipalDep
 from api.bodies import read_json
 from api.errors import Gone, NotFound, quote
 from api.json_forms import PROTOBUF, only_json, sample_result, train_result
-from api.lookup import plain_id
+from api.lookup import operation_by_id, plain_id
+from api.own import own_operation
 from api.state import Service, ServiceDep
 from scheduler import operations
 from store import tables
@@ -34,6 +34,8 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
     journal = service.journal
     if not plain_id(body.request_id):
         raise NotFound(f"no request {quote(body.request_id)}")
+    if who.project_id is not None:  # the journal knows organisations only
+        await service.read(lambda session: operation_by_id(session, who, body.request_id))
     stopped = operations.Waiting("active", "the server is restarting; the operation is kept")
     outcome = await service.polls.hold(journal.outcome(who.org_id, body.request_id, wait_s), stopped)
     if outcome is None:
@@ -68,14 +70,5 @@ def _as_json(service: Service, request_id: str, payload: bytes) -> Response:
 async def cancel_future(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, bool]:
     """End a sample now; its future gets the tokens that it has. Anything else, or too late, changes nothing."""
     body = await read_json(request, CancelFutureRequest)
-    if not plain_id(body.request_id):
-        raise NotFound(f"no request {quote(body.request_id)}")
-    cancelled = service.journal.cancel(who.org_id, body.request_id)
-
-    def read(session: Session) -> bool:
-        row = session.get(tables.Operation, body.request_id)
-        return row is not None and row.org_id == who.org_id
-
-    if not cancelled and not await service.read(read):
-        raise NotFound(f"no request {quote(body.request_id)}", request_id=body.request_id)
-    return {"cancelled": cancelled}
+    await service.read(lambda session: own_operation(session, who, body.request_id))
+    return {"cancelled": service.journal.cancel(who.org_id, body.request_id)}

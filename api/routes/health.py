@@ -27,9 +27,7 @@ async def run_health(
     """The run's last `window_s` seconds."""
 
     def read(session: Session) -> Health:
-        return health_of(
-            session, run_by_id(session, who.org_id, run_id), datetime.now(UTC), timedelta(seconds=window_s)
-        )
+        return health_of(session, run_by_id(session, who, run_id), datetime.now(UTC), timedelta(seconds=window_s))
 
     health = await service.read(read)
     stall, reason = health.stall, ""

@@ -15,9 +15,10 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.access import declare
-from api.auth import Principal, PrincipalDep
+from api.auth import PrincipalDep
 from api.bodies import read_json
 from api.errors import Forbidden, Invalid, NotFound, quote
+from api.principal import Principal
 from api.state import ServiceDep
 from api.validate.runs import check_text
 from store import keys, people, tables
@@ -55,6 +56,8 @@ async def list_keys(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
 
     def read(session: Session) -> list[dict[str, Any]]:
         query = select(tables.ApiKey).where(tables.ApiKey.org_id == who.org_id)
+        if who.project_id is not None:
+            query = query.where(tables.ApiKey.project_id == who.project_id)
         if ADMIN not in who.scopes:
             query = query.where(tables.ApiKey.user_id == who.user_id, tables.ApiKey.user_id.is_not(None))
         return [describe(row) for row in session.scalars(query.order_by(tables.ApiKey.id.desc()))]
@@ -132,7 +135,8 @@ def managed_key(session: Session, who: Principal, key_id: str) -> tables.ApiKey:
     number = int(key_id) if key_id.isascii() and key_id.isdecimal() and len(key_id) <= 18 else -1
     row = session.get(tables.ApiKey, number)
     own = row is not None and who.user_id is not None and row.user_id == who.user_id
-    if row is None or row.org_id != who.org_id or not (own or ADMIN in who.scopes):
+    within = row is not None and who.project_id in (None, row.project_id)
+    if row is None or row.org_id != who.org_id or not (within and (own or ADMIN in who.scopes)):
         raise NotFound(f"no key {quote(key_id)}")
     return row
 

@@ -11,8 +11,10 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.access import declare
-from api.auth import PrincipalDep, RateLimit
+from api.auth import PrincipalDep
 from api.bodies import read_json
+from api.principal import RateLimit
+from api.projects import visible_projects
 from api.routes.keys import managed_key
 from api.state import ServiceDep
 from store import people, tables
@@ -33,13 +35,14 @@ class NewLimits(BaseModel):
 
 @router.get("", **declare(scope="any", limit="call"))
 async def rate_limits(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
-    """All limits that are set, and what is in flight against them now."""
+    """The limits that are set on what the key sees, and what is in flight against them now."""
     in_flight = service.journal.in_flight
 
     def read(session: Session) -> list[dict[str, Any]]:
         org = session.get_one(tables.Organisation, who.org_id)
-        projects = session.scalars(select(tables.Project).filter_by(org_id=who.org_id).order_by(tables.Project.id))
-        keys = session.scalars(select(tables.ApiKey).filter_by(org_id=who.org_id).order_by(tables.ApiKey.id))
+        projects = session.scalars(select(tables.Project).where(visible_projects(who)).order_by(tables.Project.id))
+        of_org = select(tables.ApiKey).filter_by(org_id=who.org_id).order_by(tables.ApiKey.id)
+        keys = session.scalars(of_org if who.project_id is None else of_org.filter_by(project_id=who.project_id))
         rows: list[tables.Organisation | tables.Project | tables.ApiKey] = [org, *projects, *keys]
         return [_describe(row) for row in rows if row is org or _limited(row)]
 

@@ -9,9 +9,10 @@ from pydantic import BaseModel, ConfigDict
 from sqlalchemy.orm import Session
 
 from api.access import declare
-from api.auth import Principal, PrincipalDep
+from api.auth import PrincipalDep
 from api.bodies import read_json
 from api.errors import Forbidden
+from api.principal import Principal
 from api.state import ServiceDep
 from store import people, tables
 from store.roles import Role

@@ -19,6 +19,7 @@ from api.auth import PrincipalDep
 from api.bodies import read_json
 from api.errors import Busy, Invalid
 from api.lookup import run_by_id
+from api.own import own_run
 from api.state import ServiceDep
 from billing.reports import spent_by
 from store.curves import Point, TooManyPoints, curves_of, log_points, read_curve
@@ -65,7 +66,7 @@ async def log_metrics(run_id: str, request: Request, service: ServiceDep, who: P
     now = datetime.now(UTC)
 
     def write(session: Session) -> int:
-        run_by_id(session, who.org_id, run_id)
+        own_run(session, who, run_id)
         return log_points(session, who.org_id, run_id, points, now)
 
     try:
@@ -85,7 +86,7 @@ async def run_metrics(
     """The curves of a run (all, or those of `name`), thinned to `points` each, lowest and highest values kept."""
 
     def read(session: Session) -> RunMetricsResponse:
-        run_by_id(session, who.org_id, run_id)
+        run_by_id(session, who, run_id)
         have = [curve.name for curve in curves_of(session, who.org_id, [run_id]).get(run_id, [])]
         wanted = [curve for curve in have if name is None or curve in name]
         curves = [read_curve(session, who.org_id, run_id, curve, points) for curve in wanted]

@@ -20,10 +20,11 @@ from weft.wire.money import (
 )
 
 from api.access import declare
-from api.auth import Principal, PrincipalDep
+from api.auth import PrincipalDep
 from api.bodies import read_json
 from api.errors import Forbidden, Invalid, NotFound, quote
 from api.lookup import run_by_id
+from api.principal import Principal
 from api.state import Service, ServiceDep
 from billing import usage
 from billing.budgets import BudgetState, owns, remove_budget, set_budget, states
@@ -73,7 +74,7 @@ async def get_usage(service: ServiceDep, who: PrincipalDep, run_id: str | None =
 
     def read(session: Session) -> list[usage.UsageRow]:
         if run_id is not None:
-            run_by_id(session, who.org_id, run_id)
+            run_by_id(session, who, run_id)
         return usage.summary(session, who.org_id, run_id)
 
     rows = await service.read(read)

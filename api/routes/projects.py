@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from api.access import declare
 from api.auth import PrincipalDep
 from api.bodies import read_json
+from api.projects import visible_project, visible_projects
 from api.state import ServiceDep
 from store import people, tables
 
@@ -34,9 +35,7 @@ async def list_projects(service: ServiceDep, who: PrincipalDep, archived: bool =
     """Projects by name; archived ones if asked."""
 
     def read(session: Session) -> list[dict[str, Any]]:
-        query = select(tables.Project).filter_by(org_id=who.org_id)
-        if who.project_id is not None:
-            query = query.filter_by(id=who.project_id)
+        query = select(tables.Project).where(visible_projects(who))
         if not archived:
             query = query.filter_by(archived_at=None)
         return [_describe(row) for row in session.scalars(query.order_by(tables.Project.name))]
@@ -56,7 +55,7 @@ async def create_project(request: Request, service: ServiceDep, who: PrincipalDe
 
 @router.get("/{project_id}", **declare(scope="any", limit="call"))
 async def get_project(project_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
-    return await service.read(lambda session: _describe(people.project_by_id(session, who.org_id, project_id)))
+    return await service.read(lambda session: _describe(visible_project(session, who, project_id)))
 
 
 @router.patch("/{project_id}", **declare(scope="admin", limit="call"))

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from api.access import LOOKING, declare
 from api.auth import PrincipalDep
 from api.errors import NotFound, quote
-from api.lookup import live_checkpoints, run_by_id
+from api.lookup import live_checkpoints, run_by_id, visible
 from api.routes.checkpoints import OLDEST_FIRST, count, cursor, describe
 from api.session_search import DEFAULT_PROJECT, text_values
 from api.state import ServiceDep
@@ -24,7 +24,7 @@ router = APIRouter(prefix="/api/v1")
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, le=2**31)]
-#: "owned" is what was made with the key that asks; "accessible" is all of its organisation.
+#: "owned" is what was made with the key that asks; "accessible" is all that it sees.
 Scope = Literal["owned", "accessible"]
 
 
@@ -41,7 +41,7 @@ async def training_runs(
     check_text(project_id, "project_id", 64)
 
     def read(session: Session) -> dict[str, Any]:
-        query = select(tables.Run).filter_by(org_id=who.org_id)
+        query = select(tables.Run).where(visible(who, tables.Run))
         query = query.join(tables.Session, tables.Session.id == tables.Run.session_id)
         if access_scope == "owned":
             query = query.where(who.made())
@@ -60,7 +60,7 @@ async def training_run(
     run_id: str, service: ServiceDep, who: PrincipalDep, access_scope: Scope = "owned"
 ) -> dict[str, Any]:
     def read(session: Session) -> dict[str, Any]:
-        run = run_by_id(session, who.org_id, run_id)
+        run = run_by_id(session, who, run_id)
         if access_scope == "owned" and not who.owns(session.get_one(tables.Session, run.session_id)):
             raise NotFound(f"no model {quote(run_id)} of this key: ask with access_scope=accessible")
         return _describe_runs(session, [run])[0]

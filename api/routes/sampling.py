@@ -15,8 +15,10 @@ from api.access import LOOKING, declare
 from api.auth import PrincipalDep
 from api.bodies import INLINE_BYTES, parse_json, read_body, read_json
 from api.errors import Invalid, quote
-from api.lookup import active_session, plain_id, readable_checkpoint, run_of, sampler_by_id, served_model
+from api.lookup import plain_id, readable_checkpoint, run_of, sampler_by_id, sees, served_model
+from api.own import active_session
 from api.paths import parse_path
+from api.principal import Principal
 from api.state import Service, ServiceDep
 from api.submit import Place, accept, known
 from api.validate.priority import PriorityDep
@@ -42,11 +44,11 @@ async def create_sampling_session(request: Request, service: ServiceDep, who: Pr
 
     def write(session: Session) -> None:
         there = session.get(tables.Sampler, sampler_id) if plain_id(sampler_id) else None
-        if there is not None and there.org_id == who.org_id:
-            _check_same(there, body)
+        if there is not None:
+            _check_same(sampler_by_id(session, who, there.id), body)
             return
-        owner = active_session(session, who.org_id, body.session_id)
-        session.add(_new_sampler(service, session, owner, sampler_id, body))
+        owner = active_session(session, who, body.session_id)
+        session.add(_new_sampler(service, session, who, owner, sampler_id, body))
 
     await service.database.write(write)
     return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
@@ -54,7 +56,7 @@ async def create_sampling_session(request: Request, service: ServiceDep, who: Pr
 
 @router.get("/samplers/{sampler_id}", **declare(scope=LOOKING, limit="call"))
 async def get_sampler(sampler_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
-    row = await service.read(lambda session: sampler_by_id(session, who.org_id, sampler_id))
+    row = await service.read(lambda session: sampler_by_id(session, who, sampler_id))
     return {"sampler_id": row.id, "base_model": row.base_model, "model_path": row.model_path}
 
 
@@ -70,7 +72,7 @@ async def asample(request: Request, service: ServiceDep, who: PrincipalDep, prio
     sampler_id = body.sampling_session_id
 
     def read(session: Session) -> tuple[tables.Sampler, Place, bool]:
-        row = sampler_by_id(session, who.org_id, sampler_id)
+        row = sampler_by_id(session, who, sampler_id)
         return row, Place.of(session, who, row.session_id), known(session, row.id, seq)
 
     sampler, place, repeat = await service.read(read)
@@ -107,6 +109,7 @@ def _checked(
 def _new_sampler(
     service: Service,
     session: Session,
+    who: Principal,
     owner: tables.Session,
     sampler_id: str,
     body: CreateSamplingSessionRequest,
@@ -117,12 +120,12 @@ def _new_sampler(
         path = parse_path(body.model_path, "model_path")
         if path.kind != "sampler_weights":
             raise Invalid(f"model_path: {path} cannot be sampled; use save_weights_for_sampler and its path")
-        checkpoint = readable_checkpoint(session, owner.org_id, path)
+        checkpoint = readable_checkpoint(session, who, path)
         run = run_of(session, checkpoint)
         if base_model is not None and base_model != run.base_model:
             raise Invalid(f"base_model: those weights are of {run.base_model}, not of {quote(base_model)}")
         # Somebody else's published weights are sampled, and paid for, outside of their run.
-        run_id = run.id if run.org_id == owner.org_id else None
+        run_id = run.id if sees(session, who, run) else None
         ref, base_model = checkpoint.ref, run.base_model
     if base_model is None:
         raise Invalid("base_model, model_path: give one of them")

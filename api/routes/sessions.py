@@ -13,12 +13,13 @@ from weft.wire import CreateSessionRequest, FinishSessionRequest, SessionHeartbe
 from weft.wire.sessions import AssignProjectRequest, SessionSearchRequest
 
 from api.access import LOOKING, WORKING, declare
-from api.auth import Principal, PrincipalDep
+from api.auth import PrincipalDep
 from api.bodies import read_json
 from api.errors import Invalid, NotFound, quote
-from api.lookup import session_by_id
-from api.own import check_own
+from api.lookup import session_by_id, visible
+from api.own import own_session
 from api.presence import end, runs_of
+from api.principal import Principal
 from api.projects import check_project, project_for
 from api.session_search import DEFAULT_PROJECT, search, text_values
 from api.state import ServiceDep
@@ -32,7 +33,7 @@ MAX_DETAIL = 4096
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, le=2**31)]
-#: "owned" is what was made with the key that asks; "accessible" is all of its organisation.
+#: "owned" is what was made with the key that asks; "accessible" is all that it sees.
 Scope = Literal["owned", "accessible"]
 
 
@@ -46,7 +47,7 @@ async def create_session(request: Request, service: ServiceDep, who: PrincipalDe
     now = datetime.now(UTC)
     key = request.headers.get("x-idempotency-key")
     new = tables.Session(
-        id=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{who.org_id} {key}") if key else uuid.uuid4()),
+        id=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{who.domain} {key}") if key else uuid.uuid4()),
         org_id=who.org_id,
         key_id=who.key_id,
         user_id=who.user_id,
@@ -73,7 +74,7 @@ async def create_session(request: Request, service: ServiceDep, who: PrincipalDe
 async def session_heartbeat(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
     """Keeps a session alive. 410 once it has ended is how its clients learn of it."""
     body = await read_json(request, SessionHeartbeatRequest)
-    await service.presence.beat(who.org_id, body.session_id)
+    await service.presence.beat(who, body.session_id)
     return {"type": "session_heartbeat"}
 
 
@@ -91,7 +92,7 @@ async def finish_session(session_id: str, request: Request, service: ServiceDep,
     detail = check_text(body.detail, "detail", MAX_DETAIL)
 
     def write(session: Session) -> list[str]:
-        row = session_by_id(session, who.org_id, session_id)
+        row = own_session(session, who, session_id)
         end(session, row, "finished", reason=body.reason.type, detail=detail, key_id=who.key_id)
         return runs_of(session, [row.id])
 
@@ -109,8 +110,7 @@ async def assign_project(session_id: str, request: Request, service: ServiceDep,
     check_project(body.project_id)
 
     def write(session: Session) -> str | None:
-        row = session_by_id(session, who.org_id, session_id)
-        check_own(who, row)
+        row = own_session(session, who, session_id)
         project = project_for(session, who, body.project_id)
         if row.project_id != project:
             row.project_id = project
@@ -142,7 +142,7 @@ async def session_details(
     session_id: str, service: ServiceDep, who: PrincipalDep, access_scope: Scope = "owned"
 ) -> dict[str, Any]:
     def read(session: Session) -> dict[str, Any]:
-        row = session_by_id(session, who.org_id, session_id)
+        row = session_by_id(session, who, session_id)
         if access_scope == "owned" and not who.owns(row):
             raise NotFound(f"no session {quote(session_id)} of this key: ask with access_scope=accessible")
         runs = select(tables.Run.id).filter_by(session_id=row.id).order_by(tables.Run.model_seq_id)
@@ -160,7 +160,7 @@ async def session_details(
 
 
 def _in_scope(query: Select[Any], who: Principal, scope: Scope) -> Select[Any]:
-    query = query.filter(tables.Session.org_id == who.org_id)
+    query = query.where(visible(who, tables.Session))
     return query.filter(who.made()) if scope == "owned" else query
 
 

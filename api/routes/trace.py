@@ -22,7 +22,7 @@ LINK_LIFE = timedelta(hours=1)
 @router.get("/{session_id}/trace_export", **declare(scope=LOOKING, limit="call"))
 async def trace_export(session_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """A link to the trace. It is drawn when it is fetched, so it is always ready, and as new as the fetch."""
-    row = await service.read(lambda session: session_by_id(session, who.org_id, session_id))
+    row = await service.read(lambda session: session_by_id(session, who, session_id))
     path = f"{router.prefix}/{row.id}/trace.pftrace"
     return {"status": "ready", "url": service.signer.link(request, path, datetime.now(UTC) + LINK_LIFE)}
 

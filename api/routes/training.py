@@ -48,7 +48,7 @@ async def create_model(
         train_unembed=lora.train_unembed,
         optimizer=family_of(body.optimizer_config, "optimizer_config") or ADAMW,
     )
-    await service.read(lambda session: check_session(session, who.org_id, body.session_id, spec.run_id))
+    await service.read(lambda session: check_session(session, who, body.session_id, spec.run_id))
     metadata = check_metadata(body.user_metadata)
     raw = body.model_dump_json(exclude_none=True).encode()
     return await create(service, who, body.session_id, seq, spec, metadata, raw, {"priority": priority})
@@ -57,7 +57,7 @@ async def create_model(
 @router.post("/get_info", **declare(scope=LOOKING, limit="call"))
 async def get_info(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     body = await read_json(request, GetInfoRequest)
-    run = await service.read(lambda session: run_by_id(session, who.org_id, body.model_id))
+    run = await service.read(lambda session: run_by_id(session, who, body.model_id))
     card = service.cards.get(run.base_model)
     data = {
         "arch": card.architecture if card else None,

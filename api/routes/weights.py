@@ -17,12 +17,13 @@ from weft.wire import (
 )
 
 from api.access import LOOKING, declare
-from api.auth import Principal, PrincipalDep
+from api.auth import PrincipalDep
 from api.bodies import parse_json, read_body, read_json
 from api.creation import check_session, create, repeat, run_id_of
 from api.errors import Invalid, quote
 from api.lookup import readable_checkpoint, run_of, served_model
 from api.paths import check_name, parse_path
+from api.principal import Principal
 from api.state import Service, ServiceDep
 from api.submit import Checked, submit_json
 from api.validate.optimizers import CONFIGS, check_same_optimizer, family_of
@@ -130,7 +131,7 @@ async def load_weights(
 
     def check(body: LoadWeightsRequest, run: tables.Run) -> Checked:
         with service.database.read() as session:
-            return _load_in_place(body, session, run)
+            return _load_in_place(body, session, who, run)
 
     if parse_json(raw, _Target).model_id is not None:
         return await submit_json(service, who, OpKind.LOAD_STATE, raw, LoadWeightsRequest, check)
@@ -143,7 +144,7 @@ async def weights_info(request: Request, service: ServiceDep, who: PrincipalDep)
     path = parse_path(body.tinker_path, "tinker_path")
 
     def read(session: Session) -> tables.Run:
-        return run_of(session, readable_checkpoint(session, who.org_id, path))
+        return run_of(session, readable_checkpoint(session, who, path))
 
     run = await service.read(read)
     return {
@@ -164,8 +165,8 @@ class _Target(BaseModel):
     model_id: str | None = None
 
 
-def _load_in_place(body: LoadWeightsRequest, session: Session, run: tables.Run) -> Checked:
-    checkpoint, source = _source(session, run.org_id, body)
+def _load_in_place(body: LoadWeightsRequest, session: Session, who: Principal, run: tables.Run) -> Checked:
+    checkpoint, source = _source(session, who, body)
     for field in ("base_model", "rank", "train_attn", "train_mlp", "train_unembed"):
         theirs, ours = getattr(source, field), getattr(run, field)
         if theirs != ours:
@@ -175,12 +176,12 @@ def _load_in_place(body: LoadWeightsRequest, session: Session, run: tables.Run) 
     return Checked({"source_ref": checkpoint.ref, "with_optimizer": body.optimizer, "path": body.path})
 
 
-def _source(session: Session, org_id: str, body: LoadWeightsRequest) -> tuple[tables.Checkpoint, tables.Run]:
+def _source(session: Session, who: Principal, body: LoadWeightsRequest) -> tuple[tables.Checkpoint, tables.Run]:
     """The checkpoint that training goes on from, and the run that it was saved from."""
     path = parse_path(body.path, "path")
     if path.kind == "sampler_weights" or (path.kind == "external_weights" and body.optimizer):
         raise Invalid(f"path: {path} holds no training state; load a checkpoint of the kind 'weights' (save_weights)")
-    checkpoint = readable_checkpoint(session, org_id, path, body.weights_access_token)
+    checkpoint = readable_checkpoint(session, who, path, body.weights_access_token)
     return checkpoint, run_of(session, checkpoint)
 
 
@@ -194,9 +195,9 @@ async def _create_from(
     optimizer = family_of(body.optimizer_config, "optimizer_config")
 
     def read(session: Session) -> tuple[RunSpec, str] | None:
-        if check_session(session, who.org_id, session_id, run_id):
+        if check_session(session, who, session_id, run_id):
             return None
-        checkpoint, source = _source(session, who.org_id, body)
+        checkpoint, source = _source(session, who, body)
         if body.base_model is not None and body.base_model != source.base_model:
             raise Invalid(f"base_model: that checkpoint is of {source.base_model}, not of {quote(body.base_model)}")
         served_model(service.cards, source.base_model, "path")

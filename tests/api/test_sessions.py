@@ -10,6 +10,7 @@ from sqlalchemy import update
 from api.errors import SessionEnded
 from api.housekeeping import reap
 from api.presence import Presence
+from api.principal import Principal
 from store import tables
 from store.db import Database
 from store.keys import create_key
@@ -96,25 +97,25 @@ class TestPresence:
     def test_an_end_elsewhere_is_noticed_at_the_next_flush(self, world: World) -> None:
         session = world.session()
         presence = Presence(world.database)
-        org_id = stored(world, session).org_id
+        who = Principal(stored(world, session).org_id, None)
 
         async def scenario() -> None:
-            await presence.beat(org_id, session)
+            await presence.beat(who, session)
             world.post(f"sessions/{session}/finish", FINISHED)
-            await presence.beat(org_id, session)
+            await presence.beat(who, session)
             await presence.flush()
             with pytest.raises(SessionEnded):
-                await presence.beat(org_id, session)
+                await presence.beat(who, session)
 
         asyncio.run(scenario())
 
     def test_the_silent_are_forgotten(self, world: World) -> None:
         session = world.session()
         presence = Presence(world.database)
-        org_id = stored(world, session).org_id
+        who = Principal(stored(world, session).org_id, None)
 
         async def scenario() -> None:
-            await presence.beat(org_id, session)
+            await presence.beat(who, session)
             await presence.flush()
             await presence.flush()
             assert presence._seen == {}

@@ -5,19 +5,27 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
 from fastapi.routing import APIRoute
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from api.console import sessions
 from api.console.install import PAGES
 from billing import ledger
-from billing.alerts import raise_alert
-from store.tables import Alert, Budget, Invoice, LedgerEntry
+from billing.alerts import raise_alert, resolve_alert
+from store.people import LIMITS
+from store.settings import PaymentsSettings
+from store.tables import Budget, Invoice, LedgerEntry, Organisation
 from tests.console.conftest import SAME_SITE, Console
+from tests.console.seed import TOPUP_NUSD
 from tests.console.test_pages import amounts
+from tests.fakestripe import FakeStripe, fake_stripe
+from tests.servers import free_port
 
 
 class TestBudgets:
@@ -66,22 +74,89 @@ class TestBudgets:
         assert "Set a budget" not in console.get("/budgets")
         console.press("/budgets", status=403, of="org", limit_usd="1")
 
-    def test_alerts(self, console: Console) -> None:
-        made, now = console.made, datetime.now(UTC)
 
-        def write(session: object) -> None:
-            for org_id, ref in ((made.org_id, "a"), (made.rival_id, "b"), (None, "c")):
-                message = f"<b>alert {ref}</b>"
-                raise_alert(session, kind="k", ref=ref, message=message, now=now, org_id=org_id)  # type: ignore[arg-type]
+def raise_three(console: Console) -> None:
+    """An alert of this organisation, one of another, and one for the operator alone."""
+    made, now = console.made, datetime.now(UTC)
 
-        console.database.write_now(write)
+    def write(session: Session) -> None:
+        for org_id, ref in ((made.org_id, "a"), (made.rival_id, "b"), (None, "c")):
+            raise_alert(session, kind="k", ref=ref, message=f"<b>alert {ref}</b>", now=now, org_id=org_id)
+
+    console.database.write_now(write)
+
+
+class TestAlerts:
+    @pytest.mark.parametrize("path", ["/", "/budgets"])
+    def test_ones_own(self, console: Console, path: str) -> None:
         console.sign_in()
-        page = console.get("/budgets")
+        raise_three(console)
+        page = console.get(path)
         assert "&lt;b&gt;alert a&lt;/b&gt;" in page
         assert "alert b" not in page
         assert "alert c" not in page
-        with console.database.read() as session:
-            assert len(session.scalars(select(Alert).filter_by(kind="k")).all()) == 3
+
+    @pytest.mark.parametrize("path", ["/", "/budgets"])
+    def test_operators_see_all(self, console: Console, path: str) -> None:
+        raise_three(console)
+        sign_in_by_link(console, operator=True)
+        page = console.get(path)
+        assert all(f"alert {ref}&lt;/b&gt;" in page for ref in "abc")
+        assert "Rival Labs" in page
+
+    def test_what_is_over_is_on_the_list_only(self, console: Console) -> None:
+        raise_three(console)
+        console.database.write_now(lambda session: resolve_alert(session, kind="k", ref="a", now=datetime.now(UTC)))
+        console.sign_in()
+        assert "alert a" not in console.get("/")
+        assert "alert a" in console.get("/budgets")
+
+    def test_members_are_not_troubled(self, console: Console) -> None:
+        raise_three(console)
+        console.sign_in("member")
+        assert "alert a" not in console.get("/")
+
+
+class TestRateLimits:
+    def test_set_and_taken_away(self, console: Console) -> None:
+        console.sign_in()
+        key = next(key["id"] for key in console.api("weft/keys")["keys"] if key["name"] == "member's laptop")
+        evals = console.made.projects["evals"]
+        console.press("/limits", of=f"key:{key}", requests_per_minute="120", max_in_flight="8", tokens_per_minute="")
+        console.press("/limits", of=f"project:{evals}", tokens_per_minute="2000000")
+        limits = {(entry["scope"], entry["id"]): entry for entry in console.api("weft/rate_limits")["limits"]}
+        found = limits["key", str(key)]
+        assert [found[name] for name in LIMITS] == [120, None, 8]
+        assert limits["project", evals]["tokens_per_minute"] == 2_000_000
+        page = console.get(f"/budgets?of=key:{key}")
+        assert "2,000,000" in page
+        assert "Key member&#39;s laptop" in page
+        assert re.search(rf'<option value="key:{key}" selected>', page)
+        assert re.search(r'name="requests_per_minute"[^>]*value="120"', page)
+        assert f"/console/budgets?of=key:{key}#limits" in console.get("/keys")
+        assert f"of=project%3A{evals}#limits" in console.get("/members")
+        console.press("/limits", of=f"key:{key}")
+        assert ("key", str(key)) not in {(e["scope"], e["id"]) for e in console.api("weft/rate_limits")["limits"]}
+
+    @pytest.mark.parametrize(
+        ("form", "status"),
+        [
+            ({"of": "org", "requests_per_minute": "1"}, 422),
+            ({"of": "key:999999", "requests_per_minute": "1"}, 404),
+            ({"of": "project:nothing", "requests_per_minute": "1"}, 404),
+            ({"of": "key:1", "requests_per_minute": "0"}, 422),
+            ({"of": "key:1", "requests_per_minute": "many"}, 422),
+            ({"of": "key:1", "max_in_flight": str(2**40)}, 422),
+        ],
+    )
+    def test_mistakes(self, console: Console, form: dict[str, str], status: int) -> None:
+        console.sign_in()
+        console.press("/limits", status=status, **form)
+
+    def test_only_admins(self, console: Console) -> None:
+        console.sign_in("viewer")
+        assert "Set rate limits" not in console.get("/budgets")
+        console.press("/limits", status=403, of="key:1", requests_per_minute="1")
 
 
 class TestBilling:
@@ -147,17 +222,59 @@ class TestBilling:
         console.get("/billing/ledger.csv", status=403)
 
 
-class TestOperators:
-    def sign_in(self, console: Console, operator: bool) -> None:
-        made = console.made
-        token = console.database.write_now(
-            lambda session: sessions.new_link(session, made.org_id, made.users["owner"], operator=operator)
-        )
-        console.http.cookies.clear()
-        console.http.post(f"/console/login/{token}", headers=SAME_SITE, follow_redirects=False)
+def take_cards(console: Console, payments: PaymentsSettings) -> None:
+    service = console.app.state.service
+    settings = service.settings.model_copy(update={"payments": payments})
+    console.app.state.service = replace(service, settings=settings)
 
+
+class TestTopUps:
+    @pytest.fixture
+    def stripe(self, console: Console) -> Iterator[FakeStripe]:
+        """The console takes cards, by a Stripe of our own."""
+        with fake_stripe() as server:
+            server.reset(datetime.now(UTC))
+            take_cards(console, server.settings().model_copy(update={"public_url": "https://weft.example"}))
+            yield server
+
+    def test_to_stripes_page_and_back(self, console: Console, stripe: FakeStripe) -> None:
+        console.sign_in()
+        assert "Pay by card" in console.get("/billing")
+        reply = console.press("/billing/topup", status=204, amount_usd="25.50")
+        (checkout,) = stripe.stripe.all("checkout.session")
+        assert reply.headers["hx-redirect"] == checkout["url"]
+        assert checkout["amount_total"] == 2550
+        assert checkout["success_url"].startswith("https://weft.example/console/billing")
+        with console.database.read() as session:
+            org = session.get_one(Organisation, console.made.org_id)
+        assert checkout["customer"] == org.stripe_customer_id
+        assert console.api("weft/balance")["balance_nusd"] < TOPUP_NUSD  # nothing is credited before it is paid
+
+    def test_amounts_that_are_not_taken(self, console: Console, stripe: FakeStripe) -> None:
+        console.sign_in()
+        console.press("/billing/topup", status=400, amount_usd="0.01")
+        for amount in ("-5", "1.005", "much"):
+            console.press("/billing/topup", status=422, amount_usd=amount)
+        assert stripe.stripe.all("checkout.session") == []
+
+    def test_a_stripe_that_does_not_answer(self, console: Console, stripe: FakeStripe) -> None:
+        take_cards(console, stripe.settings().model_copy(update={"api_base": f"http://127.0.0.1:{free_port()}"}))
+        console.sign_in()
+        assert "nothing was charged" in console.press("/billing/topup", status=503, amount_usd="25").text
+
+
+def sign_in_by_link(console: Console, operator: bool) -> None:
+    made = console.made
+    token = console.database.write_now(
+        lambda session: sessions.new_link(session, made.org_id, made.users["owner"], operator=operator)
+    )
+    console.http.cookies.clear()
+    console.http.post(f"/console/login/{token}", headers=SAME_SITE, follow_redirects=False)
+
+
+class TestOperators:
     def test_tenants_see_themselves_and_others(self, console: Console) -> None:
-        self.sign_in(console, operator=False)
+        sign_in_by_link(console, operator=False)
         page = console.get("/queues")
         assert "Rival" not in page
         assert "rival" not in page
@@ -166,7 +283,7 @@ class TestOperators:
         console.get("/ownership", status=403)
 
     def test_operators_see_everybody(self, console: Console) -> None:
-        self.sign_in(console, operator=True)
+        sign_in_by_link(console, operator=True)
         page = console.get("/queues?span=1h")
         assert re.search(r"Rival Labs \d+\.\d%", page)
         page = console.get("/ownership?days=30")

@@ -1,4 +1,5 @@
-"""Every route, with the ids of another organisation: nothing is there, nothing is shown, and nothing is changed.
+"""Every route, with the ids of another organisation, and with those of another project of the same organisation by a
+key that is bound to one: nothing is there, nothing is shown, and nothing is changed.
 
 Made from the table of routes: a new route with an id in its path is tried by itself, if its parameter has a name that
 is known here; one that takes a body fails this test until it is listed, with the ids that go into it or without any.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from weft.wire.codec import encode_train_request
 
 from api.app import front
 from store import people
+from store.keys import new_key
+from store.roles import BEYOND_A_PROJECT, SCOPES
 from tests.api.conftest import MODEL, PROTOBUF, World
 from tests.api.data import batch
 from tests.api.test_custom_loss import body as custom_loss
@@ -73,7 +77,7 @@ BODIES: dict[str, Callable[[Ids], dict[str, Any]]] = {
     "GET /weft/usage": lambda ids: {"params": {"run_id": ids["run_id"]}},
     # These have their id in the path, and a body besides.
     "POST /sessions/{session_id}/finish": lambda ids: {"reason": {"type": "success"}, "detail": None},
-    "PUT /sessions/{session_id}/project": lambda ids: {"project_id": "q"},
+    "PUT /sessions/{session_id}/project": lambda ids: {"project_id": ids["project_id"]},
     "PUT /training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": lambda ids: {"ttl_seconds": None},
     "POST /training_runs/{run_id}/checkpoints/{kind}/{name}/publish": lambda ids: {},
     "POST /weft/runs/{run_id}/metrics": lambda ids: {"points": [{"step": 1, "name": "loss", "value": 1.0}]},
@@ -100,6 +104,9 @@ NO_IDS = {
 #: Paths that name no tenant's things, and those that are entered by a signed link instead of a key.
 NOT_TENANTS = {"GET /weft/models/{name:path}/tokenizer", "GET /weft/models/{name:path}/tokenizer/{file}"}
 
+#: With a key that is bound to a project these make something in that project only; tests below try copying.
+WITHIN_ONES_PROJECT = {"POST /weft/keys", "POST /copy_weights"}
+
 #: Reads the weights themselves, of which this test has none (tests/api/test_checkpoints.py has).
 ARCHIVE = "GET /training_runs/{run_id}/checkpoints/{kind}/{name}/archive"
 #: Takes one kind of checkpoint only.
@@ -110,10 +117,49 @@ def short(route: Route) -> str:
     return str(route).replace("/api/v1", "", 1)
 
 
+@dataclass(frozen=True)
+class Sides:
+    """What acme has, by the names of parameters; a key whose things they are, and one whose they are not."""
+
+    ids: Ids
+    owner: str
+    intruder: str
+    #: The intruder is of the same organisation: what his key's scopes do not show him, he is told (403).
+    colleagues: bool
+
+
 @pytest.fixture
-def acme(any_world: World) -> Ids:
-    """What acme has, by the names of parameters."""
-    world = any_world
+def organisations(any_world: World) -> Sides:
+    return Sides(things(any_world), any_world.key, any_world.other_key, False)
+
+
+@pytest.fixture
+def projects(any_world: World) -> Sides:
+    """Two keys of the same owner of acme, bound to two of its projects."""
+    world, admin = any_world, any_world.key
+    org_id = org_id_of(world)
+
+    def write(session: Any) -> list[str]:
+        user = people.add_member(session, org_id, "ann@example.com", "owner")
+        names = ("secret project", "elsewhere")
+        bound = [people.create_project(session, org_id, name).id for name in names]
+        return [new_key(session, org_id, user_id=user.id, project_id=project)[1] for project in bound]
+
+    here, elsewhere = world.database.write_now(write)
+    world.key = here
+    ids = things(world, admin)
+    world.key = admin
+    return Sides(ids, here, elsewhere, True)
+
+
+@pytest.fixture(params=["organisations", "projects"])
+def sides(request: pytest.FixtureRequest) -> Sides:
+    found: Sides = request.getfixturevalue(request.param)
+    return found
+
+
+def things(world: World, admin: str | None = None) -> Ids:
+    """One of everything, made with the world's key; by an admin what that may not."""
     session = world.session()
     run = world.run(session)
     path = world.checkpoint(run, 1)
@@ -128,14 +174,15 @@ def acme(any_world: World) -> Ids:
 
     def write(writing: Any) -> str:
         people.add_member(writing, org_id, "boss@example.com", "owner")
-        people.create_project(writing, org_id, "secret project")
-        return people.add_member(writing, org_id, "ann@example.com", "owner").id
+        if admin is None:
+            people.create_project(writing, org_id, "secret project")
+            return people.add_member(writing, org_id, "ann@example.com", "owner").id
+        return next(user.id for _, user in people.members(writing, org_id) if user.email == "ann@example.com")
 
     user_id = world.database.write_now(write)
-    key = world.post("weft/keys", {"name": "spare"})
-    budget = world.call(
-        "PUT", "weft/budgets", json={"scope": "key", "scope_id": "1", "period": "month", "limit_nusd": 10**15}
-    ).json()
+    key = world.post("weft/keys", {"name": "spare", "scopes": ["train"]})
+    limit = {"scope": "key", "scope_id": "1", "period": "month", "limit_nusd": 10**15}
+    budget = world.call("PUT", "weft/budgets", key=admin, json=limit).json()
     project = next(p["id"] for p in world.get("weft/projects")["projects"] if p["name"] == "secret project")
     with world.database.read() as reading:
         from store.tables import Checkpoint
@@ -182,40 +229,111 @@ def test_every_route_with_a_body_is_listed() -> None:
     assert BODIES.keys() - {short(route) for route in ROUTES} == set()
 
 
-def test_every_route_with_anothers_ids(any_world: World, acme: Ids) -> None:
+def test_every_route_with_anothers_ids(any_world: World, sides: Sides) -> None:
     world = any_world
     named = sorted((r for r in ROUTES if names_something(r)), key=lambda r: (r.method == "DELETE", "finish" in r.path))
+    if sides.colleagues:
+        named = [route for route in named if short(route) not in WITHIN_ONES_PROJECT]
     assert len(named) > 40
-    seen = []
+    seen, refused = [], 0
     for route in named:
-        assert route.access is not None
-        reply = ask(world, route, acme, world.other_key)
-        if reply.status_code != (403 if route.access.public else 404):
-            seen.append((short(route), reply.status_code, reply.text[:300]))
+        reply = ask(world, route, sides.ids, sides.intruder)
+        expected = expected_status(world, route, sides)
+        refused += expected == 404
+        if reply.status_code != expected:
+            seen.append((short(route), reply.status_code, expected, reply.text[:300]))
     assert seen == []
+    assert refused > 30
     # The same requests by whom the things belong to: they are there, and the test above would have seen them.
     hidden = []
     for route in named:
-        assert route.access is not None
-        if route.access.public or short(route) == ARCHIVE:
+        if expected_status(world, route, sides) == 403 or short(route) == ARCHIVE:
             continue
-        reply = ask(world, route, acme, world.key)
+        reply = ask(world, route, sides.ids, sides.owner)
         if not (reply.is_success or reply.is_redirect or reply.status_code == 408):
             hidden.append((short(route), reply.status_code, reply.text[:300]))
     assert hidden == []
 
 
-def test_no_list_shows_anothers_things(any_world: World, acme: Ids) -> None:
-    world = any_world
-    secret = [acme[name] for name in ("session_id", "run_id", "request_id", "checkpoint_id", "user_id", "budget_id")]
-    secret += ["ann@example.com", "secret project", "spare", world.key[:12]]
+def expected_status(world: World, route: Route, sides: Sides) -> int:
+    """Of an intruder's request: 404, or 403 where his key may not ask at all."""
+    assert route.access is not None
+    scopes = SCOPES - BEYOND_A_PROJECT if sides.colleagues else SCOPES
+    return 403 if route.access.public or not route.access.allows(scopes) else 404
+
+
+def test_no_list_shows_anothers_things(any_world: World, sides: Sides) -> None:
+    world, ids = any_world, sides.ids
+    secret = [ids[name] for name in ("session_id", "run_id", "request_id", "checkpoint_id", "budget_id")]
+    secret += ["secret project", "spare", sides.owner[:12]]
+    if not sides.colleagues:
+        secret += [ids["user_id"], "ann@example.com"]
     hour = {"starting_on": "2026-01-01T00:00:00Z", "ending_before": "2026-01-02T00:00:00Z"}
+    shown = ""
     for route in ROUTES:
         listing = route.method == "GET" and "{" not in route.path
         if not listing and short(route) != "POST /sessions/search":
             continue
+        assert route.access is not None
         query = {"access_scope": "accessible", "archived": True, "model": MODEL, **hour}
         options = {"json": {"owner": {"type": "accessible"}}} if route.method == "POST" else {"params": query}
-        reply = world.call(route.method, short(route).split("/", 1)[1], key=world.other_key, **options)
-        assert reply.status_code == 200, (short(route), reply.text)
+        path = short(route).split("/", 1)[1]
+        reply = world.call(route.method, path, key=sides.intruder, **options)
+        allowed = not sides.colleagues or route.access.public or route.access.allows(SCOPES - BEYOND_A_PROJECT)
+        usage_of_all = sides.colleagues and short(route) == "GET /weft/usage"
+        assert reply.status_code == (200 if allowed and not usage_of_all else 403), (short(route), reply.text)
         assert not [text for text in secret if text in reply.text], short(route)
+        shown += world.call(route.method, path, key=sides.owner, **options).text
+    assert all(ids[name] in shown for name in ("session_id", "run_id", "project_id"))
+
+
+def test_weights_of_another_project_are_read_when_published_or_lent(any_world: World, projects: Sides) -> None:
+    """And by a key that is bound to no project; but a key lends no more than it reads."""
+    world, ids = any_world, projects.ids
+    body = {"source_path": ids["path"], "destination_project_id": "elsewhere"}
+    world.post("copy_weights", body, key=projects.intruder, status=404)
+    lent = world.post("copy_weights", body | {"weights_access_token": projects.owner}, key=projects.intruder)
+    own = world.post("copy_weights", {"source_path": lent["tinker_path"], "destination_project_id": "elsewhere"})
+    world.post("copy_weights", body | {"weights_access_token": projects.intruder}, key=world.other_key, status=404)
+    outside = {"source_path": ids["path"], "destination_project_id": "default"}
+    world.post("copy_weights", outside | {"weights_access_token": projects.owner}, key=world.other_key)
+    assert own["tinker_path"] != lent["tinker_path"]
+    path = f"training_runs/{ids['run_id']}/checkpoints/weights/one/publish"
+    world.post(path, key=projects.owner)
+    world.post("weights_info", {"tinker_path": ids["path"]}, key=projects.intruder)
+    world.post(path, key=projects.intruder, status=404)
+
+
+def test_a_session_takes_its_things_along_into_another_project(any_world: World, projects: Sides) -> None:
+    world, ids = any_world, projects.ids
+    world.call("PUT", f"sessions/{ids['session_id']}/project", json={"project_id": "elsewhere"})
+    for key, status in ((projects.intruder, 200), (projects.owner, 404)):
+        world.get(f"training_runs/{ids['run_id']}?access_scope=accessible", key=key, status=status)
+        world.get(f"samplers/{ids['sampler_id']}", key=key, status=status)
+
+
+def test_a_retry_key_of_another_project_is_another(any_world: World, projects: Sides) -> None:
+    body = {"tags": [], "user_metadata": {}, "sdk_version": "1"}
+    headers = {"x-idempotency-key": "same"}
+    made = [
+        any_world.call("POST", "create_session", key=key, json=body, headers=headers).json()["session_id"]
+        for key in (projects.owner, projects.owner, projects.intruder)
+    ]
+    assert made[0] == made[1] != made[2]
+
+
+def test_results_are_not_given_up_for_another_project(any_world: World, projects: Sides) -> None:
+    """A poll for one's own sampler says which results one has; others' stay."""
+    world, ids = any_world, projects.ids
+    world.finish(ids["request_id"], b"result")
+    session = world.session(projects.intruder)
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+    sampler = world.post("create_sampling_session", body, key=projects.intruder)["sampling_session_id"]
+    told = {
+        "target": {"sampling_session_id": sampler, "cloned_sampler_id": 0},
+        "prev_cursor": 0,
+        "timeout": 0,
+        "retrieved_request_ids": [ids["request_id"]],
+    }
+    world.post("retrieve_futures", told, key=projects.intruder)
+    assert world.outcome(ids["request_id"], key=projects.owner).content == b"result"

@@ -79,6 +79,25 @@ def test_a_member_changes_only_what_is_his(any_world: World) -> None:
     session = any_world.session()
     reply = any_world.call("PUT", f"sessions/{session}/project", key=key, json={"project_id": "default"})
     assert reply.status_code == 403
+    sampling = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+    sampler = any_world.post("create_sampling_session", sampling)["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    sample = {"sampling_session_id": sampler, "num_samples": 1, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+    asked = any_world.post("asample", sample | {"seq_id": 1})["request_id"]
+    for path, body in (
+        (f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None}),
+        ("create_model", {"session_id": session, "model_seq_id": 5, "base_model": MODEL, "lora_config": {"rank": 4}}),
+        ("create_sampling_session", sampling | {"sampling_session_seq_id": 1}),
+        ("optim_step", {"model_id": others, "seq_id": 2, "adam_params": {}}),
+        ("load_weights", {"model_id": others, "seq_id": 2, "path": f"tinker://{others}/weights/one"}),
+        (f"weft/runs/{others}/metrics", {"points": [{"step": 1, "name": "loss", "value": 1.0}]}),
+        ("cancel_future", {"request_id": asked}),
+    ):
+        assert any_world.post(path, body, key=key, status=403)["code"] == "forbidden", path
+    any_world.train(batch(others, 2), status=403, key=key)
+    any_world.train(batch(others, 2))  # the refusals took no number
+    # What changes nothing is open to all: sampling, reading, going on from others' weights in a run of one's own.
+    any_world.post("asample", sample | {"seq_id": 2}, key=key)
     own = any_world.run(any_world.session(key), key=key)
     request_id = any_world.post("save_weights", {"model_id": own, "seq_id": 1, "path": "mine"}, key=key)["request_id"]
     any_world.finish(request_id, size_bytes=7)
@@ -94,10 +113,10 @@ def test_a_bound_key_makes_sessions_in_its_project(any_world: World, bound: str)
 
 def test_a_bound_key_spends_for_its_project_only(any_world: World, bound: str) -> None:
     run = any_world.run()
-    assert "bound to the project p" in any_world.train(batch(run, 1), status=403, key=bound)["detail"]
+    any_world.train(batch(run, 1), status=404, key=bound)
     session = any_world.session()
     body = {"session_id": session, "model_seq_id": 5, "base_model": MODEL, "lora_config": {"rank": 4}}
-    any_world.post("create_model", body, key=bound, status=403)
+    any_world.post("create_model", body, key=bound, status=404)
     own = any_world.run(session_in(any_world, None, bound)["session_id"], key=bound)
     request_id = any_world.train(batch(own, 1), key=bound)["request_id"]
     with any_world.database.read() as reading:

@@ -1,11 +1,11 @@
-"""Limits on spending, how far they are used up, and what was said about them."""
+"""Limits on spending and on rates, how far they are used up, and what was said about them."""
 
 from __future__ import annotations
 
 from decimal import Decimal
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Form, Request, Response
+from fastapi import APIRouter, Form, Query, Request, Response
 from fastapi.responses import HTMLResponse
 from pydantic import ValidationError
 from sqlalchemy import select
@@ -13,14 +13,17 @@ from sqlalchemy.orm import Session
 from weft.wire.money import SetBudgetRequest
 
 from api.access import declare
+from api.console.alerts import alerts_of
 from api.console.lists import names
+from api.console.pages.limits import OF, limits_shown
 from api.console.render import ConsoleRoute, page, say
 from api.console.security import ViewerDep
 from api.errors import Invalid, Malformed, explain
 from api.routes.money import change_budget, delete_budget
 from api.state import ServiceDep
 from billing.budgets import BudgetState, states
-from store.tables import Alert, ApiKey, Project
+from store.people import LIMITS
+from store.tables import ApiKey, Project
 
 router = APIRouter(route_class=ConsoleRoute)
 
@@ -30,23 +33,30 @@ Dollars = Annotated[Decimal, Form(ge=0, le=10**9, max_digits=18, decimal_places=
 
 
 @router.get("/budgets", **declare(scope="public", limit="poll"))
-async def budgets(request: Request, service: ServiceDep, viewer: ViewerDep) -> HTMLResponse:
+async def budgets(
+    request: Request,
+    service: ServiceDep,
+    viewer: ViewerDep,
+    of: Annotated[str, Query(max_length=80, pattern=OF)] = "",
+) -> HTMLResponse:
+    """`of` is what the form of rate limits begins with."""
     viewer.need("admin", "billing:read")
+    limits = await limits_shown(service, viewer)
+    chosen = next((entry for entry in limits if entry["of"] == of), {"of": of, **dict.fromkeys(LIMITS)})
 
     def read(session: Session) -> dict[str, Any]:
         org_id = viewer.org_id
         found = states(session, org_id)
         projects = session.scalars(select(Project).filter_by(org_id=org_id, archived_at=None).order_by(Project.name))
         keys = session.scalars(select(ApiKey).filter_by(org_id=org_id, revoked_at=None).order_by(ApiKey.id))
-        alerts = select(Alert).filter_by(org_id=org_id).order_by(Alert.raised_at.desc())
         return {
             "budgets": [(state, _title(session, state), _percent(state)) for state in found],
             "projects": list(projects),
             "keys": list(keys),
-            "alerts": list(session.scalars(alerts.limit(SHOWN_ALERTS))),
+            "alerts": alerts_of(session, viewer, SHOWN_ALERTS),
         }
 
-    return page(request, "budgets.html", viewer, **await service.read(read))
+    return page(request, "budgets.html", viewer, limits=limits, chosen=chosen, **await service.read(read))
 
 
 @router.post("/budgets", **declare(scope="public", limit="poll"))

@@ -14,8 +14,9 @@ from api.access import declare
 from api.console.lists import PageNumber, Text, names, paged
 from api.console.render import ConsoleRoute, page, say
 from api.console.security import ViewerDep
-from api.lookup import live_checkpoints
+from api.lookup import live_checkpoints, visible
 from api.paths import parse_path
+from api.principal import Principal
 from api.routes.checkpoints import delete_checkpoint, expire
 from api.state import ServiceDep
 from store import tables
@@ -56,7 +57,7 @@ async def checkpoints(
     query = {"sort": sort, "search": search.strip()}
 
     def read(session: Session) -> dict[str, Any]:
-        live = select(Checkpoint).filter_by(org_id=viewer.org_id).where(live_checkpoints())
+        live = select(Checkpoint).where(visible(viewer.who, Checkpoint), live_checkpoints())
         found = live.order_by(*ORDERS[sort])
         if query["search"]:
             text = query["search"]
@@ -64,7 +65,7 @@ async def checkpoints(
                 Checkpoint.name.contains(text, autoescape=True) | Checkpoint.run_id.contains(text, autoescape=True)
             )
         rows, pages = paged(session, found, page_number)
-        owners = _by_project(session, viewer.org_id)
+        owners = _by_project(session, viewer.who)
         return {
             "checkpoints": rows,
             "pages": pages,
@@ -97,13 +98,11 @@ async def delete(service: ServiceDep, viewer: ViewerDep, path: Annotated[str, Fo
     return say("Checkpoint deleted")
 
 
-def _by_project(session: Session, org_id: str) -> list[Stored]:
+def _by_project(session: Session, who: Principal) -> list[Stored]:
     owner = tables.Session
     query = select(owner.project_id, func.count(), func.sum(Checkpoint.size_bytes)).select_from(Checkpoint)
     query = query.join(Run, Run.id == Checkpoint.run_id).join(owner, owner.id == Run.session_id)
-    rows = session.execute(
-        query.where(Checkpoint.org_id == org_id, live_checkpoints()).group_by(owner.project_id)
-    ).all()
-    called = names(session, org_id, "project", [project for project, _, _ in rows])
+    rows = session.execute(query.where(visible(who, Checkpoint), live_checkpoints()).group_by(owner.project_id)).all()
+    called = names(session, who.org_id, "project", [project for project, _, _ in rows])
     found = [Stored(called[project], number, int(size or 0)) for project, number, size in rows]
     return sorted(found, key=lambda stored: -stored.size_bytes)

@@ -15,6 +15,7 @@ from api.console.forms import as_json
 from api.console.lists import names
 from api.console.render import ConsoleRoute, page, say
 from api.console.security import Viewer, ViewerDep, need_fresh
+from api.projects import visible_projects
 from api.routes.keys import create_key, list_keys, revoke_key, rotate_key
 from api.state import Service, ServiceDep
 from store.people import members
@@ -72,11 +73,11 @@ async def _read(service: Service, viewer: Viewer) -> dict[str, Any]:
         key["state"] = "revoked" if key["revoked_at"] else "expired" if gone else "active"
 
     def read(session: Session) -> dict[str, Any]:
-        projects = select(Project).filter_by(org_id=viewer.org_id, archived_at=None).order_by(Project.name)
+        projects = select(Project).where(visible_projects(viewer.who)).filter_by(archived_at=None)
         return {
             "users": names(session, viewer.org_id, "user", {key["user_id"] for key in found}),
             "project_names": names(session, viewer.org_id, "project", {key["project_id"] for key in found}),
-            "projects": list(session.scalars(projects)),
+            "projects": list(session.scalars(projects.order_by(Project.name))),
             "members": [user for _, user in members(session, viewer.org_id)] if viewer.may(ADMIN) else [],
         }
 

@@ -1,4 +1,4 @@
-"""The first page: what there is to spend, what was spent, and on what."""
+"""The first page: what needs somebody's eye, what there is to spend, what was spent, and on what."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from sqlalchemy.orm import Session
 
 from api.access import declare
 from api.console import series
+from api.console.alerts import alerts_of
 from api.console.pages.runs import run_lines
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
+from api.lookup import visible
 from api.state import ServiceDep
 from billing import reports
 from store.tables import Run, Wallet
@@ -25,6 +27,8 @@ DAYS = 30
 #: Days that the rate of spending is measured over.
 BURN_DAYS = 7
 LATEST_RUNS = 6
+#: Alerts that are not over, the latest.
+SHOWN_ALERTS = 4
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,13 @@ class Money:
 @router.get("/", **declare(scope="public", limit="poll"))
 async def overview(request: Request, service: ServiceDep, viewer: ViewerDep) -> HTMLResponse:
     def read(session: Session) -> dict[str, Any]:
-        latest = select(Run).filter_by(org_id=viewer.org_id).order_by(Run.created_at.desc(), Run.id)
+        latest = select(Run).where(visible(viewer.who, Run)).order_by(Run.created_at.desc(), Run.id)
         runs = run_lines(session, viewer.org_id, session.scalars(latest.limit(LATEST_RUNS)).all())
         spending = _spending(session, viewer.org_id) if viewer.may("billing:read") else None
-        return {"runs": runs, "spending": spending}
+        alerts = []
+        if viewer.may("billing:read"):
+            alerts = alerts_of(session, viewer, SHOWN_ALERTS, open_only=True)
+        return {"runs": runs, "spending": spending, "alerts": alerts}
 
     return page(request, "overview.html", viewer, **await service.read(read))
 

@@ -15,6 +15,7 @@ from api.console.pages.runs import title_of
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
 from api.errors import NotFound
+from api.lookup import visible
 from api.routes.health import run_health
 from api.state import ServiceDep
 from scheduler import occupancy
@@ -52,8 +53,8 @@ async def queues(
         for machine, stretches in found.items():
             line = occupancy.timeline(stretches, since, now, BUCKETS, set(names))
             charts[machine] = _by_organisation(line, names) if viewer.operator else _oneself(line, viewer.org_id)
-        live = select(Run).filter_by(org_id=viewer.org_id, state="live").order_by(Run.last_request_at.desc(), Run.id)
-        runs = list(session.scalars(live.limit(SHOWN_RUNS)))
+        live = select(Run).where(visible(viewer.who, Run)).filter_by(state="live")
+        runs = list(session.scalars(live.order_by(Run.last_request_at.desc(), Run.id).limit(SHOWN_RUNS)))
         owners = {run.id: session.get_one(tables.Session, run.session_id) for run in runs}
         return {"charts": charts, "runs": [(run, title_of(run, owners[run.id])) for run in runs]}
 

@@ -31,7 +31,7 @@ RECENT = 8
 @router.get("/runs/{run_id}", **declare(scope="public", limit="poll"))
 async def run_page(request: Request, service: ServiceDep, viewer: ViewerDep, run_id: str) -> HTMLResponse:
     def read(session: Session) -> dict[str, Any]:
-        run = run_by_id(session, viewer.org_id, run_id)
+        run = run_by_id(session, viewer.who, run_id)
         owner = session.get_one(tables.Session, run.session_id)
         saved = select(Checkpoint).filter_by(org_id=viewer.org_id, run_id=run_id).where(live_checkpoints())
         failed = select(Operation).filter_by(org_id=viewer.org_id, lane=run_id, state="failed")
@@ -54,7 +54,7 @@ async def run_live(service: ServiceDep, viewer: ViewerDep, run_id: str) -> JSONR
     curves = await run_metrics(run_id, service, viewer.who)
 
     def read(session: Session) -> dict[str, Any]:
-        run = run_by_id(session, viewer.org_id, run_id)
+        run = run_by_id(session, viewer.who, run_id)
         (line,) = run_lines(session, viewer.org_id, [run])
         steps = _operations(session, run_id).get("optim_step", 0)
         return {

@@ -15,6 +15,7 @@ from api.access import declare
 from api.console.lists import PageNumber, Text, paged
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
+from api.lookup import visible
 from api.state import ServiceDep
 from billing.reports import Spent, of_runs
 from store import tables
@@ -80,7 +81,7 @@ async def runs(
     query = {"state": state, "search": search.strip()}
 
     def read(session: Session) -> dict[str, Any]:
-        wanted = select(Run).filter_by(org_id=viewer.org_id).order_by(Run.created_at.desc(), Run.id)
+        wanted = select(Run).where(visible(viewer.who, Run)).order_by(Run.created_at.desc(), Run.id)
         if state:
             wanted = wanted.where(Run.state == state)
         if query["search"]:

@@ -22,6 +22,7 @@ from api.console.lists import Pages, Text, names
 from api.console.render import ConsoleRoute, page
 from api.console.security import Viewer, ViewerDep
 from api.errors import Invalid
+from api.lookup import run_by_id
 from api.state import ServiceDep
 from billing import reports
 from billing.reports import DIMENSIONS, Dimension, ShareRow, Window
@@ -78,10 +79,15 @@ def filters(
     return Filters(window, by, query)
 
 
-def _may_see(viewer: Viewer, chosen: Filters) -> None:
-    """One run's usage is for whoever sees runs; what the whole organisation spends is not (as in the API)."""
-    if not any(dimension == "run" and value is not None for dimension, value in chosen.window.match):
+def _check(session: Session, viewer: Viewer, chosen: Filters) -> None:
+    """One run's usage is for whoever sees the run; what the whole organisation spends is not (as in the API)."""
+    if viewer.may("billing:read"):
+        return
+    run_id = dict(chosen.window.match).get("run")
+    if run_id is None:
         viewer.need("billing:read")
+    else:
+        run_by_id(session, viewer.who, run_id)
 
 
 FiltersDep = Annotated[Filters, Depends(filters)]
@@ -110,9 +116,8 @@ async def usage_page(
     chosen: FiltersDep,
     page_number: Annotated[int, Query(alias="page", ge=1, le=10_000)] = 1,
 ) -> HTMLResponse:
-    _may_see(viewer, chosen)
-
     def read(session: Session) -> dict[str, Any]:
+        _check(session, viewer, chosen)
         window = chosen.window
         days = reports.by_day(session, viewer.org_id, window)
         rows = reports.by_dimension(session, viewer.org_id, window, chosen.split)
@@ -142,9 +147,9 @@ async def usage_page(
 @router.get("/usage.csv", **declare(scope="public", limit="poll"))
 async def usage_csv(service: ServiceDep, viewer: ViewerDep, chosen: FiltersDep) -> Response:
     """The view by day, kind and the chosen dimension, with exact amounts."""
-    _may_see(viewer, chosen)
 
     def read(session: Session) -> str:
+        _check(session, viewer, chosen)
         out = io.StringIO()
         table = csv.writer(out, lineterminator="\r\n")
         table.writerow(["day", chosen.split, "name", "kind", "quantity", "amount_usd"])

@@ -1,0 +1,70 @@
+"""How much keys and projects may ask for a minute, and have under way: shown and set on the page of budgets."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Form, Request, Response
+from sqlalchemy.orm import Session
+
+from api.access import declare
+from api.console.forms import as_json
+from api.console.lists import names
+from api.console.render import ConsoleRoute, say
+from api.console.security import Viewer, ViewerDep
+from api.routes.limits import rate_limits, set_rate_limits
+from api.state import Service, ServiceDep
+
+router = APIRouter(route_class=ConsoleRoute)
+
+#: A project or a key, as forms and addresses name it.
+OF = r"^(project:.+|key:\d+)$"
+Number = Annotated[int | None, Form(ge=1, le=2**53)]
+
+
+@router.post("/limits", **declare(scope="public", limit="poll"))
+async def set_limits(
+    request: Request,
+    service: ServiceDep,
+    viewer: ViewerDep,
+    of: Annotated[str, Form(max_length=80, pattern=OF)],
+    requests_per_minute: Number = None,
+    tokens_per_minute: Number = None,
+    max_in_flight: Number = None,
+) -> Response:
+    """All three at once: what is left empty is not limited any more."""
+    viewer.need("admin")
+    scope, _, id = of.partition(":")
+    body = as_json(
+        request,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        max_in_flight=max_in_flight,
+    )
+    await set_rate_limits("project" if scope == "project" else "key", id, body, service, viewer.who)
+    return say("Rate limits set: they hold within seconds")
+
+
+async def limits_shown(service: Service, viewer: Viewer) -> list[dict[str, Any]]:
+    """The limits that are set, with a title and, where they can be changed, how the form names what they limit."""
+    found = (await rate_limits(service, viewer.who))["limits"]
+
+    def read(session: Session) -> list[dict[str, Any]]:
+        called = {
+            "project": names(session, viewer.org_id, "project", _ids(found, "project")),
+            "key": names(session, viewer.org_id, "key", _ids(found, "key")),
+        }
+        return [entry | _named(entry, called) for entry in found]
+
+    return await service.read(read)
+
+
+def _ids(found: list[dict[str, Any]], scope: str) -> list[str]:
+    return [entry["id"] for entry in found if entry["scope"] == scope]
+
+
+def _named(entry: dict[str, Any], called: dict[str, dict[str | None, str]]) -> dict[str, str]:
+    scope, id = entry["scope"], entry["id"]
+    if scope not in called:
+        return {"of": "", "title": "The whole organisation"}
+    return {"of": f"{scope}:{id}", "title": f"{scope.capitalize()} {called[scope][id]}"}
