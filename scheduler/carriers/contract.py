@@ -1,10 +1,11 @@
 """The fair queue that several processes may share: what every carrier of it promises.
 
-An item is known by its id from `push` to `forget`, and is in one of three places: queued, in a worker's hands under a
+An item is known by its id from `push` to `forget`, and is in one of three places: waiting, in a worker's hands under a
 lease, or answered. Pushing an id that is known changes nothing. `lease` takes items in fair order (`scheduler.fair`);
 each gets an epoch, a number that only grows. `answer` succeeds only with the item's present epoch: a worker that was
-given up and comes back can finish nothing twice. `expire` puts back what workers held that were not heard of until
-their deadline, and gives up an item that was in the hands of `LIVES` workers when they died.
+given up and comes back can finish nothing twice. `decline` sets an item aside for other workers. `expire` puts back
+what workers held that were not heard of until their deadline, and tells what can only fail: items that were in the
+hands of `LIVES` workers when they died, or that every worker has declined.
 
 Nothing here is the truth: that is the database. A carrier that has lost everything is filled again from there.
 """
@@ -19,6 +20,8 @@ Path = tuple[str, ...]
 
 #: How often an item may be in a worker's hands when that worker dies before it is given up.
 LIVES = 3
+#: Items of a model that are set aside at most before more are handed out: each keeps its place in the fair order.
+MAX_ASIDE = 256
 
 
 class QueueUnreachable(Exception):
@@ -59,8 +62,11 @@ class Answered:
 
 @dataclass(frozen=True)
 class Expired:
+    """`back` are queued again. `given_up`, and `declined` with the reasons, are told until they are forgotten."""
+
     back: list[str] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
+    declined: list[tuple[str, list[str]]] = field(default_factory=list)
 
 
 class FairQueue(Protocol):
@@ -83,7 +89,7 @@ class FairQueue(Protocol):
 
     def lease(self, worker: str, models: Sequence[str], slots: int, ttl_s: float) -> list[Lease]:
         """The fairest items of these models until `slots` are filled; the last may exceed them. They are this
-        worker's until `ttl_s` have passed without a sign of life."""
+        worker's until `ttl_s` have passed without a sign of life. With 0 slots: it is there, and serves these."""
 
     def renew(self, worker: str, ttl_s: float) -> bool:
         """A sign of life. False when the worker was given up: it holds nothing any more."""
@@ -93,6 +99,11 @@ class FairQueue(Protocol):
 
     def answer(self, item_id: str, epoch: int, result: bytes) -> bool:
         """The holder of that epoch has finished. False, and nothing changes, for anybody else."""
+
+    def decline(self, item_id: str, epoch: int, why: str) -> list[str] | None:
+        """The holder of that epoch cannot serve it. It is set aside for those workers of its model that have not
+        declined it, which get it before what is queued: []. If there are none, it stays the holder's, to answer with
+        what all have said. None, and nothing changes, for anybody else."""
 
     def answered(self, consumer: str, timeout_s: float) -> list[Answered]:
         """Items that were answered, each to one consumer; again to another one if it is not forgotten in time."""

@@ -5,9 +5,13 @@
 --   r:<path>  sorted set: the ready children by start tag; "<arrival>\31<child>" breaks ties by arrival
 --   c:<path>  set: all children that are remembered
 --   q:<path>  list: ids of the items of a leaf
---   i:<id>    hash: path, weights, cost, slots, body, attempts; worker, epoch and at while it is leased; done once answered
---   h:<worker> set of ids, w sorted set of workers by deadline, done a stream, bell a list that wakes idle workers
-local P, SEP, LIVES = KEYS[1], "\31", 3
+--   i:<id>    hash: path, weights, cost, slots, body, attempts; worker, epoch and at while it is leased; aside while it is
+--             set aside; done once answered
+--   d:<id>    hash: the workers that have declined an item, and why
+--   a:<model> list: ids of items that are set aside for other workers; asides the set of these models
+--   h:<worker> set of ids, m:<worker> set of models, w sorted set of workers by deadline, done a stream, given_up a set
+--   of ids, bell a list that wakes idle workers
+local P, SEP, LIVES, MAX_ASIDE = KEYS[1], "\31", 3, 256
 local IDLE_S = 3600 -- what a flow owes is forgotten when it had nothing to do for so long
 
 local function key(kind, name) return P .. kind .. ":" .. name end
@@ -19,6 +23,11 @@ local function set(node, field, value) redis.call("HSET", key("n", node), field,
 local function below(node, child) return node == "" and child or node .. SEP .. child end
 local function busy(node) return redis.call("EXISTS", key("q", node), key("r", node)) > 0 end
 local function child_of(member) return string.sub(member, 18) end
+
+local function ring()
+  redis.call("LPUSH", P .. "bell", "1")
+  redis.call("LTRIM", P .. "bell", 0, 63)
+end
 
 local function split(path)
   local parts = {}
@@ -60,8 +69,7 @@ local function queue(id)
     node = inner
   end
   redis.call("RPUSH", key("q", path), id)
-  redis.call("LPUSH", P .. "bell", "1")
-  redis.call("LTRIM", P .. "bell", 0, 63)
+  ring()
 end
 
 -- As FairTree._shift: of equals, the corrected one is last; who came in at the virtual time goes back with it.
@@ -155,6 +163,29 @@ local function unqueue(path, id)
   end
 end
 
+-- An item that is in nobody's hands leaves the place where it waits.
+local function withdraw(id)
+  local path, aside = unpack(redis.call("HMGET", key("i", id), "path", "aside"))
+  if aside then
+    redis.call("LREM", key("a", split(path)[1]), 1, id)
+    redis.call("HDEL", key("i", id), "aside")
+  else
+    unqueue(path, id)
+  end
+end
+
+-- Whether a worker is there that may serve an item; and whether one is there at all.
+local function able(id, model)
+  local any = false
+  for _, worker in ipairs(redis.call("ZRANGE", P .. "w", 0, -1)) do
+    if redis.call("SISMEMBER", key("m", worker), model) == 1 then
+      any = true
+      if redis.call("HEXISTS", key("d", id), worker) == 0 then return true, true end
+    end
+  end
+  return false, any
+end
+
 local function count(node, most)
   local found, stack = 0, {node}
   while #stack > 0 and found < most do
@@ -166,7 +197,7 @@ local function count(node, most)
 end
 
 local function release(worker)
-  local ids, back, given_up = redis.call("SMEMBERS", key("h", worker)), {}, {}
+  local ids, back = redis.call("SMEMBERS", key("h", worker)), {}
   local epoch = {}
   for _, id in ipairs(ids) do epoch[id] = number(redis.call("HGET", key("i", id), "epoch")) end
   table.sort(ids, function(a, b) return epoch[a] < epoch[b] end)
@@ -174,7 +205,7 @@ local function release(worker)
     local item = key("i", id)
     redis.call("HDEL", item, "worker", "epoch")
     if redis.call("HINCRBY", item, "attempts", 1) >= LIVES then
-      given_up[#given_up + 1] = id
+      redis.call("SADD", P .. "given_up", id)
     else
       local facts = redis.call("HMGET", item, "path", "cost")
       correct(facts[1], -number(facts[2]))
@@ -184,7 +215,7 @@ local function release(worker)
   end
   redis.call("DEL", key("h", worker), key("m", worker))
   redis.call("ZREM", P .. "w", worker)
-  return back, given_up
+  return back
 end
 
 -- Grows for ever, also over a Redis that has lost everything.
@@ -226,8 +257,9 @@ function calls.remove(id)
   local item = key("i", id)
   if redis.call("EXISTS", item) == 0 then return 0 end
   if redis.call("HEXISTS", item, "worker") + redis.call("HEXISTS", item, "done") > 0 then return 0 end
-  unqueue(redis.call("HGET", item, "path"), id)
-  redis.call("DEL", item)
+  if redis.call("SISMEMBER", P .. "given_up", id) == 1 then return 0 end
+  withdraw(id)
+  redis.call("DEL", item, key("d", id))
   return 1
 end
 
@@ -254,24 +286,41 @@ function calls.ahead(id, most)
   return math.min(ahead, most)
 end
 
-function calls.lease(worker, now, ttl, slots, ...)
-  local served, leases = {}, {}
-  for _, model in ipairs({...}) do served[model] = true end
-  slots = number(slots)
-  redis.call("ZADD", P .. "w", number(now) + number(ttl), worker)
-  while slots > 0 do
-    local model
-    for _, member in ipairs(redis.call("ZRANGE", key("r", ""), 0, -1)) do
-      if served[child_of(member)] then model = child_of(member) break end
+local function take(worker, now, id)
+  local item, epoch = key("i", id), string.format("%d", next_epoch())
+  redis.call("HSET", item, "worker", worker, "epoch", epoch, "at", now)
+  redis.call("SADD", key("h", worker), id)
+  local facts = redis.call("HMGET", item, "path", "body", "slots")
+  return {id, facts[1], facts[2], epoch}, math.max(1, number(facts[3]))
+end
+
+-- What others have declined goes first: it was next before anything that is still queued.
+local function next_for(worker, models)
+  local served = {}
+  for _, model in ipairs(models) do
+    for _, id in ipairs(redis.call("LRANGE", key("a", model), 0, MAX_ASIDE - 1)) do
+      if redis.call("HEXISTS", key("d", id), worker) == 0 then
+        withdraw(id)
+        return id
+      end
     end
-    if not model then break end
-    local id = serve("", {model}, 1)
-    local item, epoch = key("i", id), string.format("%d", next_epoch())
-    redis.call("HSET", item, "worker", worker, "epoch", epoch, "at", now)
-    redis.call("SADD", key("h", worker), id)
-    local facts = redis.call("HMGET", item, "path", "body", "slots")
-    slots = slots - math.max(1, number(facts[3]))
-    leases[#leases + 1] = {id, facts[1], facts[2], epoch}
+    served[model] = redis.call("LLEN", key("a", model)) < MAX_ASIDE
+  end
+  for _, member in ipairs(redis.call("ZRANGE", key("r", ""), 0, -1)) do
+    if served[child_of(member)] then return (serve("", {child_of(member)}, 1)) end
+  end
+end
+
+function calls.lease(worker, now, ttl, slots, ...)
+  local models, leases, left = {...}, {}, number(slots)
+  redis.call("ZADD", P .. "w", number(now) + number(ttl), worker)
+  redis.call("DEL", key("m", worker))
+  if #models > 0 then redis.call("SADD", key("m", worker), ...) end
+  while left > 0 do
+    local id, size = next_for(worker, models)
+    if not id then break end
+    leases[#leases + 1], size = take(worker, now, id)
+    left = left - size
   end
   return leases
 end
@@ -288,10 +337,27 @@ function calls.answer(id, epoch, result)
   if not held[1] or held[2] ~= epoch then return 0 end
   redis.call("SREM", key("h", held[1]), id)
   redis.call("HDEL", item, "worker", "epoch", "body")
+  redis.call("DEL", key("d", id))
   redis.call("HSET", item, "done", "1")
   local facts = redis.call("HMGET", item, "cost", "at")
   redis.call("XADD", P .. "done", "*", "id", id, "result", result, "cost", facts[1], "at", facts[2])
   return 1
+end
+
+function calls.decline(id, epoch, why)
+  local item = key("i", id)
+  local held = redis.call("HMGET", item, "worker", "epoch", "path")
+  if not held[1] or held[2] ~= epoch then return false end
+  redis.call("HSET", key("d", id), held[1], why)
+  local model = split(held[3])[1]
+  if not able(id, model) then return redis.call("HVALS", key("d", id)) end
+  redis.call("SREM", key("h", held[1]), id)
+  redis.call("HDEL", item, "worker", "epoch")
+  redis.call("HSET", item, "aside", "1")
+  redis.call("RPUSH", key("a", model), id)
+  redis.call("SADD", P .. "asides", model)
+  ring()
+  return {}
 end
 
 function calls.forget(id, receipt)
@@ -300,9 +366,10 @@ function calls.forget(id, receipt)
   if facts[2] then
     redis.call("SREM", key("h", facts[2]), id)
   elseif facts[1] and not facts[3] then
-    unqueue(facts[1], id)
+    withdraw(id)
   end
-  redis.call("DEL", item)
+  redis.call("DEL", item, key("d", id))
+  redis.call("SREM", P .. "given_up", id)
   if receipt ~= "" then
     redis.call("XACK", P .. "done", "settle", receipt)
     redis.call("XDEL", P .. "done", receipt)
@@ -311,13 +378,19 @@ function calls.forget(id, receipt)
 end
 
 function calls.expire(now)
-  local back, given_up = {}, {}
+  local back, declined = {}, {}
   for _, worker in ipairs(redis.call("ZRANGEBYSCORE", P .. "w", "-inf", "(" .. now)) do
-    local ours, lost = release(worker)
-    for _, id in ipairs(ours) do back[#back + 1] = id end
-    for _, id in ipairs(lost) do given_up[#given_up + 1] = id end
+    for _, id in ipairs(release(worker)) do back[#back + 1] = id end
   end
-  return {back, given_up}
+  for _, model in ipairs(redis.call("SMEMBERS", P .. "asides")) do
+    local ids = redis.call("LRANGE", key("a", model), 0, -1)
+    if #ids == 0 then redis.call("SREM", P .. "asides", model) end
+    for _, id in ipairs(ids) do
+      local one, any = able(id, model)
+      if any and not one then declined[#declined + 1] = {id, redis.call("HVALS", key("d", id))} end
+    end
+  end
+  return {back, redis.call("SMEMBERS", P .. "given_up"), declined}
 end
 
 return calls[ARGV[1]](unpack(ARGV, 2))

@@ -254,19 +254,20 @@ class Term:
 
     async def _expire(self) -> None:
         expired = await self._run(self._shared.queue.expire)
-        lost = len(expired.back) + len(expired.given_up)
-        if lost:
+        if expired.back or expired.given_up:
             await self._run(self._shared.news.count, {"lost": 1})
-            log.warning("%d samples were in the hands of a generator that is gone", lost)
+            log.warning("%d samples were in the hands of a generator that is gone", len(expired.back))
+        gave_up = f"the generator stopped {LIVES} times while it ran this operation; it was given up and is not billed"
         for op_id in expired.given_up:
-            await self._give_up(op_id)
+            await self._fail(op_id, Failure(gave_up))
+        for op_id, reasons in expired.declined:
+            await self._fail(op_id, Failure("; ".join(reasons), "user"))
         await asyncio.sleep(BEAT_S)
 
-    async def _give_up(self, op_id: str) -> None:
-        message = f"the generator stopped {LIVES} times while it ran this operation; it was given up and is not billed"
+    async def _fail(self, op_id: str, failure: Failure) -> None:
         op = await self._run(self._shared.journal.queued_row, op_id)
         if op is not None:
-            await self._shared.journal.end(op, Done(op_id, failure=Failure(message)))
+            await self._shared.journal.end(op, Done(op_id, failure=failure))
         await self._run(self._shared.queue.forget, op_id)
 
 

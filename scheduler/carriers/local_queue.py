@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from scheduler.carriers.contract import LIVES, Answered, Expired, Item, Lease, Path
+from scheduler.carriers.contract import LIVES, MAX_ASIDE, Answered, Expired, Item, Lease, Path
 from scheduler.fair import FairTree
 
 #: Whoever has taken an answer and did not forget it for so long is taken for dead.
@@ -25,6 +25,7 @@ class _Held:
     leased_at: float = 0.0
     result: bytes | None = None
     taken_until: float = 0.0
+    declined: dict[str, str] = field(default_factory=dict)  # worker: why
 
 
 class LocalQueue:
@@ -33,6 +34,9 @@ class LocalQueue:
         self._tree: FairTree[str] = FairTree()
         self._items: dict[str, _Held] = {}
         self._deadlines: dict[str, float] = {}  # by worker
+        self._models: dict[str, frozenset[str]] = {}  # by worker
+        self._aside: dict[str, list[str]] = {}  # by model
+        self._given_up: set[str] = set()
         self._epochs = 0
         self._news = threading.Condition()
 
@@ -57,30 +61,38 @@ class LocalQueue:
         with self._news:
             if not self._queued(item_id):
                 return False
-            self._tree.discard(self._items.pop(item_id).item.path, item_id)
+            self._withdraw(item_id)
+            del self._items[item_id]
             return True
 
     def ahead(self, item_id: str) -> int | None:
         with self._news:
-            if not self._queued(item_id):
+            if not self._queued(item_id) or self._is_aside(item_id):
                 return None
             return self._tree.ahead(self._items[item_id].item.path, lambda other: other == item_id)
 
     def lease(self, worker: str, models: Sequence[str], slots: int, ttl_s: float) -> list[Lease]:
         with self._news:
             self._deadlines[worker] = self._clock() + ttl_s
+            self._models[worker] = frozenset(models)
             leases: list[Lease] = []
-            while slots > 0:
-                model = next((m for m in self._tree.children() if m in models), None)
-                item_id = self._tree.pop((model,)) if model is not None else None
-                if item_id is None:
-                    break
+            while slots > 0 and (item_id := self._next_for(worker, models)) is not None:
                 held = self._items[item_id]
                 self._epochs += 1
                 held.worker, held.epoch, held.leased_at = worker, self._epochs, self._clock()
                 slots -= max(1, held.item.slots)
                 leases.append(Lease(item_id, held.item.path, held.item.body, held.epoch))
             return leases
+
+    def _next_for(self, worker: str, models: Sequence[str]) -> str | None:
+        for model in models:
+            for item_id in self._aside.get(model, [])[:MAX_ASIDE]:
+                if worker not in self._items[item_id].declined:
+                    self._withdraw(item_id)
+                    return item_id
+        served = [model for model in models if len(self._aside.get(model, [])) < MAX_ASIDE]
+        fairest = next((model for model in self._tree.children() if model in served), None)
+        return self._tree.pop((fairest,)) if fairest is not None else None
 
     def renew(self, worker: str, ttl_s: float) -> bool:
         with self._news:
@@ -103,6 +115,18 @@ class LocalQueue:
             self._news.notify()
             return True
 
+    def decline(self, item_id: str, epoch: int, why: str) -> list[str] | None:
+        with self._news:
+            held = self._items.get(item_id)
+            if held is None or held.worker is None or held.epoch != epoch:
+                return None
+            held.declined[held.worker] = why
+            if not self._able(item_id)[0]:
+                return sorted(set(held.declined.values()))
+            held.worker = None
+            self._aside.setdefault(held.item.path[0], []).append(item_id)
+            return []
+
     def answered(self, consumer: str, timeout_s: float) -> list[Answered]:
         with self._news:
             self._news.wait_for(self._waiting, timeout_s)
@@ -116,15 +140,21 @@ class LocalQueue:
     def forget(self, item_id: str, receipt: str = "") -> None:
         with self._news:
             if self._queued(item_id):
-                self._tree.discard(self._items[item_id].item.path, item_id)
+                self._withdraw(item_id)
             self._items.pop(item_id, None)
+            self._given_up.discard(item_id)
 
     def expire(self) -> Expired:
         with self._news:
             now, expired = self._clock(), Expired()
             for worker in [w for w, deadline in sorted(self._deadlines.items(), key=_by_time) if deadline < now]:
                 del self._deadlines[worker]
+                self._models.pop(worker, None)
                 self._release(worker, expired)
+            expired.given_up.extend(sorted(self._given_up))
+            for item_id in sorted(item_id for ids in self._aside.values() for item_id in ids):
+                if self._able(item_id) == (False, True):
+                    expired.declined.append((item_id, sorted(set(self._items[item_id].declined.values()))))
             return expired
 
     def known(self, item_ids: Sequence[str]) -> set[str]:
@@ -137,11 +167,28 @@ class LocalQueue:
             held.attempts += 1
             if held.attempts >= LIVES:
                 held.epoch = -1
-                expired.given_up.append(held.item.id)
+                self._given_up.add(held.item.id)
             else:
                 self._tree.correct(held.item.path, -held.item.cost)
                 self._queue(held.item)
                 expired.back.append(held.item.id)
+
+    def _able(self, item_id: str) -> tuple[bool, bool]:
+        """Whether a worker is there that may serve an item; and whether one is there at all."""
+        held = self._items[item_id]
+        there = [worker for worker, models in self._models.items() if held.item.path[0] in models]
+        return any(worker not in held.declined for worker in there), bool(there)
+
+    def _is_aside(self, item_id: str) -> bool:
+        return item_id in self._aside.get(self._items[item_id].item.path[0], [])
+
+    def _withdraw(self, item_id: str) -> None:
+        """An item that is in nobody's hands leaves the place where it waits."""
+        path = self._items[item_id].item.path
+        if self._is_aside(item_id):
+            self._aside[path[0]].remove(item_id)
+        else:
+            self._tree.discard(path, item_id)
 
     def _queue(self, item: Item) -> None:
         self._tree.push(item.path, item.id, item.cost, weight=item.weight)

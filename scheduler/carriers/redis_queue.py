@@ -81,6 +81,10 @@ class RedisQueue:
     def answer(self, item_id: str, epoch: int, result: bytes) -> bool:
         return bool(self._call("answer", item_id, epoch, result))
 
+    def decline(self, item_id: str, epoch: int, why: str) -> list[str] | None:
+        reasons = self._call("decline", item_id, epoch, why)
+        return None if reasons is None else sorted({reason.decode() for reason in reasons})
+
     def answered(self, consumer: str, timeout_s: float) -> list[Answered]:
         stream = f"{self._prefix}done"
         wait_ms = max(1, int(min(timeout_s, LONGEST_BLOCK_S) * 1000))
@@ -112,8 +116,12 @@ class RedisQueue:
         self._call("forget", item_id, receipt)
 
     def expire(self) -> Expired:
-        back, given_up = self._call("expire", self._now_ms())
-        return Expired([item_id.decode() for item_id in back], [item_id.decode() for item_id in given_up])
+        back, given_up, declined = self._call("expire", self._now_ms())
+        return Expired(
+            [item_id.decode() for item_id in back],
+            sorted(item_id.decode() for item_id in given_up),
+            sorted((item_id.decode(), sorted({why.decode() for why in reasons})) for item_id, reasons in declined),
+        )
 
     def known(self, item_ids: Sequence[str]) -> set[str]:
         with reaching():

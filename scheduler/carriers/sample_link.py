@@ -16,7 +16,9 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -66,7 +68,7 @@ class SampleLink:
         self._deaths: Counter[str] = Counter()  # engines that died here over a sample that is held
         self._lost: set[str] = set()  # cancelled here because they are not held any more: no answer counts
         self._again: list[Lease] = []  # leased again before their first life here has ended
-        self._late: list[tuple[str, int, bytes]] = []  # answers that Redis was not there for
+        self._late: list[Callable[[], object]] = []  # what the queue is to be told, once Redis is there
         self._told: queue.SimpleQueue[Cancel | PolicyMoved] = queue.SimpleQueue()
         self._board, self._followed = PolicyBoard(url), Followed()
         self._missed = threading.Event()  # something may have been told while nobody listened
@@ -99,8 +101,10 @@ class SampleLink:
                 self._answer(message)
             case Declined() if message.lost and self._once_more(message.op_id):
                 pass
+            case Declined() if message.lost:
+                self._answer(Done(message.op_id, failure=Failure(message.message)))
             case Declined():
-                self._answer(Done(message.op_id, failure=Failure(message.message, "user")))
+                self._decline(message)
             case Occupancy(steps, slots_busy, slots_offered, seconds):
                 counts = {"steps": steps, "slots_busy": slots_busy, "slots_offered": slots_offered, "busy_s": seconds}
                 with suppress(QueueUnreachable):
@@ -175,18 +179,34 @@ class SampleLink:
             return True
 
     def _answer(self, done: Done) -> None:
-        self._followed.drop(done.op_id)
-        with self._lock:
-            epoch = self._epochs.pop(done.op_id, None)
-            self._leases.pop(done.op_id, None)
-            self._deaths.pop(done.op_id, None)
-            self._lost.discard(done.op_id)
+        epoch = self._let_go(done.op_id)
         if epoch is not None:
-            self._late.append((done.op_id, epoch, pack(done, self._blobs)))
+            self._late.append(partial(self._queue.answer, done.op_id, epoch, pack(done, self._blobs)))
+
+    def _decline(self, message: Declined) -> None:
+        epoch = self._let_go(message.op_id)
+        if epoch is not None:
+            self._late.append(partial(self._hand_on, message.op_id, epoch, message.message))
+
+    def _hand_on(self, op_id: str, epoch: int, why: str) -> None:
+        """To a generator that can serve it; it fails when they all have declined."""
+        reasons = self._queue.decline(op_id, epoch, why)
+        if reasons:
+            done = Done(op_id, failure=Failure("; ".join(reasons), "user"))
+            self._late.append(partial(self._queue.answer, op_id, epoch, pack(done, self._blobs)))
+
+    def _let_go(self, op_id: str) -> int | None:
+        """The epoch under which this sample was held, if it was to the last."""
+        self._followed.drop(op_id)
+        with self._lock:
+            self._leases.pop(op_id, None)
+            self._deaths.pop(op_id, None)
+            self._lost.discard(op_id)
+            return self._epochs.pop(op_id, None)
 
     def _deliver(self) -> None:
         while self._late:
-            self._queue.answer(*self._late[0])
+            self._late[0]()
             self._late.pop(0)
 
     def _beat(self) -> None:
@@ -195,7 +215,10 @@ class SampleLink:
             return
         self._beaten = time.monotonic()
         with suppress(QueueUnreachable):
-            self._renew()
+            if self._epochs:
+                self._renew()
+            elif self._models and not self._draining:  # what others decline may wait for this one
+                self._queue.lease(self.name, self._models, 0, LEASE_S)
 
     def _renew(self) -> None:
         """Give a sign of life; if it comes too late, cancel what is not held any more."""

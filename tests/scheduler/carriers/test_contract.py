@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.carriers.contract import LIVES, Answered, FairQueue, Item
+from scheduler.carriers.contract import LIVES, MAX_ASIDE, Answered, FairQueue, Item
 from tests.scheduler.carriers.conftest import Clock, Make
 
 
@@ -131,8 +131,73 @@ def test_an_item_that_kills_workers_is_given_up(queue: FairQueue, clock: Clock) 
         expired = queue.expire()
         assert (expired.given_up if life == LIVES else expired.back) == ["poison"]
     assert queue.lease("w", ["m"], 1, 10) == []
+    assert queue.expire().given_up == ["poison"]  # until whoever settles it says that it has
+    assert not queue.remove("poison")
     queue.forget("poison")
+    assert queue.expire().given_up == []
     assert queue.known(["poison"]) == set()
+
+
+def test_what_one_worker_declines_another_gets_first(queue: FairQueue) -> None:
+    for name in "abc":
+        queue.push(item(name))
+    queue.lease("other", ["m"], 0, 60)
+    (lease,) = queue.lease("one", ["m"], 1, 60)
+    assert queue.decline("a", lease.epoch - 1, "not its own") is None
+    assert queue.decline("a", lease.epoch, "too hard") == []
+    assert queue.decline("a", lease.epoch, "twice") is None
+    assert not queue.answer("a", lease.epoch, b"late")
+    assert queue.ahead("a") is None
+    assert not queue.push(item("a"))
+    assert [found.id for found in queue.lease("one", ["m"], 1, 60)] == ["b"]
+    assert queue.expire().declined == []
+    first, second = queue.lease("other", ["m"], 2, 60)
+    assert (first.id, second.id) == ("a", "c")
+    assert queue.answer("a", first.epoch, b"done")
+    assert [answer.result for answer in answers(queue)] == [b"done"]
+
+
+def test_what_all_decline_is_the_last_ones_to_answer_with_all_reasons(queue: FairQueue) -> None:
+    queue.push(item("a"))
+    queue.lease("elsewhere", ["other model"], 0, 60)
+    queue.lease("two", ["m"], 0, 60)
+    (lease,) = queue.lease("one", ["m"], 1, 60)
+    assert queue.decline("a", lease.epoch, "too hard") == []
+    (lease,) = queue.lease("two", ["m"], 1, 60)
+    assert queue.decline("a", lease.epoch, "too long") == ["too hard", "too long"]
+    assert queue.holder("a") == "two"
+    assert queue.answer("a", lease.epoch, b"failed")
+
+
+def test_what_waits_for_a_worker_that_leaves_is_told_as_declined_until_it_is_forgotten(
+    queue: FairQueue, clock: Clock
+) -> None:
+    queue.push(item("a"))
+    queue.lease("able", ["m"], 0, 10)
+    (lease,) = queue.lease("one", ["m"], 1, 60)
+    assert queue.decline("a", lease.epoch, "too hard") == []
+    assert queue.expire().declined == []
+    clock.now_s += 11
+    assert queue.expire().declined == queue.expire().declined == [("a", ["too hard"])]
+    clock.now_s += 60  # nobody is left: it waits for whoever comes
+    assert queue.expire().declined == []
+    queue.lease("one again", ["m"], 0, 60)
+    queue.forget("a")
+    assert queue.known(["a"]) == set()
+    assert queue.lease("new", ["m"], 1, 60) == []
+
+
+def test_what_is_set_aside_can_be_removed_and_is_bounded(queue: FairQueue) -> None:
+    queue.lease("able", ["m"], 0, 60)
+    for number in range(MAX_ASIDE + 1):
+        queue.push(item(f"i{number}"))
+    for lease in queue.lease("one", ["m"], MAX_ASIDE, 60):
+        assert queue.decline(lease.id, lease.epoch, "too hard") == []
+    assert queue.lease("one", ["m"], 1, 60) == []  # what is still queued keeps its place
+    assert queue.remove("i0")
+    assert not queue.remove("i0")
+    assert [lease.id for lease in queue.lease("one", ["m"], 1, 60)] == [f"i{MAX_ASIDE}"]
+    assert [lease.id for lease in queue.lease("able", ["m"], 2, 60)] == ["i1", "i2"]
 
 
 def test_an_answer_goes_to_one_consumer(queue: FairQueue) -> None:

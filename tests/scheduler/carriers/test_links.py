@@ -26,6 +26,7 @@ from scheduler.messages import (
     Declined,
     Done,
     Drain,
+    Failure,
     Pass,
     PullPass,
     PullSamples,
@@ -275,4 +276,41 @@ def test_a_sample_whose_engine_died_is_handed_over_again_and_at_last_fails(
         sample_link.send(Declined("deadly", "vLLM was lost", lost=True))
     sample_link.recv(0)
     assert eventually(lambda: queue.holder("deadly") is None)
+    queue.close()
+
+
+def test_what_one_engine_cannot_serve_goes_to_another_and_fails_when_none_can(
+    url: str, sample_link: SampleLink, blobs: Blobs
+) -> None:
+    queue, other = RedisQueue(url), SampleLink(url, blobs)
+    for link in (sample_link, other):
+        link.send(PullSamples(["m"], 2))
+        assert link.recv(0) is None
+
+    def taken(link: SampleLink) -> list[str]:
+        work = eventually(lambda: link.recv(0.2))
+        assert isinstance(work, SampleWork)
+        return [op.op_id for op in work.ops]
+
+    push(queue, "a")
+    assert taken(sample_link) == ["a"]
+    sample_link.send(Declined("a", "no routes here"))
+    sample_link.send(PullSamples(["m"], 2))
+    assert sample_link.recv(0) is None
+    assert taken(other) == ["a"]
+    other.send(Done("a", b"whole"))
+    other.send(PullSamples(["m"], 2))
+    assert other.recv(0) is None
+    push(queue, "b")
+    assert taken(other) == ["b"]
+    other.send(Declined("b", "too long", adapter=True))
+    assert other.recv(0) is None
+    assert taken(sample_link) == ["b"]
+    sample_link.send(Declined("b", "no routes here"))
+    sample_link.recv(0)
+    results = []
+    while len(results) < 2:
+        results += [unpack(answer.result, blobs)[0] for answer in queue.answered("c", 5)]
+    assert results == [Done("a", b"whole"), Done("b", failure=Failure("no routes here; too long", "user"))]
+    other.close()
     queue.close()

@@ -34,11 +34,13 @@ calls = st.lists(
         pushes,
         st.tuples(st.just("lease"), st.sampled_from("ABC"), st.integers(1, 4), st.booleans()),
         st.tuples(st.just("answer"), st.integers(0, 50)),
+        st.tuples(st.just("decline"), st.integers(0, 50)),
         st.tuples(st.just("correct"), paths, st.integers(-30, 30)),
         st.tuples(st.just("remove"), st.integers(0, 50)),
         st.tuples(st.just("ahead"), st.integers(0, 50)),
         st.tuples(st.just("wait"), st.integers(1, 8)),
         st.just(("expire",)),
+        st.just(("lapse",)),
     ),
     min_size=20,
     max_size=80,
@@ -74,6 +76,8 @@ def played(queue: FairQueue, clock: Clock, script: list[tuple]) -> list[object]:
                 told.append([(lease.id, lease.path) for lease in found])
             case "answer" if leases:
                 told.append(queue.answer(*leases[arguments[0] % len(leases)], b""))
+            case "decline" if leases:
+                told.append(queue.decline(*leases[arguments[0] % len(leases)], "no"))
             case "correct":
                 queue.correct(*arguments)
             case "remove" | "ahead":
@@ -81,6 +85,9 @@ def played(queue: FairQueue, clock: Clock, script: list[tuple]) -> list[object]:
             case "wait":
                 clock.now_s += arguments[0]
             case "expire":
+                told.append(queue.expire())
+            case "lapse":  # all workers are silent for too long
+                clock.now_s += 6
                 told.append(queue.expire())
         told.append(queue.peek())
     while found := queue.lease("last", ["m1", "m2"], 1, 1e6):

@@ -331,6 +331,21 @@ def test_what_redis_forgets_is_queued_again_by_the_leader(play: Play, url: str, 
     play(scenario)
 
 
+def test_what_waits_for_a_generator_that_is_gone_fails_with_the_reason(play: Play) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        request_id = await one.journal.accept(sample(0))
+        await until(lambda: one.queue.known([request_id]))
+        one.queue.lease("other", ["m"], 0, 1)
+        (lease,) = one.queue.lease("here", ["m"], 2, 60)
+        assert one.queue.decline(request_id, lease.epoch, "no routes here") == []
+        await one.lead()
+        outcome = await two.result(request_id)
+        assert (outcome.error, outcome.category) == ("no routes here", "user")
+        await until(lambda: not one.queue.known([request_id]))
+
+    play(scenario)
+
+
 def test_lost_news_only_delay(play: Play, url: str, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_journal, "LOOK_AGAIN_S", 0.3)
 
