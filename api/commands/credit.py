@@ -13,13 +13,15 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 from weft.money import usd
 
-from api.commands.places import database_of, refuse, where
+from api.commands.places import database_of, refuse, settings_of, where
 from billing.budgets import PERIODS, Period, Scope, owns, remove_budget, set_budget, states
 from billing.grants import GrantKind, give
 from billing.reconcile import check
 from billing.refunds import refund_operation
 from billing.wallets import MODES, Mode, available_nusd, set_mode, wallet_of
 from store import audit
+from store.db import Database
+from store.settings import PaymentsSettings, SettingsError
 from store.tables import Organisation
 
 _NUSD = Decimal(10**9)
@@ -188,7 +190,8 @@ def billing() -> None:
 @click.argument("mode", type=click.Choice(MODES))
 @click.option("--overdraft", "overdraft_nusd", callback=_amount, default="0", help="Dollars that may be owed.")
 def mode(data_dir: Path | None, config: Path | None, org: str, mode: Mode, overdraft_nusd: int) -> None:
-    """Have an organisation pay before (prepaid), after (postpaid, up to --overdraft) or not be limited at all."""
+    """Have an organisation pay before (prepaid), after (postpaid, up to --overdraft) or not be limited at all. Where
+    payments are enabled, one that pays after becomes a customer at Stripe first."""
 
     def write(session: Session) -> str:
         org_id = _org_id(session, org)
@@ -197,8 +200,30 @@ def mode(data_dir: Path | None, config: Path | None, org: str, mode: Mode, overd
         left = available_nusd(wallet)
         return f"{org}\t{mode}\tbalance {usd(wallet.balance_nusd)}\tavailable {'any' if left is None else usd(left)}"
 
+    payments = settings_of(config, data_dir).payments
     with database_of(config, data_dir) as database:
+        if mode == "postpaid" and payments.enabled:
+            _enrol(database, payments, org)
         click.echo(database.write_now(write))
+
+
+def _enrol(database: Database, payments: PaymentsSettings, org: str) -> None:
+    from stripe import StripeError
+
+    from billing.payments.client import stripe_client
+    from billing.payments.customers import enrol
+
+    with database.read() as session:
+        org_id = _org_id(session, org)
+    try:
+        enrol(stripe_client(payments), database, org_id, payments.price_ids, datetime.now(UTC))
+    except SettingsError as error:
+        refuse(str(error))
+    except StripeError as error:
+        raise click.ClickException(
+            f"{org} could not be made a customer at Stripe ({type(error).__name__}: {error}): its mode is what it was; "
+            "try again"
+        ) from None
 
 
 @billing.command()

@@ -33,6 +33,15 @@ def customer_of(client: StripeClient, database: Database, org_id: str) -> str:
     return database.write_now(keep)
 
 
+def enrol(client: StripeClient, database: Database, org_id: str, price_ids: Sequence[str], now: datetime) -> str:
+    """Have a postpaid organisation be a customer who is subscribed to the meters, so that Stripe can invoice what it
+    uses from now on. Nothing happens when it is. Returns the customer."""
+    customer_id = customer_of(client, database, org_id)
+    if price_ids:
+        subscribe(client, customer_id, price_ids, now)
+    return customer_id
+
+
 def subscribe(client: StripeClient, customer_id: str, price_ids: Sequence[str], now: datetime) -> str:
     """Have Stripe invoice a customer for its meters at the start of each month, UTC. One subscription, however often
     this is called. Returns its id."""

@@ -36,6 +36,11 @@ def metered_organisations(session: Session) -> list[tuple[str, str]]:
     return [(org_id, customer) for org_id, customer in session.execute(query.order_by(Organisation.id)) if customer]
 
 
+def postpaid_organisations(session: Session) -> list[str]:
+    query = select(Wallet.org_id).where(Wallet.mode == "postpaid").order_by(Wallet.org_id)
+    return list(session.scalars(query))
+
+
 def put_into_outbox(session: Session, org_id: str, customer_id: str, now: datetime) -> int:
     """Put what is new of one organisation into the outbox: of this month, and of the last one until it is invoiced.
     In a write. Returns how many rows."""

@@ -30,18 +30,17 @@ WEBHOOKS = 200
 
 @job("put_meter_events", every_s=3600)
 def put_meter_events(context: JobContext) -> Result:
-    """Usage since the last time into the outbox, organisation by organisation; each is subscribed first, because Stripe
-    invoices a meter from the start of the subscription on."""
+    """Usage since the last time into the outbox, organisation by organisation; each is a customer and subscribed first,
+    because Stripe invoices a meter from the start of the subscription on."""
     settings, now = context.settings.payments, context.now()
     if not settings.enabled:
         return {}
     with context.database.read() as session:
-        organisations = meters.metered_organisations(session)
-    client = stripe_client(settings) if settings.price_ids else None
+        organisations = meters.postpaid_organisations(session)
+    client = stripe_client(settings)
     put = 0
-    for org_id, customer_id in organisations:
-        if client is not None:
-            customers.subscribe(client, customer_id, settings.price_ids, now)
+    for org_id in organisations:
+        customer_id = customers.enrol(client, context.database, org_id, settings.price_ids, now)
         put += context.database.write_now(
             partial(meters.put_into_outbox, org_id=org_id, customer_id=customer_id, now=now)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,6 +51,29 @@ def test_a_probe_fails_until_every_job_has_run(tmp_path: Path) -> None:
     for name in JOBS:
         assert _weftd(tmp_path, "jobs", "run", name).exit_code == 0
     assert _weftd(tmp_path, "jobs", "list", "--check").exit_code == 0
+
+
+def test_who_is_made_postpaid_is_a_customer_or_stays_what_he_was(tmp_path: Path, fake: FakeStripe) -> None:
+    price = fake.stripe.add("price", "price", lookup_key="weft_train")["id"]
+
+    def mode(*, key: str, enabled: str = "true") -> Result:
+        config = f'[payments]\nenabled = {enabled}\nsecret_key = "{key}"\napi_base = "{fake.url}"\n'
+        config += f'webhook_secrets = ["{WEBHOOK_SECRET}"]\nprice_ids = ["{price}"]\n'
+        return _weftd(tmp_path, "billing", "mode", "--org", "acme", "postpaid", "--overdraft", "5", config=config)
+
+    assert _weftd(tmp_path, "key", "create", "--org", "acme").exit_code == 0
+    refused = mode(key="sk_test_wrong")
+    assert refused.exit_code == 1
+    assert "its mode is what it was" in refused.stderr
+    with sqlite3.connect(tmp_path / "weft.db") as database:
+        assert database.execute("SELECT 1 FROM wallets WHERE mode = 'postpaid'").fetchall() == []
+    assert fake.stripe.all("customer") == []
+    for _ in range(2):
+        assert mode(key=Front.key).output.startswith("acme\tpostpaid")
+    (customer,), (subscription,) = fake.stripe.all("customer"), fake.stripe.all("subscription")
+    assert customer["name"] == "acme"
+    assert subscription["customer"] == customer["id"]
+    assert mode(key="sk_test_wrong", enabled="false").exit_code == 0  # nobody is asked
 
 
 def test_an_unknown_job_is_refused(tmp_path: Path) -> None:

@@ -234,3 +234,15 @@ def test_usage_of_the_last_moment_belongs_to_its_month(payments: Payments) -> No
         ("11-30T23:59:59", 5),
         ("12-01T00:09:59", 2),
     ]
+
+
+def test_a_postpaid_organisation_becomes_a_customer_before_it_is_metered(payments: Payments) -> None:
+    org_id = payments.organisation(customer=False)
+    payments.use(org_id, "train", 5_000)
+    for _ in range(2):
+        put_meter_events(payments.context)
+    customer = payments.customer(org_id)
+    assert payments.fake.stripe.objects[customer]["metadata"] == {"weft_org": org_id}
+    assert [row.customer_id for row in payments.outbox()] == [customer]
+    _drain(payments)
+    _agree(payments, [org_id])
