@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from datetime import UTC, datetime
 
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
@@ -47,6 +48,7 @@ from api.routes import (
 from api.shared_machines import SharedMachines
 from api.shared_rates import SharedRates
 from api.state import Service
+from billing.gauges import MoneyGauges, read_gauges
 from billing.prices import PriceList
 from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.embedded import EmbeddedJobs
@@ -82,7 +84,7 @@ def create_app(
         if settings.jobs.driver == "embedded":
             jobs.start()
         try:
-            async with _metrics(settings, machines):
+            async with _metrics(settings, machines, database):
                 yield
         finally:
             await run_in_threadpool(jobs.stop)
@@ -96,11 +98,21 @@ def create_app(
     return front(lifespan)
 
 
-def _metrics(settings: Settings, machines: Machines | SharedMachines) -> AbstractAsyncContextManager[int | None]:
+def _metrics(
+    settings: Settings, machines: Machines | SharedMachines, database: Database
+) -> AbstractAsyncContextManager[int | None]:
     if not settings.metrics_port:
         return nullcontext()
-    meters = machines.journal.meters
-    return metrics_server(settings.host, settings.metrics_port, lambda: render(meters, machines.stats()))
+
+    def gauges() -> MoneyGauges:
+        with database.read() as session:
+            return read_gauges(session, datetime.now(UTC))
+
+    async def text() -> str:
+        money = await run_in_threadpool(gauges)
+        return render(machines.journal.meters, machines.stats(), money)
+
+    return metrics_server(settings.host, settings.metrics_port, text)
 
 
 def parts_of(

@@ -134,8 +134,9 @@ class PaymentRequired(ApiError):
     status = 402
     code = "out_of_money"
 
-    def __init__(self, detail: str, *, needed_nusd: int, available_nusd: int, held_nusd: int) -> None:
+    def __init__(self, detail: str, *, scope: str, needed_nusd: int, available_nusd: int, held_nusd: int) -> None:
         super().__init__(detail)
+        self.scope = scope
         self.amounts = {"needed_nusd": needed_nusd, "available_nusd": available_nusd, "held_nusd": held_nusd}
 
     def response(self) -> Response:
@@ -159,7 +160,8 @@ class RateLimited(ApiError):
     status = 429
     code = "rate_limited"
 
-    def __init__(self, detail: str, *, retry_after_s: int, scope: str) -> None:
+    def __init__(self, detail: str, *, reason: str, retry_after_s: int, scope: str) -> None:
+        self.reason = reason
         super().__init__(detail, headers={"retry-after": str(max(1, retry_after_s)), "x-weft-limit-scope": scope})
 
 
@@ -191,11 +193,24 @@ def explain(error: ValidationError | RequestValidationError, prefix: tuple[str, 
     return "; ".join(lines) + (f"; and {len(more)} more" if more else "")
 
 
+def _count(request: Request, error: ApiError) -> None:
+    """Refusals that the operator's monitoring shows."""
+    service = getattr(request.app.state, "service", None)
+    if service is None:
+        return
+    if isinstance(error, PaymentRequired):
+        service.journal.meters.denied[error.scope] += 1
+    elif isinstance(error, (Busy, RateLimited)):
+        reason = error.reason if isinstance(error, RateLimited) else error.code
+        service.journal.meters.rate_limited[reason] += 1
+
+
 def install(app: FastAPI) -> None:
     """Give every way to fail its JSON form."""
 
     @app.exception_handler(ApiError)
-    async def api_error(_request: Request, error: ApiError) -> Response:
+    async def api_error(request: Request, error: ApiError) -> Response:
+        _count(request, error)
         return error.response()
 
     @app.exception_handler(PeopleError)

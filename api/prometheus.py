@@ -7,10 +7,12 @@ names. What belongs to one run is at /api/v1/weft/runs/{run_id}/health.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from billing.gauges import MoneyGauges
+from billing.wallets import NUSD_PER_USD
 from scheduler.meters import BOUNDS_S, Histogram, Meters
 
 #: A request for metrics has no body and few headers.
@@ -20,7 +22,7 @@ REQUEST_S = 10.0
 Sample = tuple[str, Mapping[str, str], float]
 
 
-def render(meters: Meters, stats: Mapping[str, Any]) -> str:
+def render(meters: Meters, stats: Mapping[str, Any], money: MoneyGauges) -> str:
     """Everything, as Prometheus reads it."""
     queue, trainer, generator = (stats.get(name, {}) for name in ("queue", "trainer", "generator"))
     families = [
@@ -49,12 +51,38 @@ def render(meters: Meters, stats: Mapping[str, Any]) -> str:
         _counter("weft_generator_slot_steps_total", "Slots there were.", generator.get("slots_offered", 0)),
         _counter("weft_generator_busy_seconds_total", "Decoding.", generator.get("busy_s", 0.0)),
         _counter("weft_generators_lost_total", "Generators that were lost.", generator.get("lost", 0)),
+        *_refusals(meters),
+        *_money(money),
     ]
     return "".join(families)
 
 
+def _refusals(meters: Meters) -> list[str]:
+    denied = [("", {"scope": scope}, count) for scope, count in sorted(meters.denied.items())]
+    limited = [("", {"reason": reason}, count) for reason, count in sorted(meters.rate_limited.items())]
+    return [
+        _family("weft_budget_denied_total", "counter", "Operations refused by a wallet or a budget.", denied),
+        _family("weft_rate_limited_total", "counter", "Requests told to wait.", limited),
+        _counter("weft_webhook_duplicates_total", "Webhooks that came again.", meters.webhook_duplicates),
+    ]
+
+
+def _money(money: MoneyGauges) -> list[str]:
+    """Of all servers on the database together."""
+    drift = [] if money.drift_nusd is None else [("", {}, money.drift_nusd)]
+    jobs = [("", {"job": name}, at.timestamp()) for name, at in money.succeeded.items()]
+    return [
+        _gauge("weft_holds_open", "Operations that money is held for.", money.holds_open),
+        _gauge("weft_hold_amount_usd", "Held for them.", money.held_nusd / NUSD_PER_USD),
+        _family("weft_ledger_drift_nusd", "gauge", "By how much the books differed when last compared.", drift),
+        _gauge("weft_outbox_pending", "Meter events that Stripe has not confirmed.", money.outbox_pending),
+        _gauge("weft_outbox_oldest_age_seconds", "Age of the oldest of them.", money.outbox_oldest_age_s),
+        _family("weft_job_last_success_timestamp_seconds", "gauge", "When a job last succeeded.", jobs),
+    ]
+
+
 @asynccontextmanager
-async def metrics_server(host: str, port: int, text: Callable[[], str]) -> AsyncIterator[int]:
+async def metrics_server(host: str, port: int, text: Callable[[], Awaitable[str]]) -> AsyncIterator[int]:
     """Answer GET /metrics at that address meanwhile; yields the port, which `port` 0 leaves to the system."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -62,7 +90,7 @@ async def metrics_server(host: str, port: int, text: Callable[[], str]) -> Async
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_S)
             target = head.split(b"\r\n", 1)[0].split(b" ")
             found = target[:1] == [b"GET"] and target[1:2] == [b"/metrics"]
-            body = (text() if found else "only GET /metrics is here\n").encode()
+            body = (await text() if found else "only GET /metrics is here\n").encode()
             status = b"200 OK" if found else b"404 Not Found"
             writer.write(
                 b"HTTP/1.1 %b\r\ncontent-type: text/plain; version=0.0.4; charset=utf-8\r\n"

@@ -111,6 +111,7 @@ def check_in_flight(limits: Iterable[RateLimit], in_flight: InFlight, new: NewOp
             raise RateLimited(
                 f"{open_now} samples and runs of this {limit.scope} are in flight; its limit max_in_flight is "
                 f"{limit.max_in_flight}: wait for results before you send more",
+                reason="max_in_flight",
                 retry_after_s=1,
                 scope=limit.scope,
             )
@@ -129,6 +130,7 @@ async def _take(rates: Rates, charges: Iterable[Charge | None]) -> None:
         raise RateLimited(
             f"this {over.scope} has reached its limit {over.what} of {over.limit} (this request is {over.cost}): "
             f"retry in {seconds} s, or ask an admin to raise the limit",
+            reason=over.what,
             retry_after_s=seconds,
             scope=over.scope,
         )

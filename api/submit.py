@@ -100,6 +100,7 @@ def _payment_required(error: OutOfMoney) -> PaymentRequired:
     return PaymentRequired(
         f"{error.limit} does not allow this operation: it can cost ${needed}, available are ${available} beside "
         f"${held} held for operations that run; {error.remedy}. The operation was not accepted: send it again",
+        scope=error.scope,
         needed_nusd=error.needed_nusd,
         available_nusd=error.available_nusd,
         held_nusd=error.held_nusd,

@@ -116,10 +116,13 @@ class PeriodRow:
 
 class OutOfMoney(Exception):
     """A limit does not allow what an operation can cost. Amounts are in nano-USD; `limit` names what stands in the way
-    and `remedy` what helps."""
+    and `remedy` what helps; `scope` is wallet, or that of the budget."""
 
-    def __init__(self, limit: str, remedy: str, needed_nusd: int, available_nusd: int, held_nusd: int) -> None:
+    def __init__(
+        self, scope: str, limit: str, remedy: str, needed_nusd: int, available_nusd: int, held_nusd: int
+    ) -> None:
         super().__init__(limit)
+        self.scope = scope
         self.limit = limit
         self.remedy = remedy
         self.needed_nusd = needed_nusd
@@ -267,7 +270,7 @@ class Accounts:
         if amount_nusd > available:
             limit = "the prepaid balance" if wallet.mode == "prepaid" else "the credit limit"
             remedy = "top up, or wait until running operations have released what they do not need"
-            raise OutOfMoney(limit, remedy, amount_nusd, available, wallet.held_nusd)
+            raise OutOfMoney("wallet", limit, remedy, amount_nusd, available, wallet.held_nusd)
 
     def _burn(self, org_id: str, amount_nusd: int) -> None:
         for grant in self._grants.get(org_id, ()):
@@ -312,7 +315,8 @@ def _check_budget(budget: BudgetLimit, period: PeriodRow, amount_nusd: int) -> N
         whose = "organisation" if budget.scope == "org" else f"{budget.scope} {budget.scope_id}"
         when = f"in {period.start:%Y-%m} (UTC)" if budget.period == "month" else "in total"
         remedy = "raise the budget" + (", or wait for the next month" if budget.period == "month" else "")
-        raise OutOfMoney(f"the budget of the {whose} {when}", remedy, amount_nusd, left, period.held_nusd)
+        limit = f"the budget of the {whose} {when}"
+        raise OutOfMoney(budget.scope, limit, remedy, amount_nusd, left, period.held_nusd)
 
 
 def _burning_order(grant: GrantRow) -> tuple[bool, bool, datetime, str]:

@@ -1,4 +1,4 @@
-"""Counters and histograms of the journal, for the operator's monitoring: by kind of operation, never by tenant."""
+"""Counters and histograms of this process, for the operator's monitoring: by kind of operation, never by tenant."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ class Meters:
     queue: dict[str, Histogram] = field(default_factory=dict)
     execution: dict[str, Histogram] = field(default_factory=dict)
     settling: Histogram = field(default_factory=Histogram)
+    denied: Counter[str] = field(default_factory=Counter)  # operations that a limit on money refused, by its scope
+    rate_limited: Counter[str] = field(default_factory=Counter)  # requests that were told to wait, by the limit
+    webhook_duplicates: int = 0
 
     def accepted(self, op: Operation) -> None:
         self.submitted[str(op.kind)] += 1

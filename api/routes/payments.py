@@ -122,7 +122,9 @@ async def webhook(
             ask(session, "process_webhooks", now)
         return new
 
-    return {"received": True, "new": await service.database.write(keep)}
+    new = await service.database.write(keep)
+    service.journal.meters.webhook_duplicates += not new
+    return {"received": True, "new": new}
 
 
 def _enabled(service: Service) -> PaymentsSettings:

@@ -7,11 +7,13 @@ import re
 from datetime import UTC, datetime, timedelta
 
 from api.prometheus import metrics_server, render
+from billing.gauges import MoneyGauges
 from scheduler.meters import BOUNDS_S, Meters
 from scheduler.operations import Operation, Outcome
 from scheduler.timings import Stretch
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
+NO_MONEY = MoneyGauges(0, 0, None, 0, 0.0)
 LINE = re.compile(r'^[a-z_]+(\{[a-z_]+="[^"\\]*"(,[a-z_]+="[^"\\]*")*\})? (-?[0-9.e+]+|inf)$')
 
 
@@ -40,7 +42,7 @@ def values(text: str) -> dict[str, float]:
 
 
 def test_every_line_is_of_the_format_and_names_no_tenant() -> None:
-    text = render(filled(), {"trainer": {"busy_s": 1.5, "passes": 2}, "generator": {"slots_busy": 7}})
+    text = render(filled(), {"trainer": {"busy_s": 1.5, "passes": 2}, "generator": {"slots_busy": 7}}, NO_MONEY)
     assert all(LINE.match(line) for line in text.splitlines() if not line.startswith("#"))
     families = re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE)
     assert len(families) == len(dict(families))
@@ -49,7 +51,7 @@ def test_every_line_is_of_the_format_and_names_no_tenant() -> None:
 
 
 def test_histograms_are_cumulative() -> None:
-    found = values(render(filled(), {}))
+    found = values(render(filled(), {}, NO_MONEY))
     buckets = [found[f'weft_op_queue_seconds_bucket{{kind="sample",le="{bound}"}}'] for bound in (*BOUNDS_S, "+Inf")]
     assert buckets == sorted(buckets)
     assert (buckets[0], buckets[BOUNDS_S.index(0.25)], buckets[-2], buckets[-1]) == (1, 2, 2, 3)
@@ -58,7 +60,8 @@ def test_histograms_are_cumulative() -> None:
 
 
 def test_counters_and_gauges() -> None:
-    found = values(render(filled(), {"queue": {"open": 5}, "trainer": {"busy_s": 1.5}, "generator": {"slots_busy": 7}}))
+    stats = {"queue": {"open": 5}, "trainer": {"busy_s": 1.5}, "generator": {"slots_busy": 7}}
+    found = values(render(filled(), stats, NO_MONEY))
     assert found['weft_ops_submitted_total{kind="sample"}'] == 3
     assert found['weft_ops_ended_total{kind="optim_step",state="failed"}'] == 1
     assert found["weft_queue_depth"] == 5
@@ -74,8 +77,11 @@ def test_the_server_answers_get_metrics_and_nothing_else() -> None:
         writer.close()
         return answer.decode()
 
+    async def up() -> str:
+        return "weft_up 1\n"
+
     async def story() -> None:
-        async with metrics_server("127.0.0.1", 0, lambda: "weft_up 1\n") as port:
+        async with metrics_server("127.0.0.1", 0, up) as port:
             good = await ask(port, "GET /metrics")
             assert good.startswith("HTTP/1.1 200")
             assert good.endswith("\r\n\r\nweft_up 1\n")

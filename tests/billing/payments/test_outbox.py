@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
+from billing.gauges import read_gauges
 from billing.payments import sender
 from billing.payments.client import stripe_client
 from billing.payments.meters import METERS
@@ -246,3 +247,17 @@ def test_a_postpaid_organisation_becomes_a_customer_before_it_is_metered(payment
     assert [row.customer_id for row in payments.outbox()] == [customer]
     _drain(payments)
     _agree(payments, [org_id])
+
+
+def test_the_outbox_is_watched(payments: Payments) -> None:
+    org_id = payments.organisation()
+    payments.use(org_id, "train", 5_000)
+    put_meter_events(payments.context)
+    payments.wait(HOUR)
+    with payments.database.read() as session:
+        found = read_gauges(session, payments.now)
+    assert (found.outbox_pending, found.outbox_oldest_age_s) == (1, HOUR)
+    _drain(payments)
+    with payments.database.read() as session:
+        found = read_gauges(session, payments.now)
+    assert (found.outbox_pending, found.outbox_oldest_age_s) == (0, 0.0)
