@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from billing.prices import load_prices
 from scheduler.journal import Journal
 from store.blobs import Blobs
 from store.db import Database
-from store.settings import Settings
+from store.settings import PaymentsSettings, Settings
 from tests.console.seed import MODEL, Seeded, seed
 from workers.model.card import read_card
 from workers.model.tiny import TINY_PATH
@@ -81,6 +82,13 @@ class Console:
         name = f"op-{time.monotonic_ns()}"
         charge = Charge(payer, run_id.split(":")[0], run_id, name, MODEL, now, {"train": tokens}, None)
         self.database.write_now(lambda session: settle(session, [charge], load_prices(), now))
+
+
+def take_cards(console: Console, payments: PaymentsSettings) -> None:
+    """From now on this console does."""
+    service = console.app.state.service
+    settings = service.settings.model_copy(update={"payments": payments})
+    console.app.state.service = replace(service, settings=settings)
 
 
 def application(folder: Path, database: Database) -> FastAPI:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from weft.money import usd
 
 from api.console.formats import usd_text
 from store.tables import ApiKey, LedgerEntry, Wallet
-from tests.console.conftest import Console, served
-from tests.console.screenshots import CHROMIUM, sign_in
+from tests.console.conftest import Console, served, take_cards
+from tests.console.screenshots import CHROMIUM, sign_in, sign_in_as_operator
+from tests.fakestripe import fake_stripe
 
 pytestmark = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"needs Chromium at {CHROMIUM}")
 
@@ -63,8 +65,11 @@ def open_page(browser: Browser, console: Console) -> Iterator[Open]:
             page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         pages.append(page)
-        if role is not None:
+        if role == "operator":
+            sign_in_as_operator(page, console)
+        elif role is not None:
             sign_in(page, console, role)
+        if role is not None:
             page.goto(f"{console.url}/console{path}")
         return page
 
@@ -89,8 +94,8 @@ def violations(page: Page) -> list[str]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_keeps_the_policy(console: Console, open_page: Open, scheme: Any) -> None:
-    page = open_page(color_scheme=scheme, viewport=WIDE)
-    for path in everywhere(console):
+    page = open_page(role="operator", color_scheme=scheme, viewport=WIDE)
+    for path in [*everywhere(console), "/ownership"]:
         page.goto(f"{console.url}/console{path}")
         page.wait_for_load_state("networkidle")
         assert violations(page) == [], path
@@ -243,6 +248,24 @@ def test_a_key_is_shown_once(console: Console, open_page: Open) -> None:
     page.locator("tr", has_text="from the browser").get_by_role("button", name="Revoke").click()
     expect(page.locator("#toast")).to_have_text("Key revoked")
     expect(page.locator("#keys > section").first.get_by_text("from the browser")).to_have_count(0)
+
+
+def test_a_top_up_leads_to_stripe(console: Console, open_page: Open) -> None:
+    """From the button to Stripe's page (which answers here), and from there back."""
+    with fake_stripe() as stripe:
+        stripe.reset(datetime.now(UTC))
+        take_cards(console, stripe.settings().model_copy(update={"public_url": console.url}))
+        page = open_page("/billing")
+        page.route("https://checkout.example/**", lambda route: route.fulfill(body="pay here"))
+        page.get_by_label("Dollars").fill("25.50")
+        page.get_by_role("button", name="Pay by card").click()
+        page.wait_for_url("https://checkout.example/**")
+        (checkout,) = stripe.stripe.all("checkout.session")
+        assert checkout["amount_total"] == 2550
+        page.goto(
+            next(form for _, path, form in stripe.front.requests if path == "/v1/checkout/sessions")["success_url"]
+        )
+        expect(page.get_by_role("heading", name="Billing")).to_be_visible()
 
 
 def test_what_is_refused_is_said(console: Console, open_page: Open) -> None:

@@ -6,7 +6,6 @@ import csv
 import io
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -19,9 +18,8 @@ from api.console.install import PAGES
 from billing import ledger
 from billing.alerts import raise_alert, resolve_alert
 from store.people import LIMITS
-from store.settings import PaymentsSettings
 from store.tables import Budget, Invoice, LedgerEntry, Organisation
-from tests.console.conftest import SAME_SITE, Console
+from tests.console.conftest import SAME_SITE, Console, take_cards
 from tests.console.seed import TOPUP_NUSD
 from tests.console.test_pages import amounts
 from tests.fakestripe import FakeStripe, fake_stripe
@@ -222,12 +220,6 @@ class TestBilling:
         console.get("/billing/ledger.csv", status=403)
 
 
-def take_cards(console: Console, payments: PaymentsSettings) -> None:
-    service = console.app.state.service
-    settings = service.settings.model_copy(update={"payments": payments})
-    console.app.state.service = replace(service, settings=settings)
-
-
 class TestTopUps:
     @pytest.fixture
     def stripe(self, console: Console) -> Iterator[FakeStripe]:
@@ -244,7 +236,8 @@ class TestTopUps:
         (checkout,) = stripe.stripe.all("checkout.session")
         assert reply.headers["hx-redirect"] == checkout["url"]
         assert checkout["amount_total"] == 2550
-        assert checkout["success_url"].startswith("https://weft.example/console/billing")
+        form = next(form for _, path, form in stripe.front.requests if path == "/v1/checkout/sessions")
+        assert form["success_url"].startswith("https://weft.example/console/billing")
         with console.database.read() as session:
             org = session.get_one(Organisation, console.made.org_id)
         assert checkout["customer"] == org.stripe_customer_id
