@@ -83,10 +83,10 @@ def postgres_server() -> Iterator[PostgresServer]:
 
 
 @contextmanager
-def redis_server(*options: str) -> Iterator[str]:
+def redis_server(*options: str, port: int | None = None) -> Iterator[str]:
     """A Redis that keeps nothing on disk; its URL."""
     program = shutil.which("redis-server") or _missing("redis-server")
-    port = free_port()
+    port = port or free_port()
     with tempfile.TemporaryDirectory(prefix="weft-redis-") as folder:
         command = [
             program,

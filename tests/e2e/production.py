@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psycopg
+from click.testing import CliRunner
 
+from api.cli import weftd
 from tests.e2e.conftest import BIN
 
 CONFIG = """
@@ -40,35 +43,40 @@ class Production:
         self._started: list[subprocess.Popen[str]] = []
         self._where = ["--data-dir", str(folder / "data"), "--config", str(self.config)]
 
-    def serve(self, port: str = "0") -> tuple[subprocess.Popen[str], str]:
-        """A replica that is ready, and its URL."""
-        process = self._start("serve", "--host", "127.0.0.1", "--port", port, stdout=subprocess.PIPE)
+    def serve(self, replicas: int) -> dict[str, subprocess.Popen[str]]:
+        """Replicas that are ready, by their URLs."""
+        arguments = ("serve", "--host", "127.0.0.1", "--port", "0")
+        started = [self._start(*arguments, stdout=subprocess.PIPE) for _ in range(replicas)]
+        return {self._ready(process): process for process in started}
+
+    def _ready(self, process: subprocess.Popen[str]) -> str:
         assert process.stdout is not None
         line = process.stdout.readline().split()
         assert line[:1] == ["ready"], self.log()
-        return process, line[1]
+        return line[1]
 
     def worker(self, role: str) -> subprocess.Popen[str]:
         return self._start("worker", role)
 
     def key(self, organisation: str = "acme") -> str:
-        command = [str(BIN / "weftd"), "key", "create", *self._where, "--org", organisation]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        made = CliRunner().invoke(weftd, ["key", "create", *self._where, "--org", organisation], catch_exceptions=False)
+        assert made.exit_code == 0, made.output
+        return made.stdout.strip()
 
     def query(self, statement: str) -> list[tuple[Any, ...]]:
         with psycopg.connect(self._database.replace("+psycopg", "")) as connection:
             return connection.execute(statement).fetchall()  # type: ignore[arg-type]
 
-    def leader(self, replicas: dict[str, str], within_s: float = 30) -> str:
-        """Which of the replicas (name -> URL) leads."""
+    def leader(self, urls: Iterable[str], within_s: float = 60) -> str:
+        """Which of the replicas leads."""
         deadline = time.monotonic() + within_s
-        key = self.key("operator")
+        headers = {"X-API-Key": self.key("operator")}
         while time.monotonic() < deadline:
-            for name, url in replicas.items():
+            for url in urls:
                 with suppress(httpx.HTTPError):
-                    reply = httpx.get(f"{url}/api/v1/weft/stats", headers={"X-API-Key": key}, timeout=5)
+                    reply = httpx.get(f"{url}/api/v1/weft/stats", headers=headers, timeout=5)
                     if reply.status_code == 200 and reply.json()["replica"]["leads"]:
-                        return name
+                        return url
             time.sleep(0.1)
         raise AssertionError("nobody leads\n" + self.log())
 

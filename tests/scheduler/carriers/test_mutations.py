@@ -27,7 +27,7 @@ FAULTS = {
     "items are never given up": (">= LIVES then", ">= 1000 then"),
     "slots are not counted": ("left = left - size", "left = left - 1"),
     "a worker gets again what it declined": ('key("d", id), worker) == 0 then\n', 'key("d", id), worker) >= 0 then\n'),
-    "what is removed stays queued": ("  withdraw(id)\n  redis.call(\"DEL\", item, key(\"d\", id))\n  return 1", "  return 1"),
+    "what is removed stays": ('  withdraw(id)\n  redis.call("DEL", item, key("d", id))\n  return 1', "  return 1"),
 }  # fmt: skip
 
 
