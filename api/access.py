@@ -12,7 +12,8 @@ scope   one of `store.roles.SCOPES`, several of which one suffices, "any" for ev
         that take none and guard themselves (a signature, a browser session).
 limit   "call" counts one request; "work" counts one request, and its operation's tokens and flight are counted where
         it is accepted (`api.submit`); "poll" is not counted, so that results arrive and sessions live on.
-meters  what a bill will show of it: "train", "sample", "storage" or "nothing".
+meters  what a bill will show of it: "train" (prefill if it is `forward_only`), "prefill", "sample" (with the prefill of
+        its prompt), "storage" or "nothing". A test compares it with what lands in usage.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from api.rates import count_request
 from store.roles import Scope
 
 Limit = Literal["call", "work", "poll"]
-Meter = Literal["train", "sample", "storage", "nothing"]
+Meter = Literal["train", "prefill", "sample", "storage", "nothing"]
 
 #: Of routes that belong to training and to sampling alike, and of those that show what they make.
 WORKING: tuple[Scope, ...] = ("train", "sample")

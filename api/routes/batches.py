@@ -56,7 +56,7 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
     return future
 
 
-@router.post("/forward", **declare(scope="train", limit="work", meters="train"))
+@router.post("/forward", **declare(scope="train", limit="work", meters="prefill"))
 async def forward(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """The JSON form of a forward_backward that is `forward_only`, which has an address of its own."""
     return await _submit_json(service, who, await read_body(request), forward_only=True)
