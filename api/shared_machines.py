@@ -10,11 +10,13 @@ from typing import Any
 
 from api.supervisor import Supervisor
 from billing.prices import PriceList
+from scheduler.carriers.contract import QueueUnreachable
 from scheduler.carriers.leader import Leadership, Shared
 from scheduler.carriers.news import Ended, Listener, News
 from scheduler.carriers.redis_queue import RedisQueue
 from scheduler.carriers.sample_link import worker_name
 from scheduler.carriers.shared_journal import SharedJournal
+from scheduler.carriers.shared_limits import BacklogBoard
 from scheduler.operations import Waiting
 from store.blobs import Blobs
 from store.db import Database
@@ -31,6 +33,7 @@ class SharedMachines:
         self._settings = settings
         self._threads = ThreadPoolExecutor(THREADS, "carrier")
         self._news, self._queue = News(settings.redis_url), RedisQueue(settings.redis_url)
+        self._board = BacklogBoard(settings.redis_url)
         limits, self._name = settings.limits, worker_name("api")
         self.journal = SharedJournal(
             database,
@@ -41,6 +44,7 @@ class SharedMachines:
             name=self._name,
             queue=self._queue,
             news=self._news,
+            board=self._board,
             threads=self._threads,
             waiting_of=self._waiting_of,
         )
@@ -65,7 +69,7 @@ class SharedMachines:
     def start(self) -> None:
         self._listener.start()
         self._leadership.start()
-        works = (self.journal.settle_answers, self.journal.look_after)
+        works = (self.journal.settle_answers, self.journal.look_after, self.journal.exchange_backlogs)
         self._tasks = [asyncio.create_task(work()) for work in works]
 
     def drain(self) -> None:
@@ -81,8 +85,10 @@ class SharedMachines:
         await self.journal.flush()
         self._listener.stop()
         await asyncio.to_thread(self._threads.shutdown)
-        self._queue.close()
-        self._news.close()
+        with suppress(QueueUnreachable):
+            self._board.leave(self._name)
+        for client in (self._queue, self._news, self._board):
+            client.close()
 
     def stats(self) -> dict[str, Any]:
         term = self._leadership.term

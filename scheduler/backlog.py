@@ -19,7 +19,7 @@ class Backlog:
 
     def take(self, org_id: str, size_bytes: int) -> None:
         """Let an operation in. Raises QueueFull. One body alone is always let in: its size has a limit of its own."""
-        ops, held = self._ops[org_id], self._bytes[org_id]
+        ops, held = self.of(org_id)
         if ops >= self._max_ops:
             raise QueueFull(f"{ops} operations are queued; the limit is {self._max_ops}: wait for some to end")
         if held and held + size_bytes > self._max_bytes:

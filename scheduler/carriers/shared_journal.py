@@ -26,6 +26,7 @@ from scheduler.carriers.completions import SharedCompletions
 from scheduler.carriers.contract import Answered, FairQueue, Item, QueueUnreachable
 from scheduler.carriers.news import Accepted, Ended, News
 from scheduler.carriers.parcels import unpack
+from scheduler.carriers.shared_limits import BacklogBoard, SharedBacklog, SharedInFlight
 from scheduler.completions import Completion, Target
 from scheduler.journal import Journal, SamplerFacts
 from scheduler.messages import Done, Failure, OpKind, SampleOp
@@ -52,6 +53,8 @@ T = TypeVar("T")
 
 #: Whoever waits for an outcome looks into the database this often, should the news of it have been lost.
 LOOK_AGAIN_S = 5.0
+#: How often replicas tell each other what they have queued.
+EXCHANGE_S = 1.0
 #: An operation that has waited for so long keeps its session alive no more.
 WORKING = timedelta(hours=24)
 
@@ -79,15 +82,19 @@ class SharedJournal(Journal):
         name: str,
         queue: FairQueue,
         news: News,
+        board: BacklogBoard,
         threads: Executor,
         waiting_of: Callable[[str], Waiting | None],
     ) -> None:
         super().__init__(database, blobs, prices, max_queued_per_org, max_queued_bytes_per_org)
         self.completions: SharedCompletions = SharedCompletions(news.reserve)
+        self.in_flight = SharedInFlight(database)
+        self._backlog: SharedBacklog = SharedBacklog(max_queued_per_org, max_queued_bytes_per_org)
         self.reachable: Callable[[], bool] = lambda: True  # Redis, as far as this replica knows
         self.generators: dict[str, float] = {}  # counts over all generators, as they were lately
         self._name, self._queue, self._news, self._threads = name, queue, news, threads
         self._waiting_of = waiting_of
+        self._board = board
         self._waiters: dict[str, _Waiters] = {}
 
     # ---- accepting
@@ -251,6 +258,14 @@ class SharedJournal(Journal):
         for row in rows:
             size = self._size(row.result_ref) if row.state == "done" else None
             await self._reach(self._news.ended, Ended(row.id, row.org_id, row.lane, row.seq, row.kind, size))
+
+    async def exchange_backlogs(self) -> None:
+        """For as long as the server runs: limits hold for all replicas together."""
+        while True:
+            others = await self._reach(self._board.exchange, self._name, self._backlog.own())
+            if others is not None:
+                self._backlog.hear(others)
+            await asyncio.sleep(EXCHANGE_S)
 
     def _ended_of(self, op_ids: list[str]) -> list[tables.Operation]:
         row, ended = tables.Operation, list[tables.Operation]()

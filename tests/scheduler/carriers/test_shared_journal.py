@@ -15,22 +15,24 @@ import redis
 from sqlalchemy import func, select
 
 from billing.prices import load_prices
-from scheduler.carriers import leader, policies, shared_journal
+from scheduler.carriers import leader, policies, shared_journal, shared_limits
 from scheduler.carriers.leader import Leadership, Shared
 from scheduler.carriers.news import Listener, News
 from scheduler.carriers.policies import PolicyBoard
 from scheduler.carriers.redis_queue import RedisQueue
 from scheduler.carriers.sample_link import SampleLink
 from scheduler.carriers.shared_journal import SharedJournal
+from scheduler.carriers.shared_limits import BacklogBoard
 from scheduler.carriers.train_link import TrainerLink
 from scheduler.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork
-from scheduler.operations import Draining, NewOperation, Outcome, RunClosed, SequenceReused, Waiting
+from scheduler.operations import Draining, NewOperation, Outcome, QueueFull, RunClosed, SequenceReused, Waiting
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
 from tests.scheduler.test_journal import RUN, create, organisation, run_row, train
 from tests.servers import redis_server
 
+MOST_OPS, MOST_BYTES = 100, 10_000
 NOW_LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 
 
@@ -44,16 +46,17 @@ def url() -> Iterator[str]:
 class Replica:
     def __init__(self, name: str, database: Database, blobs: Blobs, url: str) -> None:
         self.threads = ThreadPoolExecutor(12)
-        self.news, self.queue = News(url), RedisQueue(url)
+        self.news, self.queue, self.board = News(url), RedisQueue(url), BacklogBoard(url)
         self.journal = SharedJournal(
             database,
             blobs,
             load_prices(),
-            100,
-            2**30,
+            MOST_OPS,
+            MOST_BYTES,
             name=name,
             queue=self.queue,
             news=self.news,
+            board=self.board,
             threads=self.threads,
             waiting_of=lambda op_id: None,
         )
@@ -70,7 +73,8 @@ class Replica:
     async def running(self) -> AsyncIterator[None]:
         self.listener.start()
         await asyncio.to_thread(self.listener.connected.wait, 10)
-        tasks = [asyncio.create_task(work()) for work in (self.journal.settle_answers, self.journal.look_after)]
+        works = (self.journal.settle_answers, self.journal.look_after, self.journal.exchange_backlogs)
+        tasks = [asyncio.create_task(work()) for work in works]
         try:
             yield
         finally:
@@ -108,6 +112,7 @@ def play(postgres_database: Database, blobs: Blobs, url: str, monkeypatch: pytes
     monkeypatch.setattr(leader, "RESCAN_S", 0.2)
     monkeypatch.setattr(leader, "BEAT_S", 0.2)
     monkeypatch.setattr(leader, "LEADS_S", 2.0)
+    monkeypatch.setattr(shared_journal, "EXCHANGE_S", 0.1)
 
     def run(scenario: Callable[[Replica, Replica], Awaitable[None]]) -> None:
         async def both() -> None:
@@ -122,9 +127,9 @@ def play(postgres_database: Database, blobs: Blobs, url: str, monkeypatch: pytes
     return run
 
 
-def sample(seq: int) -> NewOperation:
+def sample(seq: int, body: bytes = b"{}") -> NewOperation:
     plan = {"num_samples": 2, "prompt_tokens": 5}
-    return NewOperation("org", "s", "s:sample:0", seq, "sample", "m", 20, b"{}", plan)
+    return NewOperation("org", "s", "s:sample:0", seq, "sample", "m", 20, body, plan)
 
 
 @pytest.fixture
@@ -344,6 +349,38 @@ def test_what_waits_for_a_generator_that_is_gone_fails_with_the_reason(play: Pla
         await until(lambda: not one.queue.known([request_id]))
 
     play(scenario)
+
+
+def test_limits_hold_for_all_replicas_together(play: Play, url: str, blobs: Blobs) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        ids = [await one.journal.accept(sample(0, b"x" * 6000)), await two.journal.accept(create(), run_row())]
+        await until(lambda: two.journal._backlog.of("org") == one.journal._backlog.of("org") == (2, 6000))
+        with pytest.raises(QueueFull, match="6000 bytes are queued and this operation has 4001"):
+            await two.journal.accept(sample(1, b"x" * 4001))
+        for replica in (one, two):
+            in_flight = replica.journal.in_flight
+            assert in_flight.count("organisation", "org") == 2
+            assert in_flight.count("organisation", "other") == in_flight.count("key", "7") == 0
+            assert in_flight.has("organisation", "org", train(1))  # its run waits for it: it is always let in
+            assert not in_flight.has("organisation", "org", sample(1))
+        await one.lead()
+        async with generator(url, blobs), trainer(url, blobs):
+            assert all([(await two.result(request_id)).error is None for request_id in ids])
+        await until(lambda: two.journal._backlog.of("org") == (0, 0))
+        assert two.journal.in_flight.count("organisation", "org") == 0
+        await two.journal.accept(sample(1, b"x" * 4001))
+
+    play(scenario)
+
+
+def test_what_a_silent_replica_said_is_forgotten(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    redis.Redis.from_url(url).flushall()
+    board = BacklogBoard(url)
+    assert board.exchange("dead", {"org": (5, 100)}) == []
+    assert board.exchange("alive", {"org": (1, 2)}) == [{"org": [5, 100]}]
+    monkeypatch.setattr(shared_limits, "SILENT_S", -1)
+    assert board.exchange("alive", {}) == []
+    board.close()
 
 
 def test_lost_news_only_delay(play: Play, url: str, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
