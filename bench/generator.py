@@ -1,7 +1,7 @@
 """What decoding with many adapters costs: ratios on a small mixture of experts with random weights, on the CPU.
 
-    python bench/generator.py [--json FILE] [--rounds 6] [--only decode peft swap] [--vllm .vllm/bin/vllm]
-    python bench/generator.py --curves [--json FILE]
+    python bench/generator.py [--json] [--out FILE] [--rounds 20] [--only decode peft swap] [--vllm .vllm/bin/vllm]
+    python bench/generator.py --curves [--json] [--out FILE]
 
 One interleaved run: every variant in turn, round after round, CPU time of the process, 1 thread, the minimum of the
 rounds, as in bench/trainer.py, whose model this is. No service and no network: TorchEngine alone.
@@ -23,6 +23,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -254,7 +255,7 @@ def curves(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
             took = step_times({name: running(decoder, each) for name, each in of.items()}, rounds)
             at = {"sequences": batch, "adapters": adapters, "rank": rank}
             found[title].append(at | {f"{name}_ms": ms for name, ms in took.items()})
-            print(title, found[title][-1], flush=True)
+            print(title, found[title][-1], file=sys.stderr, flush=True)
     return found
 
 
@@ -264,7 +265,8 @@ def _claim(name: str, value: float, target: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here; those of other parts in it are kept")
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--out", type=Path, help="write the figures here too, after each part")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="*", choices=["decode", "peft", "swap"], default=["decode", "peft", "swap"])
     parser.add_argument("--vllm", type=Path, help="the vllm program to compare with")
@@ -272,14 +274,21 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     decoder = toy()
-    parts: dict[str, Any] = {}
+    result: dict[str, Any] = {
+        "bench": "generator",
+        "compares": "adapters in one decode step, in this process; peft and vllm by their own code",
+        "machine": machine(),
+        "claims": [],
+    }
     with tempfile.TemporaryDirectory() as name:
         for part, work in _parts(args, decoder, Path(name)).items():
-            parts[part] = work()
-            print(json.dumps({part: parts[part]}, indent=1), flush=True)
-            if args.json:
-                before = json.loads(args.json.read_text()) if args.json.exists() else {}
-                args.json.write_text(json.dumps({**before, "machine": machine(), **parts}, indent=1) + "\n")
+            found = work()
+            print(part, json.dumps(found), file=sys.stderr, flush=True)
+            result["claims"] += found.pop("claims", [])
+            result[part] = found
+            if args.out:
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
 
 
 def _parts(args: argparse.Namespace, decoder: Decoder, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:

@@ -46,6 +46,11 @@ static inline vec exp_of(vec x) {
     return p * (vec)bits;
 }
 
+/* Ask for one page of a head before it is needed: the next one lies anywhere. */
+static inline void fetch(const float *tile, int64_t size) {
+    for (int64_t at = 0; at < size; at += LANES) __builtin_prefetch(tile + at, 0, 2);
+}
+
 /* The scores of `count` queries over one page: s = scale * q K. */
 static inline __attribute__((always_inline)) void score_page(
     const int count, int64_t dim, int64_t page, const float *k, const float *const *q, float scale, float *const *s) {
@@ -115,7 +120,8 @@ struct shape {
 /* `count` of the queries of one row that share a head. */
 static inline __attribute__((always_inline)) void attend_some(
     const int count, const struct shape *sh, const int32_t *pages, int64_t length, int64_t head, const float *q,
-    const float *keys, const float *values, float scale, float *out, float *scratch) {
+    const float *keys, const float *values, float scale, float *out, float *scratch,
+    const float *next) {
     const int64_t dim = sh->dim, page = sh->page, tile = dim * page;
     const int64_t used = (length + page - 1) / page, room = used * page;
     const float *qs[4];
@@ -123,6 +129,8 @@ static inline __attribute__((always_inline)) void attend_some(
     for (int g = 0; g < count; g++) qs[g] = q + g * dim, outs[g] = out + g * dim;
     for (int64_t n = 0; n < used; n++) {
         for (int g = 0; g < count; g++) ss[g] = scratch + g * room + n * page;
+        fetch(n + 1 < used ? keys + (pages[n + 1] * sh->heads + head) * tile : values + (pages[0] * sh->heads + head) * tile,
+              tile);
         score_page(count, dim, page, keys + (pages[n] * sh->heads + head) * tile, qs, scale, ss);
     }
     for (int g = 0; g < count; g++) {
@@ -132,6 +140,7 @@ static inline __attribute__((always_inline)) void attend_some(
     for (int64_t n = 0; n < used; n++) {
         const int64_t here = length - n * page < page ? length - n * page : page;
         const float *v = values + (pages[n] * sh->heads + head) * tile, *ps[4];
+        fetch(n + 1 < used ? values + (pages[n + 1] * sh->heads + head) * tile : next, tile);
         for (int g = 0; g < count; g++) ps[g] = scratch + g * room + n * page;
         int64_t c = 0;
         for (; c + 4 * LANES <= dim; c += 4 * LANES) {
@@ -169,15 +178,17 @@ int weft_attend(
             failed = 1;
             continue;
         }
+        const int64_t after = task + 1 < sh->rows * sh->heads ? task + 1 : task;
+        const float *next = keys + (table[after / sh->heads * sh->width] * sh->heads + after % sh->heads) * tile;
         for (int64_t g = 0; g < sh->groups; g += 4) {
             const int64_t first = head * sh->groups + g;
             const float *from = q + row * q_stride + first * dim;
             float *to = out + (row * sh->heads * sh->groups + first) * dim;
             switch (sh->groups - g) {
-            case 1: attend_some(1, sh, pages, length, head, from, keys, values, scale, to, scratch); break;
-            case 2: attend_some(2, sh, pages, length, head, from, keys, values, scale, to, scratch); break;
-            case 3: attend_some(3, sh, pages, length, head, from, keys, values, scale, to, scratch); break;
-            default: attend_some(4, sh, pages, length, head, from, keys, values, scale, to, scratch);
+            case 1: attend_some(1, sh, pages, length, head, from, keys, values, scale, to, scratch, next); break;
+            case 2: attend_some(2, sh, pages, length, head, from, keys, values, scale, to, scratch, next); break;
+            case 3: attend_some(3, sh, pages, length, head, from, keys, values, scale, to, scratch, next); break;
+            default: attend_some(4, sh, pages, length, head, from, keys, values, scale, to, scratch, next);
             }
         }
         free(scratch);

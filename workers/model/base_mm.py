@@ -25,3 +25,9 @@ def base_mm(x_TI: Tensor, weight_OI: Tensor, *, transposed: bool = False, out: T
     else:
         y = torch.mm(x, weight)
     return out.copy_(y) if out is not None else y.to(x_TI.dtype)
+
+
+def filled(start: int, end: int, rows: int) -> int:
+    """Where start:end must end to be MIN_ROWS with the rows that follow; `end` if these are too few."""
+    stop = max(end, start + MIN_ROWS)
+    return stop if stop <= rows else end

@@ -58,11 +58,8 @@ def own_rows(x_TI: Tensor, rows: LoraRows) -> list[Tensor]:
 
 def add_adapters(y_TO: Tensor, x_TI: Tensor, site: Site, place: Place) -> Tensor:
     """Add scale * (x A^T) B^T of each group to its rows of y in place. Returns x A^T, which the backward needs."""
-    parts = len(site.b)
-    u = x_TI.new_zeros(len(x_TI), parts * place.max_rank)
-    place.shrink(x_TI, u, site.a, stack=parts, scaled=False)
-    for part, (name, y) in enumerate(zip(site.b, y_TO.split_with_sizes(site.sizes, dim=1), strict=True)):
-        place.expand(y, u, name, part=part, scaled=True)
+    u = x_TI.new_zeros(len(x_TI), len(site.b) * place.max_rank)
+    place.add(y_TO, x_TI, u, site.a, tuple(zip(site.b, site.sizes, strict=True)), scaled=True)
     return u
 
 

@@ -108,8 +108,7 @@ def _forward(
     u_P = v_P = combined_T = None
     if adapters is not None:
         u_P = _gate_up_shrink(x_TD, adapters, plan)
-        for part, name in enumerate((names.gate_b, names.up_b)):
-            adapters.paired.expand(gate_up_PG[:, part * f : part * f + f], u_P, name, part=part, scaled=False)
+        adapters.paired.add(gate_up_PG, None, u_P, "", ((names.gate_b, f), (names.up_b, f)), scaled=False)
     h_PF = F.silu(gate_up_PG[:, :f]) * gate_up_PG[:, f:]
     y_PD = _base(h_PF, down_EDF, routing)
     if adapters is not None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model.base_mm import base_mm
+from workers.model.base_mm import base_mm, filled
 
 #: torch's CUDA kernel takes fewer groups than this, and rows that are multiples of 16 bytes.
 MAX_GROUPS = 1024
@@ -22,9 +22,11 @@ def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: 
         return _grouped(x_PI, weight_EIO, ends_E)
     y_PO = x_PI.new_empty(x_PI.shape[0], weight_EIO.shape[2])
     start = 0
-    for weight_OI, end in zip(weight_EOI, ends_E.tolist(), strict=True):
+    for weight_OI, end in zip(weight_EOI.unbind(), ends_E.tolist(), strict=True):
         if end > start:
-            base_mm(x_PI[start:end], weight_OI, transposed=transposed, out=y_PO[start:end])
+            # The rows beyond `end` are the next experts' own, who write them after: padding without a copy.
+            stop = filled(start, end, len(x_PI))
+            base_mm(x_PI[start:stop], weight_OI, transposed=transposed, out=y_PO[start:stop])
         start = end
     return y_PO
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.model.lora_rows import LoraRows
+from workers.model.native.launch import Parts
 from workers.model.native.launch import Place as NativePlace
 from workers.model.routing import Routing
 
@@ -31,6 +32,9 @@ class Place(Protocol):
 
     def expand(self, y: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """y += u[:, part] W in place."""
+
+    def add(self, y: Tensor, x: Tensor | None, u: Tensor, a: str, parts: Parts, *, scaled: bool) -> None:
+        """`shrink` x to u with the stacked `a`, unless x is None, and `expand` u to the columns of each of `parts`."""
 
     def outer(self, u: Tensor, y: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """Add u[:, part]^T y over each group's rows (of each expert) to the gradient of the tensor called `name`. What

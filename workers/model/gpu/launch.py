@@ -16,6 +16,7 @@ from torch import Tensor
 from workers.model.gpu import kernels
 from workers.model.gpu.runs import EXPERT_ROWS, Blocks, RankClass, Runs, Table, table_of
 from workers.model.lora_rows import LoraRows
+from workers.model.native.launch import Parts, split
 from workers.model.routing import Routing
 
 #: Columns of the long side that one block of `shrink` adds up, and how many at a time. A vocabulary of 150k columns
@@ -117,6 +118,12 @@ class Place:
                     BLOCK_R=each.block,
                     BLOCK_N=width,
                 )
+
+    def add(self, y: Tensor, x: Tensor | None, u: Tensor, a: str, parts: Parts, *, scaled: bool) -> None:
+        if x is not None:
+            self.shrink(x, u, a, stack=len(parts), scaled=False)
+        for part, ((name, _), own) in enumerate(zip(parts, split(y, parts), strict=True)):
+            self.expand(own, u, name, part=part, scaled=scaled)
 
     def outer(self, u: Tensor, y: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """Add u[:, part]^T y to the gradients."""

@@ -1,6 +1,7 @@
 /* Low-rank products of many groups of rows, each with factors of its own, in one call.
  *
- * Run j belongs to group j % groups and, of experts, to expert j / groups; its rows are start[j]..start[j + 1]. A factor
+ * run[i] says to which run row i belongs; rows of a run lie side by side. Run j belongs to group j % groups and, of
+ * experts, to expert j / groups. A factor
  * is float32 [r, n] with the long side n innermost: an A [r, in] as it is, a B [out, r] turned. w[g] is that of group g,
  * or of its first expert, the others following; NULL leaves the group out. ranks[g] is the group's rank; of `stack` factors
  * that lie beside each other (an A [stack * r, in]) all rows count. In rows of rank r, `part` says which r columns.
@@ -28,8 +29,8 @@
 typedef float vec __attribute__((vector_size(4 * LANES)));
 
 typedef struct {
-    int64_t runs, groups, threads;
-    const int64_t *start, *ranks;
+    int64_t rows, groups, threads;
+    const int64_t *run, *ranks;
     float *const *w;
     const float *scale;
     int64_t stack, part, n;
@@ -58,41 +59,41 @@ static inline float sum(vec v) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-/* One run: its rows, its factor [r, n], and the column where its part begins. False if it is empty or left out. */
+/* One run: its rows, its factor [r, n], and the column where its part begins. */
 typedef struct {
     int64_t first, last, r, column;
     float *w;
     float alpha;
 } Run;
 
-static inline int run_of(const Place *place, int64_t j, Run *run) {
-    const int64_t group = j % place->groups, rank = place->ranks[group];
-    run->first = place->start[j];
-    run->last = place->start[j + 1];
-    if (run->first == run->last || !place->w[group]) return 0;
+/* The run that begins at row `first`. False if it is left out. */
+static inline int run_at(const Place *place, int64_t first, Run *run) {
+    const int64_t j = place->run[first], group = j % place->groups, rank = place->ranks[group];
+    run->first = run->last = first;
+    while (++run->last < place->rows && place->run[run->last] == j) {
+    }
     run->r = rank * place->stack;
     run->column = rank * place->part;
-    run->w = place->w[group] + j / place->groups * run->r * place->n;
+    run->w = place->w[group] ? place->w[group] + j / place->groups * run->r * place->n : NULL;
     run->alpha = place->scale ? place->scale[group] : 1.0f;
-    return 1;
+    return run->w != NULL;
 }
 
-/* Bring the factor of the run after `j` nearer while that of `j` is used: small factors lie anywhere, and the processor
- * cannot guess where. */
-#define AHEAD_BYTES 8192
+/* Bring the factor of the run after `run` nearer while that one's is used: small factors lie anywhere, and the
+ * processor cannot guess where. */
+#define AHEAD_BYTES 16384
 
-static inline void prefetch_after(const Place *place, int64_t j, int write) {
-    Run next;
-    while (++j < place->runs && !run_of(place, j, &next)) {
-    }
-    if (j >= place->runs) return;
-    const char *from = (const char *)next.w;
-    const int64_t bytes = 4 * next.r * place->n, end = bytes < AHEAD_BYTES ? bytes : AHEAD_BYTES;
+static inline void prefetch_after(const Place *place, const Run *run, const int write) {
+    if (run->last >= place->rows) return;
+    const int64_t j = place->run[run->last], group = j % place->groups, r = place->ranks[group] * place->stack;
+    if (!place->w[group]) return;
+    const char *from = (const char *)(place->w[group] + j / place->groups * r * place->n);
+    const int64_t bytes = 4 * r * place->n, end = bytes < AHEAD_BYTES ? bytes : AHEAD_BYTES;
     for (int64_t at = 0; at < end; at += 64) {
         if (write)
-            __builtin_prefetch(from + at, 1, 3);
+            __builtin_prefetch(from + at, 1, 1);
         else
-            __builtin_prefetch(from + at, 0, 3);
+            __builtin_prefetch(from + at, 0, 1);
     }
 }
 
@@ -102,26 +103,38 @@ static inline void prefetch_after(const Place *place, int64_t j, int write) {
 /* y[row, :] += alpha * u[row, :] W, for up to ROWS rows at a time so that W is read once for them. */
 #define ROWS 4
 
+/* Columns that are summed together: with fewer rows more, so that one row alone reads W almost from end to end. */
+#define WIDTH(rows) (16 / (rows) < 4 ? 4 : 16 / (rows))
+
+static inline __attribute__((always_inline)) void expand_columns(
+    const int rows, const int width, int64_t r, int64_t n, const float *w, float alpha, const float *const *u,
+    float *const *y, int64_t c) {
+    vec total[ROWS][WIDTH(1)];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < width; j++) total[i][j] = splat(0.0f);
+    for (int64_t k = 0; k < r; k++) {
+        const float *own = w + k * n + c;
+        vec x[ROWS];
+        for (int i = 0; i < rows; i++) x[i] = splat(u[i][k]);
+        for (int j = 0; j < width; j++) {
+            const vec a = load(own + j * LANES);
+            for (int i = 0; i < rows; i++) total[i][j] += x[i] * a;
+        }
+    }
+    const vec scale = splat(alpha);
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < width; j++) {
+            float *to = y[i] + c + j * LANES;
+            store(to, load(to) + scale * total[i][j]);
+        }
+}
+
 static inline __attribute__((always_inline)) void expand_rows(
     const int rows, int64_t r, int64_t n, const float *w, float alpha, const float *const *u, float *const *y) {
     int64_t c = 0;
-    for (; c + 2 * LANES <= n; c += 2 * LANES) {
-        vec low[ROWS], high[ROWS];
-        for (int i = 0; i < rows; i++) low[i] = high[i] = splat(0.0f);
-        for (int64_t k = 0; k < r; k++) {
-            const vec a = load(w + k * n + c), b = load(w + k * n + c + LANES);
-            for (int i = 0; i < rows; i++) {
-                const vec x = splat(u[i][k]);
-                low[i] += x * a;
-                high[i] += x * b;
-            }
-        }
-        const vec scale = splat(alpha);
-        for (int i = 0; i < rows; i++) {
-            store(y[i] + c, load(y[i] + c) + scale * low[i]);
-            store(y[i] + c + LANES, load(y[i] + c + LANES) + scale * high[i]);
-        }
-    }
+    for (; c + WIDTH(rows) * LANES <= n; c += WIDTH(rows) * LANES)
+        expand_columns(rows, WIDTH(rows), r, n, w, alpha, u, y, c);
+    for (; c + 2 * LANES <= n; c += 2 * LANES) expand_columns(rows, 2, r, n, w, alpha, u, y, c);
     for (; c < n; c++)
         for (int i = 0; i < rows; i++) {
             float total = 0.0f;
@@ -130,31 +143,21 @@ static inline __attribute__((always_inline)) void expand_rows(
         }
 }
 
-void weft_expand(const Place *place, float *y, int64_t y_stride, const float *u, int64_t u_stride) {
-#pragma omp parallel num_threads(place->threads) if (place->threads > 1)
-    {
-        int64_t share = 0;
-        Run run;
-        for (int64_t j = 0; j < place->runs; j++) {
-            if (!run_of(place, j, &run)) continue;
-            prefetch_after(place, j, 0);
-            for (int64_t row = run.first; row < run.last; row += ROWS) {
-                if ((row - run.first) % SHARE == 0) share++;
-                if (share % threads_here() != thread_here()) continue;
-                const float *us[ROWS];
-                float *ys[ROWS];
-                const int rows = run.last - row < ROWS ? (int)(run.last - row) : ROWS;
-                for (int i = 0; i < rows; i++) {
-                    us[i] = u + (row + i) * u_stride + run.column;
-                    ys[i] = y + (row + i) * y_stride;
-                }
-                switch (rows) {
-                case 4: expand_rows(4, run.r, place->n, run.w, run.alpha, us, ys); break;
-                case 3: expand_rows(3, run.r, place->n, run.w, run.alpha, us, ys); break;
-                case 2: expand_rows(2, run.r, place->n, run.w, run.alpha, us, ys); break;
-                default: expand_rows(1, run.r, place->n, run.w, run.alpha, us, ys);
-                }
-            }
+static void expand_run(
+    const Run *run, int64_t from, int64_t to, int64_t n, float *y, int64_t y_stride, const float *u, int64_t u_stride) {
+    for (int64_t row = from; row < to; row += ROWS) {
+        const float *us[ROWS];
+        float *ys[ROWS];
+        const int rows = to - row < ROWS ? (int)(to - row) : ROWS;
+        for (int i = 0; i < rows; i++) {
+            us[i] = u + (row + i) * u_stride + run->column;
+            ys[i] = y + (row + i) * y_stride;
+        }
+        switch (rows) {
+        case 4: expand_rows(4, run->r, n, run->w, run->alpha, us, ys); break;
+        case 3: expand_rows(3, run->r, n, run->w, run->alpha, us, ys); break;
+        case 2: expand_rows(2, run->r, n, run->w, run->alpha, us, ys); break;
+        default: expand_rows(1, run->r, n, run->w, run->alpha, us, ys);
         }
     }
 }
@@ -188,33 +191,58 @@ static inline __attribute__((always_inline)) void shrink_block(
 static inline __attribute__((always_inline)) void shrink_rows(
     const int rows, int64_t r, int64_t n, const float *w, float alpha, const float *const *x, float *const *v) {
     int64_t k = 0;
-    for (; k + FACTORS <= r; k += FACTORS) shrink_block(rows, FACTORS, n, w + k * n, alpha, x, v, k);
+    if (rows > 1)
+        for (; k + FACTORS <= r; k += FACTORS) shrink_block(rows, FACTORS, n, w + k * n, alpha, x, v, k);
     for (; k < r; k++) shrink_block(rows, 1, n, w + k * n, alpha, x, v, k);
 }
 
-void weft_shrink(const Place *place, const float *x, int64_t x_stride, float *v, int64_t v_stride) {
-#pragma omp parallel num_threads(place->threads) if (place->threads > 1)
+static void shrink_run(
+    const Run *run, int64_t from, int64_t to, int64_t n, const float *x, int64_t x_stride, float *v, int64_t v_stride) {
+    for (int64_t row = from; row < to; row += ROWS) {
+        const float *xs[ROWS];
+        float *vs[ROWS];
+        const int rows = to - row < ROWS ? (int)(to - row) : ROWS;
+        for (int i = 0; i < rows; i++) {
+            xs[i] = x + (row + i) * x_stride;
+            vs[i] = v + (row + i) * v_stride + run->column;
+        }
+        switch (rows) {
+        case 4: shrink_rows(4, run->r, n, run->w, run->alpha, xs, vs); break;
+        case 3: shrink_rows(3, run->r, n, run->w, run->alpha, xs, vs); break;
+        case 2: shrink_rows(2, run->r, n, run->w, run->alpha, xs, vs); break;
+        default: shrink_rows(1, run->r, n, run->w, run->alpha, xs, vs);
+        }
+    }
+}
+
+#define PARTS 3
+
+/* Of each run u = alpha x A^T, if there is an `a`, then y += alpha u B^T for each of up to PARTS `b`, whose columns of y
+ * lie side by side. One run after another, as the factors of an adapter lie side by side in memory. */
+void weft_add(
+    const Place *a, const float *x, int64_t x_stride, float *u, int64_t u_stride, int64_t parts, const Place *b, float *y,
+    int64_t y_stride) {
+    const Place *all = a ? a : b;
+#pragma omp parallel num_threads(all->threads) if (all->threads > 1)
     {
-        int64_t share = 0;
-        Run run;
-        for (int64_t j = 0; j < place->runs; j++) {
-            if (!run_of(place, j, &run)) continue;
-            prefetch_after(place, j, 0);
-            for (int64_t row = run.first; row < run.last; row += ROWS) {
-                if ((row - run.first) % SHARE == 0) share++;
-                if (share % threads_here() != thread_here()) continue;
-                const float *xs[ROWS];
-                float *vs[ROWS];
-                const int rows = run.last - row < ROWS ? (int)(run.last - row) : ROWS;
-                for (int i = 0; i < rows; i++) {
-                    xs[i] = x + (row + i) * x_stride;
-                    vs[i] = v + (row + i) * v_stride + run.column;
+        int64_t share = 0, last;
+        for (int64_t row = 0; row < all->rows; row = last) {
+            Run down = {.w = NULL}, up[PARTS];
+            if (a) run_at(a, row, &down);
+            for (int p = 0; p < parts; p++) run_at(b + p, row, up + p);
+            last = a ? down.last : up[0].last;
+            for (int64_t from = row; from < last; from += SHARE) {
+                if (share++ % threads_here() != thread_here()) continue;
+                const int64_t to = last - from < SHARE ? last : from + SHARE;
+                if (down.w) {
+                    if (from == row) prefetch_after(a, &down, 0);
+                    shrink_run(&down, from, to, a->n, x, x_stride, u, u_stride);
                 }
-                switch (rows) {
-                case 4: shrink_rows(4, run.r, place->n, run.w, run.alpha, xs, vs); break;
-                case 3: shrink_rows(3, run.r, place->n, run.w, run.alpha, xs, vs); break;
-                case 2: shrink_rows(2, run.r, place->n, run.w, run.alpha, xs, vs); break;
-                default: shrink_rows(1, run.r, place->n, run.w, run.alpha, xs, vs);
+                float *own = y;
+                for (int p = 0; p < parts; own += b[p++].n) {
+                    if (!up[p].w) continue;
+                    if (from == row) prefetch_after(b + p, up + p, 0);
+                    expand_run(up + p, from, to, b[p].n, own, y_stride, u, u_stride);
                 }
             }
         }
@@ -262,9 +290,9 @@ void weft_outer(const Place *place, const float *u, int64_t u_stride, const floa
         const int64_t from = blocks * thread_here() / threads * 2 * LANES;
         const int64_t end = blocks * (thread_here() + 1) / threads * 2 * LANES, to = end < n ? end : n;
         Run run;
-        for (int64_t j = 0; j < place->runs && from < to; j++) {
-            if (!run_of(place, j, &run)) continue;
-            prefetch_after(place, j, 1);
+        for (int64_t row = 0; row < place->rows && from < to; row = run.last) {
+            if (!run_at(place, row, &run)) continue;
+            prefetch_after(place, &run, 1);
             int64_t k = 0;
             for (; k + FACTORS <= run.r; k += FACTORS)
                 outer_block(FACTORS, &run, n, k, from, to, u, u_stride, y, y_stride);

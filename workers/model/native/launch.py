@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +25,13 @@ from workers.model.native.build import library
 from workers.model.routing import Routing
 
 _NOBODY = 0
+#: In the place of rows that a call does without.
+_NOTHING = (None, ctypes.c_int64(0))
+#: Of kernels.c: so many factors in one call.
+_PARTS = 3
+
+#: Factors whose outputs lie side by side: the name and the width of each.
+Parts = Sequence[tuple[str, int]]
 
 
 class _Array:
@@ -50,7 +56,7 @@ class Table:
         self.ranks_G = _Array(ranks)
         scales = [0.0 if adapter is None else adapter.scale for adapter in rows.adapters]
         self.scales_G = _Array(scales, np.float32)
-        self.start = _Array(rows.offsets)
+        self.run = rows.group_of_row(torch.device("cpu"))
         self._addresses: dict[tuple[str, bool], _Array] = {}
         self._places: dict[bool, list[tuple[int, dict[str, Slot]]]] = {}
 
@@ -83,14 +89,14 @@ def table_of(rows: LoraRows) -> Table:
     return table
 
 
-class _Place(ctypes.Structure):
+class _Factor(ctypes.Structure):
     """Place of kernels.c."""
 
     _fields_ = (
-        ("runs", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
         ("groups", ctypes.c_int64),
         ("threads", ctypes.c_int64),
-        ("start", ctypes.c_void_p),
+        ("run", ctypes.c_void_p),
         ("ranks", ctypes.c_void_p),
         ("w", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
@@ -102,23 +108,20 @@ class _Place(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Place:
-    """Which rows the products run over: `start` [R + 1] cuts them into runs, those of one expert side by side."""
+    """Which rows the products run over: `run` [rows] int64 names the run of each, those of one expert side by side."""
 
     table: Table
-    start: _Array
+    run: Tensor
 
     @classmethod
     def dense(cls, rows: LoraRows) -> Place:
         """The batch's own rows, a run for each group."""
         table = table_of(rows)
-        return cls(table, table.start)
+        return cls(table, table.run)
 
     def experts(self, routing: Routing, rows: LoraRows) -> Place:
         """The pairs of `routing`, sorted by expert and so, within, by group."""
-        groups = len(rows.adapters)
-        run_P = routing.experts * groups + rows.group_of_row(routing.experts.device)[routing.token]
-        counts_R = torch.bincount(run_P, minlength=routing.num_experts * groups)
-        return Place(self.table, _Array(torch.nn.functional.pad(counts_R.cumsum(0), (1, 0)).numpy()))
+        return Place(self.table, torch.add(self.table.run[routing.token], routing.experts, alpha=len(rows.adapters)))
 
     @property
     def max_rank(self) -> int:
@@ -126,22 +129,45 @@ class Place:
 
     def shrink(self, x: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """u[:, part] = x W^T of each row's group (and expert), for the tensor W called `name`."""
-        if self._native("weft_shrink", (x, u), x.shape[1], self._weights(name), part, stack, scaled):
+        if (native := _native(x, u)) is not None:
+            factor = self._factor(self._weights(name), x.shape[1], part, stack, scaled)
+            native.weft_add(ctypes.byref(factor), *_where(x), *_where(u), ctypes.c_int64(0), None, *_NOTHING)
             return
         for run in self._runs(name, part, stack, scaled):
             torch.mul(x[run.rows] @ run.w.t(), run.scale, out=u[run.rows, run.columns])
 
     def expand(self, y: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """y += u[:, part] W in place."""
-        if self._native("weft_expand", (y, u), y.shape[1], self._weights(name), part, stack, scaled):
+        if (native := _native(y, u)) is not None:
+            factor = self._factor(self._weights(name), y.shape[1], part, stack, scaled)
+            native.weft_add(None, *_NOTHING, *_where(u), ctypes.c_int64(1), ctypes.byref(factor), *_where(y))
             return
         for run in self._runs(name, part, stack, scaled):
             y[run.rows].addmm_(u[run.rows, run.columns], run.w, alpha=run.scale)
 
+    def add(self, y: Tensor, x: Tensor | None, u: Tensor, a: str, parts: Parts, *, scaled: bool) -> None:
+        """`shrink` x to u with the stacked `a`, unless x is None, and `expand` u to the columns of each of `parts`."""
+        if (native := _native(y, u, *([x] if x is not None else []))) is not None and len(parts) <= _PARTS:
+            first: tuple[Any, ...] = (None, *_NOTHING)
+            if x is not None:
+                of_a = self._factor(self._weights(a), x.shape[1], 0, len(parts), False)
+                first = (ctypes.byref(of_a), *_where(x))
+            of_b = (_Factor * len(parts))(
+                *(self._factor(self._weights(name), n, part, 1, scaled) for part, (name, n) in enumerate(parts))
+            )
+            native.weft_add(*first, *_where(u), ctypes.c_int64(len(parts)), of_b, *_where(y))
+            return
+        if x is not None:
+            self.shrink(x, u, a, stack=len(parts), scaled=False)
+        for part, ((name, _), own) in enumerate(zip(parts, split(y, parts), strict=True)):
+            self.expand(own, u, name, part=part, scaled=scaled)
+
     def outer(self, u: Tensor, y: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """Add u[:, part]^T y over each group's rows (of each expert) to the gradient of the tensor called `name`.
         Runs of one gradient add in their order."""
-        if self._native("weft_outer", (u, y), y.shape[1], self._gradients(name), part, stack, scaled):
+        if (native := _native(u, y)) is not None:
+            factor = self._factor(self._gradients(name), y.shape[1], part, stack, scaled)
+            native.weft_outer(ctypes.byref(factor), *_where(u), *_where(y))
             return
         for run in self._runs(name, part, stack, scaled, grads=True):
             run.w.addmm_(u[run.rows, run.columns].t(), y[run.rows], alpha=run.scale)
@@ -152,46 +178,51 @@ class Place:
     def _gradients(self, name: str) -> _Array:
         return self.table.addresses(name, grads=True)
 
-    def _native(
-        self, kernel: str, tensors: Sequence[Tensor], wide: int, w: _Array, part: int, stack: int, scaled: bool
-    ) -> bool:
-        for tensor in tensors:
-            if tensor.dtype != torch.float32 or (len(tensor) and tensor.stride(1) != 1):
-                raise ValueError(f"rows must be contiguous float32: {tensor.dtype}, strides {tensor.stride()}")
-        native = library()
-        if native is None:
-            return False
+    def _factor(self, w: _Array, n: int, part: int, stack: int, scaled: bool) -> _Factor:
         table = self.table
-        place = _Place(
-            len(self.start) - 1,
+        return _Factor(
+            len(self.run),
             len(table.ranks_G),
             torch.get_num_threads(),
-            self.start.address,
+            self.run.data_ptr(),
             table.ranks_G.address,
             w.address,
             table.scales_G.address if scaled else None,
             stack,
             part,
-            wide,
+            n,
         )
-        where: list[Any] = []
-        for tensor in tensors:
-            where += [ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.stride(0))]
-        getattr(native, kernel)(ctypes.byref(place), *where)
-        return True
 
     def _runs(self, name: str, part: int, stack: int, scaled: bool, *, grads: bool = False) -> Iterator[_Run]:
         """For machines without a compiler: every run by itself."""
         table = self.table
-        for j, (first, last) in enumerate(pairwise(self.start.values.tolist())):
+        runs, counts = torch.unique_consecutive(self.run, return_counts=True)
+        for j, last, count in zip(runs.tolist(), counts.cumsum(0).tolist(), counts.tolist(), strict=True):
             expert, group = divmod(j, len(table.adapters))
             arena = (table.grads if grads else table.adapters)[group]
-            if first == last or arena is None or name not in arena.stored:
+            if arena is None or name not in arena.stored:
                 continue
             w = arena.stored[name]
             columns = slice(part * arena.rank, part * arena.rank + stack * arena.rank)
             scale = arena.scale if scaled else 1.0
-            yield _Run(slice(first, last), columns, w[expert] if w.dim() == 3 else w, scale)
+            yield _Run(slice(last - count, last), columns, w[expert] if w.dim() == 3 else w, scale)
+
+
+def _native(*tensors: Tensor) -> ctypes.CDLL | None:
+    """The kernels, for such rows."""
+    for tensor in tensors:
+        if tensor.dtype != torch.float32 or (len(tensor) and tensor.stride(1) != 1):
+            raise ValueError(f"rows must be contiguous float32: {tensor.dtype}, strides {tensor.stride()}")
+    return library()
+
+
+def _where(tensor: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
+    return ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.stride(0))
+
+
+def split(y: Tensor, parts: Parts) -> tuple[Tensor, ...]:
+    """The columns of each part."""
+    return y.split_with_sizes([n for _, n in parts], dim=1)
 
 
 @dataclass(frozen=True)
