@@ -1,4 +1,4 @@
-"""Every public method of the official SDK is there, with the same arguments."""
+"""Every public method of the official SDK is there, with the same arguments first."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tinker.lib.public_interfaces.rest_client import RestClient
 
 #: Tinker's own console, telemetry and insides.
 NOT_OURS = {"get_console_url", "get_telemetry", "holder", "create", "on_queue_state_change"}
+#: What our clients take beyond Tinker's, behind it and optional.
+MORE = {("SamplingClient", "sample", name) for name in ("max_staleness", "return_routed_experts")}
 CLIENTS = {
     "ServiceClient": tinker.ServiceClient,
     "TrainingClient": tinker.TrainingClient,
@@ -38,6 +40,11 @@ def test_same_name_same_arguments(client: str, name: str) -> None:
         assert hasattr(ours, name.removesuffix("_async"))  # RestBase makes the twin
         return
     if callable(theirs) and not name.endswith("_async"):
-        assert list(inspect.signature(getattr(ours, name)).parameters) == list(inspect.signature(theirs).parameters)
+        mine = inspect.signature(getattr(ours, name)).parameters
+        wanted = list(inspect.signature(theirs).parameters)
+        assert list(mine)[: len(wanted)] == wanted
+        more = list(mine.values())[len(wanted) :]
+        assert {(client, name, argument.name) for argument in more} <= MORE
+        assert all(argument.default is not argument.empty for argument in more)
     else:
         assert hasattr(ours, name)
