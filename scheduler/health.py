@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
+from sqlalchemy import Row as SqlRow
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -118,12 +120,21 @@ def _rows(session: Session, run: tables.Run, since: datetime) -> list[_Row]:
     }
     operation = tables.Operation
     recent = (operation.finished_at >= since) | (operation.state == "queued")
-    query = select(operation).where(operation.org_id == run.org_id, operation.lane.in_([run.id, *samplers]), recent)
-    latest = session.scalars(query.order_by(operation.accepted_at.desc()).limit(MAX_ROWS)).all()
+    query = select(
+        operation.id,
+        operation.lane,
+        operation.kind,
+        operation.state,
+        operation.accepted_at,
+        operation.finished_at,
+        operation.timings,
+        operation.plan["num_samples"].as_integer().label("num_samples"),  # the rest of a plan can be long
+    ).where(operation.org_id == run.org_id, operation.lane.in_([run.id, *samplers]), recent)
+    latest = session.execute(query.order_by(operation.accepted_at.desc()).limit(MAX_ROWS)).all()
     return [_read(row, samplers.get(row.lane)) for row in reversed(latest)]
 
 
-def _read(row: tables.Operation, sampler: tables.Sampler | None) -> _Row:
+def _read(row: SqlRow[Any], sampler: tables.Sampler | None) -> _Row:
     stretches = (row.timings or {}).get("stretches", [])
     accepted_s = row.accepted_at.timestamp()
     return _Row(
@@ -134,7 +145,7 @@ def _read(row: tables.Operation, sampler: tables.Sampler | None) -> _Row:
         row.finished_at,
         stretches[0][1] / 1e6 if stretches else None,
         [(accepted_s + start / 1e6, accepted_s + end / 1e6) for _, start, end, *_ in stretches],
-        int(row.plan.get("num_samples", 1)) if row.kind == SAMPLE else 0,
+        (row.num_samples or 1) if row.kind == SAMPLE else 0,
         row.accepted_at if sampler is None or sampler.kind == "inflight" else sampler.created_at,
     )
 

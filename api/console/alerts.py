@@ -31,4 +31,4 @@ def alerts_of(session: Session, viewer: Viewer, limit: int, *, open_only: bool =
         rows = list(session.scalars(query))
         named = select(Organisation.id, Organisation.name).where(Organisation.id.in_({row.org_id for row in rows}))
         names = {org_id: name for org_id, name in session.execute(named)}
-    return [ShownAlert(row, names.get(row.org_id or "", "the operator")) for row in rows]
+    return [ShownAlert(row, names.get(row.org_id or "", "The operator")) for row in rows]

@@ -21,11 +21,11 @@ KIND_NAMES = {
 
 
 def usd_text(amount_nusd: int) -> str:
-    """For reading: four decimals, two from a hundred dollars on."""
+    """For reading: four decimals; two from a hundred dollars on, and where the others are zero."""
     amount, sign = abs(amount_nusd), "−" if amount_nusd < 0 else ""
     if 0 < amount < NUSD // 10_000:
         return "<$0.0001" if not sign else ">−$0.0001"
-    decimals = 2 if amount >= 100 * NUSD or amount == 0 else 4
+    decimals = 2 if amount >= 100 * NUSD or amount % (NUSD // 100) == 0 else 4
     unit = NUSD // 10**decimals
     whole, rest = divmod((amount + unit // 2) // unit, 10**decimals)
     return f"{sign}${whole:,}.{rest:0{decimals}d}"

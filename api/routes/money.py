@@ -70,7 +70,7 @@ async def balance(service: ServiceDep, who: PrincipalDep) -> BalanceResponse:
 async def get_usage(service: ServiceDep, who: PrincipalDep, run_id: str | None = None) -> dict[str, Any]:
     """What the organisation, or one run of it, has used, and what it costs. Amounts are exact integers of nano-USD."""
     if run_id is None and "billing:read" not in who.scopes:
-        raise Forbidden("the usage of the whole organisation needs the scope billing:read; ask for one run (run_id)")
+        raise Forbidden("the usage of the whole organisation is for keys with billing:read: ask for one run (run_id)")
 
     def read(session: Session) -> list[usage.UsageRow]:
         if run_id is not None:

@@ -192,13 +192,17 @@ def _operations(session: Session, made: Seeded, rng: random.Random, now: datetim
         ):
             for kind in ("forward_backward", "sample"):
                 session.add(_operation(f"{kind}-{second}-{number}", org_id, lane, kind, at, length, share, total))
+        step = _operation(f"optim_step-{second}-0", made.org_id, made.runs[0], "optim_step", at, length, 0.0, total)
+        step.timings = None
+        session.add(step)
     session.flush()
 
 
 def _operation(
     name: str, org_id: str, lane: str, kind: str, at: datetime, length_us: int, share: float, total: int
 ) -> tables.Operation:
-    number = int(name.split("-")[1]) * 4 + (2 if kind == "sample" else 0) + int(name.split("-")[2])
+    place = ("forward_backward", "sample", "optim_step").index(kind)
+    number = int(name.split("-")[1]) * 6 + place * 2 + int(name.split("-")[2])
     return tables.Operation(
         id=name,
         org_id=org_id,

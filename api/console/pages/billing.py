@@ -109,5 +109,11 @@ def _prices(service: Service) -> list[tuple[str, str, dict[str, str]]]:
     table = []
     for name in sorted(service.cards) or [ANY_MODEL]:
         rates = {kind: service.prices.rate(name, kind, now) for kind in (*KINDS, STORAGE)}
-        table.append((name, rates["train"].version, {kind: f"{rate.uusd / 10**6:g}" for kind, rate in rates.items()}))
+        table.append((name, rates["train"].version, {kind: _price(rate.uusd) for kind, rate in rates.items()}))
     return table
+
+
+def _price(uusd: int) -> str:
+    """Micro-dollars in dollars, exactly, with two decimals at least."""
+    whole, rest = divmod(uusd, 10**6)
+    return f"{whole:,}.{f'{rest:06d}'.rstrip('0'):0<2}"
