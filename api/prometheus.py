@@ -69,7 +69,7 @@ def _refusals(meters: Meters) -> list[str]:
 
 def _money(money: MoneyGauges) -> list[str]:
     """Of all servers on the database together."""
-    drift = [] if money.drift_nusd is None else [("", {}, money.drift_nusd)]
+    drift: list[Sample] = [] if money.drift_nusd is None else [("", {}, money.drift_nusd)]
     jobs = [("", {"job": name}, at.timestamp()) for name, at in money.succeeded.items()]
     return [
         _gauge("weft_holds_open", "Operations that money is held for.", money.holds_open),

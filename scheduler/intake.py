@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 
 from billing.accounts import Accounts, OutOfMoney, Payer
@@ -30,11 +32,15 @@ from store.blobs import Blobs
 from store.bulk import insert_rows, sent_together
 from store.db import Database
 
+log = logging.getLogger(__name__)
+
 #: A larger body is written by a thread, so that the event loop goes on.
 SMALL_BODY_BYTES = 1 << 18
 
 #: Tinker counts a forward as prefill: it reads tokens and trains nothing.
 TRAIN_KINDS: dict[OpKind, Kind] = {OpKind.FORWARD_BACKWARD: "train", OpKind.FORWARD: "prefill"}
+#: Pauses before an operation is inserted again while the database does not answer; its client waits meanwhile.
+INSERT_AGAIN_S = (0.1, 0.3, 1.0, 3.0, 5.0)
 _SAVES = (OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER, OpKind.SAVE_EXTERNAL)
 
 
@@ -97,7 +103,7 @@ class Intake:
             row |= {"state": "failed", "error": new.refused, "error_category": "user", "finished_at": op.accepted_at}
         try:
             await self._put_body(op.body_ref, new.body)
-            await self._database.write_batched(insert_all, Taking(row, rows), lock=op.org_id)
+            await self._write(Taking(row, rows))
         except BaseException as error:
             self.forget(op)
             if op.body_ref and isinstance(error, OutOfMoney):
@@ -107,6 +113,23 @@ class Intake:
             raise
         entry.durable.set_result(None)
         return op
+
+    async def _write(self, taking: Taking) -> None:
+        """Insert, again if the database was away for a moment; then it may have been inserted the first time."""
+        for pause_s in (*INSERT_AGAIN_S, None):
+            try:
+                await self._database.write_batched(insert_all, taking, lock=taking.row["org_id"])
+                return
+            except OperationalError:
+                if pause_s is None:
+                    raise
+                log.warning("operation %s: the database does not answer; again in %.1f s", taking.row["id"], pause_s)
+                await asyncio.sleep(pause_s)
+            except IntegrityError:
+                there = self._stored(taking.row["lane"], taking.row["seq"])
+                if there is None or there.id != taking.row["id"]:
+                    raise
+                return
 
     def forget(self, op: Operation) -> None:
         """`op` has ended: its row is enough."""

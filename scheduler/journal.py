@@ -245,12 +245,11 @@ class Journal:
         self.finish(Done(op_id=op.id, failure=Failure(message, category)))
 
     async def _settle(self, op: Operation, done: Done) -> None:
-        run_id = self.sampler(op.lane).run_id if op.kind == SAMPLE else op.lane
         try:
             result = result_of(op, done)
             if result.error is None:  # stored before the commit that promises it
                 self._blobs.put(result_ref(op.id), result.payload)
-            settled = await self._write_end(Ending(op, done, result, run_id))
+            settled = await self._write_end(op, done, result)
             if settled is None:
                 return
             op.outcome, freed = settled
@@ -258,23 +257,24 @@ class Journal:
             log.exception("operation %s could not be settled", op.id)
             op.outcome, freed = Outcome(error="the server could not store the result; it is not billed"), []
             with suppress(Exception):  # what was held for it is released with its failure, now or after a restart
-                await self._write_end(Ending(op, done, op.outcome, run_id))
+                await self._write_end(op, done, op.outcome)
         self._close(op, freed)
         if op.outcome.error is None and "version" in done.facts:
             self._moved(op, done.facts["version"])
 
-    async def _write_end(self, ending: Ending) -> Settled:
+    async def _write_end(self, op: Operation, done: Done, result: Outcome) -> Settled:
         """Settle, again if the database was away for a moment; then it may have been settled the first time."""
         for pause_s in SETTLE_AGAIN_S:
             try:
-                settled: Settled = await self._database.write_batched(
-                    self._settlement.settle, ending, lock=ending.op.org_id
-                )
+                ending = Ending(op, done, result, self.sampler(op.lane).run_id if op.kind == SAMPLE else op.lane)
+                settled: Settled = await self._database.write_batched(self._settlement.settle, ending, lock=op.org_id)
+                if settled is None and pause_s != SETTLE_AGAIN_S[0]:
+                    return self._settled_before(op)
             except OperationalError:
-                log.warning("operation %s: the database does not answer; again in %.1f s", ending.op.id, pause_s)
+                log.warning("operation %s: the database does not answer; again in %.1f s", op.id, pause_s)
                 await asyncio.sleep(pause_s)
                 continue
-            return settled if settled is not None or pause_s == SETTLE_AGAIN_S[0] else self._settled_before(ending.op)
+            return settled
         raise RuntimeError("the database did not answer for too long")
 
     def _settled_before(self, op: Operation) -> Settled:
@@ -345,9 +345,12 @@ class Journal:
         return facts
 
     def _weight(self, org_id: str) -> int:
-        with self._database.read() as session:
-            row = session.get(tables.Organisation, org_id)
-            return row.weight if row is not None else 1
+        try:
+            with self._database.read() as session:
+                row = session.get(tables.Organisation, org_id)
+                return row.weight if row is not None else 1
+        except OperationalError:  # what was accepted is queued, whether or not the database is there just now
+            return 1
 
     async def snapshot(self, taken: Snapshot) -> None:
         """A trainer has written a run's whole state: bodies up to there and the older snapshot may go."""

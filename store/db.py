@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sqlite3
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
@@ -206,6 +207,8 @@ class Database:
                         _run_batch(works[0].batch, works, connection, alone=len(group) == 1)
                     else:
                         _run(works[0], connection, alone=len(group) == 1)
+                    if works[0].error is not None and _lost(connection):
+                        raise works[0].error
                 audit.seal(connection, [entry for work in group if work.error is None for entry in work.noted])
                 if transaction.is_active and all(work.error is not None for work in group):
                     transaction.rollback()
@@ -273,6 +276,8 @@ def _run_batch(batch: Batch, works: list[_Work], connection: Connection, *, alon
             session.commit()
         except BaseException as error:
             session.rollback()
+            if _lost(connection):
+                raise
             if len(works) == 1:
                 works[0].error = error
                 return
@@ -287,6 +292,15 @@ def _run_batch(batch: Batch, works: list[_Work], connection: Connection, *, alon
             work.error = result
         else:
             work.result, work.noted, noted = result, noted, []
+
+
+def _lost(connection: Connection) -> bool:
+    """Whether the transaction is over by itself: its connection broke, or SQLite has rolled it back (a full disk). What
+    ran on would be written outside of it."""
+    if connection.invalidated:
+        return True
+    driver = connection.connection.driver_connection
+    return isinstance(driver, sqlite3.Connection) and not driver.in_transaction
 
 
 def _run(work: _Work, connection: Connection, *, alone: bool) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,8 +30,10 @@ class PostgresServer:
 
     superuser = "weft_owner"
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, start: Callable[[], None], stop: Callable[[], None]) -> None:
         self.port = port
+        self.start = start
+        self.stop = stop  # as a crash does: whoever is connected is cut off, and nothing is written any more
 
     def url(self, name: str, user: str | None = None) -> str:
         return f"postgresql+psycopg://{user or self.superuser}@127.0.0.1:{self.port}/{name}"
@@ -62,24 +64,19 @@ def postgres_server() -> Iterator[PostgresServer]:
         _run(user, bin_dir / "initdb", "-D", data, "-U", PostgresServer.superuser, "--auth=trust", "-E", "UTF8", "-N")
         options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories= -c fsync=off"
         options += " -c synchronous_commit=off -c full_page_writes=off -c max_connections=300"
+        pg_ctl = (bin_dir / "pg_ctl", "-D", data, "-w", "-t", "60")
+
+        def start() -> None:
+            _run(user, *pg_ctl, "-l", Path(folder) / "log", "-o", options, "start")
+
+        def stop(check: bool = True) -> None:
+            _run(user, *pg_ctl, "-m", "immediate", "stop", check=check)
+
         try:
-            _run(
-                user,
-                bin_dir / "pg_ctl",
-                "-D",
-                data,
-                "-w",
-                "-t",
-                "60",
-                "-l",
-                Path(folder) / "log",
-                "-o",
-                options,
-                "start",
-            )
-            yield PostgresServer(port)
+            start()
+            yield PostgresServer(port, start, stop)
         finally:
-            _run(user, bin_dir / "pg_ctl", "-D", data, "-m", "immediate", "stop", check=False)
+            stop(check=False)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 
 import pytest
-from sqlalchemy import event, func, select
+from sqlalchemy import event, func, select, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 
@@ -142,6 +142,19 @@ def test_timestamps_come_back_in_utc(database: Database) -> None:
         row = session.get_one(Organisation, "a")
     assert row.created_at == NOW
     assert row.created_at.tzinfo is UTC
+
+
+def test_a_full_disk_writes_nothing_of_the_group(database: Database) -> None:
+    """SQLite rolls the transaction back by itself; what came after would be written outside of one."""
+    limit = "PRAGMA max_page_count = {}"
+    pages = database.write_now(lambda session: session.scalar(text("PRAGMA page_count")))
+    database.write_now(lambda session: session.execute(text(limit.format(pages + 10))).all())
+    results = asyncio.run(gather(database, [add("a"), add("x" * 1_000_000), add("b")]))
+    assert [type(result) for result in results] == [OperationalError] * 3
+    assert names(database) == set()
+    database.write_now(lambda session: session.execute(text(limit.format(pages + 10_000))).all())
+    assert database.write_now(add("b")) == "b"
+    assert names(database) == {"b"}
 
 
 def test_a_failed_commit_fails_every_work_of_the_group(database: Database) -> None:
