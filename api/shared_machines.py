@@ -10,8 +10,10 @@ from typing import Any
 
 from api.supervisor import Supervisor
 from billing.prices import PriceList
+from scheduler.carriers.answers import SampleAnswers
 from scheduler.carriers.contract import QueueUnreachable
-from scheduler.carriers.leader import Leadership, Shared
+from scheduler.carriers.election import Leadership
+from scheduler.carriers.leader import Shared
 from scheduler.carriers.news import Ended, Listener, News
 from scheduler.carriers.redis_queue import RedisQueue
 from scheduler.carriers.sample_link import worker_name
@@ -48,6 +50,7 @@ class SharedMachines:
             threads=self._threads,
             waiting_of=self._waiting_of,
         )
+        self._answers = SampleAnswers(self.journal, self._queue, blobs, self._name)
         shared = Shared(
             settings.redis_url,
             database,
@@ -69,7 +72,7 @@ class SharedMachines:
     def start(self) -> None:
         self._listener.start()
         self._leadership.start()
-        works = (self.journal.settle_answers, self.journal.look_after, self.journal.exchange_backlogs)
+        works = (self._answers.settle, self.journal.look_after, self.journal.exchange_backlogs)
         self._tasks = [asyncio.create_task(work()) for work in works]
 
     def drain(self) -> None:

@@ -20,6 +20,8 @@ from store.db import Batch, Database
 
 T = TypeVar("T")
 LEASE = "journal"
+#: A leader that did not renew its lease for so long may be followed by another.
+LEADS_S = 5.0
 
 
 class Superseded(BaseException):

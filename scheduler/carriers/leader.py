@@ -1,17 +1,15 @@
 """The replica that leads: it owns the runs. Their lanes, the composition of passes and the trainer's desk are the same
 code as in the embedded service; what is accepted elsewhere comes in by `News`, trainers by `train_link`.
 
-Every replica would lead; the lease in the database (`scheduler.carriers.fence`) decides. A new leader rebuilds the
-journal of runs from the database, as a restarted server does, and its trainer rebuilds the runs by replay. It also
-looks after the shared queue: puts back what dead generators held, and queues again what the database knows and Redis
-does not.
+A new leader rebuilds the journal of runs from the database, as a restarted server does, and its trainer rebuilds the
+runs by replay. It also looks after the shared queue: puts back what dead generators held, and queues again what the
+database knows and Redis does not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -20,82 +18,31 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
 from billing.prices import PriceList
+from scheduler.carriers import fence
 from scheduler.carriers.contract import LIVES, FairQueue, QueueUnreachable
-from scheduler.carriers.fence import Fenced, Superseded, give_up, take
+from scheduler.carriers.fence import Fenced, Superseded
+from scheduler.carriers.leading_journal import LeadingJournal
 from scheduler.carriers.news import Accepted, News
 from scheduler.carriers.policies import PolicyBoard, PolicyDesk
 from scheduler.carriers.shared_journal import SharedJournal
 from scheduler.carriers.train_link import Joining, LeaderLink
 from scheduler.desks import TrainerDesk
-from scheduler.journal import Journal
 from scheduler.messages import Done, Failure
-from scheduler.operations import SAMPLE, Operation, Waiting
-from scheduler.recovery import from_row, recover_run, recover_runs
+from scheduler.operations import SAMPLE, Operation
+from scheduler.recovery import from_row, recover_runs
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
 
 log = logging.getLogger(__name__)
 
-#: A leader that did not renew its lease for so long may be followed by another.
-LEADS_S = 5.0
 BEAT_S = 1.0
 #: How often the leader looks for what is accepted in the database and queued nowhere.
 RESCAN_S = 2.0
 #: Samples queued again in one look.
 RESCAN_ROWS = 2000
-
-
-class LeadingJournal(Journal):
-    """The runs' part of the journal. `announce` tells all replicas that an operation has ended."""
-
-    def __init__(
-        self,
-        database: Database,
-        blobs: Blobs,
-        prices: PriceList,
-        announce: Callable[[Operation], Coroutine[Any, Any, None]],
-    ) -> None:
-        super().__init__(database, blobs, prices, max_queued_per_org=2**31, max_queued_bytes_per_org=2**62)
-        self._announce = announce
-
-    def waiting(self, op_id: str) -> Waiting | None:
-        """What an operation waits for, if it is here."""
-        op = self._open.get(op_id)
-        return self._waiting(op) if op is not None else None
-
-    def take_in(self, session: Session, row: tables.Operation) -> Operation | None:
-        """An operation that some replica has accepted. Returned when its run can do nothing more."""
-        lane = self.runs.get(row.lane)
-        if row.id in self._open or (lane is not None and lane.spent(row.seq)):
-            return None
-        if lane is None:
-            run = session.get(tables.Run, row.lane)
-            if run is not None and run.state == "live":
-                recover_run(self, session, run)
-                return None
-            return from_row(row) if row.state == "queued" else None
-        if row.state == "queued":
-            self.enqueue(from_row(row))
-        else:
-            self._queue_units(lane, lane.refuse(row.seq))
-            self.wake()
-        return None
-
-    def gaps(self) -> list[tuple[str, int]]:
-        """The numbers that runs wait for: (run, number)."""
-        return [(lane.run_id, lane.next_seq) for lane in self.runs.values() if not lane.idle]
-
-    async def _settle(self, op: Operation, done: Done) -> None:
-        with suppress(Superseded):  # the one that leads now will
-            await super()._settle(op, done)
-
-    def _close(self, op: Operation, freed: list[str]) -> None:
-        super()._close(op, freed)
-        self._background(self._announce(op))
 
 
 @dataclass(frozen=True)
@@ -176,12 +123,12 @@ class Term:
 
     def renewed(self) -> None:
         """The lease is ours from now on for LEADS_S."""
-        self._sure_until = asyncio.get_running_loop().time() + LEADS_S
+        self._sure_until = asyncio.get_running_loop().time() + fence.LEADS_S
 
     async def _lead(self) -> None:
         """Have trainers come here, but not while another may lead already."""
         if not self._draining and asyncio.get_running_loop().time() < self._sure_until:
-            await self._run(self._joining.lead, LEADS_S)
+            await self._run(self._joining.lead, fence.LEADS_S)
         await asyncio.sleep(BEAT_S)
 
     async def _trainers(self) -> None:
@@ -230,7 +177,7 @@ class Term:
 
     def _lately(self) -> list[tables.Operation]:
         """What the one before may have settled without telling."""
-        row, since = tables.Operation, datetime.now(UTC) - 2 * timedelta(seconds=LEADS_S) - timedelta(seconds=10)
+        row, since = tables.Operation, datetime.now(UTC) - 2 * timedelta(seconds=fence.LEADS_S) - timedelta(seconds=10)
         with self.database.read() as session:
             return list(session.scalars(select(row).where(row.finished_at > since).limit(RESCAN_ROWS)))
 
@@ -269,69 +216,3 @@ class Term:
         if op is not None:
             await self._shared.journal.end(op, Done(op_id, failure=failure))
         await self._run(self._shared.queue.forget, op_id)
-
-
-class Leadership:
-    """Stands for election for as long as the server runs."""
-
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
-        self.term: Term | None = None
-        self._elections: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._elections = asyncio.create_task(self._stand())
-
-    async def stop(self, drain_s: float) -> None:
-        """Let the next one lead, after what is running has ended."""
-        if self._elections is not None:
-            self._elections.cancel()
-            await asyncio.gather(self._elections, return_exceptions=True)
-        term = self.term
-        if term is None:
-            return
-        renewals = asyncio.create_task(self._renew_until_over(term))
-        try:
-            term.drain()
-            await term.drained(drain_s)
-        finally:
-            renewals.cancel()
-        await self._end(term)
-        token, now = term.token, datetime.now(UTC)
-        await self._shared.database.write(lambda session: give_up(session, token, now))
-
-    async def _stand(self) -> None:
-        while True:
-            token = uuid.uuid4().hex
-            try:
-                if await self._take(token):
-                    await self._serve(Term(self._shared, token))
-            except Exception:
-                log.exception("cannot tell who leads; asking again")
-            await asyncio.sleep(BEAT_S)
-
-    async def _serve(self, term: Term) -> None:
-        log.info("this replica leads")
-        self.term = term
-        await term.begin()
-        await self._renew_until_over(term)
-        log.warning("another replica leads")
-        await self._end(term)
-
-    async def _end(self, term: Term) -> None:
-        self.term = None
-        await term.end()
-
-    async def _renew_until_over(self, term: Term) -> None:
-        """Until the lease is another's. While the database does not answer it is nobody's: nothing can be written."""
-        while not term.over.is_set():
-            try:
-                if not await self._take(term.token):
-                    return
-                term.renewed()
-            except Exception:
-                log.exception("the lease could not be renewed; trying again")
-            await asyncio.sleep(BEAT_S)
-
-    async def _take(self, token: str) -> bool:
-        return await self._shared.database.write(lambda session: take(session, token, datetime.now(UTC), LEADS_S))

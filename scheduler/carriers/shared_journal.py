@@ -23,9 +23,8 @@ from sqlalchemy.orm import Session
 
 from billing.prices import PriceList
 from scheduler.carriers.completions import SharedCompletions
-from scheduler.carriers.contract import Answered, FairQueue, Item, QueueUnreachable
+from scheduler.carriers.contract import FairQueue, Item, QueueUnreachable
 from scheduler.carriers.news import Accepted, Ended, News
-from scheduler.carriers.parcels import unpack
 from scheduler.carriers.shared_limits import BacklogBoard, SharedBacklog, SharedInFlight
 from scheduler.completions import Completion, Target
 from scheduler.journal import Journal, SamplerFacts
@@ -43,7 +42,6 @@ from scheduler.operations import (
 )
 from scheduler.recovery import from_row
 from scheduler.replicas import samples_of
-from scheduler.timings import Stretch
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
@@ -157,7 +155,7 @@ class SharedJournal(Journal):
                 priority=int(op.plan.get("priority", INTERACTIVE) == INTERACTIVE),
             )
             item = Item(op.id, op.path, op.charged, _encode(send), samples_of(op), self._charges.weight(op.org_id))
-            await self._reach(self._queue.push, item)
+            await self.reach(self._queue.push, item)
 
     def sampler(self, sampler_id: str) -> SamplerFacts:
         """Those that follow a run are not remembered: they move on another replica."""
@@ -167,9 +165,9 @@ class SharedJournal(Journal):
         return facts
 
     async def _tell(self, note: Accepted) -> None:
-        await self._reach(self._news.accepted, note)
+        await self.reach(self._news.accepted, note)
 
-    async def _reach(self, call: Callable[..., T], *arguments: Any) -> T | None:
+    async def reach(self, call: Callable[..., T], *arguments: Any) -> T | None:
         """Call a carrier. When it cannot be reached, nothing is lost: the leader looks into the database."""
         try:
             return await self.run(call, *arguments)
@@ -217,9 +215,9 @@ class SharedJournal(Journal):
             return Waiting("active", "the queue cannot be reached; the operation is kept")
         if op.kind != SAMPLE:
             return self._waiting_of(op.id) or Waiting("active", "waiting for the trainer")
-        if await self._reach(self._queue.holder, op.id) is not None:
+        if await self.reach(self._queue.holder, op.id) is not None:
             return Waiting("active", "running")
-        ahead = await self._reach(self._queue.ahead, op.id)
+        ahead = await self.reach(self._queue.ahead, op.id)
         place = f"; about {ahead} pieces of work are ahead of it in fair order" if ahead else ""
         return Waiting("active", f"waiting for a generator{place}")
 
@@ -250,19 +248,19 @@ class SharedJournal(Journal):
             try:
                 known = [op.id for op in self._open.values() if not op.settling]
                 await self.tell_again(await self.run(self._ended_of, known))
-                self.generators = await self._reach(self._news.generators) or self.generators
+                self.generators = await self.reach(self._news.generators) or self.generators
             except Exception:
                 log.exception("cannot see what has ended; looking again")
 
     async def tell_again(self, rows: Sequence[tables.Operation]) -> None:
         for row in rows:
             size = self._size(row.result_ref) if row.state == "done" else None
-            await self._reach(self._news.ended, Ended(row.id, row.org_id, row.lane, row.seq, row.kind, size))
+            await self.reach(self._news.ended, Ended(row.id, row.org_id, row.lane, row.seq, row.kind, size))
 
     async def exchange_backlogs(self) -> None:
         """For as long as the server runs: limits hold for all replicas together."""
         while True:
-            others = await self._reach(self._board.exchange, self._name, self._backlog.own())
+            others = await self.reach(self._board.exchange, self._name, self._backlog.own())
             if others is not None:
                 self._backlog.hear(others)
             await asyncio.sleep(EXCHANGE_S)
@@ -288,39 +286,6 @@ class SharedJournal(Journal):
 
     # ---- finishing samples
 
-    async def settle_answers(self) -> None:
-        """Take what generators have answered, for as long as the server runs."""
-        while True:
-            try:
-                answers = await self.run(self._queue.answered, self._name, 1.0)
-            except QueueUnreachable:
-                await asyncio.sleep(1.0)
-                continue
-            except Exception:
-                log.exception("answers cannot be taken; trying again")
-                await asyncio.sleep(1.0)
-                continue
-            await asyncio.gather(*(self._settle_answer(answer) for answer in answers))
-
-    async def _settle_answer(self, answer: Answered) -> None:
-        try:
-            done, ref = await self.run(unpack, answer.result, self._blobs)
-            op = await self.run(self.queued_row, answer.id)
-            if op is not None and isinstance(done, Done):
-                op.charged, begun = answer.cost, datetime.fromtimestamp(answer.leased_at, UTC)
-                op.timings.begin(Stretch(0, 1, 1, op.tokens, max(begun, op.accepted_at)))
-                await self.end(op, done)
-                if done.failure is None:
-                    await self._reach(self._queue.correct, op.path, self._charges.ended(op, done.facts))
-        except FileNotFoundError:  # its result is gone: it is sampled again
-            ref = ""
-        except Exception:
-            log.exception("the answer to %s could not be settled; another look is taken at it", answer.id)
-            return
-        await self._reach(self._queue.forget, answer.id, answer.receipt)
-        if ref:
-            self._blobs.delete(ref)
-
     def queued_row(self, op_id: str) -> Operation | None:
         with self._database.read() as session:
             row = session.get(tables.Operation, op_id)
@@ -341,6 +306,10 @@ class SharedJournal(Journal):
         if known.outcome is None:  # it had ended before
             self._let_go(known)
 
+    def corrected(self, op: Operation, done: Done) -> int:
+        """The tokens that a sample has used beyond what it was charged; fewer, if negative."""
+        return self._charges.ended(op, done.facts)
+
     def _close(self, op: Operation, freed: list[str]) -> None:
         super()._close(op, freed)
         self._background(self.announce(op))
@@ -348,7 +317,7 @@ class SharedJournal(Journal):
     async def announce(self, op: Operation) -> None:
         """Tell every replica that `op` has its outcome."""
         size = len(op.outcome.payload) if op.outcome is not None and op.outcome.error is None else None
-        await self._reach(self._news.ended, Ended(op.id, op.org_id, op.lane, op.seq, str(op.kind), size))
+        await self.reach(self._news.ended, Ended(op.id, op.org_id, op.lane, op.seq, str(op.kind), size))
 
     # ---- what the front asks for
 
@@ -360,10 +329,10 @@ class SharedJournal(Journal):
         return True
 
     async def _cancel(self, op: Operation) -> None:
-        if await self._reach(self._queue.remove, op.id):
+        if await self.reach(self._queue.remove, op.id):
             await self.end(op, Done(op.id, failure=Failure("cancelled before it started", "user")))
-        elif (worker := await self._reach(self._queue.holder, op.id)) is not None:
-            await self._reach(self._news.cancel, worker, op.id)
+        elif (worker := await self.reach(self._queue.holder, op.id)) is not None:
+            await self.reach(self._news.cancel, worker, op.id)
 
     def close_run(self, run_id: str) -> None:
         self._background(self._tell(Accepted(closed_run=run_id)))

@@ -15,8 +15,10 @@ import redis
 from sqlalchemy import func, select
 
 from billing.prices import load_prices
-from scheduler.carriers import leader, policies, shared_journal, shared_limits
-from scheduler.carriers.leader import Leadership, Shared
+from scheduler.carriers import election, fence, leader, policies, shared_journal, shared_limits
+from scheduler.carriers.answers import SampleAnswers
+from scheduler.carriers.election import Leadership
+from scheduler.carriers.leader import Shared
 from scheduler.carriers.news import Listener, News
 from scheduler.carriers.policies import PolicyBoard
 from scheduler.carriers.redis_queue import RedisQueue
@@ -60,6 +62,7 @@ class Replica:
             threads=self.threads,
             waiting_of=lambda op_id: None,
         )
+        self.answers = SampleAnswers(self.journal, self.queue, blobs, name)
         parts = (database, blobs, load_prices(), self.queue, self.news, self.threads, self.journal)
         self.leadership = Leadership(Shared(url, *parts, pass_tokens=100))
         loop = asyncio.get_running_loop()
@@ -73,7 +76,7 @@ class Replica:
     async def running(self) -> AsyncIterator[None]:
         self.listener.start()
         await asyncio.to_thread(self.listener.connected.wait, 10)
-        works = (self.journal.settle_answers, self.journal.look_after, self.journal.exchange_backlogs)
+        works = (self.answers.settle, self.journal.look_after, self.journal.exchange_backlogs)
         tasks = [asyncio.create_task(work()) for work in works]
         try:
             yield
@@ -110,8 +113,9 @@ def play(postgres_database: Database, blobs: Blobs, url: str, monkeypatch: pytes
     redis.Redis.from_url(url).flushall()
     organisation(SimpleNamespace(database=postgres_database))  # type: ignore[arg-type]
     monkeypatch.setattr(leader, "RESCAN_S", 0.2)
-    monkeypatch.setattr(leader, "BEAT_S", 0.2)
-    monkeypatch.setattr(leader, "LEADS_S", 2.0)
+    for module in (leader, election):
+        monkeypatch.setattr(module, "BEAT_S", 0.2)
+    monkeypatch.setattr(fence, "LEADS_S", 2.0)
     monkeypatch.setattr(shared_journal, "EXCHANGE_S", 0.1)
 
     def run(scenario: Callable[[Replica, Replica], Awaitable[None]]) -> None:
@@ -397,7 +401,7 @@ def test_lost_news_only_delay(play: Play, url: str, blobs: Blobs, monkeypatch: p
         for replica in (one, two):
             monkeypatch.setattr(replica.news, "ended", lambda news, replica=replica: real(replica.news, news))
         await until(lambda: not one.journal._open and not two.journal._open)
-        assert one.journal._backlog.of("org") == two.journal._backlog.of("org") == (0, 0)
+        await until(lambda: one.journal._backlog.of("org") == two.journal._backlog.of("org") == (0, 0))
 
     play(scenario)
 

@@ -16,7 +16,7 @@ from tests.scheduler.test_journal import organisation
 def test_samples_and_runs_count_once_for_their_key_project_and_organisation(any_database: Database) -> None:
     organisation(SimpleNamespace(database=any_database))  # type: ignore[arg-type]
     rows = [
-        ("sample", "sampler", 0, "queued", 7), ("sample", "sampler", 1, "queued", 8), ("sample", "sampler", 2, "done", 7),
+        ("sample", "one", 0, "queued", 7), ("sample", "one", 1, "queued", 8), ("sample", "one", 2, "done", 7),
         ("create", "run", 0, "done", 7), ("forward", "run", 1, "queued", 7), ("forward", "run", 2, "queued", 7),
     ]  # fmt: skip
 
@@ -39,7 +39,7 @@ def test_samples_and_runs_count_once_for_their_key_project_and_organisation(any_
     scopes = [("organisation", "org"), ("project", "org p"), ("key", "7"), ("key", "8"), ("project", "other p")]
     assert [in_flight.count(*scope) for scope in scopes] == [3, 2, 2, 1, 0]
     assert [in_flight.has(*scope, work("run", "forward")) for scope in scopes] == [True, True, True, False, False]
-    assert not in_flight.has("organisation", "org", work("sampler", "sample"))
+    assert not in_flight.has("organisation", "org", work("one", "sample"))
     with in_flight.arriving(work("new run", "create")):
         assert in_flight.has("key", "7", work("new run", "forward"))
         assert in_flight.count("key", "9") == 0
