@@ -1,7 +1,7 @@
 """Compiles kernels.c for this machine, once, and loads it.
 
 The result is kept in the user's cache folder under the hash of source, flags, compiler and processor. It takes a
-second, and `python -m workers.model.native.build` does it ahead. Without a C compiler torch makes the same sums
+second, and `python -m workers.model.native.build [FILE.c ...]` does it ahead, also for others' kernels. Without a C compiler torch makes the same sums
 (launch.py), several times slower where groups are small.
 """
 
@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -86,4 +87,5 @@ def _cache_folder() -> Path:
 
 
 if __name__ == "__main__":
-    raise SystemExit(0 if library() is not None else 1)
+    sources = [Path(name).absolute() for name in sys.argv[1:]] or [_SOURCE]
+    raise SystemExit(0 if all([library(source) is not None for source in sources]) else 1)
