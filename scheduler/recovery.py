@@ -46,7 +46,7 @@ def recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
     lane = RunLane(run.org_id, spec_of(run), next_seq=next_seq, snapshot=snapshot, priority=priority)
     lane.closing = session.get_one(tables.Session, run.session_id).state != "active"
     journal.runs[run.id] = lane
-    policy = policy_of(session, run.id)
+    policy = policy_of(session, run.id, run.session_id)
     journal.versions[run.id] = policy.version
     for desk in journal.desks:
         desk.policy_moved(policy)

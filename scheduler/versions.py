@@ -12,11 +12,12 @@ _row = tables.Operation
 _BEGINS = (OpKind.CREATE, OpKind.LOAD_STATE)
 
 
-def policy_of(session: Session, run_id: str) -> PolicyMoved:
-    """The version of a run, and the weights that its inflight samplers are on ("" for none)."""
+def policy_of(session: Session, run_id: str, session_id: str) -> PolicyMoved:
+    """The version of a run of this session, and the weights that its inflight samplers are on ("" for none)."""
     last = session.scalar(select(func.max(_row.seq)).where(_row.lane == run_id, _row.state == "done"))
     sampler = tables.Sampler
-    newest = select(sampler.adapter_ref).where(sampler.run_id == run_id, sampler.kind == "inflight").limit(1)
+    follows = (sampler.session_id == session_id, sampler.run_id == run_id, sampler.kind == "inflight")
+    newest = select(sampler.adapter_ref).where(*follows).limit(1)
     seq = last if last is not None else -1
     return PolicyMoved(run_id, version_at(session, run_id, seq), session.scalar(newest) or "", seq)
 

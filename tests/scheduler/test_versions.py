@@ -50,8 +50,8 @@ def test_steps_count_from_where_the_optimizer_comes(database: Database) -> None:
     store(database, "back", ("create", "done", {}), STEP, ("load_state", "done", source | {"with_optimizer": True}))
     store(database, "lost", ("create", "done", {"source_ref": "weights/gone", "with_optimizer": True}), STEP)
     with database.read() as session:
-        found = {name: policy_of(session, name).version for name in ("fresh", "resumed", "copied", "back", "lost")}
+        found = {name: policy_of(session, name, "s").version for name in ("fresh", "resumed", "copied", "back", "lost")}
         assert found == {"fresh": 3, "resumed": 3, "copied": 1, "back": 2, "lost": 1}
         assert [version_at(session, "fresh", seq) for seq in range(7)] == [0, 1, 1, 2, 2, 3, 3]
-        assert policy_of(session, "fresh") == PolicyMoved("fresh", 3, "", 5)
-        assert policy_of(session, "new") == PolicyMoved("new", 0, "", -1)
+        assert policy_of(session, "fresh", "s") == PolicyMoved("fresh", 3, "", 5)
+        assert policy_of(session, "new", "s") == PolicyMoved("new", 0, "", -1)

@@ -1,8 +1,8 @@
 """Compiles kernels.c for this machine, once, and loads it.
 
 The result is kept in the user's cache folder under the hash of source, flags, compiler and processor. It takes a
-second, and `python -m workers.model.native.build [FILE.c ...]` does it ahead, also for others' kernels. Without a C compiler torch makes the same sums
-(launch.py), several times slower where groups are small.
+second, and `python -m workers.model.native.build [FILE.c ...]` does it ahead, also for others' kernels. Without a C
+compiler torch makes the same sums (launch.py), several times slower where groups are small.
 """
 
 from __future__ import annotations
