@@ -229,7 +229,7 @@ def test_an_account_without_a_limit(console: Console) -> None:
         (1_234_567_891, "$1.2346"),
         (99_999_950_000, "$100.0000"),
         (1_234_567_895_000_000, "$1,234,567.90"),
-        (-2_500_000_000, "−$2.5000"),
+        (-2_500_000_000, "−$2.50"),
     ],
 )
 def test_money_reads(amount: int, text: str) -> None:
