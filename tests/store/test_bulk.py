@@ -1,0 +1,97 @@
+"""Rows written as one document are the rows that were meant, and a mistake among statements sent together is told."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from store.bulk import insert_rows, sent_together, update_rows
+from store.db import Database
+from store.tables import Operation, Organisation
+
+AT = datetime(2026, 3, 1, 1, 2, 3, 456_789, tzinfo=timezone(timedelta(hours=2)))
+PLAN = {"text": 'a "quoted" \\ line\nand ünïcode 漢', "list": [1, None, {"deep": True}], "number": 2**60 + 1}
+
+
+def row(op_id: str, seq: int, **changes: Any) -> dict[str, Any]:
+    values = {
+        "id": op_id,
+        "org_id": "a",
+        "session_id": "s",
+        "key_id": None,
+        "lane": "lane",
+        "seq": seq,
+        "kind": "sample",
+        "base_model": "m'; --",
+        "state": "queued",
+        "tokens": 2**62,
+        "hold_nusd": 2**63 - 1,
+        "body_ref": "",
+        "body_sha256": "",
+        "plan": PLAN,
+        "error": None,
+        "accepted_at": AT,
+        "timings": None,
+    }
+    return values | changes
+
+
+@pytest.fixture
+def database(any_database: Database) -> Database:
+    any_database.write_now(lambda session: session.add(Organisation(id="a", name="a", created_at=AT)))
+    return any_database
+
+
+def operations(database: Database) -> list[Operation]:
+    with database.read() as session:
+        return list(session.query(Operation).order_by(Operation.seq))
+
+
+def test_rows_come_back_as_they_were(database: Database) -> None:
+    sent = [row("x", 1), row("y", 2, key_id=7, error="no", timings={"at": [1.5]})]
+    database.write_now(lambda session: insert_rows(session.connection(), Operation, sent))
+    for found, meant in zip(operations(database), sent, strict=True):
+        assert {name: getattr(found, name) for name in meant} == meant
+        assert found.accepted_at.tzinfo is UTC
+
+
+def test_rows_are_changed_by_their_id_and_no_others(database: Database) -> None:
+    database.write_now(
+        lambda session: insert_rows(session.connection(), Operation, [row(name, n) for n, name in enumerate("xyz")])
+    )
+    changes = [
+        {"id": "z", "state": "failed", "error": "why", "finished_at": AT, "timings": None},
+        {"id": "x", "state": "done", "error": None, "finished_at": AT, "timings": {"n": 1}},
+        {"id": "nobody", "state": "done", "error": None, "finished_at": AT, "timings": None},
+    ]
+    database.write_now(lambda session: update_rows(session.connection(), Operation, changes))
+    found = [(op.id, op.state, op.error, op.finished_at, op.timings) for op in operations(database)]
+    assert found == [
+        ("x", "done", None, AT, {"n": 1}),
+        ("y", "queued", None, None, None),
+        ("z", "failed", "why", AT, None),
+    ]
+    assert [op.plan for op in operations(database)] == [PLAN] * 3
+
+
+def test_a_mistake_among_statements_sent_together_is_told_and_undoes_its_savepoint_alone(database: Database) -> None:
+    def mistaken(connection: Connection) -> None:
+        with connection.begin_nested(), sent_together(connection):
+            connection.execute(update(Operation).values(state="done"))
+            insert_rows(connection, Operation, [row("y", 1)])  # the lane's number is taken
+            connection.execute(update(Operation).values(state="failed"))
+
+    def write(session: Session) -> None:
+        connection = session.connection()
+        insert_rows(connection, Operation, [row("x", 1)])
+        with pytest.raises(IntegrityError):
+            mistaken(connection)
+        insert_rows(connection, Operation, [row("z", 2)])
+
+    database.write_now(write)
+    assert [(op.id, op.state) for op in operations(database)] == [("x", "queued"), ("z", "queued")]
