@@ -298,6 +298,9 @@ def test_weights_of_another_project_are_read_when_published_or_lent(any_world: W
     outside = {"source_path": ids["path"], "destination_project_id": "default"}
     world.post("copy_weights", outside | {"weights_access_token": projects.owner}, key=world.other_key)
     assert own["tinker_path"] != lent["tinker_path"]
+    bills = world.post("weft/keys", {"scopes": ["billing:read"]})["key"]
+    refused = world.post("copy_weights", outside | {"weights_access_token": bills}, key=world.other_key, status=400)
+    assert "may read weights" in refused["detail"]
     path = f"training_runs/{ids['run_id']}/checkpoints/weights/one/publish"
     world.post(path, key=projects.owner)
     world.post("weights_info", {"tinker_path": ids["path"]}, key=projects.intruder)
