@@ -219,10 +219,11 @@ def main() -> None:
     sample = sample_ms(10 if args.quick else 40)
     claims = []
     for name, figures in found.items():
-        rate, added = figures["settled_per_s"], figures["added_ms"]["one"]
+        rate, added, alone = figures["settled_per_s"], figures["added_ms"]["many"], figures["added_ms"]["one"]
         claims.append(claim(f"{name}: operations accepted and settled per second", rate, 2000, rate >= 2000))
-        claims.append(claim(f"{name}: milliseconds added to an operation alone", added, 1.0, added < 1.0))
-        claims.append(claim(f"{name}: share of a sample's time", added / sample, 0.02, added / sample < 0.02))
+        claims.append(claim(f"{name}: milliseconds added to one of many operations", added, 1.0, added < 1.0))
+        claims.append(claim(f"{name}: milliseconds added to an operation alone", alone, 1.0, alone < 1.0))
+        claims.append(claim(f"{name}: share of a sample's time, alone", alone / sample, 0.02, alone / sample < 0.02))
     result = {
         "bench": "ledger",
         "compares": "operations with holds and charges against their rows alone, each answered after its commit",
