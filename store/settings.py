@@ -218,7 +218,9 @@ class Settings(_Section):
 def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
     """Settings from the file, with `overrides` (None: not given) on top. Folders come back absolute; in the file they
     are relative to the file's own folder. Raises SettingsError with one line that names the key."""
-    values: dict[str, Any] = {name: os.environ[variable] for name, variable in FROM_ENVIRONMENT.items() if os.environ.get(variable)}
+    values: dict[str, Any] = {
+        name: os.environ[variable] for name, variable in FROM_ENVIRONMENT.items() if os.environ.get(variable)
+    }
     values |= _read(config_file) if config_file is not None else {}
     values.update({name: value for name, value in overrides.items() if value is not None and name != "engine"})
     if overrides.get("engine"):

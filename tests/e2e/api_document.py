@@ -10,8 +10,14 @@ import copy
 from typing import Any
 
 from weft.wire import types
+from weft.wire.money import SetBudgetRequest
 
 from api.app import front
+from api.routes.keys import NewKey, Rotation
+from api.routes.limits import NewLimits
+from api.routes.members import NewMember, RoleChange
+from api.routes.payments import TopUp
+from api.routes.projects import NewProject, ProjectChange
 
 #: Paths below /api/v1 whose body is JSON, and its type.
 BODIES: dict[str, type[Any]] = {
@@ -40,23 +46,35 @@ BODIES: dict[str, type[Any]] = {
     "/retrieve_futures": types.FuturesRetrieveRequest,
     "/cancel_future": types.CancelFutureRequest,
     "/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": types.SetTtlRequest,
+    "/weft/runs/{run_id}/metrics": types.LogMetricsRequest,
+    "/weft/budgets": SetBudgetRequest,
+    "/weft/billing/topups": TopUp,
+    "/weft/keys": NewKey,
+    "/weft/keys/{key_id}/rotate": Rotation,
+    "/weft/members": NewMember,
+    "/weft/members/{user_id}": RoleChange,
+    "/weft/projects": NewProject,
+    "/weft/projects/{project_id}": ProjectChange,
+    "/weft/rate_limits/{scope}/{id}": NewLimits,
 }
-#: POST and PUT without a body, or with one that is not JSON.
+#: POST, PUT and PATCH without a body, or with one that is not JSON.
 NO_JSON = {
     "/auth/token",
     "/forward_backward",
     "/forward",
     "/training_runs/{run_id}/checkpoints/{kind}/{name}/publish",
+    "/stripe/webhook",
 }
 PREFIX = "/api/v1"
 
 
 def document() -> dict[str, Any]:
-    """The whole API. Fails for a route that takes a body and is not named here."""
+    """The whole API, without the console. Fails for a route that takes a body and is not named here."""
     described = copy.deepcopy(front().openapi())
+    described["paths"] = {path: found for path, found in described["paths"].items() if path.startswith(PREFIX)}
     for path, operations in described["paths"].items():
         name = path.removeprefix(PREFIX)
-        for method in ("post", "put"):
+        for method in ("post", "put", "patch"):
             if method in operations and name not in NO_JSON:
                 schema = _plain(BODIES[name].model_json_schema(ref_template="#/components/schemas/{model}"))
                 described.setdefault("components", {}).setdefault("schemas", {}).update(schema.pop("$defs", {}))
