@@ -118,9 +118,9 @@ class SamplingClient(Pending["SamplingClient"]):
 
         `include_prompt_logprobs` also gives the prompt's own logprobs, of which `prompt_logprobs_last_n` keeps the
         last n. With `max_staleness` the server ends a sequence (`stale`, with the tokens it has) once the run is more
-        optimizer steps ahead of its oldest token than that. `return_routed_experts` tells which experts its tokens were
-        sent to, for training to send them there again (`SampledSequence.routed_experts_np`). Cancelling the future stops the drawing. Raises
-        `RequestFailedError` if the request cannot be done.
+        optimizer steps ahead of its oldest token than that. `return_routed_experts` tells which experts its tokens
+        were sent to, for training to send them there again (`SampledSequence.routed_experts_np`). Cancelling the
+        future stops the drawing. Raises `RequestFailedError` if the request cannot be done.
         """
         request = SampleRequest(
             prompt=prompt,
