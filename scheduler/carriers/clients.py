@@ -3,16 +3,11 @@ connection for a minute (docs/production.md)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
-
 import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-if TYPE_CHECKING:
-    Client: TypeAlias = redis.Redis[bytes]
-else:
-    Client = redis.Redis
+Client = redis.Redis
 
 #: A command that takes longer has lost its connection: scripts here take less than a millisecond.
 COMMAND_S = 2.0

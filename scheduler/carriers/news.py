@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import redis
@@ -123,7 +123,8 @@ class News:
 
     def generators(self) -> dict[str, float]:
         with reaching():
-            return {name.decode(): float(number) for name, number in self._redis.hgetall(_GENERATORS).items()}
+            counts = cast("dict[bytes, bytes]", self._redis.hgetall(_GENERATORS))
+            return {name.decode(): float(number) for name, number in counts.items()}
 
     def close(self) -> None:
         self._redis.close()
@@ -180,7 +181,7 @@ class Listener(threading.Thread):
         while not self._over.is_set():
             client = blocking(self._url)
             try:
-                with client.pubsub(ignore_subscribe_messages=False) as channel:
+                with client.pubsub(ignore_subscribe_messages=False) as channel:  # type: ignore[no-untyped-call]
                     channel.subscribe(self._channel)
                     self._listen(channel)
             except (redis.RedisError, OSError) as error:

@@ -75,7 +75,7 @@ class RedisQueue:
 
     def holder(self, item_id: str) -> str | None:
         with reaching():
-            found = self._redis.hget(f"{self._prefix}i:{item_id}", "worker")
+            found = cast("bytes | None", self._redis.hget(f"{self._prefix}i:{item_id}", "worker"))
         return found.decode() if found else None
 
     def answer(self, item_id: str, epoch: int, result: bytes) -> bool:
@@ -150,7 +150,7 @@ class RedisQueue:
         if self._clock is not None:
             return int(self._clock() * 1000)
         with reaching():
-            seconds, microseconds = cast("tuple[int, int]", self._redis.time())
+            seconds, microseconds = self._redis.time()
         return seconds * 1000 + microseconds // 1000
 
     def _call(self, name: str, *arguments: Any) -> Any:
