@@ -38,7 +38,7 @@ def usage(server: Weftd, organisation: str) -> dict[str, int]:
     """Tokens billed to an organisation, by kind."""
     with sqlite3.connect(server.data_dir / "weft.db") as database:
         rows = database.execute(
-            "SELECT kind, SUM(tokens) FROM usage_events JOIN organisations o ON o.id = org_id WHERE o.name = ?"
+            "SELECT kind, SUM(quantity) FROM usage_events JOIN organisations o ON o.id = org_id WHERE o.name = ?"
             " GROUP BY kind",
             [organisation],
         )
