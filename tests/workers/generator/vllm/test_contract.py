@@ -147,7 +147,7 @@ def test_cancel_gives_the_tokens_so_far(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=2, context=200)
     whole = finish(engine, request)["r"]
     engine.add(request)
-    time.sleep(0.1)
+    time.sleep(0.02)  # before it can have ended
     partial = engine.cancel("r")
     assert partial is not None
     lengths = [len(sequence.tokens) for sequence in partial.sequences]
@@ -167,12 +167,16 @@ def test_swap_takes_effect_while_others_keep_generating(make_engine: MakeEngine,
     other = ask("other", 9, long, adapter="a2", adapter_folder=adapters["a2"])
     engine = make_engine(context=200)
     before = finish(engine, swapped)["swapped"].sequences[0].tokens.tolist()
-    for request in (swapped, other):
-        engine.add(request)
-    time.sleep(0.15)
-    engine.swap_adapter("policy", adapters["a1"])
-    finished = finish(engine)
-    sequence = finished["swapped"].sequences[0]
+    for pause_s in (0.15, 0.05, 0.4, 0.02, 1.0):  # the swap must come after its first token and before its last
+        for request in (swapped, other):
+            engine.add(request)
+        time.sleep(pause_s)
+        engine.swap_adapter("policy", adapters["a1"])
+        finished = finish(engine)
+        sequence = finished["swapped"].sequences[0]
+        if len(sequence.policy) == 2:
+            break
+        engine.swap_adapter("policy", adapters["a0"])
     assert [span.version for span in sequence.policy] == [0, 1]
     kept = sequence.policy[0].length
     assert sequence.policy[1].length == 180 - kept
