@@ -162,8 +162,7 @@ def _load_export(
     try:
         tensors = read_layout(arrays)
         rank, alpha, base_model = int(fields["r"]), float(fields["lora_alpha"]), str(fields["base_model_name_or_path"])
-        attn, mlp, unembed = (any(part in name for name in tensors) for part in (".attn.", ".mlp.", "unembed_"))
-        shape = AdapterShape(config, rank, attn, mlp, unembed, not any(".each_" in name for name in tensors))
+        shape = AdapterShape.of_tensors(config, rank, tensors)
     except (PeftFormatError, KeyError, TypeError, ValueError) as error:
         raise AdapterFileError(f"{folder}: {error}") from error
     adapter = Adapter(shape, torch.zeros(shape.numel, device=device), alpha / rank)

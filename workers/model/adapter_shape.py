@@ -9,7 +9,7 @@ another tool has trained with a full pair for each expert keeps it (`shared` Fal
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -72,6 +72,12 @@ class AdapterShape:
             raise ValueError(f"LoRA rank must be at least 1, got {self.rank}")
         if not (self.train_attn or self.train_mlp or self.train_unembed):
             raise ValueError("an adapter must train something: set train_attn, train_mlp or train_unembed")
+
+    @classmethod
+    def of_tensors(cls, config: DecoderConfig, rank: int, names: Collection[str]) -> AdapterShape:
+        """The shape of an adapter that has tensors of these names. ValueError as for any other."""
+        attn, mlp, unembed = (any(part in name for name in names) for part in (".attn.", ".mlp.", "unembed_"))
+        return cls(config, rank, attn, mlp, unembed, not any(".each_" in name for name in names))
 
     @cached_property
     def slots(self) -> dict[str, Slot]:

@@ -70,9 +70,8 @@ def read_adapter(folder: Path, config: DecoderConfig) -> Imported:
     except (KeyError, TypeError, ValueError) as error:
         reason = str(error) if isinstance(error, PeftFormatError | CannotImport) else f"bad or missing field {error}"
         raise CannotImport(f"{folder}: {reason}") from None
-    attn, mlp, unembed = (any(part in name for name in tensors) for part in (".attn.", ".mlp.", "unembed_"))
     try:
-        shape = AdapterShape(config, rank, attn, mlp, unembed, not any(".each_" in name for name in tensors))
+        shape = AdapterShape.of_tensors(config, rank, tensors)
     except ValueError as error:
         raise CannotImport(f"{folder}: {error}") from None
     wanted = {name: slot.shape for name, slot in shape.slots.items()}
