@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +13,20 @@ from store.db import Database
 from tests.servers import PostgresServer, postgres_server, redis_server
 
 
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(f"sqlite:///{tmp_path}/weft.db")
+@pytest.fixture(scope="session")
+def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with all tables and no rows, to be copied."""
+    path = tmp_path_factory.mktemp("migrated") / "weft.db"
+    database = Database(f"sqlite:///{path}")
     database.migrate()
+    database.close()
+    return path
+
+
+@pytest.fixture
+def database(tmp_path: Path, migrated_sqlite: Path) -> Iterator[Database]:
+    path = shutil.copy(migrated_sqlite, tmp_path / "weft.db")
+    database = Database(f"sqlite:///{path}")
     yield database
     database.close()
 

@@ -1,9 +1,11 @@
 """Real servers for tests: PostgreSQL and Redis, started once for a test run on free ports of the loopback, in a
-temporary folder, and stopped with it. Where a program is not installed its tests are skipped; under CI they fail."""
+temporary folder, and gone with it, even when it is killed. Where a program is not installed its tests are skipped;
+under CI they fail."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -11,18 +13,40 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psycopg
 import pytest
 import redis
 
+#: Below the range that clients get theirs from: no connection takes one before its server does.
+PORTS = range(10_000, 32_768)
+
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    while True:
+        port = secrets.choice(PORTS)
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+
+
+@contextmanager
+def at_end(script: str, *arguments: str | Path) -> Iterator[None]:
+    """Run a shell script after the block, and also when this process is killed within it: a shell in a session of its
+    own, where no signal to this process's group finds it, waits for the end of a pipe that nobody else holds."""
+    command = ["sh", "-c", f"cat; {script}", "sh", *map(str, arguments)]
+    nothing = subprocess.DEVNULL
+    guard = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True
+    )
+    assert guard.stdin is not None
+    try:
+        yield
+    finally:
+        guard.stdin.close()
+        guard.wait()
 
 
 class PostgresServer:
@@ -57,26 +81,23 @@ class PostgresServer:
 def postgres_server() -> Iterator[PostgresServer]:
     bin_dir = _postgres_programs()
     port, user = free_port(), _unprivileged_user()
-    with tempfile.TemporaryDirectory(prefix="weft-postgres-") as folder:
-        data = Path(folder) / "data"
+    folder = Path(tempfile.mkdtemp(prefix="weft-postgres-"))
+    data = folder / "data"
+    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories= -c fsync=off"
+    options += " -c synchronous_commit=off -c full_page_writes=off -c max_connections=300"
+    pg_ctl = (bin_dir / "pg_ctl", "-D", data, "-w", "-t", "60")
+    stopping = _as_user(user, *pg_ctl, "-m", "immediate", "stop")
+
+    def start() -> None:
+        _run(_as_user(user, *pg_ctl, "-l", folder / "log", "-o", options, "start"))
+
+    with at_end('folder=$1; shift; "$@"; rm -rf "$folder"', folder, *stopping):
         if user is not None:
             shutil.chown(folder, user)
-        _run(user, bin_dir / "initdb", "-D", data, "-U", PostgresServer.superuser, "--auth=trust", "-E", "UTF8", "-N")
-        options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories= -c fsync=off"
-        options += " -c synchronous_commit=off -c full_page_writes=off -c max_connections=300"
-        pg_ctl = (bin_dir / "pg_ctl", "-D", data, "-w", "-t", "60")
-
-        def start() -> None:
-            _run(user, *pg_ctl, "-l", Path(folder) / "log", "-o", options, "start")
-
-        def stop(check: bool = True) -> None:
-            _run(user, *pg_ctl, "-m", "immediate", "stop", check=check)
-
-        try:
-            start()
-            yield PostgresServer(port, start, stop)
-        finally:
-            stop(check=False)
+        initdb = (bin_dir / "initdb", "-D", data, "-U", PostgresServer.superuser, "--auth=trust", "-E", "UTF8", "-N")
+        _run(_as_user(user, *initdb))
+        start()
+        yield PostgresServer(port, start, lambda: _run(stopping))
 
 
 @contextmanager
@@ -84,27 +105,28 @@ def redis_server(*options: str, port: int | None = None) -> Iterator[str]:
     """A Redis that keeps nothing on disk; its URL."""
     program = shutil.which("redis-server") or _missing("redis-server")
     port = port or free_port()
-    with tempfile.TemporaryDirectory(prefix="weft-redis-") as folder:
-        command = [
-            program,
-            "--port",
-            str(port),
-            "--bind",
-            "127.0.0.1",
-            "--save",
-            "",
-            "--appendonly",
-            "no",
-            "--dir",
-            folder,
-        ]
-        process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            _wait_for_redis(port, process)
-            yield f"redis://127.0.0.1:{port}/0"
-        finally:
-            process.kill()
-            process.wait()
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *options]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/")
+    with at_end('kill -9 "$1"', str(process.pid)):
+        _wait_for_redis(port, process)
+        yield f"redis://127.0.0.1:{port}/0"
+    process.wait()
+
+
+class OwnRedis:
+    """A Redis of a test's own that goes away, and comes back empty on its port."""
+
+    def __init__(self) -> None:
+        self.port, self._running = free_port(), ExitStack()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.start()
+
+    def start(self) -> None:
+        self._running.enter_context(redis_server(port=self.port))
+
+    def stop(self) -> None:
+        """As a crash does."""
+        self._running.close()
 
 
 def _wait_for_redis(port: int, process: subprocess.Popen[bytes]) -> None:
@@ -140,10 +162,12 @@ def _unprivileged_user() -> str | None:
     return "nobody" if os.geteuid() == 0 else None
 
 
-def _run(user: str | None, *command: str | Path, check: bool = True) -> None:
+def _as_user(user: str | None, *command: str | Path) -> list[str]:
     prefix = ["setpriv", "--reuid", user, "--regid", "nogroup", "--clear-groups"] if user is not None else []
-    ran = subprocess.run(
-        [*prefix, *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd="/"
-    )
-    if check and ran.returncode:
-        raise RuntimeError(f"{command[0]}: {ran.stderr}")
+    return [*prefix, *map(str, command)]
+
+
+def _run(command: list[str]) -> None:
+    ran = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd="/")
+    if ran.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {ran.stderr}")

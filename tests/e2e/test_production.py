@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,13 @@ from tests.e2e.conftest import BASE_MODEL
 from tests.e2e.data import ADAM, prompt, supervised
 from tests.e2e.production import Production, stop
 from tests.e2e.test_crashes import fingerprint
-from tests.servers import PostgresServer, free_port, redis_server
+from tests.servers import OwnRedis, PostgresServer
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 STEPS = 4
 PARAMS = types.SamplingParams(max_tokens=40, seed=1, stop=[])
 #: Nothing here takes so long, on any machine.
 PATIENCE_S = 240
-
-
-class OwnRedis:
-    """A Redis that goes away, and comes back empty."""
-
-    def __init__(self) -> None:
-        self._port, self._running = free_port(), ExitStack()
-        self.url = self._running.enter_context(redis_server(port=self._port))
-
-    def stop(self) -> None:
-        self._running.close()
-
-    def start(self) -> None:
-        self._running.enter_context(redis_server(port=self._port))
 
 
 @pytest.fixture

@@ -25,40 +25,11 @@ from tests.billing.payments.kit import Payments
 from tests.fakestripe import FakeStripe, fake_stripe
 from tests.fakestripe.server import WEBHOOK_SECRET, Front
 from tests.scheduler.jobs.proxy import Proxy, proxy
-from tests.servers import free_port
+from tests.servers import OwnRedis
 
 BLACK_HOLE_S = 40.0
 #: After the link is well again. Measured: a few seconds, of which up to 5 are the beat's; the machine may be busy.
 RECOVERY_S = 120.0
-
-
-class OwnRedis:
-    """One that can be killed and come back on its port, with nothing of what it had."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
-        self._folder = folder
-        self.start()
-
-    def start(self) -> None:
-        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        self._process = subprocess.Popen([*command, "--dir", str(self._folder)], stdout=subprocess.DEVNULL)
-        _wait(self._answers, 30, "redis-server did not come up")
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def flush(self) -> None:
-        with redis.Redis(port=self.port) as client:
-            client.flushall()
-
-    def _answers(self) -> bool:
-        try:
-            with redis.Redis(port=self.port, socket_connect_timeout=1) as client:
-                return bool(client.ping())
-        except redis.RedisError:
-            return False
 
 
 def _wait(condition: Callable[[], bool], seconds: float, failure: str) -> float:
@@ -131,8 +102,8 @@ class Office:
 def office(database: Database, tmp_path: Path) -> Iterator[Office]:
     with ExitStack() as stack:
         fake: FakeStripe = stack.enter_context(fake_stripe()).reset(datetime.now(UTC))
-        server = OwnRedis(tmp_path)
-        stack.callback(server.kill)
+        server = OwnRedis()
+        stack.callback(server.stop)
         link = stack.enter_context(proxy(server.port))
         (tmp_path / "weft.toml").write_text(
             f'data_dir = "."\n[jobs]\ndriver = "celery"\nredis_url = "redis://127.0.0.1:{link.port}/0"\n'
@@ -165,10 +136,11 @@ def test_money_is_late_and_never_lost(office: Office) -> None:
     print(f"after {BLACK_HOLE_S:.0f} s without a link: all credited {recovery_s:.1f} s later")
 
     office.topup()
-    office.server.flush()
+    with redis.Redis(port=office.server.port) as client:
+        client.flushall()
     office.wait_credited()
 
-    office.server.kill()
+    office.server.stop()
     office.topup()
     time.sleep(2)
     office.server.start()
