@@ -40,7 +40,9 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.pages = pages
-        keys, values = (pages, kv_heads, head_dim, PAGE_TOKENS), (pages, kv_heads, PAGE_TOKENS, head_dim)
+        #: A page more, which nobody ever holds: for rows that only fill a step up.
+        self.scratch = pages
+        keys, values = (pages + 1, kv_heads, head_dim, PAGE_TOKENS), (pages + 1, kv_heads, PAGE_TOKENS, head_dim)
         self.k_NKDP = [zeros(keys, dtype, torch.device(device)) for _ in range(layers)]
         self.v_NKPD = [zeros(values, dtype, torch.device(device)) for _ in range(layers)]
         self.routes_NPMC = zeros((pages, PAGE_TOKENS, mixture_layers, choices), torch.int16, torch.device(device))

@@ -99,8 +99,12 @@ class Decoder(nn.Module):
         """cos and sin of each token's angles, [T, 1, head_dim] each.
 
         From a table that grows by whole blocks: the value at a position must not depend on where a token stands in the
-        batch, as it does when a vectorised cos rounds the ends of a tensor differently."""
-        last = int(positions_T.max()) if len(positions_T) else 0
+        batch, as it does when a vectorised cos rounds the ends of a tensor differently. On a CUDA device, which to ask
+        for the last position is to wait for, it has all positions of the context from the start."""
+        if positions_T.is_cuda:
+            last = self.config.context_length - 1
+        else:
+            last = int(positions_T.max()) if len(positions_T) else 0
         while last >= self._angles.shape[1]:
             with torch.inference_mode(False), torch.no_grad():
                 start = self._angles.shape[1]

@@ -59,6 +59,7 @@ class LoraRows:
         self.offsets, self.adapters, self.grads = list(offsets), list(adapters), list(grads)
         self.apart = apart
         self._group_of_row: Tensor | None = None
+        self._scale_of_row: Tensor | None = None
         self._by_tensor: dict[str, list[Group]] = {}
         self._groups = [
             Group(g, offsets[g], offsets[g + 1], adapter, grads[g])
@@ -99,8 +100,10 @@ class LoraRows:
 
     def scale_of_row(self, device: torch.device) -> Tensor:
         """float32 [rows]: the scale of each row's adapter, 0 without one."""
-        scales = torch.tensor([0.0 if adapter is None else adapter.scale for adapter in self.adapters])
-        return scales.to(device)[self.group_of_row(device)]
+        if self._scale_of_row is None or self._scale_of_row.device != device:
+            scales = torch.tensor([0.0 if adapter is None else adapter.scale for adapter in self.adapters])
+            self._scale_of_row = scales.to(device)[self.group_of_row(device)]
+        return self._scale_of_row
 
     def select(self, rows: Tensor) -> LoraRows:
         """The same groups over a subset of the rows, named in ascending order (repeats allowed)."""

@@ -13,8 +13,26 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 pytest.importorskip("triton", reason="Triton is not installed")
+
+
+def interpret_library() -> None:
+    """Make what Triton's language has in its own language (sum, max, ...) ready for the interpreter: whoever imported
+    Triton before the variable was set, transformers for one, got it ready for the compiler."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    for name, function in list(vars(tl.standard).items()):
+        if isinstance(function, JITFunction):
+            interpreted = InterpretedFunction(function.fn)
+            setattr(tl.standard, name, interpreted)
+            if hasattr(tl, name):
+                setattr(tl, name, interpreted)
+
+
 if not torch.cuda.is_available():
     pytest.importorskip("triton", "3.7", reason="the interpreter of Triton before 3.7 cannot read NumPy 2.4's arrays")
+    interpret_library()
 
 from workers.model.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig

@@ -83,21 +83,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
     for name, kernel in found.items():
         monkeypatch.setattr(kernels, name, kernel)
 
-    def addresses(adapters: Sequence[Adapter | None]) -> tuple[list[str], Any]:
+    def addresses(adapters: Sequence[Adapter | None]) -> tuple[list[str], Any, Any]:
         """A fake tensor lies nowhere."""
         names = list(dict.fromkeys(name for adapter in adapters if adapter for name in adapter.views))
         has = [[int(adapter is not None and name in adapter.views) for adapter in adapters] for name in names]
-        return names, np.array(has, dtype=np.int64)
+        return names, np.array(has, dtype=np.int64), np.array(has, dtype=np.bool_)
 
     monkeypatch.setattr(runs, "_addresses", addresses)
     monkeypatch.setattr(runs.torch, "from_numpy", lambda array: torch.tensor(array.tolist()))
-
-    def rotary(decoder: Decoder, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Its table grows by the largest position, which the host must know: one wait for each pass."""
-        cos = torch.empty(len(positions_T), 1, decoder.config.head_dim, device=positions_T.device)
-        return cos, cos
-
-    monkeypatch.setattr(Decoder, "_rotary", rotary)
     return found
 
 

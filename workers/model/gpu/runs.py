@@ -7,17 +7,19 @@ Shapes: G groups of the batch, E experts, R = E * G runs, P rows, N names of ada
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.model.adapter import Adapter
+from workers.model.adapter_shape import AdapterShape
 from workers.model.lora_rows import LoraRows
 
 #: Rows of a block where one group has many, and where runs of an (expert, group) pair are short.
@@ -98,12 +100,26 @@ class Table:
         self.scales_G = torch.tensor(scales, device=device)
         starts = torch.tensor(rows.offsets, device=device)
         self.runs = Runs(starts, len(ranks), 1, len(rows), DENSE_ROWS)
-        self._names, self._weights_NG = _addresses(rows.adapters)
-        grad_names, self._grads_NG = _addresses(rows.grads)
+        self._names, self._weights_NG, self._has_NG = _addresses(rows.adapters)
+        grad_names, self._grads_NG, _ = _addresses(rows.grads)
         self._grad_index = {name: n for n, name in enumerate(grad_names)}
         self._index = {name: n for n, name in enumerate(self._names)}
         self._device_weights_NG = torch.from_numpy(self._weights_NG).to(device)
         self._device_grads_NG = torch.from_numpy(self._grads_NG).to(device)
+
+    def rewrite(self, rows: LoraRows) -> None:
+        """Become the table of other rows in the tensors that are here, so that launches which were captured with them
+        serve those rows. These must have the same offsets, and adapters of the same `forms`; none may be trained."""
+        other = Table(rows, self._device)
+        names_N = [other._index[name] for name in self._names]
+        pairs = [(self.ranks_G, other.ranks_G), (self.scales_G, other.scales_G)]
+        pairs += [(self._device_weights_NG, torch.from_numpy(other._weights_NG[names_N]))]
+        for has, mine in self._dense_blocks.items():
+            name = next(name for name, groups in self._signatures.items() if groups == has)
+            for (own, blocks), (new, others) in zip(mine, other.blocks(name), strict=True):
+                pairs += [(own.active_G, new.active_G), (blocks.run, others.run), (blocks.first, others.first)]
+        for tensor, new_tensor in pairs:
+            tensor.copy_(new_tensor)
 
     def weights(self, name: str) -> Tensor:
         """int64 [G]: where each group's tensor lies; 0 where there is none."""
@@ -123,7 +139,7 @@ class Table:
 
     @cached_property
     def _signatures(self) -> dict[str, tuple[bool, ...]]:
-        return {name: tuple((self._weights_NG[n] != 0).tolist()) for n, name in enumerate(self._names)}
+        return {name: tuple(self._has_NG[n].tolist()) for n, name in enumerate(self._names)}
 
     @cached_property
     def _classes(self) -> dict[tuple[bool, ...], list[RankClass]]:
@@ -168,13 +184,34 @@ def table_of(rows: LoraRows) -> Table:
     return table
 
 
+def rewritable(shapes: Collection[AdapterShape], num_rows: int, device: torch.device) -> tuple[LoraRows, Table]:
+    """Rows with a group each and the table that is theirs, to be rewritten with adapters of exactly these `forms`.
+    Until then the adapters are shapes without memory."""
+    ghosts: list[Adapter | None] = [Adapter.zeros(shape, device="meta") for shape in shapes]
+    rows = LoraRows(range(num_rows + 1), ghosts + [None] * (num_rows - len(ghosts)))
+    table = _TABLES[rows] = Table(rows, device)
+    return rows, table
+
+
+def forms(adapters: Collection[Adapter | None]) -> frozenset[AdapterShape]:
+    """What decides which launches a batch takes: the shapes of its adapters, with ranks rounded up to where a block, or
+    another block, is full."""
+    shapes = {adapter.shape for adapter in adapters if adapter is not None}
+    return frozenset(replace(shape, rank=_full(shape.rank)) for shape in shapes)
+
+
+def _full(rank: int) -> int:
+    block = rank_block(rank)
+    return -(-rank // block) * block
+
+
 def rank_block(rank: int) -> int:
     """The smallest block that holds a rank; ranks beyond the largest take several."""
     return min(MAX_RANK_BLOCK, max(MIN_RANK_BLOCK, 1 << (rank - 1).bit_length()))
 
 
-def _addresses(adapters: Sequence[Adapter | None]) -> tuple[list[str], np.ndarray[tuple[int, int], np.dtype[np.int64]]]:
-    """Tensor names, and the address of each in each arena [N, G], 0 where it has none."""
+def _addresses(adapters: Sequence[Adapter | None]) -> tuple[list[str], NDArray[np.int64], NDArray[np.bool_]]:
+    """Tensor names, the address of each in each arena [N, G], 0 where it has none, and whether it has."""
     found = [adapter for adapter in adapters if adapter is not None]
     names = list(dict.fromkeys(name for shape in {a.shape: None for a in found} for name in shape.slots))
     offsets = {
@@ -182,8 +219,10 @@ def _addresses(adapters: Sequence[Adapter | None]) -> tuple[list[str], np.ndarra
         for shape in {a.shape for a in found}
     }
     table = np.zeros((len(names), len(adapters)), dtype=np.int64)
+    has = np.zeros(table.shape, dtype=np.bool_)
     for group, adapter in enumerate(adapters):
         if adapter is not None:
             at = offsets[adapter.shape]
+            has[:, group] = at >= 0
             table[:, group] = np.where(at >= 0, adapter.flat.data_ptr() + at, 0)
-    return names, table
+    return names, table, has

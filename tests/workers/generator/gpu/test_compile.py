@@ -1,0 +1,66 @@
+"""The kernels of a decode step compile to machine code for the GPUs we mean, in every form that attend.py asks for. In
+a process of its own, because the interpreter of the other tests excludes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+#: Hopper (H100, H200) and Ampere (A100): bytes of shared memory that one block may have.
+SHARED_BYTES = {90: 227 << 10, 80: 163 << 10}
+
+PROGRAM = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from workers.generator.gpu import kernels
+from workers.generator.gpu.attend import MAX_SPLITS, MIN_PAGES
+from workers.generator.pages import PAGE_TOKENS
+
+def compiled(name, capability, groups, dim, precision, dtype):
+    kernel = getattr(kernels, name)
+    block = 1 << (dim - 1).bit_length()
+    fixed = {"HEADS": 4, "GROUPS": groups, "ALL_HEADS": 4 * groups, "DIM": dim, "PAGE": PAGE_TOKENS}
+    fixed |= {"SPLITS": MAX_SPLITS, "MIN_PAGES": MIN_PAGES, "PRECISION": precision}
+    fixed |= {"BLOCK_G": max(16, groups), "BLOCK_D": max(16, block)}
+    fixed = {name: value for name, value in fixed.items() if name in kernel.arg_names}
+    types = {"table_RW": "*i32", "positions_R": "*i64", "scale_log2": "fp32"}
+    types |= dict.fromkeys(("sums_RHSD", "tops_RHS", "masses_RHS"), "*fp32")
+    types |= dict.fromkeys(("stride_k", "stride_v", "stride_q", "width"), "i32") | dict.fromkeys(fixed, "constexpr")
+    signature = {argument: types.get(argument, "*" + dtype) for argument in kernel.arg_names}
+    places = {(kernel.arg_names.index(argument),): value for argument, value in fixed.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+
+found = []
+for form in json.loads(sys.argv[1]):
+    binary = compiled(*form)
+    found.append([len(binary.asm["cubin"]), binary.metadata.shared])
+print(json.dumps(found))
+"""
+
+#: Kernel, GPU, queries of a kv head, head dim, precision, dtype of the cache.
+FORMS = [
+    *((name, 90, 8, 128, "tf32", "bf16") for name in ("store", "partial", "combine")),
+    *((name, 80, 4, 64, "tf32", "bf16") for name in ("store", "partial", "combine")),
+    *(("partial", gpu, 1, 256, "ieee", "fp32") for gpu in SHARED_BYTES),
+    ("partial", 80, 32, 80, "tf32", "bf16"),
+]
+
+
+def test_kernels_compile_for_the_gpus_we_mean() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(FORMS)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for form, (cubin_bytes, shared_bytes) in zip(FORMS, json.loads(done.stdout), strict=True):
+        assert cubin_bytes > 0
+        assert shared_bytes <= SHARED_BYTES[form[1]], f"{form} wants {shared_bytes} bytes of shared memory"

@@ -1,0 +1,137 @@
+"""Decode steps over fixed tensors, in the engine, against plain decoding: requests come and go, with adapters of mixed
+ranks and targets. On the CPU kernels run in Triton's interpreter, and a tape stands in for CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.generator.conftest import EOS, run
+from tests.workers.generator.gpu.tape import Tape
+from tests.workers.model import gpu_kit
+from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE
+from workers.generator import forward
+from workers.generator.engine import GenerateRequest, SamplingParams
+from workers.generator.gpu.capture import Capture
+from workers.generator.gpu.steps import Computed, DecodeSteps, bucket
+from workers.generator.torch_engine import TorchEngine
+from workers.model import per_expert, place
+from workers.model.adapter import save_adapter
+from workers.model.config import DecoderConfig
+from workers.model.decoder import Decoder
+
+CONTEXT, SLOTS = 96, 6
+
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="test_capture.py has what captures on a GPU")
+
+
+def random_decoder(config: DecoderConfig) -> Decoder:
+    made, generator = Decoder(config), torch.Generator().manual_seed(7)
+    for weight in made.parameters():
+        std = 1.0 if weight.ndim == 1 else 1.5 / weight.shape[-1] ** 0.5
+        weight.data.copy_(std * torch.randn(weight.shape, generator=generator))
+    return made
+
+
+@contextmanager
+def device_code() -> Iterator[None]:
+    """The adapters' products in Triton, the experts' in one call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, "on_device", lambda weight: True)
+        patch.setattr(per_expert, "takes", lambda x_PI, weight_EIO: True)
+        yield
+
+
+class Steps:
+    """DecodeSteps in the place of an engine's plain decoding; looks at each step's plan and pages."""
+
+    def __init__(self, engine: TorchEngine, decoder: Decoder, capture: Capture[Computed] | None) -> None:
+        self.cache = engine._cache
+        decoder._rotary(torch.arange(CONTEXT))  # as long as it gets: on a device it is from the start
+        self.steps = DecodeSteps(decoder, self.cache, slots=SLOTS, context=CONTEXT, capture=capture)
+        self.rows: list[int] = []
+
+    def __call__(self, plan: forward.DecodePlan) -> Tensor:
+        before = [pool.clone() for pool in self.cache.k_NKDP + self.cache.v_NKPD]
+        with device_code():
+            found = self.steps(plan)
+        self.rows.append(len(plan.rows))
+        written = {(row.pages[row.position // 32]) for row in plan.rows} | {self.cache.scratch}
+        for pool, then in zip(self.cache.k_NKDP + self.cache.v_NKPD, before, strict=True):
+            changed = (pool != then).flatten(1).any(dim=1).nonzero().flatten().tolist()
+            assert set(changed) <= written, "a page of somebody else was written to"
+        return found
+
+
+def saved(config: DecoderConfig, folder: Path) -> dict[str, Path]:
+    """Adapters of ranks below and above one block, of fewer targets, and with pairs of their own for each expert."""
+    kinds: dict[str, tuple[int, dict[str, bool]]] = {
+        "small": (3, {}),
+        "also small": (8, {}),
+        "large": (20, {}),
+        "attention": (4, {"train_mlp": False, "train_unembed": False}),
+        "experts": (5, {"train_attn": False, "shared": False}),
+    }
+    found = {name: folder / str(seed) for seed, name in enumerate(kinds)}
+    for seed, (name, (rank, targets)) in enumerate(kinds.items()):
+        save_adapter(gpu_kit.adapter(config, rank, seed, **targets), found[name], base_model="tiny")
+    return found
+
+
+def requests(folders: dict[str, Path], names: list[str]) -> list[GenerateRequest]:
+    """Prompts and lengths of many sizes, so that the running set changes nearly every step and pages are added."""
+    found = []
+    for i, name in enumerate(names):
+        sampling = SamplingParams(max_tokens=2 + i, temperature=0.7, seed=i)
+        prompt = tuple(3 + (7 * i + j) % 60 for j in range(29 + i % 4))
+        found.append(
+            GenerateRequest(
+                f"r{i}", prompt, sampling, num_samples=1 + i % 2, adapter=name, adapter_folder=folders.get(name)
+            )
+        )
+    return found
+
+
+def compare(config: DecoderConfig, wanted: list[GenerateRequest], capture: Capture[Computed] | None) -> Steps:
+    """The same requests decoded plainly and by steps."""
+    engines = [TorchEngine(random_decoder(config), EOS, slots=SLOTS, context=CONTEXT) for _ in range(2)]
+    steps = engines[1]._decode_plan = Steps(engines[1], random_decoder(config), capture)
+    plain, stepped = (run(engine, *wanted) for engine in engines)
+    for request in wanted:
+        assert stepped[request.id].error is None, stepped[request.id].error
+        pairs = zip(plain[request.id].sequences, stepped[request.id].sequences, strict=True)
+        for one, other in pairs:
+            assert one.tokens.tolist() == other.tokens.tolist()
+            np.testing.assert_allclose(other.logprobs, one.logprobs, atol=2e-5)
+            assert (one.routed_experts is None) == (other.routed_experts is None)
+            if one.routed_experts is not None and other.routed_experts is not None:
+                np.testing.assert_array_equal(one.routed_experts, other.routed_experts)
+    return steps
+
+
+@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["moe", "dense"])
+def test_steps_decode_as_plain_decoding(config: DecoderConfig, tmp_path: Path) -> None:
+    names = ["small", "", "large", "also small", "attention", "experts", "small"]
+    steps = compare(config, requests(saved(config, tmp_path), names), None)
+    assert len(set(steps.rows)) > 3, "the running set was to change"
+
+
+def test_replays_decode_as_plain_decoding(tmp_path: Path) -> None:
+    """What was taken down with one set of rows serves others, of other adapters of the same forms."""
+    tape = Tape()
+    names = ["small", "also small", "", "small", "also small", "", "also small", "small"]
+    wanted = [replace(each, return_routed_experts=True) for each in requests(saved(CONFIG, tmp_path), names)]
+    compare(CONFIG, wanted, tape)
+    assert tape.captured >= 2
+    assert tape.replayed >= tape.captured + 3
+
+
+def test_buckets() -> None:
+    assert [bucket(rows, 48) for rows in (1, 2, 3, 8, 9, 32, 33, 48)] == [1, 2, 4, 8, 16, 32, 48, 48]

@@ -1,0 +1,95 @@
+"""Attention of a decode step on a device, over pages where they lie.
+
+Shapes: R rows, W pages of the longest row at most, H query heads, K kv heads, D head dim, S parts of a row.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from workers.generator.gpu import kernels
+from workers.generator.kv_cache import KVCache
+from workers.generator.pages import PAGE_TOKENS
+
+#: A row is cut in at most so many parts, of at least so many pages each: with few rows, parts are what keeps a device
+#: busy; beyond, they cost memory and a longer `combine`.
+MAX_SPLITS = 32
+MIN_PAGES = 4
+
+#: Tensor cores take no fewer rows.
+_MIN_ROWS = 16
+
+
+class PagedAttend:
+    """An `Attend`: row i stores its new key and value at `positions_R[i]` of the sequence with the pages `table_RW[i]`,
+    and attends to every position up to it. Both are read on the device, whenever a launch runs."""
+
+    def __init__(self, cache: KVCache, table_RW: Tensor, positions_R: Tensor) -> None:
+        """`table_RW` int32, `positions_R` int64, contiguous, on the device of the cache."""
+        self._cache, self._table_RW, self._positions_R = cache, table_RW, positions_R
+        self._splits = min(MAX_SPLITS, -(-table_RW.shape[1] // MIN_PAGES))
+
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        (rows, heads, dim), kv_heads, splits = q_THD.shape, k_TKD.shape[1], self._splits
+        k_NKDP, v_NKPD = self._cache.k_NKDP[layer], self._cache.v_NKPD[layer]
+        where = (self._table_RW, self._positions_R, self._table_RW.shape[1])
+        block = max(_MIN_ROWS, _power_of_two(dim))
+        q, k, v = (tensor.flatten(1) for tensor in (q_THD, k_TKD, v_TKD))
+        kernels.store[(rows, kv_heads)](
+            k,
+            k.stride(0),
+            v,
+            v.stride(0),
+            k_NKDP,
+            v_NKPD,
+            *where,
+            HEADS=kv_heads,
+            DIM=dim,
+            PAGE=PAGE_TOKENS,
+            BLOCK_D=block,
+        )
+        parts = q.new_empty(rows, heads, splits, dim, dtype=torch.float32)
+        tops, masses = (q.new_empty(rows, heads, splits, dtype=torch.float32) for _ in range(2))
+        kernels.partial[(rows, kv_heads, splits)](
+            q,
+            q.stride(0),
+            k_NKDP,
+            v_NKPD,
+            *where,
+            dim**-0.5 * math.log2(math.e),
+            parts,
+            tops,
+            masses,
+            HEADS=kv_heads,
+            GROUPS=heads // kv_heads,
+            DIM=dim,
+            PAGE=PAGE_TOKENS,
+            SPLITS=splits,
+            MIN_PAGES=MIN_PAGES,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            BLOCK_G=max(_MIN_ROWS, _power_of_two(heads // kv_heads)),
+            BLOCK_D=block,
+        )
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        kernels.combine[(rows, heads)](
+            parts,
+            tops,
+            masses,
+            self._positions_R,
+            out_THD,
+            ALL_HEADS=heads,
+            DIM=dim,
+            PAGE=PAGE_TOKENS,
+            SPLITS=splits,
+            MIN_PAGES=MIN_PAGES,
+            BLOCK_D=block,
+        )
+        return out_THD
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is not less."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,59 @@
+"""What is computed again and again on the same tensors: as it is the first time, captured the second, then replayed.
+
+The first time is the warm-up: kernels are compiled and libraries take their workspaces. What comes only once is never
+captured.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Captures what a function launches: what launches it again, and what the function returned. Its tensors are written
+#: anew by each launch.
+Capture = Callable[[Callable[[], T]], tuple[Callable[[], None], T]]
+
+
+class Repeated(Generic[T]):
+    """`function` launches the same work whenever it is called; `capture` None: nothing is captured."""
+
+    def __init__(self, function: Callable[[], T], capture: Capture[T] | None) -> None:
+        self._function, self._capture = function, capture
+        self._warm = False
+        self._captured: tuple[Callable[[], None], T] | None = None
+
+    def __call__(self) -> T:
+        if self._captured is None and self._warm and self._capture is not None:
+            try:
+                self._captured = self._capture(self._function)
+            except RuntimeError:
+                log.warning("a decode step cannot be captured; it is launched piece by piece", exc_info=True)
+                self._capture = None
+        if self._captured is None:
+            self._warm = True
+            return self._function()
+        replay, found = self._captured
+        replay()
+        return found
+
+
+class CudaGraphs(Generic[T]):
+    """Captures in CUDA graphs, which share the memory of what they compute: a result must be used before the next
+    replay of any of them."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        graph = torch.cuda.CUDAGraph()
+        # Another thread may be reading an adapter to the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            found = function()
+        return graph.replay, found

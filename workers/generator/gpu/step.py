@@ -1,0 +1,83 @@
+"""One decode step of a fixed number of rows, all of whose inputs lie in tensors that stay where they are.
+
+`compute` reads nothing of the host that changes between steps, so what it launched once can be launched again after
+the inputs have been rewritten (`load`, `feed`). Fewer rows than there is place for are filled up with rows of the base
+model whose tokens go to the cache's scratch page.
+
+Shapes: R rows, W pages of a sequence at most, M mixture layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from workers.generator.gpu.attend import PagedAttend
+from workers.generator.kv_cache import KVCache
+from workers.model.adapter import Adapter
+from workers.model.adapter_shape import AdapterShape
+from workers.model.decoder import Decoder
+from workers.model.gpu.runs import rewritable
+from workers.model.lora_rows import LoraRows
+
+#: So many rows of the page table are sent one by one; for more, all are sent together.
+MAX_SINGLE_ROWS = 8
+
+
+class Step:
+    """`forms` are those of the adapters that it takes (`workers.model.gpu.runs.forms`); without any it has none."""
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, *, rows: int, width: int, forms: Collection[AdapterShape]
+    ) -> None:
+        device = cache.device
+        self._decoder, self._cache, self._rows = decoder, cache, rows
+        self._inputs_2R = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        self._table_RW = torch.full((rows, width), cache.scratch, dtype=torch.int32, device=device)
+        self._attend = PagedAttend(cache, self._table_RW, self._inputs_2R[1])
+        self._adapters = rewritable(forms, rows, device) if forms else None
+        #: What the device has been sent, in memory that it can be sent from without a wait.
+        pinned = device.type == "cuda"
+        self._sent_2R = torch.zeros(2, rows, dtype=torch.int64, pin_memory=pinned)
+        self._sent_RW = torch.full((rows, width), cache.scratch, dtype=torch.int32, pin_memory=pinned)
+
+    def load(self, adapters: Sequence[Adapter | None]) -> None:
+        """From now on row i is computed with `adapters[i]`, of these forms; the rows beyond with none."""
+        if self._adapters is None:
+            return
+        (mine, table), device = self._adapters, self._cache.device
+        rows = LoraRows(range(self._rows + 1), [*adapters, *[None] * (self._rows - len(adapters))])
+        table.rewrite(rows)
+        mine.scale_of_row(device).copy_(rows.scale_of_row(device))
+
+    def feed(self, tokens: Sequence[int], positions: Sequence[int], table_NW: npt.NDArray[np.int32]) -> None:
+        """The tokens of the first N rows, where they go, and the pages of their sequences."""
+        rows = len(tokens)
+        sent_2R = self._sent_2R.numpy()
+        sent_2R[0, :rows], sent_2R[1, :rows] = tokens, positions
+        sent_2R[:, rows:] = 0
+        self._inputs_2R.copy_(self._sent_2R, non_blocking=True)
+        wanted_RW = np.full(self._sent_RW.shape, self._cache.scratch, dtype=np.int32)
+        wanted_RW[:rows] = table_NW
+        sent_RW = self._sent_RW.numpy()
+        changed = np.flatnonzero((sent_RW != wanted_RW).any(axis=1)).tolist()
+        sent_RW[changed] = wanted_RW[changed]
+        if len(changed) > MAX_SINGLE_ROWS:
+            self._table_RW.copy_(self._sent_RW, non_blocking=True)
+        else:
+            for row in changed:
+                self._table_RW[row].copy_(self._sent_RW[row], non_blocking=True)
+
+    def compute(self) -> tuple[Tensor, list[Tensor]]:
+        """Logits [R, V] for the next tokens, and the experts [R, choices] that each mixture layer chose."""
+        chosen: list[Tensor] = []
+        tokens_R, positions_R = self._inputs_2R.unbind()
+        lora = self._adapters[0] if self._adapters is not None else None
+        hidden_RD = self._decoder(
+            tokens_R, positions_R, self._attend, lora, lambda _, experts_TK: chosen.append(experts_TK)
+        )
+        return self._decoder.logits(hidden_RD, lora), chosen

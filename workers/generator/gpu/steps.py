@@ -1,0 +1,108 @@
+"""Decoding on a device: a plan goes through the step for as many rows as it has, rounded up, and for its adapters.
+
+A step is captured when it is needed for the second time; the least recently used is dropped where there are too many.
+A captured step does not hold its adapters, so any set of the same forms can be loaded into it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from workers.generator.forward import DecodePlan
+from workers.generator.gpu.capture import Capture, CudaGraphs, Repeated
+from workers.generator.gpu.step import Step
+from workers.generator.kv_cache import KVCache
+from workers.generator.pages import PAGE_TOKENS, pages_of
+from workers.model.adapter_shape import AdapterShape
+from workers.model.decoder import Decoder
+from workers.model.gpu.runs import forms
+from workers.model.per_expert import MAX_GROUPS, ROW_BYTES
+
+#: Steps that are kept: buckets of rows, times the forms of adapters that are met together.
+MAX_STEPS = 32
+
+Computed = tuple[Tensor, list[Tensor]]
+
+
+class DecodeSteps:
+    """Called with a plan: what `forward.decode` returns, to be used before the next call. One thread only."""
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, *, slots: int, context: int, capture: Capture[Computed] | None
+    ) -> None:
+        self._decoder, self._cache, self._capture = decoder, cache, capture
+        self._slots, self._width = slots, pages_of(context)
+        self._steps: OrderedDict[tuple[int, frozenset[AdapterShape]], _Repeated] = OrderedDict()
+        #: Where logits are put, so that captured steps need not keep room for theirs.
+        self._logits_RV = torch.empty(slots, decoder.config.vocab_size, device=cache.device)
+        #: The plan whose adapters are loaded, and the step they are loaded in.
+        self._plan: Callable[[], DecodePlan | None] = lambda: None
+        self._current: _Repeated | None = None
+
+    @classmethod
+    def on_device(cls, decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> DecodeSteps:
+        capture = CudaGraphs[Computed]() if never_waits(decoder) else None
+        return cls(decoder, cache, slots=slots, context=context, capture=capture)
+
+    def __call__(self, plan: DecodePlan) -> Tensor:
+        plan.turn_pages()
+        step, compute = self._loaded(plan)
+        positions = [row.position for row in plan.rows]
+        step.feed([row.tokens[-1] for row in plan.rows], positions, plan.table_RW)
+        logits_RV, chosen = compute()
+        if plan.routed:
+            pages = [row.pages[position // PAGE_TOKENS] for row, position in zip(plan.rows, positions, strict=True)]
+            self._cache.record_routes(pages, positions, [experts_TK[: len(pages)] for experts_TK in chosen])
+        return logits_RV[: len(positions)]
+
+    def _loaded(self, plan: DecodePlan) -> _Repeated:
+        if self._current is None or self._plan() is not plan:
+            self._plan = lambda: None
+            adapters = plan.lora.adapters if plan.lora is not None else []
+            self._current = self._step(bucket(len(plan.rows), self._slots), forms(adapters))
+            self._current.step.load(adapters)
+            self._plan = ref(plan)
+        return self._current
+
+    def _step(self, rows: int, shapes: frozenset[AdapterShape]) -> _Repeated:
+        found = self._steps.get((rows, shapes))
+        if found is None:
+            step = Step(self._decoder, self._cache, rows=rows, width=self._width, forms=shapes)
+            found = self._steps[rows, shapes] = _Repeated(step, Repeated(self._into_place(step), self._capture))
+            if len(self._steps) > MAX_STEPS:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end((rows, shapes))
+        return found
+
+    def _into_place(self, step: Step) -> Callable[[], Computed]:
+        def compute() -> Computed:
+            logits_RV, chosen = step.compute()
+            return self._logits_RV[: len(logits_RV)].copy_(logits_RV), chosen
+
+        return compute
+
+
+class _Repeated(NamedTuple):
+    step: Step
+    compute: Repeated[Computed]
+
+
+def bucket(rows: int, slots: int) -> int:
+    """For how many rows a step is made that takes so many: powers of two, and all slots."""
+    return min(1 << (rows - 1).bit_length(), slots)
+
+
+def never_waits(decoder: Decoder) -> bool:
+    """Whether a step launches everything without looking at a result: experts that no grouped kernel takes are computed
+    one by one, and the host must know their rows."""
+    config = decoder.config
+    widths = (config.hidden_size, config.moe_intermediate_size)
+    aligned = all(width * decoder.dtype.itemsize % ROW_BYTES == 0 for width in widths)
+    grouped = decoder.dtype == torch.bfloat16 and aligned and config.num_experts < MAX_GROUPS
+    return grouped or not config.mixture_layers
