@@ -82,6 +82,7 @@ class TorchEngine:
             device=weight.device,
         )
         native_kernel(self._cache)  # compiled now rather than in somebody's first step
+        self._decode_plan = forward.decoding(decoder, self._cache, slots=slots, context=context)
         self._seating = Seating(self._cache, slots)
         self._prefix = PrefixCache(self._cache, prefix_bytes)
         self._queue = PrefillQueue(self._prefix, prefill_tokens)
@@ -292,7 +293,7 @@ class TorchEngine:
             plan = forward.DecodePlan(sequences, self._decoder, context=self._context, device=device)
         if everyone:
             self._plan, self._planned = plan, self._seating.changes
-        logits_RV = forward.decode(self._decoder, self._cache, plan)
+        logits_RV = self._decode_plan(plan)
         drawn = self._draw(plan.rows, logits_RV, plan.sampling)
         self._counts["decode_steps"] += 1
         self._counts["slots_busy"] += len(plan.rows)
