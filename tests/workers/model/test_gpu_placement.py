@@ -31,7 +31,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Indexing(TorchFunctionMode):
-    """Does in Python what Tensor's own indexing and `to` do only where CUDA is linked."""
+    """Does in Python what Tensor's own indexing, `copy_` and `to` do only where CUDA is linked."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -42,7 +42,9 @@ class Indexing(TorchFunctionMode):
             place, index, value = args
             if isinstance(index, Tensor):
                 return torch.ops.aten.index_put_(place, [index], value)
-            return take(place, index).copy_(value)
+            return copy(take(place, index), value)
+        if func is Tensor.copy_:
+            return copy(*args)
         if func is Tensor.to and isinstance(args[1], torch.device):
             return torch.empty(args[0].shape, dtype=args[0].dtype, device=args[1])
         return func(*args, **(kwargs or {}))
@@ -60,6 +62,11 @@ def take(x: Tensor, index: Any) -> Tensor:
         else:
             x, at = x.index_select(at, each), at + 1
     return x
+
+
+def copy(place: Tensor, value: Tensor) -> Tensor:
+    assert value.expand_as(place).device == place.device, "a copy to the device is to be one of its own"
+    return place
 
 
 class Launches:

@@ -1,0 +1,61 @@
+"""On a pretended GPU: a decode step lies on the device, and nothing of it waits. See tests/workers/model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.workers.model.gpu_kit import CONFIG, DENSE
+from tests.workers.model.test_gpu_placement import CUDA, Indexing, Launches, launches  # noqa: F401
+from workers.generator.gpu import kernels
+from workers.generator.gpu.step import Step
+from workers.generator.gpu.steps import never_waits
+from workers.generator.kv_cache import KVCache
+from workers.model.adapter import Adapter
+from workers.model.adapter_shape import AdapterShape
+from workers.model.config import DecoderConfig
+from workers.model.decoder import Decoder
+from workers.model.gpu.runs import forms
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+RANKS = (4, 8, 40)
+
+
+@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["moe", "dense"])
+@pytest.mark.parametrize("adapted", [True, False], ids=["adapters", "base"])
+def test_a_decode_step_stays_on_the_device_and_never_waits(
+    config: DecoderConfig,
+    adapted: bool,
+    launches: dict[str, Launches],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = {name: Launches() for name in ("store", "partial", "combine")}
+    for name, kernel in own.items():
+        monkeypatch.setattr(kernels, name, kernel)
+    with FakeTensorMode(), Indexing(), torch.inference_mode():
+        decoder = Decoder(config, torch.bfloat16, CUDA)
+        cache = KVCache(
+            layers=config.num_layers,
+            pages=16,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=torch.bfloat16,
+            device=CUDA,
+        )
+        adapters = [Adapter.zeros(AdapterShape(config, rank), device=CUDA) for rank in RANKS if adapted]
+        step = Step(decoder, cache, rows=8, width=4, forms=forms(adapters))
+        logits, chosen = step.compute()
+        assert all(tensor.device == CUDA for tensor in (logits, *chosen))
+        assert logits.shape == (8, config.vocab_size)
+        assert never_waits(decoder)
+    assert {kernel.count for kernel in own.values()} == {config.num_layers}
+    # Two rank classes (4 and 8, 40), five products of x and eight of outputs.
+    assert (launches["shrink"].count, launches["expand"].count) == ((2 * 5, 2 * 8) if adapted else (0, 0))
+
+
+def test_experts_that_no_grouped_kernel_takes_are_not_captured() -> None:
+    with FakeTensorMode():
+        assert not never_waits(Decoder(CONFIG, torch.float32, CUDA))
+        assert never_waits(Decoder(DENSE, torch.float32, CUDA))
