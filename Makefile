@@ -49,8 +49,9 @@ $(VLLM)/.setup-done: deploy/vllm/requirements.txt deploy/vllm/build.sh deploy/vl
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# tests/order.py says how two processes share the tests.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 # Every version of the official SDK against a real server; writes docs/compatibility.md.
 compat: setup

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from store.blobs import Blobs
 from store.db import Database
+from tests.order import ByFile, place
 from tests.servers import PostgresServer, postgres_server, redis_server
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported: one of several processes that share the cores. Threads that spin would take them away.
+    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    config.option.loadscopereorder = False  # what has most tests would go first
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,36 @@
+"""How `make test` shares the tests among processes: a file is run by one of them, the quick files come first.
+
+Where a fixture is dear and shared by files, they are kept together, so that it is made once.
+"""
+
+from __future__ import annotations
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+#: Folders whose files share what only one process should have: a vLLM.
+TOGETHER = ("tests/workers/generator/vllm/",)
+#: The tests that start real servers or a browser; of these, what takes longest first, so that the end is even.
+SLOW = (
+    "tests/workers/generator/vllm/",
+    "tests/cookbook/",
+    "tests/compat/",
+    "tests/e2e/test_production.py",
+    "tests/scheduler/jobs/test_celery.py",
+    "tests/console/test_browser.py",
+    "tests/e2e/",
+    "tests/console/test_weftd.py",
+)
+
+
+class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+    """In the order of collection, as the tests of one file depend on each other's fixtures."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::", 1)[0]
+        return next((folder for folder in TOGETHER if file.startswith(folder)), file)
+
+
+def place(item: pytest.Item) -> int:
+    """0 for a quick test; else its place among the slow."""
+    return next((place for place, slow in enumerate(SLOW, 1) if item.nodeid.startswith(slow)), 0)
