@@ -32,7 +32,7 @@ from scheduler.messages import (
     Snapshot,
 )
 from scheduler.operations import INTERACTIVE, SAMPLE, Operation
-from scheduler.replicas import Replica, choose, samples_of
+from scheduler.replicas import Replica, choose, needed, samples_of
 from scheduler.timings import Stretch
 
 log = logging.getLogger(__name__)
@@ -236,10 +236,11 @@ class GeneratorDesk:
         return queue.pop((model,)) if model is not None else None
 
     def _place(self, op: Operation, given: dict[Replica, list[Operation]]) -> None:
-        adapter = self._journal.sampler(op.lane).adapter_ref
-        replica = choose(self._replicas, op, adapter)
+        sampler = self._journal.sampler(op.lane)
+        adapter, needs = sampler.adapter_ref, needed(op, sampler)
+        replica = choose(self._replicas, op, adapter, needs)
         if replica is not None:
-            replica.take(op, adapter)
+            replica.take(op, needs)
             given.setdefault(replica, []).append(op)
             return
         reasons = [replica.declined(op.id, adapter) for replica in self._replicas]

@@ -17,6 +17,7 @@ grows by the error of the estimates in flight. Pure state, no clock, no I/O: the
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -181,7 +182,8 @@ class FairTree(Generic[T]):
     def _shift(self, node: _Node[T], key: str, shift: float) -> None:
         self._arrivals += 1  # of equals, the corrected one is last
         start = shift + next(start for start, _, k in node.ready if k == key)
-        node.virtual = virtual = min(node.virtual, start)
+        virtual = start if start < node.virtual else math.inf  # where others go back to
+        node.virtual = min(node.virtual, start)
         node.ready = [
             (start, self._arrivals, k) if k == key else (max(node.children[k].finish, min(tag, virtual)), n, k)
             for tag, n, k in node.ready

@@ -3,7 +3,8 @@
 An item is known by its id from `push` to `forget`, and is in one of three places: waiting, in a worker's hands under a
 lease, or answered. Pushing an id that is known changes nothing. `lease` takes items in fair order (`scheduler.fair`);
 each gets an epoch, a number that only grows. `answer` succeeds only with the item's present epoch: a worker that was
-given up and comes back can finish nothing twice. `decline` sets an item aside for other workers. `expire` puts back
+given up and comes back can finish nothing twice. `decline` sets an item aside for other workers; `lease` leaves one for
+a moment to a worker that suits it better. `expire` puts back
 what workers held that were not heard of until their deadline, and tells what can only fail: items that were in the
 hands of `LIVES` workers when they died, or that every worker has declined.
 
@@ -22,6 +23,8 @@ Path = tuple[str, ...]
 LIVES = 3
 #: Items of a model that are set aside at most before more are handed out: each keeps its place in the fair order.
 MAX_ASIDE = 256
+#: An item is left to the worker that holds its adapter for so long; then whoever comes takes it.
+LEFT_S = 0.05
 
 
 class QueueUnreachable(Exception):
@@ -30,7 +33,8 @@ class QueueUnreachable(Exception):
 
 @dataclass(frozen=True)
 class Item:
-    """`cost` is in tokens, `slots` how many sequences of a generator it takes. `body` says where the work is."""
+    """`cost` is in tokens, `slots` how many sequences of a generator it takes. `body` says where the work is. Whoever
+    has had an item of the same `adapter` has those weights in memory; "" needs none."""
 
     id: str
     path: Path
@@ -38,6 +42,7 @@ class Item:
     body: bytes = b""
     slots: int = 1
     weight: int = 1  # the share of its organisation
+    adapter: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,11 @@ class FairQueue(Protocol):
 
     def lease(self, worker: str, models: Sequence[str], slots: int, ttl_s: float) -> list[Lease]:
         """The fairest items of these models until `slots` are filled; the last may exceed them. They are this
-        worker's until `ttl_s` have passed without a sign of life. With 0 slots: it is there, and serves these."""
+        worker's until `ttl_s` have passed without a sign of life. With 0 slots: it is there, and serves these.
+
+        An item whose adapter this worker does not hold is left to one that does, has slots free and is at most
+        HEAD_START (`scheduler.replicas`) fuller: it is served, for the fair order, but set aside for that worker, which
+        is woken and gets it before anything else. LEFT_S later it is anybody's."""
 
     def renew(self, worker: str, ttl_s: float) -> bool:
         """A sign of life. False when the worker was given up: it holds nothing any more."""

@@ -1,166 +1,23 @@
--- The fair queue of scheduler/carriers/contract.py in Redis. Every call is one script, so it is atomic.
--- KEYS[1] is the prefix of all keys, ARGV[1] the call, the rest its arguments; times are milliseconds.
--- The tree is that of scheduler/fair.py, tag for tag; nodes are named by their path, joined with 0x1f:
---   n:<path>  hash: v virtual time, f finish tag, e entry in the parent's r, w weight, s when to look for idle children
---   r:<path>  sorted set: the ready children by start tag; "<arrival>\31<child>" breaks ties by arrival
---   c:<path>  set: all children that are remembered
---   q:<path>  list: ids of the items of a leaf
---   i:<id>    hash: path, weights, cost, slots, body, attempts; worker, epoch and at while it is leased; aside while it is
---             set aside; done once answered
+-- The fair queue of scheduler/carriers/contract.py in Redis, upon the tree of fair_tree.lua. Every call is one script, so
+-- it is atomic. ARGV[1] is the call, the rest its arguments; times are milliseconds.
+--   i:<id>    hash: path, weights, cost, slots, adapter, body, attempts; worker, epoch and at while it is leased; aside
+--             while it is set aside, with for and till when it is left to one worker; done once answered
 --   d:<id>    hash: the workers that have declined an item, and why
 --   a:<model> list: ids of items that are set aside for other workers; asides the set of these models
---   h:<worker> set of ids, m:<worker> set of models, w sorted set of workers by deadline, done a stream, given_up a set
---   of ids, bell a list that wakes idle workers
-local P, SEP, LIVES, MAX_ASIDE = KEYS[1], "\31", 3, 256
-local IDLE_S = 3600 -- what a flow owes is forgotten when it had nothing to do for so long
-
-local function key(kind, name) return P .. kind .. ":" .. name end
-local function number(text) return tonumber(text or "0") or 0 end
-local function exact(value) return string.format("%.17g", value) end
-local function get(node, field) return number(redis.call("HGET", key("n", node), field) or "0") end
-local function weight(node) return math.max(1, get(node, "w")) end
-local function set(node, field, value) redis.call("HSET", key("n", node), field, exact(value)) end
-local function below(node, child) return node == "" and child or node .. SEP .. child end
-local function busy(node) return redis.call("EXISTS", key("q", node), key("r", node)) > 0 end
-local function child_of(member) return string.sub(member, 18) end
+--   w         sorted set of workers by deadline; size and room hashes of their slots when they last came, and of those
+--             that are free: what they had, less what is left to them since
+--   h:<worker> set of ids, m:<worker> set of models, k:<worker> sorted set of adapters by the epoch of their last lease
+--   done a stream, given_up a set of ids, bell a list that wakes idle workers, bell:<worker> one that wakes this one
+local LIVES, MAX_ASIDE, HEAD_START, LEFT_MS, REMEMBERED = 3, 256, 0.25, 50, 1024
 
 local function ring()
   redis.call("LPUSH", P .. "bell", "1")
   redis.call("LTRIM", P .. "bell", 0, 63)
 end
 
-local function split(path)
-  local parts = {}
-  for part in string.gmatch(path, "[^" .. SEP .. "]+") do parts[#parts + 1] = part end
-  return parts
-end
-
-local function enter(node, child, start)
-  local member = string.format("%016d", redis.call("INCR", P .. "arrivals")) .. SEP .. child
-  local inner = below(node, child)
-  redis.call("ZADD", key("r", node), exact(start), member)
-  redis.call("HSET", key("n", inner), "e", member)
-  redis.call("PERSIST", key("n", inner))
-  redis.call("PERSIST", key("c", inner))
-end
-
-local function leave(node, child)
-  local inner = below(node, child)
-  local name = key("n", inner)
-  local member = redis.call("HGET", name, "e")
-  if member then
-    redis.call("ZREM", key("r", node), member)
-    redis.call("HDEL", name, "e")
-  end
-  redis.call("EXPIRE", name, IDLE_S)
-  redis.call("EXPIRE", key("c", inner), IDLE_S)
-end
-
-local function head_start(node) return number(redis.call("ZRANGE", key("r", node), 0, 0, "WITHSCORES")[2]) end
-
 local function queue(id)
-  local path, weights = unpack(redis.call("HMGET", key("i", id), "path", "weights"))
-  local node, weight_of = "", split(weights)
-  for place, child in ipairs(split(path)) do
-    local inner = below(node, child)
-    redis.call("SADD", key("c", node), child)
-    redis.call("HSET", key("n", inner), "w", weight_of[place])
-    if not busy(inner) then enter(node, child, math.max(get(node, "v"), get(inner, "f"))) end
-    node = inner
-  end
-  redis.call("RPUSH", key("q", path), id)
+  insert(id)
   ring()
-end
-
--- As FairTree._shift: of equals, the corrected one is last; who came in at the virtual time goes back with it.
-local function shift_start(node, child, shift)
-  local ready = key("r", node)
-  local member = redis.call("HGET", key("n", below(node, child)), "e")
-  local start = number(redis.call("ZSCORE", ready, member)) + shift
-  redis.call("ZREM", ready, member)
-  enter(node, child, start)
-  if start >= get(node, "v") then return end
-  set(node, "v", start)
-  local later = redis.call("ZRANGEBYSCORE", ready, "(" .. exact(start), "+inf", "WITHSCORES")
-  for i = 1, #later, 2 do
-    local finish = get(below(node, child_of(later[i])), "f")
-    if finish < number(later[i + 1]) then redis.call("ZADD", ready, exact(math.max(finish, start)), later[i]) end
-  end
-end
-
-local function correct(path, tokens)
-  local node = ""
-  for _, child in ipairs(split(path)) do
-    if redis.call("SISMEMBER", key("c", node), child) == 0 then return end
-    local inner = below(node, child)
-    local shift = tokens / weight(inner)
-    set(inner, "f", get(inner, "f") + shift)
-    if busy(inner) then
-      shift_start(node, child, shift)
-    end
-    node = inner
-  end
-end
-
-local function drop(node)
-  for _, child in ipairs(redis.call("SMEMBERS", key("c", node))) do drop(below(node, child)) end
-  redis.call("DEL", key("n", node), key("r", node), key("c", node), key("q", node))
-end
-
--- Drop children that are empty and owe nothing: they would start at the virtual time anyway. Looked for again only
--- when there are twice as many, so that it costs little for each item.
-local function forget_idle(node)
-  local many = math.max(2 * redis.call("ZCARD", key("r", node)) + 64, get(node, "s"))
-  if redis.call("SCARD", key("c", node)) <= many then return end
-  local virtual = get(node, "v")
-  for _, child in ipairs(redis.call("SMEMBERS", key("c", node))) do
-    local inner = below(node, child)
-    if not busy(inner) and get(inner, "f") <= virtual then
-      drop(inner)
-      redis.call("SREM", key("c", node), child)
-    end
-  end
-  set(node, "s", 2 * redis.call("SCARD", key("c", node)))
-end
-
-local function first(node)
-  local member = redis.call("ZRANGE", key("r", node), 0, 0)[1]
-  return member and child_of(member)
-end
-
-local function serve(node, prefix, depth)
-  local child = prefix[depth] or first(node)
-  if not child then
-    local id = redis.call("LPOP", key("q", node))
-    return id, number(redis.call("HGET", key("i", id), "cost"))
-  end
-  local inner = below(node, child)
-  local member = redis.call("HGET", key("n", inner), "e")
-  local start = number(redis.call("ZSCORE", key("r", node), member))
-  set(node, "v", math.max(get(node, "v"), head_start(node)))
-  leave(node, child)
-  local id, cost = serve(inner, prefix, depth + 1)
-  local finish = start + cost / weight(inner)
-  set(inner, "f", finish)
-  if busy(inner) then enter(node, child, finish) end
-  forget_idle(node)
-  return id, cost
-end
-
-local function find(prefix)
-  local node = ""
-  for _, child in ipairs(prefix) do node = below(node, child) end
-  return busy(node) and node
-end
-
-local function unqueue(path, id)
-  redis.call("LREM", key("q", path), 1, id)
-  local parts = split(path)
-  for depth = #parts, 1, -1 do
-    local node = table.concat(parts, SEP, 1, depth)
-    if busy(node) then return end
-    leave(table.concat(parts, SEP, 1, depth - 1), parts[depth])
-  end
 end
 
 -- An item that is in nobody's hands leaves the place where it waits.
@@ -168,7 +25,7 @@ local function withdraw(id)
   local path, aside = unpack(redis.call("HMGET", key("i", id), "path", "aside"))
   if aside then
     redis.call("LREM", key("a", split(path)[1]), 1, id)
-    redis.call("HDEL", key("i", id), "aside")
+    redis.call("HDEL", key("i", id), "aside", "for", "till")
   else
     unqueue(path, id)
   end
@@ -184,16 +41,6 @@ local function able(id, model)
     end
   end
   return false, any
-end
-
-local function count(node, most)
-  local found, stack = 0, {node}
-  while #stack > 0 and found < most do
-    local here = table.remove(stack)
-    found = found + redis.call("LLEN", key("q", here))
-    for _, member in ipairs(redis.call("ZRANGE", key("r", here), 0, -1)) do stack[#stack + 1] = below(here, child_of(member)) end
-  end
-  return math.min(found, most)
 end
 
 local function release(worker)
@@ -213,7 +60,9 @@ local function release(worker)
       back[#back + 1] = id
     end
   end
-  redis.call("DEL", key("h", worker), key("m", worker))
+  redis.call("DEL", key("h", worker), key("m", worker), key("k", worker), key("bell", worker))
+  redis.call("HDEL", P .. "room", worker)
+  redis.call("HDEL", P .. "size", worker)
   redis.call("ZREM", P .. "w", worker)
   return back
 end
@@ -229,10 +78,11 @@ end
 
 local calls = {}
 
-function calls.push(id, path, weights, cost, slots, body)
+function calls.push(id, path, weights, cost, slots, adapter, body)
   local item = key("i", id)
   if redis.call("EXISTS", item) == 1 then return 0 end
-  redis.call("HSET", item, "path", path, "weights", weights, "cost", cost, "slots", slots, "body", body)
+  redis.call("HSET", item, "path", path, "weights", weights, "cost", cost, "slots", slots, "adapter", adapter,
+    "body", body)
   queue(id)
   return 1
 end
@@ -286,43 +136,118 @@ function calls.ahead(id, most)
   return math.min(ahead, most)
 end
 
+local function others_than(worker)
+  local found = {}
+  for _, other in ipairs(redis.call("HKEYS", P .. "room")) do
+    if other ~= worker then found[#found + 1] = other end
+  end
+  table.sort(found)
+  return found
+end
+
+local function holds(worker, adapter) return redis.call("ZSCORE", key("k", worker), adapter) end
+
+-- As scheduler.replicas.fullness.
+local function fullness(worker, free) return 1 - free / number(redis.call("HGET", P .. "size", worker)) end
+
+local function busy_slots(worker)
+  local busy = 0
+  for _, slots in ipairs(redis.call("SORT", key("h", worker), "BY", "nosort", "GET", P .. "i:*->slots")) do
+    busy = busy + math.max(1, number(slots))
+  end
+  return busy
+end
+
+-- Which of the others holds the adapter of an item, where `worker` does not, and is not much fuller: the emptiest.
+local function better_for(id, worker, left, others)
+  local adapter, path = unpack(redis.call("HMGET", key("i", id), "adapter", "path"))
+  if #others == 0 or adapter == "" or holds(worker, adapter) then return end
+  local model, best, least = split(path)[1], nil, fullness(worker, left) + HEAD_START
+  for _, other in ipairs(others) do
+    local room = number(redis.call("HGET", P .. "room", other))
+    local serves = redis.call("SISMEMBER", key("m", other), model) == 1
+    if room > 0 and serves and holds(other, adapter) and redis.call("HEXISTS", key("d", id), other) == 0 then
+      local full = fullness(other, room)
+      if full < least then best, least = other, full end
+    end
+  end
+  return best
+end
+
+local function set_aside(id)
+  local item = key("i", id)
+  local model = split(redis.call("HGET", item, "path"))[1]
+  redis.call("HSET", item, "aside", "1")
+  redis.call("RPUSH", key("a", model), id)
+  redis.call("SADD", P .. "asides", model)
+end
+
+local function leave_to(worker, id, now)
+  local item, bell = key("i", id), key("bell", worker)
+  set_aside(id)
+  redis.call("HSET", item, "for", worker, "till", number(now) + LEFT_MS)
+  redis.call("HINCRBY", P .. "room", worker, -math.max(1, number(redis.call("HGET", item, "slots"))))
+  redis.call("LPUSH", bell, "1")
+  redis.call("LTRIM", bell, 0, 0)
+  redis.call("EXPIRE", bell, 60)
+end
+
 local function take(worker, now, id)
   local item, epoch = key("i", id), string.format("%d", next_epoch())
   redis.call("HSET", item, "worker", worker, "epoch", epoch, "at", now)
   redis.call("SADD", key("h", worker), id)
-  local facts = redis.call("HMGET", item, "path", "body", "slots")
+  local facts = redis.call("HMGET", item, "path", "body", "slots", "adapter")
+  if facts[4] ~= "" then
+    redis.call("ZADD", key("k", worker), epoch, facts[4])
+    redis.call("ZREMRANGEBYRANK", key("k", worker), 0, -REMEMBERED - 1)
+  end
   return {id, facts[1], facts[2], epoch}, math.max(1, number(facts[3]))
 end
 
--- What others have declined goes first: it was next before anything that is still queued.
-local function next_for(worker, models)
-  local served = {}
+-- What is set aside goes first: it was next before anything that is still queued. Says also whether the item comes from
+-- the tree; without an item, whether some are left to others for a moment.
+local function next_for(worker, models, now)
+  local served, left_to_others = {}, false
   for _, model in ipairs(models) do
     for _, id in ipairs(redis.call("LRANGE", key("a", model), 0, MAX_ASIDE - 1)) do
-      if redis.call("HEXISTS", key("d", id), worker) == 0 then
+      local whose, till = unpack(redis.call("HMGET", key("i", id), "for", "till"))
+      local free = not whose or whose == worker or number(till) < number(now)
+      if free and redis.call("HEXISTS", key("d", id), worker) == 0 then
         withdraw(id)
-        return id
+        return id, false
       end
+      left_to_others = left_to_others or not free
     end
     served[model] = redis.call("LLEN", key("a", model)) < MAX_ASIDE
   end
   for _, member in ipairs(redis.call("ZRANGE", key("r", ""), 0, -1)) do
-    if served[child_of(member)] then return (serve("", {child_of(member)}, 1)) end
+    if served[child_of(member)] then return (serve("", {child_of(member)}, 1)), true end
   end
+  return nil, left_to_others
 end
 
 function calls.lease(worker, now, ttl, slots, ...)
-  local models, leases, left = {...}, {}, number(slots)
+  local models, leases, left, again = {...}, {}, number(slots), false
   redis.call("ZADD", P .. "w", number(now) + number(ttl), worker)
   redis.call("DEL", key("m", worker))
   if #models > 0 then redis.call("SADD", key("m", worker), ...) end
+  if left == 0 then return {leases, 0} end
+  local others = others_than(worker)
+  redis.call("HSET", P .. "size", worker, busy_slots(worker) + left)
   while left > 0 do
-    local id, size = next_for(worker, models)
+    local id, fresh = next_for(worker, models, now)
+    again = not id and fresh
     if not id then break end
-    leases[#leases + 1], size = take(worker, now, id)
-    left = left - size
+    local other, size = fresh and better_for(id, worker, left, others), nil
+    if other then
+      leave_to(other, id, now)
+    else
+      leases[#leases + 1], size = take(worker, now, id)
+      left = left - size
+    end
   end
-  return leases
+  redis.call("HSET", P .. "room", worker, math.max(0, left))
+  return {leases, again and 1 or 0}
 end
 
 function calls.renew(worker, now, ttl)
@@ -353,9 +278,7 @@ function calls.decline(id, epoch, why)
   if not able(id, model) then return redis.call("HVALS", key("d", id)) end
   redis.call("SREM", key("h", held[1]), id)
   redis.call("HDEL", item, "worker", "epoch")
-  redis.call("HSET", item, "aside", "1")
-  redis.call("RPUSH", key("a", model), id)
-  redis.call("SADD", P .. "asides", model)
+  set_aside(id)
   ring()
   return {}
 end

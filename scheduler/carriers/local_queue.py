@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from scheduler.carriers.contract import LIVES, MAX_ASIDE, Answered, Expired, Item, Lease, Path
+from scheduler.carriers.contract import LEFT_S, LIVES, MAX_ASIDE, Answered, Expired, Item, Lease, Path
+from scheduler.carriers.roster import Roster
 from scheduler.fair import FairTree
 
 #: Whoever has taken an answer and did not forget it for so long is taken for dead.
@@ -26,6 +27,12 @@ class _Held:
     result: bytes | None = None
     taken_until: float = 0.0
     declined: dict[str, str] = field(default_factory=dict)  # worker: why
+    left_to: str | None = None  # while it is set aside for one worker
+    left_until: float = 0.0
+
+    @property
+    def slots(self) -> int:
+        return max(1, self.item.slots)
 
 
 class LocalQueue:
@@ -33,8 +40,7 @@ class LocalQueue:
         self._clock = clock
         self._tree: FairTree[str] = FairTree()
         self._items: dict[str, _Held] = {}
-        self._deadlines: dict[str, float] = {}  # by worker
-        self._models: dict[str, frozenset[str]] = {}  # by worker
+        self._roster = Roster()
         self._aside: dict[str, list[str]] = {}  # by model
         self._given_up: set[str] = set()
         self._epochs = 0
@@ -73,33 +79,50 @@ class LocalQueue:
 
     def lease(self, worker: str, models: Sequence[str], slots: int, ttl_s: float) -> list[Lease]:
         with self._news:
-            self._deadlines[worker] = self._clock() + ttl_s
-            self._models[worker] = frozenset(models)
+            self._roster.sign(worker, self._clock() + ttl_s, models)
+            if slots == 0:
+                return []
+            self._roster.comes(worker, self._busy(worker), slots)
             leases: list[Lease] = []
-            while slots > 0 and (item_id := self._next_for(worker, models)) is not None:
-                held = self._items[item_id]
+            while slots > 0 and (found := self._next_for(worker, models)) is not None:
+                held, fresh = found
+                other = self._better_for(held, worker) if fresh else None
+                if other is not None:
+                    self._leave_to(other, held)
+                    continue
                 self._epochs += 1
                 held.worker, held.epoch, held.leased_at = worker, self._epochs, self._clock()
-                slots -= max(1, held.item.slots)
-                leases.append(Lease(item_id, held.item.path, held.item.body, held.epoch))
+                self._roster.holds(worker, held.item.adapter)
+                self._roster.fills(worker, held.slots)
+                slots -= held.slots
+                leases.append(Lease(held.item.id, held.item.path, held.item.body, held.epoch))
             return leases
 
-    def _next_for(self, worker: str, models: Sequence[str]) -> str | None:
+    def _next_for(self, worker: str, models: Sequence[str]) -> tuple[_Held, bool] | None:
+        """What is set aside goes first. Says also whether it comes from the tree."""
         for model in models:
             for item_id in self._aside.get(model, [])[:MAX_ASIDE]:
-                if worker not in self._items[item_id].declined:
+                held = self._items[item_id]
+                free = held.left_to in (None, worker) or held.left_until < self._clock()
+                if free and worker not in held.declined:
                     self._withdraw(item_id)
-                    return item_id
+                    return held, False
         served = [model for model in models if len(self._aside.get(model, [])) < MAX_ASIDE]
         fairest = next((model for model in self._tree.children() if model in served), None)
-        return self._tree.pop((fairest,)) if fairest is not None else None
+        turn = self._tree.pop((fairest,)) if fairest is not None else None
+        return (self._items[turn], True) if turn is not None else None
+
+    def _better_for(self, held: _Held, worker: str) -> str | None:
+        return self._roster.better_for(held.item.adapter, held.item.path[0], worker, held.declined)
+
+    def _leave_to(self, worker: str, held: _Held) -> None:
+        held.left_to, held.left_until = worker, self._clock() + LEFT_S
+        self._aside.setdefault(held.item.path[0], []).append(held.item.id)
+        self._roster.fills(worker, held.slots)
 
     def renew(self, worker: str, ttl_s: float) -> bool:
         with self._news:
-            if worker not in self._deadlines:
-                return False
-            self._deadlines[worker] = self._clock() + ttl_s
-            return True
+            return self._roster.sign(worker, self._clock() + ttl_s)
 
     def holder(self, item_id: str) -> str | None:
         with self._news:
@@ -146,10 +169,8 @@ class LocalQueue:
 
     def expire(self) -> Expired:
         with self._news:
-            now, expired = self._clock(), Expired()
-            for worker in [w for w, deadline in sorted(self._deadlines.items(), key=_by_time) if deadline < now]:
-                del self._deadlines[worker]
-                self._models.pop(worker, None)
+            expired = Expired()
+            for worker in self._roster.gone(self._clock()):
                 self._release(worker, expired)
             expired.given_up.extend(sorted(self._given_up))
             for item_id in sorted(item_id for ids in self._aside.values() for item_id in ids):
@@ -173,10 +194,13 @@ class LocalQueue:
                 self._queue(held.item)
                 expired.back.append(held.item.id)
 
+    def _busy(self, worker: str) -> int:
+        return sum(held.slots for held in self._items.values() if held.worker == worker)
+
     def _able(self, item_id: str) -> tuple[bool, bool]:
         """Whether a worker is there that may serve an item; and whether one is there at all."""
         held = self._items[item_id]
-        there = [worker for worker, models in self._models.items() if held.item.path[0] in models]
+        there = self._roster.serving(held.item.path[0])
         return any(worker not in held.declined for worker in there), bool(there)
 
     def _is_aside(self, item_id: str) -> bool:
@@ -186,6 +210,7 @@ class LocalQueue:
         """An item that is in nobody's hands leaves the place where it waits."""
         path = self._items[item_id].item.path
         if self._is_aside(item_id):
+            self._items[item_id].left_to = None
             self._aside[path[0]].remove(item_id)
         else:
             self._tree.discard(path, item_id)
@@ -200,7 +225,3 @@ class LocalQueue:
     def _waiting(self) -> list[str]:
         now = self._clock()
         return [i for i, held in self._items.items() if held.result is not None and held.taken_until <= now]
-
-
-def _by_time(entry: tuple[str, float]) -> tuple[float, str]:
-    return entry[1], entry[0]

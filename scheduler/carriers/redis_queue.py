@@ -1,5 +1,5 @@
-"""The fair queue carried by Redis: each call is one Lua script (`fair_queue.lua`), so any number of processes may share
-it. Callable from any thread; blocks for a network round trip."""
+"""The fair queue carried by Redis: each call is one Lua script (`fair_queue.lua` upon `fair_tree.lua`), so any number
+of processes may share it. Callable from any thread; blocks for a network round trip."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, cast
 import redis
 
 from scheduler.carriers.clients import LONGEST_BLOCK_S, blocking, pooled
-from scheduler.carriers.contract import Answered, Expired, Item, Lease, Path, QueueUnreachable
+from scheduler.carriers.contract import LEFT_S, Answered, Expired, Item, Lease, Path, QueueUnreachable
 from scheduler.fair import weights_of
 
 _SEPARATOR = "\x1f"
-_SOURCE = FilePath(__file__).with_name("fair_queue.lua").read_text()
+_SOURCE = "".join(FilePath(__file__).with_name(name).read_text() for name in ("fair_tree.lua", "fair_queue.lua"))
 _GROUP = "settle"
 #: Whoever has taken an answer and did not forget it for so long is taken for dead.
 TAKEN_S = 15.0
@@ -43,11 +43,12 @@ class RedisQueue:
         self._reader = blocking(url)
         self._script = self._redis.register_script(_SOURCE)
         self._clock = clock
+        self._longest_wait_s = LONGEST_BLOCK_S
 
     def push(self, item: Item) -> bool:
         path = _SEPARATOR.join(item.path)
         weights = _SEPARATOR.join(map(str, weights_of(item.path, item.weight)))
-        return bool(self._call("push", item.id, path, weights, max(1, item.cost), item.slots, item.body))
+        return bool(self._call("push", item.id, path, weights, max(1, item.cost), item.slots, item.adapter, item.body))
 
     def correct(self, path: Path, tokens: int) -> None:
         self._call("correct", _SEPARATOR.join(path), tokens)
@@ -64,7 +65,9 @@ class RedisQueue:
         return None if found is None else int(found)
 
     def lease(self, worker: str, models: Sequence[str], slots: int, ttl_s: float) -> list[Lease]:
-        leases = self._call("lease", worker, self._now_ms(), int(ttl_s * 1000), slots, *models)
+        leases, again = self._call("lease", worker, self._now_ms(), int(ttl_s * 1000), slots, *models)
+        if slots > 0:
+            self._longest_wait_s = LEFT_S if again else LONGEST_BLOCK_S
         return [
             Lease(item_id.decode(), tuple(path.decode().split(_SEPARATOR)), body, int(epoch))
             for item_id, path, body, epoch in leases
@@ -130,10 +133,12 @@ class RedisQueue:
                 pipe.exists(f"{self._prefix}i:{item_id}")
             return {item_id for item_id, there in zip(item_ids, pipe.execute(), strict=True) if there}
 
-    def wait(self, timeout_s: float) -> None:
-        """Until something may have been queued. Only for a process's one worker loop."""
+    def wait(self, worker: str, timeout_s: float) -> None:
+        """Until there may be something to lease: queued, left to this worker, or no longer left to others. Only for a
+        process's one worker loop."""
+        bells = [f"{self._prefix}bell:{worker}", f"{self._prefix}bell"]
         with reaching():
-            self._reader.blpop([f"{self._prefix}bell"], min(timeout_s, LONGEST_BLOCK_S))
+            self._reader.blpop(bells, min(timeout_s, self._longest_wait_s))
 
     def close(self) -> None:
         self._redis.close()

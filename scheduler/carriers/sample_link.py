@@ -125,7 +125,7 @@ class SampleLink:
                 left = deadline - time.monotonic()
                 if work is not None or left <= 0:
                     return work
-                self._queue.wait(max(0.05, min(left, BEAT_S)))
+                self._queue.wait(self.name, max(0.05, min(left, BEAT_S)))
                 self._looked = 0.0
             except QueueUnreachable as error:
                 left = deadline - time.monotonic()

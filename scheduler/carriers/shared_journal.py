@@ -41,7 +41,7 @@ from scheduler.operations import (
     Waiting,
 )
 from scheduler.recovery import from_row
-from scheduler.replicas import samples_of
+from scheduler.replicas import needed, samples_of
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
@@ -154,7 +154,8 @@ class SharedJournal(Journal):
                 inflight=sampler.inflight,
                 priority=int(op.plan.get("priority", INTERACTIVE) == INTERACTIVE),
             )
-            item = Item(op.id, op.path, op.charged, _encode(send), samples_of(op), self._charges.weight(op.org_id))
+            weight, needs = self._charges.weight(op.org_id), needed(op, sampler)
+            item = Item(op.id, op.path, op.charged, _encode(send), samples_of(op), weight, needs)
             await self.reach(self._queue.push, item)
 
     def sampler(self, sampler_id: str) -> SamplerFacts:

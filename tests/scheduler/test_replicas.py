@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from sqlalchemy import update
 
 from scheduler.desks import LIVES
+from scheduler.journal import SamplerFacts
 from scheduler.link import WorkerLink
 from scheduler.messages import Cancel, Declined, Done, Occupancy, PullSamples, SampleWork
 from scheduler.operations import Operation, Outcome
-from scheduler.replicas import REMEMBERED, Replica, choose
+from scheduler.replicas import REMEMBERED, Replica, choose, needed
 from store import tables
 from tests.scheduler.test_journal import Service, go, organisation, sample
 
@@ -41,33 +42,33 @@ def replica(name: str, free: int, *models: str) -> Replica:
 def test_the_emptier_one_gets_it() -> None:
     a, b = replica("a", 8), replica("b", 8)
     a.take(op(0, samples=4), "x")
-    assert choose([a, b], op(1), "y") is b
-    assert choose([b, a], op(1), "y") is b
+    assert choose([a, b], op(1), "y", "y") is b
+    assert choose([b, a], op(1), "y", "y") is b
 
 
 def test_of_near_equals_the_one_that_holds_the_adapter_gets_it() -> None:
     a, b = replica("a", 10), replica("b", 10)
     a.take(op(0), "x")
-    assert choose([b, a], op(1), "x") is a
+    assert choose([b, a], op(1), "x", "x") is a
     for number in range(2):
         a.take(op(2 + number), "x")
-    assert choose([b, a], op(9), "x") is b  # 0.3 fuller
+    assert choose([b, a], op(9), "x", "x") is b  # 0.3 fuller
 
 
-def test_prompts_of_one_organisation_on_the_base_model_stay_together() -> None:
-    a, b = replica("a", 10), replica("b", 10)
-    a.take(op(0, org="acme"), "")
-    assert choose([b, a], op(1, org="acme"), "") is a
-    assert choose([b, a], op(1, org="other"), "") is b
+def test_prompts_of_one_organisation_on_the_base_model_stay_together_and_weights_that_follow_a_run() -> None:
+    base = SamplerFacts("acme", "m", "", None, inflight=False)
+    snapshot = SamplerFacts("acme", "m", "weights/1", "run", inflight=False)
+    follows = SamplerFacts("acme", "m", "weights/1", "run", inflight=True)
+    assert [needed(op(0, org="acme"), sampler) for sampler in (base, snapshot, follows)] == ["acme", "weights/1", "run"]
 
 
 def test_what_a_replica_has_declined_is_not_offered_to_it_again() -> None:
     a, b = replica("a", 9), replica("b", 1)
     a.decline("no such weights here", "op1")
     a.decline("no lm_head", "weights/x")
-    assert choose([a, b], op(1), "y") is b
-    assert choose([a, b], op(2), "weights/x") is b
-    assert choose([a, b], op(2), "y") is a
+    assert choose([a, b], op(1), "y", "y") is b
+    assert choose([a, b], op(2), "weights/x", "weights/x") is b
+    assert choose([a, b], op(2), "y", "y") is a
     for number in range(REMEMBERED):
         a.decline("other", f"other{number}")
     assert a.declined("op1") is None
@@ -84,7 +85,7 @@ def test_work_conserving(offers: list[tuple[int, str]], model: str, adapter: str
     for one in replicas[::2]:
         one.take(op(100, samples=0), "x")
     able = [one for one in replicas if one.free > 0 and model in one.models]
-    chosen = choose(replicas, op(1, model=model), adapter)
+    chosen = choose(replicas, op(1, model=model), adapter, adapter or "org")
     assert (chosen in able) if able else chosen is None
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from scheduler.carriers.contract import LIVES, MAX_ASIDE, Answered, FairQueue, Item
+from scheduler.carriers.contract import LEFT_S, LIVES, MAX_ASIDE, Answered, FairQueue, Item
 from tests.scheduler.carriers.conftest import Clock, Make
 
 
@@ -20,6 +22,10 @@ def queue(make_queue: Make, clock: Clock) -> FairQueue:
 
 def item(name: str, org: str = "o", cost: int = 10, **more: int) -> Item:
     return Item(name, ("m", org, "interactive", "lane"), cost, name.encode() * 2, **more)
+
+
+def taken(queue: FairQueue, worker: str, slots: int) -> list[str]:
+    return [lease.id for lease in queue.lease(worker, ["m"], slots, 60)]
 
 
 def drain(queue: FairQueue, worker: str = "w") -> list[str]:
@@ -215,3 +221,98 @@ def test_forgetting_a_queued_item_takes_it_out(queue: FairQueue) -> None:
     queue.push(item("b"))
     queue.forget("a")
     assert drain(queue) == ["b"]
+
+
+def needing(adapter: str, *names: str) -> list[Item]:
+    return [replace(item(name), adapter=adapter) for name in names]
+
+
+@pytest.fixture
+def warm(queue: FairQueue) -> FairQueue:
+    """Worker "a" has served adapter x, "b" adapter y; both have 7 of 8 slots free."""
+    for worker, adapter in [("a", "x"), ("b", "y")]:
+        queue.push(*needing(adapter, f"first {adapter}"))
+        assert len(queue.lease(worker, ["m"], 1, 60)) == 1
+        assert queue.lease(worker, ["m"], 7, 60) == []
+    return queue
+
+
+def test_an_item_is_left_to_the_worker_that_holds_its_adapter(warm: FairQueue) -> None:
+    for one in needing("y", "y1", "y2") + needing("x", "x1") + needing("z", "z1"):
+        warm.push(one)
+    assert taken(warm, "a", 7) == ["x1", "z1"]
+    assert taken(warm, "a", 5) == []
+    assert (warm.holder("y1"), warm.ahead("y1")) == (None, None)
+    assert taken(warm, "b", 7) == ["y1", "y2"]
+
+
+def test_what_was_left_and_not_fetched_is_anybodys_soon(warm: FairQueue, clock: Clock) -> None:
+    warm.push(*needing("y", "y1"))
+    assert taken(warm, "a", 7) == []
+    clock.now_s += LEFT_S / 2
+    assert taken(warm, "a", 7) == []
+    clock.now_s += LEFT_S
+    warm.push(*needing("y", "y2"))
+    assert taken(warm, "a", 7) == ["y1", "y2"]  # which holds y now
+
+
+def test_a_lone_worker_waits_for_nobody(queue: FairQueue, clock: Clock) -> None:
+    for one in needing("x", "x1", "x2"):
+        queue.push(one)
+    assert taken(queue, "dead", 1) == ["x1"]
+    queue.lease("dead", ["m"], 4, 60)  # has room, and took x2
+    clock.now_s += 61
+    assert queue.expire().back == ["x1", "x2"]
+    assert taken(queue, "a", 4) == ["x1", "x2"]
+
+
+def test_nothing_is_left_to_a_worker_that_is_much_fuller(warm: FairQueue) -> None:
+    for number in range(8):
+        warm.push(*needing("y", f"y{number}"))
+    # Worker b has 1 of 8 slots busy, like a: y0 and y1 make it a quarter fuller.
+    assert taken(warm, "a", 7) == [f"y{number}" for number in range(2, 8)]
+    assert taken(warm, "b", 7) == ["y0", "y1"]
+
+
+def test_nothing_is_left_to_a_worker_without_room(queue: FairQueue) -> None:
+    for one in needing("x", *"12345"):
+        queue.push(one)
+    assert len(taken(queue, "a", 5)) == 5
+    queue.push(*needing("y", "y1"))
+    assert taken(queue, "b", 1) == ["y1"]
+    queue.push(*needing("y", "y2"))
+    assert taken(queue, "a", 1) == ["y2"]
+
+
+def test_nothing_is_left_to_a_worker_that_has_declined_it(warm: FairQueue, clock: Clock) -> None:
+    warm.push(*needing("y", "y1"))
+    for worker in ("b", "dies"):
+        (lease,) = warm.lease(worker, ["m"], 7, 60)
+        if worker == "b":
+            assert warm.decline("y1", lease.epoch, "too long") == []
+    clock.now_s += 50
+    assert [warm.lease(worker, ["m"], 7, 60) for worker in "ab"] == [[], []]
+    clock.now_s += 11
+    assert warm.expire().back == ["y1"]
+    assert taken(warm, "a", 7) == ["y1"]
+
+
+def test_what_is_left_to_a_worker_can_be_removed_and_forgotten(warm: FairQueue) -> None:
+    for one in needing("y", "y1", "y2"):
+        warm.push(one)
+    assert taken(warm, "a", 7) == []
+    assert not warm.push(*needing("y", "y1"))
+    assert warm.remove("y1")
+    warm.forget("y2")
+    assert warm.known(["y1", "y2"]) == set()
+    assert taken(warm, "b", 7) == []
+
+
+def test_fair_order_is_the_same_whoever_holds_what(warm: FairQueue) -> None:
+    """What is left to another counts as served, so the others of its flow wait for their turn."""
+    for number in range(4):
+        warm.push(replace(item(f"x{number}", "acme"), adapter="x"))
+        warm.push(replace(item(f"y{number}", "other"), adapter="y"))
+    assert taken(warm, "a", 2) == ["x0", "x1"]
+    assert taken(warm, "b", 2) == ["y0", "y1"]
+    assert taken(warm, "c", 8) == ["x2", "y2", "x3", "y3"]

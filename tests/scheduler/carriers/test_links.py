@@ -57,9 +57,9 @@ def sample_link(url: str, blobs: Blobs) -> Iterator[SampleLink]:
     link.close()
 
 
-def push(queue: RedisQueue, name: str) -> None:
+def push(queue: RedisQueue, name: str, adapter: str = "") -> None:
     body = msgspec.msgpack.encode(SampleOp(name, "m", f"ops/{name}", 2))
-    assert queue.push(Item(name, ("m", "org", "interactive", "lane"), 10, body, slots=2))
+    assert queue.push(Item(name, ("m", "org", "interactive", "lane"), 10, body, slots=2, adapter=adapter))
 
 
 def eventually(holds: Callable[[], Any], within_s: float = 20.0) -> Any:
@@ -103,6 +103,30 @@ def test_an_idle_generator_is_woken_by_work(url: str, sample_link: SampleLink) -
     assert isinstance(sample_link.recv(20), SampleWork)
     assert time.monotonic() - began < 15
     queue.close()
+
+
+def test_a_generator_that_waits_gets_what_needs_its_adapter_and_nobody_waits_for_one_that_does_not_come(
+    url: str, blobs: Blobs
+) -> None:
+    queue, holder, other = RedisQueue(url), SampleLink(url, blobs), SampleLink(url, blobs)
+    push(queue, "first", "x")
+    for link in (holder, other):
+        link.send(PullSamples(["m"], 8))
+        link.recv(0.05)
+    assert queue.holder("first") == holder.name
+    came: list[str] = []
+    waits = threading.Thread(target=lambda: came.extend(op.op_id for op in holder.recv(30).ops))  # type: ignore[union-attr]
+    waits.start()
+    push(queue, "a", "x")
+    assert other.recv(0) is None or came
+    waits.join()
+    assert came == ["a"]
+    push(queue, "b", "x")  # and now the holder is busy with something
+    work = other.recv(30)
+    assert isinstance(work, SampleWork)
+    assert [op.op_id for op in work.ops] == ["b"]
+    for end in (queue, holder, other):
+        end.close()
 
 
 def test_a_drained_generator_takes_nothing_more(url: str, sample_link: SampleLink) -> None:

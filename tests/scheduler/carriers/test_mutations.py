@@ -9,12 +9,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis.errors import NoSuchExample
+from hypothesis.strategies import SearchStrategy
 
 from scheduler.carriers import redis_queue
 from scheduler.carriers.local_queue import LocalQueue
 from scheduler.carriers.redis_queue import RedisQueue
 from tests.scheduler.carriers.conftest import Clock
-from tests.scheduler.carriers.test_properties import calls, played
+from tests.scheduler.carriers.test_properties import calls, calls_with_room, played
 
 FAULTS = {
     "an answer with any epoch counts": ("or held[2] ~= epoch then return 0", "then return 0"),
@@ -30,6 +31,16 @@ FAULTS = {
     "what is removed stays": ('  withdraw(id)\n  redis.call("DEL", item, key("d", id))\n  return 1', "  return 1"),
 }  # fmt: skip
 
+#: Noticed where there is room to choose.
+OF_AFFINITY = {
+    "left to others for ever": ("or number(till) < number(now)", ""),
+    "left to others for no time": ("or number(till) < number(now)", "or true"),
+    "left to a much fuller one": ("if full < least then", "if true then"),
+    "left to one that serves other models": ("room > 0 and serves and", "room > 0 and"),
+    "left though it is held here": ('or adapter == "" or holds(worker, adapter) then', 'or adapter == "" then'),
+    "what is left takes no room": ('redis.call("HINCRBY", P .. "room"', 'redis.call("HINCRBY", P .. "r"'),
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def mutant(redis_url: str) -> Iterator[RedisQueue]:
@@ -38,8 +49,8 @@ def mutant(redis_url: str) -> Iterator[RedisQueue]:
     queue.close()
 
 
-def differing(mutant: RedisQueue, source: str) -> None:
-    """Find a script of calls that `source` answers otherwise. Raises NoSuchExample."""
+def differing(mutant: RedisQueue, source: str, scripts: SearchStrategy) -> None:  # type: ignore[type-arg]
+    """Find one of these scripts that `source` answers otherwise. Raises NoSuchExample."""
     mutant._script = mutant._redis.register_script(source)
 
     def differs(script: list) -> bool:  # type: ignore[type-arg]
@@ -51,16 +62,18 @@ def differing(mutant: RedisQueue, source: str) -> None:
             return True
 
     quick = settings(max_examples=100, database=None, derandomize=True, phases=[Phase.generate], deadline=None)
-    find(calls, differs, settings=settings(quick, suppress_health_check=list(HealthCheck)))
+    find(scripts, differs, settings=settings(quick, suppress_health_check=list(HealthCheck)))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS | OF_AFFINITY)
 def test_a_fault_in_the_script_is_noticed(mutant: RedisQueue, fault: str) -> None:
-    right, wrong = FAULTS[fault]
+    right, wrong = (FAULTS | OF_AFFINITY)[fault]
     assert redis_queue._SOURCE.count(right) == 1, "the script has changed: so must this fault"
-    differing(mutant, redis_queue._SOURCE.replace(right, wrong))
+    scripts = calls_with_room if fault in OF_AFFINITY else calls
+    differing(mutant, redis_queue._SOURCE.replace(right, wrong), scripts)
 
 
-def test_without_a_fault_nothing_is_noticed(mutant: RedisQueue) -> None:
+@pytest.mark.parametrize("scripts", [calls, calls_with_room], ids=["calls", "with room"])
+def test_without_a_fault_nothing_is_noticed(mutant: RedisQueue, scripts: SearchStrategy) -> None:  # type: ignore[type-arg]
     with pytest.raises(NoSuchExample):
-        differing(mutant, redis_queue._SOURCE)
+        differing(mutant, redis_queue._SOURCE, scripts)

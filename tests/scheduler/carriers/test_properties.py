@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from scheduler.carriers.contract import LIVES, Expired, FairQueue, Item
+from scheduler.carriers.contract import LEFT_S, LIVES, Expired, FairQueue, Item
 from scheduler.carriers.local_queue import LocalQueue
 from scheduler.carriers.redis_queue import RedisQueue
 from tests.scheduler.carriers.conftest import Clock, Make
@@ -26,7 +26,26 @@ paths = st.tuples(
     st.sampled_from(["interactive", "batch"]),
     st.sampled_from(["1", "2"]),
 )
-pushes = st.tuples(st.just("push"), paths, st.integers(1, 50), st.integers(1, 5), st.integers(1, 3))
+adapters = st.sampled_from(["", "a1", "a2"])
+pushes = st.tuples(st.just("push"), paths, st.integers(1, 50), st.integers(1, 5), st.integers(1, 3), adapters)
+#: Few adapters and much room, so that workers hold what others ask for.
+_push_alike = st.tuples(
+    st.just("push"), paths, st.just(10), st.just(1), st.integers(1, 2), st.sampled_from(["a1", "a2", "a3"])
+)
+calls_with_room = st.lists(
+    st.one_of(
+        _push_alike,
+        _push_alike,
+        st.tuples(st.just("lease"), st.sampled_from("AB"), st.integers(1, 12), st.sampled_from([True, True, False])),
+        st.tuples(st.just("lease"), st.sampled_from("AB"), st.just(12), st.just(True)),
+        st.tuples(st.just("answer"), st.integers(0, 50)),
+        st.tuples(st.just("decline"), st.integers(0, 50)),
+        st.tuples(st.just("wait"), st.sampled_from([1 / 32, 1 / 16, 3])),
+        st.just(("expire",)),
+    ),
+    min_size=30,
+    max_size=100,
+)
 calls = st.lists(
     st.one_of(
         pushes,
@@ -38,7 +57,7 @@ calls = st.lists(
         st.tuples(st.just("correct"), paths, st.integers(-30, 30)),
         st.tuples(st.just("remove"), st.integers(0, 50)),
         st.tuples(st.just("ahead"), st.integers(0, 50)),
-        st.tuples(st.just("wait"), st.integers(1, 8)),
+        st.tuples(st.just("wait"), st.sampled_from([1 / 32, 1 / 16, 1, 3, 8])),
         st.just(("expire",)),
         st.just(("lapse",)),
     ),
@@ -67,8 +86,9 @@ def played(queue: FairQueue, clock: Clock, script: list[tuple]) -> list[object]:
     for number, (name, *arguments) in enumerate(script):
         match name:
             case "push":
-                path, cost, weight, slots = arguments
-                told.append(queue.push(Item(f"i{number}", path, cost, slots=slots, weight=weight)))
+                path, cost, weight, slots, adapter = arguments
+                item = Item(f"i{number}", path, cost, slots=slots, weight=weight, adapter=adapter)
+                told.append(queue.push(item))
             case "lease":
                 worker, slots, both = arguments
                 found = queue.lease(worker, ["m1", "m2"] if both else ["m2"], slots, 5)
@@ -90,13 +110,27 @@ def played(queue: FairQueue, clock: Clock, script: list[tuple]) -> list[object]:
                 clock.now_s += 6
                 told.append(queue.expire())
         told.append(queue.peek())
+    clock.now_s += LEFT_S + 1
     while found := queue.lease("last", ["m1", "m2"], 1, 1e6):
         told.append(found[0].id)
     return told
 
 
+#: A correction that leaves the clock where it is moves nobody else.
+_corrected_twice = [
+    ("push", ("m2", "y", "interactive", "1"), 42, 5, 2, ""),
+    ("push", ("m2", "y", "batch", "1"), 1, 4, 3, ""),
+    ("lease", "A", 4, False),
+    ("lapse",),
+    ("push", ("m2", "x", "batch", "2"), 27, 5, 3, ""),
+    ("correct", ("m2", "y", "interactive", "2"), 22),
+    ("correct", ("m2", "x", "batch", "1"), 7),
+]
+
+
 @settings(quick, max_examples=100)
-@given(script=calls)
+@example(script=_corrected_twice)
+@given(script=calls | calls_with_room)
 def test_both_carriers_say_the_same_to_any_calls(make_redis: Callable[[Clock], RedisQueue], script: list) -> None:  # type: ignore[type-arg]
     here, there = Clock(), Clock()
     assert played(LocalQueue(here), here, script) == played(make_redis(there), there, script)
