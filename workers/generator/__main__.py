@@ -71,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         for engine in engines.values():
-            if isinstance(engine, VllmEngine):
-                engine.close()
+            engine.close()
     if isinstance(link, SampleLink):
         link.close()
     return 0

@@ -1,15 +1,18 @@
 """The adapters an engine has in memory: read on first use, kept for the next request, evicted least recently used.
 
-One in use is never evicted; if those in use alone exceed the cap, the cap is exceeded until they are released.
+One thread reads, in the order in which it was asked to; the engine's own thread does everything else and, between two
+steps, installs what has been read. So nobody waits for a disk but the requests that need what is on it. One in use, or
+on its way, is never evicted; if those alone exceed the cap, the cap is exceeded until they are released.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from workers.model.adapter import Adapter, AdapterFileError
@@ -21,72 +24,126 @@ class AdapterUnusable(Exception):
     """The weights of an adapter cannot be had. The message goes to the user: it names the adapter, not its folder."""
 
 
-@dataclass
+@dataclass(eq=False)
 class HeldAdapter:
-    """What `adapter` holds may be replaced between steps (`swap`): read it anew for each."""
+    """What `adapter` holds may be replaced between steps (`AdapterCache.install`): read it anew for each. There is none
+    before the first read has ended well."""
 
     name: str
-    adapter: Adapter
-    size_bytes: int
-    version: int
-    #: Never 0, and never the same for other weights.
-    weights: int
+    adapter: Adapter = field(init=False, repr=False)
+    size_bytes: int = 0
+    version: int = 0
+    #: 0 before there are any, and never the same for other weights.
+    weights: int = 0
     users: int = 0
+    #: The newest read that was asked for, and the newest that has ended, well or not.
+    asked: int = 0
+    ended: int = 0
+    failed: bool = False  # that one, so that `weights` are not the newest that were asked for
+
+    @property
+    def coming(self) -> bool:
+        """Whether newer weights are on their way."""
+        return self.ended < self.asked
+
+
+@dataclass(frozen=True)
+class _Read:
+    number: int
+    held: HeldAdapter
+    found: Future[tuple[Adapter, int]]
 
 
 class AdapterCache:
     def __init__(self, load: Callable[[Path], tuple[Adapter, int]], max_bytes: int) -> None:
-        """`load` reads the weights in a folder and their policy version."""
+        """`load` reads the weights in a folder and their policy version, in the reading thread."""
         self._load = load
         self._max_bytes = max_bytes
-        self._loaded: OrderedDict[str, HeldAdapter] = OrderedDict()
-        self._reads = itertools.count(1)
+        self._here: OrderedDict[str, HeldAdapter] = OrderedDict()
+        self._reads: deque[_Read] = deque()  # that have not been installed, in order
+        self._numbers = itertools.count(1)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-reader")
 
     def __len__(self) -> int:
-        return len(self._loaded)
+        return sum(held.weights > 0 for held in self._here.values())
 
     @property
     def size_bytes(self) -> int:
-        return sum(loaded.size_bytes for loaded in self._loaded.values())
+        return sum(held.size_bytes for held in self._here.values())
+
+    @property
+    def reading(self) -> bool:
+        """Whether there is, or will be, something to install."""
+        return bool(self._reads)
 
     def acquire(self, name: str, folder: Path | None) -> HeldAdapter:
-        """The adapter called `name`, read from `folder` unless it is here. Pair each call with a `release`."""
-        loaded = self._loaded.get(name)
-        if loaded is None:
-            if folder is None or not folder.is_dir():
-                raise AdapterUnusable(f"the sampler weights {name!r} are gone: save them again and make a new sampler")
-            loaded = self._loaded[name] = self._read(name, folder)
-        loaded.users += 1
-        self._loaded.move_to_end(name)
-        self._evict()
-        return loaded
+        """The adapter called `name`, being read from `folder` if need be: who acquires it now may use it once the read
+        `asked` has `ended`. Pair each call with a `release`."""
+        held = self._here.setdefault(name, HeldAdapter(name))
+        if not held.coming and (held.failed or not held.weights):
+            self._read(held, folder)
+        held.users += 1
+        self._here.move_to_end(name)
+        return held
 
-    def release(self, loaded: HeldAdapter) -> None:
-        loaded.users -= 1
+    def release(self, held: HeldAdapter) -> None:
+        held.users -= 1
         self._evict()
 
     def swap(self, name: str, folder: Path) -> None:
-        """Make `name` mean the weights in `folder`, for those who hold it too."""
-        fresh = self._read(name, folder)
-        loaded = self._loaded.setdefault(name, fresh)
-        loaded.adapter, loaded.size_bytes = fresh.adapter, fresh.size_bytes
-        loaded.version, loaded.weights = fresh.version, fresh.weights
-        self._evict()
+        """Begin to make `name` mean the weights in `folder`, for those who hold it too. If they cannot be read, these
+        keep what they have, and who acquires it next brings a folder."""
+        self._read(self._here.setdefault(name, HeldAdapter(name)), folder)
 
-    def _read(self, name: str, folder: Path) -> HeldAdapter:
+    def wait(self, timeout_s: float) -> None:
+        """Until the next read has ended."""
+        if self._reads:
+            wait([self._reads[0].found], timeout_s)
+
+    def install(self) -> tuple[HeldAdapter, BaseException | None] | None:
+        """Take in the oldest read if it has ended: which adapter it is of, and what went wrong with it, if anything.
+        AdapterUnusable is a fault of the files."""
+        if not self._reads or not self._reads[0].found.done():
+            return None
+        read = self._reads.popleft()
+        held, error = read.held, read.found.exception()
+        held.ended, held.failed = read.number, error is not None
+        if error is None:
+            held.adapter, held.version = read.found.result()
+            held.size_bytes = held.adapter.flat.numel() * held.adapter.flat.element_size()
+            held.weights = read.number
+        elif not held.weights and not held.coming:
+            del self._here[held.name]
+        self._evict()
+        return held, error
+
+    def close(self) -> None:
+        """End the thread. What is still to be read never is."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _read(self, held: HeldAdapter, folder: Path | None) -> None:
+        """Begin to read; an older read of this adapter that has not begun is not needed any more."""
+        for older in [read for read in self._reads if read.held is held and read.found.cancel()]:
+            self._reads.remove(older)
+        held.asked = next(self._numbers)
+        found = self._thread.submit(self._from_disk, held.name, folder)
+        self._reads.append(_Read(held.asked, held, found))
+
+    def _from_disk(self, name: str, folder: Path | None) -> tuple[Adapter, int]:
+        """In the reading thread."""
+        if folder is None or not folder.is_dir():
+            raise AdapterUnusable(f"the sampler weights {name!r} are gone: save them again and make a new sampler")
         try:
-            adapter, version = self._load(folder)
+            return self._load(folder)
         except AdapterFileError as error:
             log.warning("sampler weights %r: %s", name, error)
             raise AdapterUnusable(f"the sampler weights {name!r} are damaged or of another base model") from error
-        size_bytes = adapter.flat.numel() * adapter.flat.element_size()
-        return HeldAdapter(name, adapter, size_bytes, version, next(self._reads))
 
     def _evict(self) -> None:
         excess = self.size_bytes - self._max_bytes
-        for loaded in list(self._loaded.values()):
+        for held in list(self._here.values()):
             if excess <= 0:
                 return
-            if loaded.users == 0:
-                del self._loaded[loaded.name]
-                excess -= loaded.size_bytes
+            if held.users == 0 and not held.coming:
+                del self._here[held.name]
+                excess -= held.size_bytes

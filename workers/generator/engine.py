@@ -11,7 +11,8 @@ Seeded requests are reproducible whoever shares the engine: every sequence draws
 Policies in flight: an adapter has a version, the optimizer steps of its run behind it (`workers.model.adapter
 .policy_version` reads it of a folder; the base model's is 0). Every token is labelled with the version whose logits it
 was drawn from. `swap_adapter` moves running requests to newer weights between two steps, over the keys and values they
-have; `run_moved` says how far the run itself is, and stops what has become too old for its request.
+have, as soon as these weights have been read; `run_moved` says how far the run itself is, and stops what has become too
+old for its request.
 """
 
 from __future__ import annotations
@@ -192,16 +193,21 @@ class Engine(Protocol):
         another which computes the head of its prompt."""
 
     def step(self) -> list[Finished]:
-        """Prefill what fits, advance every running sequence by a token, and return what ended."""
+        """Prefill what fits, advance every running sequence by a token, and return what ended. Waits a moment when that
+        is nothing yet."""
 
     def cancel(self, request_id: str) -> Finished | None:
         """End a request now, with the tokens it has (stop reason "length"). None: there is no such request."""
 
     def swap_adapter(self, name: str, folder: Path) -> None:
-        """From the next token on, `name` means the weights in `folder`, for running requests too. Raises
-        AdapterUnusable, and changes nothing, when they cannot be read."""
+        """As soon as they have been read, `name` means the weights in `folder`: for running requests from their next
+        token on, for what is added from now on from the first. Swaps of one name keep their order. When they cannot be
+        read, running requests stay as they are, and the next one brings a folder, as the first did."""
 
     def run_moved(self, run: str, version: int) -> None:
         """The policy of `run` is at `version` now, whatever is sampled from: stop what has become too old."""
 
     def stats(self) -> EngineStats: ...
+
+    def close(self) -> None:
+        """Let go of threads and processes, whatever is here. Nothing may be asked of the engine afterwards."""

@@ -2,8 +2,8 @@
 
 A prefill takes at most a budget of prompt tokens, so that running sequences never wait long for their next one; a
 longer prompt is computed in pieces of whole blocks, over several steps. Requests start by priority and then in the
-order they came, with one exception: one whose next block of prompt is being computed by another waits for that, for
-then it need not compute it.
+order they came, with two exceptions: one whose adapter is still being read lets others go first, and one whose next
+block of prompt is being computed by another waits for that, for then it need not compute it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ class PrefillQueue:
     def __bool__(self) -> bool:
         return bool(self._waiting or self._begun)
 
+    @property
+    def ready(self) -> bool:
+        """Whether one of them does not wait for its adapter."""
+        return any(not progress.awaits for progress in self)
+
     def __iter__(self) -> Iterator[RequestProgress]:
         yield from self._begun
         yield from self._waiting
@@ -47,7 +52,7 @@ class PrefillQueue:
         chosen: list[RequestProgress] = []
         computing: set[BlockKey] = set()
         left = self._budget
-        for progress in [*self._begun, *self._waiting]:
+        for progress in [progress for progress in self if not progress.awaits]:
             starting = progress.started == 0
             if starting:
                 self._look_up(progress)

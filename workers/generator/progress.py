@@ -101,8 +101,12 @@ class RequestProgress:
     prompt_logits_V: Tensor = field(default_factory=lambda: torch.empty(0))
     prompt_version: int | None = None  # of the policy that they are from
     given_up: bool = False  # what has not started will not
+    awaits: int = 0  # the read of its adapter without which its prompt is not computed (any further); 0 if none
+    run_version: int = 0  # how far its run is, as far as it was told
 
     def __post_init__(self) -> None:
+        if self.adapter is not None and self.adapter.coming:
+            self.awaits = self.adapter.asked
         self.sequences = [SequenceProgress(self, sample) for sample in range(self.request.num_samples)]
 
     @property
@@ -149,14 +153,16 @@ class RequestProgress:
         """Those that are seated."""
         return (sequence for sequence in self.sequences[: self.started] if sequence.pages)
 
-    def too_old(self, now: int) -> list[SequenceProgress]:
-        """The sequences that `max_staleness` ends when their run is at version `now`."""
+    def too_old(self) -> list[SequenceProgress]:
+        """The sequences that `max_staleness` ends, as far as its run is."""
         most = self.request.max_staleness
         if most is None:
             return []
         fresh = self.version if self.prompt_version is None else self.prompt_version
         open_ones = (sequence for sequence in self.sequences if sequence.stop_reason is None)
-        return [s for s in open_ones if now - min((version for version, _ in s.policy), default=fresh) > most]
+        return [
+            s for s in open_ones if self.run_version - min((version for version, _ in s.policy), default=fresh) > most
+        ]
 
     def finished(self) -> Finished:
         """The request as it stands, whether all its sequences have ended or it is cancelled."""

@@ -1,9 +1,10 @@
 """TorchEngine: continuous batching of our own decoder over a paged KV cache.
 
-Each step first gives room to sequences that wait for it, those set aside before all others (`seating`), then prefills
-queued requests in order (up to a budget of prompt tokens, so that running sequences never wait long; longer prompts in
-pieces), then advances every running sequence by one token. Sequences join and leave between steps. Prompts that begin
-as an earlier one did, with the same weights, take up what it computed.
+Each step first takes in the adapters that have been read meanwhile (`adapters`), then gives room to sequences that wait
+for it, those set aside before all others (`seating`), then prefills queued requests in order (up to a budget of prompt
+tokens, so that running sequences never wait long; longer prompts in pieces), then advances every running sequence by
+one token. Sequences join and leave between steps. Prompts that begin as an earlier one did, with the same weights, take
+up what it computed.
 
 What a request gets depends on nothing but itself: its rows see only its pages, its adapter and its random numbers.
 """
@@ -40,6 +41,9 @@ log = logging.getLogger(__name__)
 DEFAULT_PREFILL_TOKENS = 2048
 DEFAULT_ADAPTER_BYTES = 2 << 30
 DEFAULT_PREFIX_BYTES = 512 << 20
+
+#: How long a step waits for an adapter when all that is here does: what work that arrives waits at most.
+READ_WAIT_S = 0.005
 
 
 class TorchEngine:
@@ -111,7 +115,7 @@ class TorchEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue or self._running or self._finished)
+        return bool(self._queue or self._running or self._finished or self._adapters.reading)
 
     def add(self, request: GenerateRequest) -> None:
         fault = request_fault(request, self._context, self._decoder.config.vocab_size)
@@ -123,7 +127,7 @@ class TorchEngine:
         try:
             self._here[request.id] = self._progress(request)
             self._queue.add(self._here[request.id])
-        except (AdapterUnusable, NoTokenizer) as error:
+        except NoTokenizer as error:
             self._finished.append(refused(request.id, str(error)))
         except Exception as error:
             log.exception("request %s: cannot be prepared", request.id)
@@ -131,6 +135,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
+        self._install()
         self._seating.bring_back()
         self._survive(list(self._starting.values()), self._start_sequences)
         self._survive(self._queue.choose(self._seating.seat), self._prefill)
@@ -153,17 +158,14 @@ class TorchEngine:
 
     def swap_adapter(self, name: str, folder: Path) -> None:
         self._adapters.swap(name, folder)
-        self._plan = None
 
     def run_moved(self, run: str, version: int) -> None:
         for progress in [p for p in self._here.values() if p.request.run == run]:
-            for sequence in progress.too_old(version):
-                sequence.stop_reason, sequence.stale = "length", True
-                self._note_routes(sequence)
-                self._seating.leave(sequence)
-                progress.given_up = True
-            if progress.done:
-                self._end(progress)
+            progress.run_version = version
+            self._stop_stale(progress)
+
+    def close(self) -> None:
+        self._adapters.close()
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -182,11 +184,43 @@ class TorchEngine:
             preempted=self._seating.preempted,
         )
 
-    # -- coming and going
+    # -- adapters
 
     def _load(self, folder: Path) -> tuple[Adapter, int]:
         loaded = load_adapter(folder, self._decoder.config, device=self._cache.device)
         return loaded.adapter, version_of(loaded.details)
+
+    def _install(self) -> None:
+        """Take in the adapters that have been read; while there is nothing else to do, wait a moment for one."""
+        if not (self._running or self._finished or self._queue.ready):
+            self._adapters.wait(READ_WAIT_S)
+        while (installed := self._adapters.install()) is not None:
+            held, error = installed
+            self._plan = None
+            for progress in [p for p in self._here.values() if p.adapter is held and 0 < p.awaits <= held.ended]:
+                progress.awaits = 0
+                if error is None:
+                    self._stop_stale(progress)
+                else:
+                    self._forget(progress)
+                    self._finished.append(_unread(progress.request.id, error))
+
+    def _stop_stale(self, progress: RequestProgress) -> None:
+        """End the sequences that are too old. Those whose prompt is not computed need not be, if newer weights are on
+        their way: they wait for them."""
+        stale, adapter = [] if progress.awaits else progress.too_old(), progress.adapter
+        if stale and progress.prompt_version is None and adapter is not None and adapter.coming:
+            progress.awaits = adapter.asked
+            return
+        for sequence in stale:
+            sequence.stop_reason, sequence.stale = "length", True
+            self._note_routes(sequence)
+            self._seating.leave(sequence)
+            progress.given_up = True
+        if stale and progress.done:
+            self._end(progress)
+
+    # -- coming and going
 
     def _waiting(self) -> int:
         queued = sum(progress.unstarted for progress in self._queue)
@@ -197,8 +231,8 @@ class TorchEngine:
         if request.sampling.max_tokens is not None:
             limit = min(limit, request.sampling.max_tokens)
         rule = StopRule(request.sampling, self._eos_token_ids, limit, self._decode_text)
-        adapter = self._adapters.acquire(request.adapter, request.adapter_folder) if request.adapter else None
         scores = PromptScores(request, self._decoder.config.vocab_size)
+        adapter = self._adapters.acquire(request.adapter, request.adapter_folder) if request.adapter else None
         return RequestProgress(request, rule, adapter, scores, next(self._numbers))
 
     def _end(self, progress: RequestProgress) -> None:
@@ -350,7 +384,15 @@ class NotFinite(ArithmeticError):
         self.adapted = adapted
 
 
-def _broken(request_id: str, error: Exception) -> Finished:
+def _unread(request_id: str, error: BaseException) -> Finished:
+    """The end of a request whose adapter could not be read."""
+    if isinstance(error, AdapterUnusable):
+        return refused(request_id, str(error))
+    log.error("request %s: its adapter cannot be read", request_id, exc_info=error)
+    return _broken(request_id, error)
+
+
+def _broken(request_id: str, error: BaseException) -> Finished:
     """The end of a request that broke. Only what we word ourselves goes to the user: the rest may name files."""
     if isinstance(error, NotFinite):
         return Finished(request_id, error=RequestError(str(error), "user" if error.adapted else "server"))

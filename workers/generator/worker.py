@@ -14,7 +14,6 @@ import msgspec
 
 from scheduler.messages import Cancel, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
 from store.blobs import Blobs
-from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import Engine, Finished
 from workers.generator.requests import Order, answer, failure, inflight_name, policy_name, read_order, record_stability
 
@@ -110,10 +109,7 @@ class Generator:
         engines = {self._engines[o.op.base_model] for o in self._orders.values() if o.op.run_id == moved.run_id}
         for engine in engines:
             if moved.adapter_ref:
-                try:
-                    self._follow(engine, inflight_name(moved.run_id), moved.adapter_ref)
-                except AdapterUnusable as error:
-                    log.warning("samples of run %s that are running stay on older weights: %s", moved.run_id, error)
+                self._follow(engine, inflight_name(moved.run_id), moved.adapter_ref)
             engine.run_moved(moved.run_id, moved.version)
 
     def _follow(self, engine: Engine, name: str, ref: str) -> None:
@@ -134,11 +130,7 @@ class Generator:
             self._link.send(failure(op.op_id, f"the request cannot be read: {type(error).__name__}"))
             return
         if op.inflight:
-            try:
-                self._follow(engine, policy_name(op), op.adapter_ref)
-            except AdapterUnusable as error:
-                self._link.send(failure(op.op_id, str(error), "user"))
-                return
+            self._follow(engine, policy_name(op), op.adapter_ref)
         self._orders[op.op_id] = order
         engine.add(order.request)
         if op.run_id:

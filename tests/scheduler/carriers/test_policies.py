@@ -149,7 +149,8 @@ def test_running_samples_follow_their_run_or_end(
     assert versions["loose"] == [(1, TOKENS)]
     assert found["strict"].stale
     ((version, length),) = versions["strict"]
-    assert (version, length) == (1, before)
+    assert version == 1
+    assert length <= before  # it ends at once; the other is on older weights until the new ones have been read
 
 
 def test_nobody_goes_back_to_an_earlier_policy(board: PolicyBoard) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,12 @@ def make_engine(request: pytest.FixtureRequest, decoder: Decoder) -> EngineFacto
         return TorchEngine(decoder, EOS, slots=slots, context=context, decode_text=spell, **options)  # type: ignore[arg-type]
 
     return make
+
+
+def until_read(engine: Engine) -> None:
+    """Wait for the adapters that are on their way: the next step has them."""
+    assert isinstance(engine, TorchEngine)
+    wait([read.found for read in engine._adapters._reads])
 
 
 def spell(tokens: object) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from workers.generator.engine import Engine, Finished, GenerateRequest, SamplingParams
 
-from .conftest import EOS, VOCAB, run
+from .conftest import EOS, VOCAB, run, until_read
 
 MakeEngine = Callable[..., Engine]
 NO_STOP = SamplingParams(max_tokens=12, stop_at_eos=False)
@@ -261,9 +261,11 @@ def test_swap_takes_effect_while_others_keep_generating(make_engine: MakeEngine,
     engine = make_engine()
     for request in (swapped, other):
         engine.add(request)
+    until_read(engine)
     for _ in range(4):
         engine.step()
     engine.swap_adapter("policy", adapters["a1"])
+    until_read(engine)
     finished = run(engine)
     after = finished["swapped"].sequences[0].tokens.tolist()
     assert after[:4] == before[:4]
@@ -271,6 +273,30 @@ def test_swap_takes_effect_while_others_keep_generating(make_engine: MakeEngine,
     assert same(finished["other"], run(make_engine(), other)["other"])
     renamed = replace(swapped, adapter="fresh", adapter_folder=adapters["a1"])
     assert greedy_tokens(engine, swapped) == greedy_tokens(make_engine(), renamed)
+
+
+def test_a_swap_that_cannot_be_read_fails_only_what_needs_it(
+    make_engine: MakeEngine, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    running = ask("running", sampling=replace(NO_STOP, max_tokens=60, seed=4), adapter="policy",
+                  adapter_folder=adapters["a0"])  # fmt: skip
+    alone = run(make_engine(), running)["running"]
+    engine = make_engine()
+    engine.add(running)
+    engine.step()
+    engine.swap_adapter("policy", tmp_path)
+    engine.add(replace(running, id="needs", adapter_folder=tmp_path))
+    finished = run(engine)
+    assert same(finished["running"], alone)
+    late = run(engine, replace(running, id="late", adapter_folder=tmp_path))["late"]
+    for failed in (finished["needs"], late):
+        assert failed.error is not None
+        assert failed.error.category == "user"
+        assert "the sampler weights 'policy' are damaged" in failed.error.message
+    engine.swap_adapter("policy", adapters["a1"])
+    renamed = replace(running, id="renamed", adapter="fresh", adapter_folder=adapters["a1"])
+    again = run(engine, running, renamed)
+    assert same(again["running"], again["renamed"])
 
 
 # -- prompt logprobs

@@ -12,7 +12,6 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 from workers.generator import forward
-from workers.generator.adapters import AdapterCache, AdapterUnusable
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapter import Adapter, AdapterShape, load_adapter, save_adapter
@@ -164,31 +163,6 @@ def test_a_damaged_adapter_does_not_tell_its_folder(decoder: Decoder, tmp_path: 
 
 
 # -- the adapters in memory
-
-
-def test_adapters_are_evicted_least_recently_used_and_never_in_use(decoder: Decoder, tmp_path: Path) -> None:
-    shape = AdapterShape(decoder.config, 2, True, False, False)
-    reads: list[str] = []
-
-    def load(folder: Path) -> tuple[Adapter, int]:
-        reads.append(folder.name)
-        return Adapter.init(shape, seed=0), 3
-
-    folders = {name: tmp_path / name for name in "abc"}
-    for folder in folders.values():
-        folder.mkdir()
-    cache = AdapterCache(load, max_bytes=2 * 4 * shape.numel)
-    held = cache.acquire("a", folders["a"])
-    cache.release(cache.acquire("b", folders["b"]))
-    cache.release(cache.acquire("c", folders["c"]))  # b goes: a is older but in use
-    assert len(cache) == 2
-    cache.release(cache.acquire("a", None))
-    cache.release(cache.acquire("c", None))
-    with pytest.raises(AdapterUnusable, match="'b'"):
-        cache.acquire("b", None)
-    cache.release(held)
-    cache.release(cache.acquire("b", folders["b"]))
-    assert reads == ["a", "b", "c", "b"]
 
 
 def test_the_cache_serves_more_adapters_than_fit(decoder: Decoder, adapters: dict[str, Path]) -> None:

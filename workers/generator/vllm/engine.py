@@ -176,8 +176,8 @@ class VllmEngine:
                 await self._policies.swap(name, folder, in_place=self._server.swaps)
             except VllmLost:
                 self._server.lost()
-            except VllmRefused as error:
-                raise AdapterUnusable(f"vLLM did not take the sampler weights {name!r}") from error
+            except (AdapterUnusable, VllmRefused) as error:
+                log.warning("samples that are running stay on older weights %r: %s", name, error)
 
         self._call(swap()).result()
 

@@ -92,10 +92,15 @@ class Policies:
 
     async def swap(self, name: str, source: Path, *, in_place: bool = True) -> None:
         """From now on `name` means the weights in `source`; `in_place`, for requests in flight too. Raises
-        AdapterUnusable, and changes nothing then."""
+        AdapterUnusable: requests in flight stay as they are then, and the next one brings a folder."""
         async with self._lock:
-            fresh = await self._push(name, source)
-            before, self._current[name] = self._current.get(name), fresh
+            before = self._current.pop(name, None)
+            try:
+                fresh = self._current[name] = await self._push(name, source)
+            except AdapterUnusable:
+                self._retired += [before] if before is not None else []
+                await self._evict()
+                raise
             moved = [old for old in [before, *self._retired] if old and old.users and _stem(old) == _stem(fresh)]
             if before is not None:
                 self._retired.append(before)
