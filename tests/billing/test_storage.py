@@ -12,8 +12,9 @@ from sqlalchemy.orm import Session
 from billing import storage
 from billing.storage import byte_hours, hours, meter
 from store import tables
-from store.tables import Checkpoint, Run
+from store.tables import Checkpoint
 from tests.billing.conftest import START, Till
+from tests.rows import run_row, session_row
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 GB = 10**9
@@ -27,20 +28,9 @@ def run(till: Till) -> None:
 
 
 def add_run(session: Session) -> None:
-    session.add(
-        tables.Session(
-            id="s", org_id="a", state="active", sdk_version="1", tags=[], user_metadata={}, project_id="p",
-            key_id=1, created_at=START, last_seen_at=START,
-        )
-    )  # fmt: skip
+    session.add(session_row("a", START, project_id="p", key_id=1))
     session.flush()
-    session.add(
-        Run(
-            id="r", org_id="a", session_id="s", model_seq_id=0, base_model="m", rank=1, alpha=1, seed=1,
-            train_attn=True, train_mlp=True, train_unembed=True, state="live", user_metadata={}, created_at=START,
-            last_request_at=START,
-        )
-    )  # fmt: skip
+    session.add(run_row("a", START, "r"))
 
 
 def save(till: Till, at: datetime, name: str = "c", size: int = GB, begin: bool = True) -> None:

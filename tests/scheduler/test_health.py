@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from scheduler.health import Health, Stall, health_of
 from store import tables
 from store.db import Database
+from tests import rows
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
 RUN = "s:train:0"
@@ -25,18 +26,9 @@ def run_row(session: Session, org: str = "org", run: str = RUN) -> tables.Run:
     if session.get(tables.Organisation, org) is None:
         session.add(tables.Organisation(id=org, name=org, created_at=START))
         session.flush()
-    session.add(
-        tables.Session(
-            id=f"{org}-s", org_id=org, state="active", sdk_version="0", tags=[], user_metadata={}, created_at=START,
-            last_seen_at=START,
-        )
-    )  # fmt: skip
+    session.add(rows.session_row(org, START, f"{org}-s"))
     session.flush()
-    row = tables.Run(
-        id=run, org_id=org, session_id=f"{org}-s", model_seq_id=0, base_model="m", rank=8, alpha=32.0, seed=0,
-        train_attn=True, train_mlp=True, train_unembed=True, state="live", user_metadata={}, created_at=START,
-        last_request_at=START,
-    )  # fmt: skip
+    row = rows.run_row(org, START, run, f"{org}-s")
     session.add(row)
     session.flush()
     return row

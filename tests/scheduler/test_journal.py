@@ -25,6 +25,7 @@ from scheduler.recovery import recover
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
+from tests import rows
 
 NOW = datetime.now(UTC)
 RUN = "s:train:0"
@@ -71,10 +72,7 @@ class Service:
 
 
 def run_row(run: str = RUN, org: str = "org") -> tables.Run:
-    return tables.Run(
-        id=run, org_id=org, session_id="s", model_seq_id=0, base_model="m", rank=8, alpha=32.0, seed=0, train_attn=True,
-        train_mlp=True, train_unembed=True, state="live", user_metadata={}, created_at=NOW, last_request_at=NOW,
-    )  # fmt: skip
+    return rows.run_row(org, NOW, run)
 
 
 def create(run: str = RUN, org: str = "org") -> NewOperation:
@@ -99,12 +97,7 @@ def organisation(service: Service) -> None:
     def write(session: Any) -> None:
         session.add(tables.Organisation(id="org", name="org", created_at=NOW))
         session.flush()
-        session.add(
-            tables.Session(
-                id="s", org_id="org", state="active", sdk_version="0", tags=[], user_metadata={}, created_at=NOW,
-                last_seen_at=NOW,
-            )
-        )  # fmt: skip
+        session.add(rows.session_row("org", NOW))
         session.flush()
         session.add(
             tables.Sampler(

@@ -15,6 +15,7 @@ from store import tables
 from store.blobs import Blobs
 from store.db import Database
 from store.keys import create_key
+from tests.rows import run_row, session_row
 
 NOW = datetime.now(UTC)
 
@@ -34,17 +35,10 @@ class World:
         self.database.write_now(lambda session: [(session.add(row), session.flush()) for row in rows])
 
     def session(self, name: str, state: str = "active") -> tables.Session:
-        return tables.Session(
-            id=name, org_id=self.org, state=state, sdk_version="", tags=[], user_metadata={}, created_at=NOW,
-            last_seen_at=NOW,
-        )  # fmt: skip
+        return session_row(self.org, NOW, name, state=state)
 
     def run(self, session: str, state: str = "live") -> tables.Run:
-        return tables.Run(
-            id=f"{session}:train:0", org_id=self.org, session_id=session, model_seq_id=0, base_model="m", rank=1,
-            alpha=1.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True, state=state, user_metadata={},
-            created_at=NOW, last_request_at=NOW,
-        )  # fmt: skip
+        return run_row(self.org, NOW, f"{session}:train:0", session, state=state)
 
     def checkpoint(self, run: str, ref: str, name: str = "c", expires_at: datetime | None = None) -> tables.Checkpoint:
         return tables.Checkpoint(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from store import curves, tables
 from store.curves import Point, TooManyPoints, curves_of, log_points, read_curve, thin
 from store.db import Database
+from tests.rows import run_row, session_row
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
@@ -19,38 +20,9 @@ def stored(any_database: Database) -> Database:
     def write(session: object) -> None:
         assert hasattr(session, "add")
         session.add(tables.Organisation(id="o", name="o", created_at=NOW))
-        session.add(
-            tables.Session(
-                id="s",
-                org_id="o",
-                state="active",
-                sdk_version="1",
-                tags=[],
-                user_metadata={},
-                created_at=NOW,
-                last_seen_at=NOW,
-            )
-        )
+        session.add(session_row("o", NOW))
         session.flush()  # type: ignore[attr-defined]
-        session.add(
-            tables.Run(
-                id="r",
-                org_id="o",
-                session_id="s",
-                model_seq_id=0,
-                base_model="m",
-                rank=4,
-                alpha=32.0,
-                seed=0,
-                train_attn=True,
-                train_mlp=True,
-                train_unembed=True,
-                state="live",
-                user_metadata={},
-                created_at=NOW,
-                last_request_at=NOW,
-            )
-        )
+        session.add(run_row("o", NOW, "r"))
 
     any_database.write_now(write)
     return any_database

@@ -21,6 +21,7 @@ from store.db import Database
 from store.tables import Base
 from tests.billing.payments.kit import Payments
 from tests.fakestripe import FakeStripe, fake_stripe
+from tests.rows import run_row, session_row
 
 START = datetime(2026, 11, 29, 12, tzinfo=UTC)
 AFTER = datetime(2026, 12, 1, 3, tzinfo=UTC)
@@ -58,38 +59,9 @@ def _checkpoint(world: Payments, org_id: str, expires_at: datetime | None) -> No
     now = world.now
 
     def write(session: Any) -> None:
-        session.add(
-            tables.Session(
-                id="s",
-                org_id=org_id,
-                state="active",
-                sdk_version="1",
-                tags=[],
-                user_metadata={},
-                created_at=now,
-                last_seen_at=now,
-            )
-        )
+        session.add(session_row(org_id, now))
         session.flush()
-        session.add(
-            tables.Run(
-                id="s:train:0",
-                org_id=org_id,
-                session_id="s",
-                model_seq_id=0,
-                base_model="m",
-                rank=1,
-                alpha=1,
-                seed=0,
-                train_attn=True,
-                train_mlp=True,
-                train_unembed=True,
-                state="live",
-                user_metadata={},
-                created_at=now,
-                last_request_at=now,
-            )
-        )
+        session.add(run_row(org_id, now))
         session.flush()
         session.add(
             tables.Checkpoint(
