@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from workers.model.adapter_shape import FORMAT, AdapterShape, Slot
+from workers.model.adapter_shape import FORMAT, AdapterShape, Slot, adapter_config
 from workers.model.config import DecoderConfig, read_json
 from workers.model.encryption import SUFFIX as ENCRYPTED
 from workers.model.peft_format import WEIGHTS_FILE, Array, PeftFormatError, read_layout
@@ -113,20 +113,10 @@ def save_adapter(
         save_file({name: t.cpu().contiguous() for name, t in extra.items()}, folder / "extra.safetensors")
     else:
         (folder / "extra.safetensors").unlink(missing_ok=True)
-    shape = adapter.shape
-    config = {
-        "format": FORMAT,
-        "base_model": base_model,
-        "rank": shape.rank,
-        "alpha": adapter.scale * shape.rank,
-        "scale": adapter.scale,
-        "train_attn": shape.train_attn,
-        "train_mlp": shape.train_mlp,
-        "train_unembed": shape.train_unembed,
-        "shared_experts": shape.shared,
-        "extra": sorted(extra or {}),
-        "details": dict(details or {}),
-    }
+    alpha = adapter.scale * adapter.rank
+    config = adapter_config(
+        adapter.shape, base_model, alpha=alpha, scale=adapter.scale, extra=extra or (), details=details
+    )
     config_file.write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -9,9 +9,10 @@ another tool has trained with a full pair for each expert keeps it (`shared` Fal
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from workers.model.config import DecoderConfig
 
@@ -129,3 +130,28 @@ class AdapterShape:
         yield at + "up_B", (*per, f, r), 0
         yield at + "down_A", (*per, r, f), f
         yield (at + "each_down_B", (*per, d, r), 0) if each else (at + "down_B", (d, r), 0)
+
+
+def adapter_config(
+    shape: AdapterShape,
+    base_model: str,
+    *,
+    alpha: float,
+    scale: float,
+    extra: Collection[str] = (),
+    details: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What adapter_config.json says of an adapter; `extra` names the tensors that lie beside it."""
+    return {
+        "format": FORMAT,
+        "base_model": base_model,
+        "rank": shape.rank,
+        "alpha": alpha,
+        "scale": scale,
+        "train_attn": shape.train_attn,
+        "train_mlp": shape.train_mlp,
+        "train_unembed": shape.train_unembed,
+        "shared_experts": shape.shared,
+        "extra": sorted(extra),
+        "details": dict(details or {}),
+    }

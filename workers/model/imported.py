@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save_file
 
-from workers.model.adapter_shape import FORMAT, AdapterShape
+from workers.model.adapter_shape import AdapterShape, adapter_config
 from workers.model.config import DecoderConfig
 from workers.model.peft_format import CONFIG_FILE, WEIGHTS_FILE, Array, PeftFormatError, read_layout
 
@@ -43,20 +43,8 @@ class Imported:
 
     def write(self, folder: Path, base_model: str) -> None:
         """As `workers.model.adapter.save_adapter` would, for a model served as `base_model`."""
-        shape = self.shape
-        config = {
-            "format": FORMAT,
-            "base_model": base_model,
-            "rank": shape.rank,
-            "alpha": self.alpha,
-            "scale": self.alpha / shape.rank,
-            "train_attn": shape.train_attn,
-            "train_mlp": shape.train_mlp,
-            "train_unembed": shape.train_unembed,
-            "shared_experts": shape.shared,
-            "extra": [],
-            "details": {"step": 0},
-        }
+        scale = self.alpha / self.shape.rank
+        config = adapter_config(self.shape, base_model, alpha=self.alpha, scale=scale, details={"step": 0})
         save_file({name: np.ascontiguousarray(x) for name, x in self.tensors.items()}, folder / "adapter.safetensors")
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
