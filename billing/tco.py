@@ -8,7 +8,7 @@ are estimates in floating-point dollars; the ledger's integers are elsewhere (`b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from store.settings import OwnershipSettings
@@ -88,47 +88,6 @@ def annuity(interest_per_year: float, months: int, value_usd: float) -> float:
     """The payment at the end of each month that pays `value_usd` back."""
     rate = interest_per_year / 12
     return value_usd / months if rate == 0 else value_usd * rate / (1 - (1 + rate) ** -months)
-
-
-@dataclass(frozen=True)
-class Rates:
-    """A hosted price list, dollars per Mtok."""
-
-    prefill: float
-    sample: float
-    train: float
-
-
-@dataclass(frozen=True)
-class Bill:
-    """What a hosted service asks for one step."""
-
-    prefill_usd: float
-    sample_usd: float
-    train_usd: float
-    tokens: float  # trained
-
-    @property
-    def usd(self) -> float:
-        return self.prefill_usd + self.sample_usd + self.train_usd
-
-    @property
-    def usd_per_mtok(self) -> float:
-        return usd_per_mtok(self.usd, self.tokens)
-
-    def sampled_for(self, acceptance: float) -> Bill:
-        """The same step when only that share of what was sampled is trained on, and the rest is paid for too."""
-        sampled = (self.prefill_usd / acceptance, self.sample_usd / acceptance)
-        return replace(self, prefill_usd=sampled[0], sample_usd=sampled[1])
-
-
-def hosted(rates: Rates, rollouts: int, prompt: float, response: float, sequence: float) -> Bill:
-    """One step of `rollouts` sequences: prompts once as prefill, responses as samples, whole sequences as training."""
-    prefill, sample, train = (
-        rollouts * tokens * rate / 1e6
-        for tokens, rate in ((prompt, rates.prefill), (response, rates.sample), (sequence, rates.train))
-    )
-    return Bill(prefill, sample, train, rollouts * sequence)
 
 
 def pool_usd(gpu_hour_usd: float, gpus: int, seconds: float) -> float:

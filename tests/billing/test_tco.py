@@ -2,11 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from statistics import mean
 
 import pytest
 
-from billing.tco import Bill, Rates, Server, break_even_tokens_per_s, divide, hosted, pool_usd, usd_per_mtok
+from billing.tco import Server, break_even_tokens_per_s, divide, pool_usd, usd_per_mtok
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A hosted price list, dollars per Mtok."""
+
+    prefill: float
+    sample: float
+    train: float
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What a hosted service asks for one step."""
+
+    prefill_usd: float
+    sample_usd: float
+    train_usd: float
+    tokens: float  # trained
+
+    @property
+    def usd(self) -> float:
+        return self.prefill_usd + self.sample_usd + self.train_usd
+
+    @property
+    def usd_per_mtok(self) -> float:
+        return usd_per_mtok(self.usd, self.tokens)
+
+    def sampled_for(self, acceptance: float) -> Bill:
+        """The same step when only that share of what was sampled is trained on, and the rest is paid for too."""
+        sampled = (self.prefill_usd / acceptance, self.sample_usd / acceptance)
+        return replace(self, prefill_usd=sampled[0], sample_usd=sampled[1])
+
+
+def hosted(rates: Rates, rollouts: int, prompt: float, response: float, sequence: float) -> Bill:
+    """One step of `rollouts` sequences: prompts once as prefill, responses as samples, whole sequences as training."""
+    prefill, sample, train = (
+        rollouts * tokens * rate / 1e6
+        for tokens, rate in ((prompt, rates.prefill), (response, rates.sample), (sequence, rates.train))
+    )
+    return Bill(prefill, sample, train, rollouts * sequence)
+
 
 RATES = Rates(prefill=0.68, sample=1.70, train=2.04)
 GPU_HOUR = 1.59
