@@ -161,6 +161,30 @@ def test_the_bound_between_two_organisations(
             assert abs(served["a"] / weights[0] - served["b"] / weights[1]) <= bound + 1e-9
 
 
+@settings(quick, max_examples=20)
+@given(
+    costs=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=6, max_size=24),
+    asks=st.lists(st.tuples(st.sampled_from("AB"), st.integers(1, 12)), min_size=4, max_size=40),
+)
+def test_the_bound_holds_for_what_is_served_or_left_to_who_holds_its_adapter(
+    make_queue: Make, costs: list[tuple[int, int]], asks: list[tuple[str, int]]
+) -> None:
+    queue = make_queue(Clock())
+    cost = {f"{org}{number}": c for number, pair in enumerate(costs) for org, c in zip("ab", pair, strict=True)}
+    for name, tokens in cost.items():
+        queue.push(Item(name, ("m", name[0], "interactive", "l"), tokens, adapter=name[0]))
+    bound = sum(max(column) for column in zip(*costs, strict=True))
+    for worker, slots in asks:
+        queue.lease(worker, ["m"], slots, 60)
+        waiting = {name for name in cost if queue.ahead(name) is not None}
+        if {name[0] for name in waiting} < {"a", "b"}:
+            break
+        served = Counter[str]()
+        for name in cost.keys() - waiting:
+            served[name[0]] += cost[name]
+        assert abs(served["a"] - served["b"]) <= bound
+
+
 deaths = st.lists(
     st.tuples(st.sampled_from("ABC"), st.sampled_from(["work", "die", "late", "finish"])), min_size=15, max_size=60
 )
