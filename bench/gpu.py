@@ -1,5 +1,7 @@
-"""What training many tenants at once costs on a GPU: speed, utilisation, memory, and where the time goes.
+"""What training many tenants at once, or decoding for them, costs on a GPU: speed, utilisation, memory, and where the
+time goes.
 
+    python bench/gpu.py --decode [--rows 1 8 64] [--length 1024] [--ranks 8 32]    see gpu_decode.py
     python bench/gpu.py [--shape qwen3-30b-a3b] [--tenants 1 8 64] [--ranks 8 32] [--tokens 8192] [--json] [--out FILE]
 
 A random-weight model of a published shape, in bfloat16; adapters on everything Tinker trains, in float32. A step is
@@ -17,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_measure import distinct_adapters, seconds_of, top_kernels
 from serving import machine
-from torch.profiler import ProfilerActivity, profile
 
 from workers.model.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig, RopeConfig
@@ -71,8 +71,6 @@ SHAPES = {
 }
 #: bfloat16 without sparsity: H100 SXM and H200.
 PEAK_TFLOPS = 989.0
-#: Left free for activations, logits and the allocator when adapters are counted.
-RESERVE_BYTES = 32 << 30
 SEED = 0
 
 
@@ -118,11 +116,6 @@ def lengths_of(tokens: int, tenants: int, sequence: int) -> list[list[int]]:
     """The sequences of each tenant: an even share of the tokens, in sequences of at most `sequence`."""
     shares = [tokens * (i + 1) // tenants - tokens * i // tenants for i in range(tenants)]
     return [[sequence] * (share // sequence) + [share % sequence] * (share % sequence > 0) for share in shares]
-
-
-def distinct_adapters(wanted: int, arena_bytes: int, free_bytes: int, reserve_bytes: int = RESERVE_BYTES) -> int:
-    """How many adapters with their gradients fit; at least one."""
-    return max(1, min(wanted, (free_bytes - reserve_bytes) // (2 * arena_bytes)))
 
 
 @dataclass(frozen=True)
@@ -173,44 +166,12 @@ def base_step(decoder: Decoder, lengths: list[list[int]]) -> Callable[[], None]:
     return run
 
 
-def seconds_of(works: dict[str, Callable[[], None]], rounds: int, settle: Callable[[], None]) -> dict[str, float]:
-    """The median of each over interleaved rounds, after one that is not counted; `settle` waits for the device."""
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds + 1):
-        for name, work in works.items():
-            settle()
-            began = time.perf_counter()
-            work()
-            settle()
-            taken[name].append(time.perf_counter() - began)
-    return {name: statistics.median(times[1:]) for name, times in taken.items()}
-
-
 def report(seconds: float, tokens: int, flops: float, peak_tflops: float) -> dict[str, float]:
     return {
         "seconds": round(seconds, 5),
         "tokens_per_s": round(tokens / seconds, 1),
         "model_flop_utilisation": round(tokens * flops / seconds / (peak_tflops * 1e12), 4),
     }
-
-
-def top_kernels(work: Callable[[], None], count: int = 15) -> list[dict[str, Any]]:
-    """Where one step's time on the device goes."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        work()
-        torch.cuda.synchronize()
-    events = [event for event in profiler.key_averages() if event.self_device_time_total > 0]
-    events.sort(key=lambda event: -event.self_device_time_total)
-    total = sum(event.self_device_time_total for event in events) or 1.0
-    return [
-        {
-            "kernel": event.key[:120],
-            "ms": round(event.self_device_time_total / 1e3, 3),
-            "share": round(event.self_device_time_total / total, 4),
-            "calls": event.count,
-        }
-        for event in events[:count]
-    ]
 
 
 def run_rank(decoder: Decoder, rank: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -241,6 +202,27 @@ def run_rank(decoder: Decoder, rank: int, args: argparse.Namespace) -> list[dict
     return found
 
 
+def training(decoder: Decoder, args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "tokens": args.tokens,
+        "sequence": args.sequence,
+        "peak_tflops": args.peak_tflops,
+        "saving": choose_saving(decoder.config, args.tokens, decoder.device).value,
+        "results": [row for rank in args.ranks for row in run_rank(decoder, rank, args)],
+    }
+
+
+def decoding(decoder: Decoder, args: argparse.Namespace) -> dict[str, Any]:
+    import gpu_decode  # Triton: only a GPU needs it
+
+    results = [
+        row
+        for rank in args.ranks
+        for row in gpu_decode.run_rank(decoder, rank, args.rows, args.length, steps=args.steps, rounds=args.rounds)
+    ]
+    return {"length": args.length, "steps": args.steps, "results": results}
+
+
 def _count(name: str) -> int:
     return int(name.rpartition(" ")[2]) if name != "base" else 0
 
@@ -256,16 +238,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", 0)
     decoder = random_decoder(config, device, torch.bfloat16)
     result = {
-        "bench": "gpu",
+        "bench": "gpu decode" if args.decode else "gpu",
         "claims": [],  # no target is set for a GPU yet: the figures are the result
         "machine": machine() | {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda},
         "shape": args.shape,
         "layers": config.num_layers,
-        "tokens": args.tokens,
-        "sequence": args.sequence,
-        "peak_tflops": args.peak_tflops,
-        "saving": choose_saving(config, args.tokens, device).value,
-        "results": [row for rank in args.ranks for row in run_rank(decoder, rank, args)],
+        **(decoding(decoder, args) if args.decode else training(decoder, args)),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -274,7 +252,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Training many tenants at once on a GPU.")
+    parser = argparse.ArgumentParser(description="Training, or decoding for, many tenants at once on a GPU.")
+    parser.add_argument("--decode", action="store_true", help="decode steps instead of training")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64], help="sequences of a decode step")
+    parser.add_argument("--length", type=int, default=1024, help="positions of each of them")
+    parser.add_argument("--steps", type=int, default=20, help="decode steps of a round")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the shape has; 0: all")
     parser.add_argument("--tenants", type=int, nargs="+", default=[1, 8, 64])
@@ -284,8 +266,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS)
     parser.add_argument("--json", action="store_true", help="one line of JSON")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu.json")
-    return parser.parse_args(argv)
+    parser.add_argument("--out", type=Path, help="where to write; by default bench/results/gpu[_decode].json")
+    args = parser.parse_args(argv)
+    name = "gpu_decode.json" if args.decode else "gpu.json"
+    args.out = args.out or Path(__file__).parent / "results" / name
+    return args
 
 
 if __name__ == "__main__":
