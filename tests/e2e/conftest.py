@@ -47,7 +47,7 @@ class Weftd:
         self._port = self.url.rsplit(":", 1)[1]  # the same address after a restart
         return self
 
-    def stop(self, timeout_s: float = 40) -> int:
+    def stop(self, timeout_s: float = 120) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)

@@ -125,9 +125,9 @@ def test_a_refused_operation_does_not_wedge_the_run(official: Official) -> None:
     run = official("careless").create_lora_training_client(BASE_MODEL, rank=4).result()
     with pytest.raises(tinker.TinkerError):
         run.forward_backward([datum([50, 10_000_000])], "cross_entropy").result()
-    fine = run.forward_backward(supervised(), "cross_entropy").result(timeout=10)
+    fine = run.forward_backward(supervised(), "cross_entropy").result(timeout=60)
     assert math.isfinite(fine.metrics["loss:sum"])
-    run.optim_step(ADAM).result(timeout=10)
+    run.optim_step(ADAM).result(timeout=60)
 
 
 def test_a_name_used_twice_fails_at_once(run: Any) -> None:
