@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,27 +18,34 @@ from api.commands.places import refuse
 @click.option("--trainer-share", type=click.FloatRange(0.01, 0.99), default=0.3, show_default=True, help="Of the GPUs.")
 @click.option("--slots", type=click.IntRange(1, 4096), default=64, show_default=True, help="Sequences of a replica.")
 @click.option("--hours", type=click.FloatRange(0.01, 1000), default=8.0, show_default=True, help="Of virtual time.")
+@click.option("--after", type=click.FloatRange(0, 1000), default=0.0, show_default=True, help="Hours not counted.")
 @click.option("--gpu-hour", type=click.FloatRange(0), default=1.59, show_default=True, help="Dollars.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the rows into a .png or .svg (needs matplotlib).")
 @click.option("--json", "as_json", is_flag=True, help="The rows, as JSON.")
+@click.option("--check", is_flag=True, help="Beside a real run of the embedded service, instead: exit code 1 if off.")
 def simulate(
     counts: tuple[int, ...],
     gpus: int,
     trainer_share: float,
     slots: int,
     hours: float,
+    after: float,
     gpu_hour: float,
     seed: int,
     plot: Path | None,
     as_json: bool,
+    check: bool,
 ) -> None:
     """Utilisation, waits, throughput and price of tenants on one cluster: in fair order, by arrival, and alone."""
+    if check:
+        _check(as_json)
+        return
     from scheduler.simulator import report
     from scheduler.simulator.cluster import Cluster
 
     cluster = replace(Cluster.of(gpus, trainer_share), slots=slots, gpu_hour_usd=gpu_hour)
-    rows = report.compare(cluster, counts or (1, 4, 16, 64), hours, seed)
+    rows = report.compare(cluster, counts or (1, 4, 16, 64), hours, seed, after)
     click.echo(json.dumps([asdict(row) for row in rows]) if as_json else report.table(rows))
     if plot is not None:
         if plot.suffix not in (".png", ".svg"):
@@ -46,3 +54,22 @@ def simulate(
             report.plot(rows, plot)
         except ImportError:
             refuse("--plot needs matplotlib: pip install matplotlib")
+
+
+def _check(as_json: bool) -> None:
+    """Occupancy of slots as predicted and as measured; exit code 1 when any is off by more than the tolerance."""
+    from api.commands import rehearsal
+
+    found = []
+    for case in rehearsal.check():
+        found.append(case)
+        if not as_json:
+            click.echo(
+                f"{case.tenants} x {case.load}: slots busy {case.measured:.1%}, predicted {case.predicted:.1%}, "
+                f"off by {case.off:.1%} (try {case.tries} of at most {rehearsal.TRIES})"
+            )
+    if as_json:
+        click.echo(json.dumps([asdict(case) | {"off": case.off} for case in found]))
+    if not all(case.holds for case in found):
+        click.echo(f"weftd: a prediction is off by more than {rehearsal.TOLERANCE:.0%}", err=True)
+        sys.exit(1)

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cluster:
-    """`replicas` generators of `slots` sequences each, evenly filled, and one trainer that takes passes.
+    """`replicas` generators of `slots` sequences each, and one trainer that takes passes.
 
     A decode step takes `decode_s` + `decode_s_per_sequence` for each sequence of a replica; a prompt token takes as
-    long as 1 / `prefill_speed` decoded ones of its sequence."""
+    long as 1 / `prefill_speed` decoded ones of its sequence. A slot that has come free is idle for `handover_s` before
+    it decodes another request. The front takes one request at a time, each for `front_s`: half on its way in, half on
+    its answer's way out. A client needs `turnaround_s` more from its last answer to its next request. The defaults
+    leave these three out: beside sequences of minutes they are nothing."""
 
     replicas: int = 22
     gpus_per_replica: int = 8
@@ -23,6 +26,9 @@ class Cluster:
     decode_s: float = 0.018
     decode_s_per_sequence: float = 0.00014
     prefill_speed: float = 400.0
+    handover_s: float = 0.0
+    front_s: float = 0.0
+    turnaround_s: float = 0.0
     trainer_gpus: int = 80
     trained_tokens_per_s_per_gpu: float = 816.0
     pass_s: float = 0.2
@@ -44,9 +50,14 @@ class Cluster:
     def gpus(self) -> int:
         return self.replicas * self.gpus_per_replica + self.trainer_gpus
 
-    def tokens_per_s(self, sequences: int) -> float:
-        """Of each sequence, while so many are decoded."""
-        return 1 / (self.decode_s + self.decode_s_per_sequence * sequences / self.replicas)
+    def step_s(self, sequences: int) -> float:
+        """A decode step of one replica that has so many."""
+        return self.decode_s + self.decode_s_per_sequence * sequences
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all generators, with every slot busy."""
+        return self.all_slots / self.step_s(self.slots)
 
     def pass_takes_s(self, tokens: int) -> float:
         return self.pass_s + tokens / (self.trained_tokens_per_s_per_gpu * self.trainer_gpus)

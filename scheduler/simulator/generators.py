@@ -1,105 +1,101 @@
-"""The generators of a simulation: slots that the fair queue fills the moment they come free.
-
-All sequences advance at one speed, which depends on how many there are, so each ends when the common count of decoded
-tokens has passed its own length. Only the ends are events; tokens are not.
-"""
+"""The generators of a simulation: the fair queue's next request goes to the replica that the desk would choose."""
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from scheduler.charges import Charges
 from scheduler.fair import FairTree
 from scheduler.operations import Operation
+from scheduler.replicas import choose
 from scheduler.simulator.cluster import Cluster
+from scheduler.simulator.slots import Job, Slots
 
 
 @dataclass
-class Job:
-    """A request for a group, from the queue to its last token."""
+class Counts:
+    """Seconds, of slots where it says so. `contended_s` is while requests wait."""
 
-    op: Operation
-    lengths: list[int]
-    pushed_s: float
-    left: int = 0
-    started_s: float = -1.0
+    busy_slot_s: float = 0.0
+    contended_s: float = 0.0
+    contended_slot_s: float = 0.0
+    sampled_tokens: int = 0
 
 
 class Generators:
     def __init__(
         self, cluster: Cluster, queue: FairTree[Operation], charges: Charges, done: Callable[[Job, float], None]
     ) -> None:
-        self._cluster = cluster
         self._queue = queue
         self._charges = charges
         self._done = done
-        self._jobs: dict[str, Job] = {}
-        self._running: list[tuple[float, int, Job]] = []  # heap by the count at which a sequence ends
-        self._behind: deque[tuple[int, Job]] = deque()  # sequences of a group that was taken with too few slots free
-        self._decoded = 0.0
+        self._jobs: dict[str, Job] = {}  # in the queue
+        self._slots = {f"{i}": Slots(f"{i}", cluster) for i in range(cluster.replicas)}
+        self._free = dict.fromkeys(self._slots)
+        self._events: list[tuple[float, str]] = []  # heap; an entry that is not in `_next` any more is void
+        self._next: dict[str, float] = {}
         self._at_s = 0.0
-        self._number = 0
-        self.queued = 0
-        self.busy_slot_s = 0.0
-        self.working_s = 0.0
-        self.contended_s = 0.0  # while requests wait
-        self.contended_slot_s = 0.0
-        self.sampled_tokens = 0
+        self._busy = 0
+        self.counts = Counts()
 
     def push(self, job: Job, weight: int) -> None:
         op = job.op
         op.charged = self._charges.expected(op)
         self._jobs[op.id] = job
         self._queue.push(op.path, op, op.charged, weight=weight)
-        self.queued += 1
 
-    def next_end_s(self) -> float:
-        if not self._running:
-            return float("inf")
-        left = max(0.0, self._running[0][0] - self._decoded)
-        return self._at_s + left / self._cluster.tokens_per_s(len(self._running))
+    @property
+    def next_s(self) -> float:
+        """When a sequence begins or ends, somewhere."""
+        while self._events and self._next[self._events[0][1]] != self._events[0][0]:
+            heapq.heappop(self._events)
+        return self._events[0][0] if self._events else float("inf")
 
     def advance(self, now_s: float) -> None:
-        """Decode until `now_s`."""
-        span, busy = now_s - self._at_s, len(self._running)
-        if busy:
-            self._decoded += span * self._cluster.tokens_per_s(busy)
-            self.working_s += span
-            self.busy_slot_s += span * busy
-        if self.queued:
-            self.contended_s += span
-            self.contended_slot_s += span * busy
-        self._at_s = now_s
-        while self._running and self._running[0][0] <= self._decoded + 1e-6:
-            self._end(heapq.heappop(self._running)[2], now_s)
+        """Decode until `now_s`, which is not after `next_s`."""
+        span, self._at_s = now_s - self._at_s, now_s
+        self.counts.busy_slot_s += span * self._busy
+        if self._jobs:
+            self.counts.contended_s += span
+            self.counts.contended_slot_s += span * self._busy
+        while self.next_s <= now_s:
+            self._visit(heapq.heappop(self._events)[1])
 
     def fill(self) -> None:
         """Give every free slot a sequence, the fairest request's first."""
-        while len(self._running) < self._cluster.all_slots:
-            if self._behind:
-                self._start(*self._behind.popleft())
-                continue
-            model = next(iter(self._queue.children()), None)
-            op = self._queue.pop((model,)) if model is not None else None
-            if op is None:
-                return
-            self.queued -= 1
-            job = self._jobs.pop(op.id)
-            job.left, job.started_s = len(job.lengths), self._at_s
-            self._behind.extend((length, job) for length in job.lengths)
+        while self._free and self._jobs:
+            op = self._queue.pop()
+            assert op is not None
+            chosen = choose((self._slots[name].replica for name in self._free), op, "", self._jobs[op.id].needs)
+            assert chosen is not None
+            self._visit(chosen.name, self._jobs.pop(op.id))
 
-    def _start(self, length: int, job: Job) -> None:
-        prompt = int(job.op.plan["prompt_tokens"]) / self._cluster.prefill_speed
-        self._number += 1
-        heapq.heappush(self._running, (self._decoded + prompt + length, self._number, job))
+    @property
+    def steps(self) -> tuple[float, float]:
+        """Decode steps of all generators, and the busy slots in them."""
+        return sum(slots.steps for slots in self._slots.values()), sum(s.slot_steps for s in self._slots.values())
 
-    def _end(self, job: Job, now_s: float) -> None:
-        job.left -= 1
-        if job.left == 0:
-            facts = {"prefill": int(job.op.plan["prompt_tokens"]), "sample": sum(job.lengths)}
-            self.sampled_tokens += facts["sample"]
-            self._queue.correct(job.op.path, self._charges.ended(job.op, facts))
-            self._done(job, now_s)
+    def _visit(self, name: str, job: Job | None = None) -> None:
+        """Bring one generator to the present, and give it a request."""
+        slots = self._slots[name]
+        self._busy -= slots.busy
+        ended = slots.advance(self._at_s)
+        if job is not None:
+            slots.take(job)
+        self._busy += slots.busy
+        self._next[name] = slots.next_s
+        heapq.heappush(self._events, (slots.next_s, name))
+        if slots.replica.free > 0:
+            self._free[name] = None
+        else:
+            self._free.pop(name, None)
+        for job in ended:
+            self._end(job)
+
+    def _end(self, job: Job) -> None:
+        facts = {"prefill": int(job.op.plan["prompt_tokens"]), "sample": sum(job.lengths)}
+        self.counts.sampled_tokens += facts["sample"]
+        self._queue.correct(job.op.path, self._charges.ended(job.op, facts))
+        self._done(job, self._at_s)

@@ -7,23 +7,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scheduler.fair import FairTree
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.simulation import ByArrival, Result, Simulation
 from scheduler.simulator.workloads import CHAT, REASONING, SMALL, TOOLS, Workload, tenants_of
 
-COLUMNS = ("tenants", "order", "slots busy", "trainer wait", "sampled/s", "trained/s", "$/Mtok", "wait p50", "wait p95")
+COLUMNS = (
+    "tenants", "order", "slots busy", "trainer wait", "sampled/s", "trained/s", "half-way Mtok", "$/Mtok",
+    "wait p50", "wait p95",
+)  # fmt: skip
 #: Loads whose own waits are told: those that a flood would hurt.
 WATCHED = (CHAT, SMALL, TOOLS)
 
 
 @dataclass(frozen=True)
 class Row:
+    """`half_way_mtok`: sampled for steps that were not over when the time was."""
+
     tenants: str
     order: str
     utilisation: float
     trainer_wait: float
     sampled_per_s: float
     trained_per_s: float
+    half_way_mtok: float
     usd_per_mtok: float
     wait_p50_s: float
     wait_p95_s: float
@@ -39,6 +46,7 @@ class Row:
             result.trainer_wait,
             result.sampled_tokens / result.seconds,
             result.trained_tokens / result.seconds,
+            result.half_way_tokens / 1e6,
             result.usd_per_mtok,
             quantile(result.waits_s(), 0.5),
             quantile(result.waits_s(), 0.95),
@@ -51,23 +59,19 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def compare(cluster: Cluster, counts: Sequence[int], hours: float, seed: int = 0) -> list[Row]:
-    """One tenant alone, of each RL load; then each count of mixed tenants, in fair order and by arrival."""
-    rows = []
-    for load in (REASONING, TOOLS):
-        rows.append(Row.of(f"1 {load.name}", "alone", _run(cluster, [load], hours, seed)))
+def compare(cluster: Cluster, counts: Sequence[int], hours: float, seed: int = 0, after: float = 0.0) -> list[Row]:
+    """One tenant alone, of each RL load; then each count of mixed tenants, in fair order and by arrival. `after` so
+    many hours, `hours` are counted."""
+
+    def row(tenants: str, order: str, loads: Sequence[Workload], queue: type[FairTree[Any]] = FairTree) -> Row:
+        played = Simulation(cluster, loads, seed=seed, queue=queue).run(hours * 3600, after * 3600)
+        return Row.of(tenants, order, played)
+
+    rows = [row(f"1 {load.name}", "alone", [load]) for load in (REASONING, TOOLS)]
     for count in counts:
-        mixed = tenants_of(count)
-        rows.append(Row.of(str(count), "fair", _run(cluster, mixed, hours, seed)))
-        rows.append(Row.of(str(count), "by arrival", _run(cluster, mixed, hours, seed, by_arrival=True)))
+        rows.append(row(str(count), "fair", tenants_of(count)))
+        rows.append(row(str(count), "by arrival", tenants_of(count), ByArrival))
     return rows
-
-
-def _run(
-    cluster: Cluster, workloads: Sequence[Workload], hours: float, seed: int, *, by_arrival: bool = False
-) -> Result:
-    order: dict[str, Any] = {"queue": ByArrival} if by_arrival else {}
-    return Simulation(cluster, workloads, seed=seed, **order).run(hours * 3600)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -81,6 +85,7 @@ def table(rows: Sequence[Row]) -> str:
             f"{row.trainer_wait:.1%}",
             f"{row.sampled_per_s:,.0f}",
             f"{row.trained_per_s:,.0f}",
+            f"{row.half_way_mtok:,.0f}",
             f"{row.usd_per_mtok:.2f}",
             *(f"{wait:,.0f} s" for wait in (row.wait_p50_s, row.wait_p95_s, *row.watched_p95_s.values())),
         ]

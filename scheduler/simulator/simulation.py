@@ -1,6 +1,7 @@
 """Many tenants, one cluster, a virtual clock, and the scheduler's own code between them.
 
-`FairTree`, `Charges`, `compose` and `RunLane` are those of the service; only the machines and the clients are played.
+`FairTree`, `Charges`, `choose`, `compose` and `RunLane` are those of the service; only the machines and the clients are
+played.
 Deterministic for a seed.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -17,7 +19,8 @@ from scheduler.charges import Charges
 from scheduler.fair import FairTree, Path
 from scheduler.lanes import Unit
 from scheduler.simulator.cluster import Cluster
-from scheduler.simulator.generators import Generators, Job
+from scheduler.simulator.generators import Counts, Generators
+from scheduler.simulator.slots import Job
 from scheduler.simulator.tenant import Tenant
 from scheduler.simulator.trainer import Trainer
 from scheduler.simulator.workloads import Workload
@@ -35,36 +38,48 @@ class ByArrival(FairTree[Any]):
 
 @dataclass(frozen=True)
 class Result:
+    """What was counted in `seconds`. `steps` are the generators' decode steps, `slot_steps` the busy slots in them."""
+
     cluster: Cluster
     seconds: float
     tenants: list[Tenant]
-    busy_slot_s: float
-    working_s: float
-    contended_s: float
-    contended_slot_s: float
+    generators: Counts
+    steps: float
+    slot_steps: float
     trainer_busy_s: float
-    sampled_tokens: int
-    trained_tokens: int
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self.generators.sampled_tokens
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(tenant.trained_tokens for tenant in self.tenants)
+
+    @property
+    def half_way_tokens(self) -> int:
+        """Sampled for steps that were not over when the time was."""
+        return sum(tenant.half_way_tokens for tenant in self.tenants)
 
     @property
     def utilisation(self) -> float:
         """The share of all slots' time that decoded something."""
-        return self.busy_slot_s / (self.seconds * self.cluster.all_slots)
+        return self.generators.busy_slot_s / (self.seconds * self.cluster.all_slots)
 
     @property
     def occupancy(self) -> float:
-        """The share of slots busy while at least one was; what the service reports."""
-        return self.busy_slot_s / (self.working_s * self.cluster.all_slots) if self.working_s else 0.0
+        """The share of slots busy in all decode steps; what the service reports."""
+        return self.slot_steps / (self.steps * self.cluster.slots) if self.steps else 0.0
 
     @property
     def backfill(self) -> float:
         """The share of slots busy while requests waited."""
-        whole = self.contended_s * self.cluster.all_slots
-        return self.contended_slot_s / whole if whole else 1.0
+        whole = self.generators.contended_s * self.cluster.all_slots
+        return self.generators.contended_slot_s / whole if whole else 1.0
 
     @property
     def trainer_wait(self) -> float:
-        return 1 - min(1.0, self.trainer_busy_s / self.seconds)
+        return 1 - self.trainer_busy_s / self.seconds
 
     @property
     def usd_per_mtok(self) -> float:
@@ -92,63 +107,82 @@ class Simulation:
         self.now_s = 0.0
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
+        self._front_free_s = 0.0
         self.tenants = {f"org{i}": Tenant(f"org{i}", w, Random(seed * 10_007 + i)) for i, w in enumerate(workloads)}
         charges = Charges(lambda org_id: self.tenants[org_id].workload.weight, lambda: self.now_s)
         self._train_queue: FairTree[Unit] = queue()
         self._generators = Generators(cluster, queue(), charges, self._sampled)
         self._trainer = Trainer(cluster, self._train_queue, self._trained)
 
-    def run(self, seconds: float) -> Result:
-        """All that happens in so much time, or until every tenant's loop has ended."""
+    def run(self, seconds: float, after_s: float = 0.0) -> Result:
+        """What happens in so much time after `after_s`, or until every tenant's loop has ended."""
         for tenant in self.tenants.values():
             self._sample(tenant)
-        while True:
+        self._play(after_s)
+        self._trainer.busy_s = 0.0
+        self._generators.counts = Counts()
+        for tenant in self.tenants.values():
+            tenant.forget()
+        began_s, (steps, slot_steps) = self.now_s, self._generators.steps
+        self._play(after_s + seconds)
+        now_steps, now_slot_steps = self._generators.steps
+        return Result(
+            self._cluster,
+            self.now_s - began_s,
+            list(self.tenants.values()),
+            self._generators.counts,
+            now_steps - steps,
+            now_slot_steps - slot_steps,
+            self._trainer.busy_s,
+        )
+
+    def _play(self, until_s: float) -> None:
+        while self.now_s < until_s:
             self._generators.fill()
             self._trainer.fill(self.now_s)
             soonest = self._timers[0][0] if self._timers else float("inf")
-            now_s = min(self._generators.next_end_s(), self._trainer.over_s, soonest)
-            if now_s == float("inf"):
-                return self._result(self.now_s)
-            self.now_s = min(now_s, seconds)
+            next_s = min(self._generators.next_s, self._trainer.over_s, soonest)
+            if next_s == float("inf"):
+                return
+            self.now_s = min(next_s, until_s)
             self._generators.advance(self.now_s)
             self._trainer.advance(self.now_s)
             while self._timers and self._timers[0][0] <= self.now_s:
                 heapq.heappop(self._timers)[2]()
-            if now_s >= seconds:
-                return self._result(seconds)
 
-    def _result(self, seconds: float) -> Result:
-        made = self._generators
-        unfinished_s = max(0.0, self._trainer.over_s - seconds) if self._trainer.over_s != float("inf") else 0.0
-        return Result(
-            self._cluster,
-            seconds,
-            list(self.tenants.values()),
-            made.busy_slot_s,
-            made.working_s,
-            made.contended_s,
-            made.contended_slot_s,
-            self._trainer.busy_s - unfinished_s,
-            made.sampled_tokens,
-            sum(tenant.trained_tokens for tenant in self.tenants.values()),
-        )
-
-    def _after(self, delay_s: float, then: Callable[[], None]) -> None:
+    def _at(self, time_s: float, then: Callable[[], None]) -> None:
         self._number += 1
-        heapq.heappush(self._timers, (self.now_s + delay_s, self._number, then))
+        heapq.heappush(self._timers, (time_s, self._number, then))
 
     def _sample(self, tenant: Tenant) -> None:
+        """Send the requests of every step that may begin."""
         while tenant.may_sample():
-            for job in tenant.jobs(self.now_s):
-                self._generators.push(job, tenant.workload.weight)
+            for job in tenant.jobs():
+                self._through_front(partial(self._arrived, tenant, job))
+
+    def _arrived(self, tenant: Tenant, job: Job) -> None:
+        job.pushed_s = self.now_s
+        if tenant.workload.samples:
+            self._generators.push(job, tenant.workload.weight)
+        else:
+            self._came_back(tenant, job)
 
     def _sampled(self, job: Job, now_s: float) -> None:
         tenant = self.tenants[job.op.org_id]
+        came_back = partial(self._came_back, tenant, job)
         delay_s = tenant.ended(job)
         if delay_s:
-            self._after(delay_s, lambda: self._came_back(tenant, job))
+            self._at(now_s + delay_s, came_back)
         else:
-            self._came_back(tenant, job)
+            self._through_front(came_back)
+
+    def _through_front(self, then: Callable[[], None]) -> None:
+        """A request's way in, or its answer's way out: one after the other."""
+        if not self._cluster.front_s:
+            then()
+            return
+        self._front_free_s = max(self.now_s, self._front_free_s) + self._cluster.front_s / 2
+        self._at(self._front_free_s, then)
 
     def _came_back(self, tenant: Tenant, job: Job) -> None:
         version = tenant.version
@@ -164,7 +198,5 @@ class Simulation:
             self._go_on(tenant)
 
     def _go_on(self, tenant: Tenant) -> None:
-        if tenant.workload.think_s:
-            self._after(tenant.random.expovariate(1 / tenant.workload.think_s), lambda: self._sample(tenant))
-        else:
-            self._sample(tenant)
+        think_s = tenant.workload.think_s and tenant.random.expovariate(1 / tenant.workload.think_s)
+        self._at(self.now_s + self._cluster.turnaround_s + think_s, partial(self._sample, tenant))

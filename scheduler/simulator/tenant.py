@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from random import Random
@@ -10,10 +10,9 @@ from random import Random
 from scheduler.lanes import RunLane, Unit
 from scheduler.messages import OpKind, RunSpec
 from scheduler.operations import SAMPLE, Operation
-from scheduler.simulator.generators import Job
+from scheduler.simulator.slots import MODEL, Job
 from scheduler.simulator.workloads import Workload
 
-MODEL = "model"
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
@@ -27,12 +26,13 @@ class Tenant:
     sequences: int = 0
     sampled_tokens: int = 0
     trained_tokens: int = 0
-    waits_s: list[float] = field(default_factory=list)
-    steps_s: list[float] = field(default_factory=list)
+    half_way_tokens: int = 0  # sampled, of steps that are not over
+    waits_s: list[float] = field(default_factory=list)  # of requests, in the queue
+    training_s: list[float] = field(default_factory=list)  # from a batch's arrival at the trainer to its new policy
     _seq: int = 0
-    _step_began_s: float = 0.0
     _open: Counter[int] = field(default_factory=Counter)  # groups of a batch that have not come back
     _data: dict[int, list[int]] = field(default_factory=dict)
+    _at_trainer: deque[tuple[float, int]] = field(default_factory=deque)  # since when, and tokens sampled for it
 
     def __post_init__(self) -> None:
         spec = RunSpec(self.org_id, MODEL, 32, 32.0, 0, True, True, True)
@@ -44,8 +44,13 @@ class Tenant:
         ended = self.workload.steps and self.batch >= self.workload.steps
         return not ended and self.batch - self.version <= self.workload.overlap
 
-    def jobs(self, now_s: float) -> list[Job]:
-        """The requests of the next batch."""
+    def forget(self) -> None:
+        """Count anew from here. What is half-way stays so."""
+        self.sampled_tokens = self.trained_tokens = 0
+        self.waits_s, self.training_s = [], []
+
+    def jobs(self) -> list[Job]:
+        """The requests of the next batch: sent at once, so they come in any order."""
         work, batch = self.workload, self.batch
         self.batch += 1
         self._open[batch] = work.groups
@@ -62,13 +67,15 @@ class Tenant:
             most = work.prompt + len(lengths) * work.max_tokens
             name = f"{self.org_id}/{batch}/{group}"
             op = Operation(name, self.org_id, self.org_id, self.org_id, group, SAMPLE, MODEL, most, "", plan, _EPOCH)
-            made.append(Job(op, lengths, now_s))
+            made.append(Job(op, lengths, needs=f"{self.org_id}@{self.version}"))
+        self.random.shuffle(made)
         return made
 
     def ended(self, job: Job) -> float:
         """A group has its last token. Returns how long its environment takes."""
         self.waits_s.append(job.started_s - job.pushed_s)
         self.sampled_tokens += sum(job.lengths)
+        self.half_way_tokens += sum(job.lengths) * self.workload.trains
         return self.random.expovariate(1 / self.workload.env_s) if self.workload.env_s else 0.0
 
     def came_back(self, job: Job, now_s: float) -> list[Unit]:
@@ -80,8 +87,9 @@ class Tenant:
             return []
         data = self._data.pop(batch)
         if not self.workload.trains:
-            self._step_over(now_s)
+            self.version += 1
             return []
+        self._at_trainer.append((now_s, sum(data) - len(data) * self.workload.prompt))
         slices = [[i, i + 1, tokens] for i, tokens in enumerate(data)]
         units = self._arrive(OpKind.FORWARD_BACKWARD, sum(data), {"slices": slices})
         return units + self._arrive(OpKind.OPTIM_STEP) + self._arrive(OpKind.SAVE_SAMPLER)
@@ -96,7 +104,10 @@ class Tenant:
         if unit.op.kind != OpKind.SAVE_SAMPLER:
             return False
         self.lane.saved(unit.op.seq, "")
-        self._step_over(now_s)
+        since_s, tokens = self._at_trainer.popleft()
+        self.training_s.append(now_s - since_s)
+        self.half_way_tokens -= tokens * self.workload.samples
+        self.version += 1
         return True
 
     def _arrive(self, kind: OpKind, tokens: int = 0, plan: dict[str, object] | None = None) -> list[Unit]:
@@ -106,8 +117,3 @@ class Tenant:
         )
         self._seq += 1
         return self.lane.arrive(op)
-
-    def _step_over(self, now_s: float) -> None:
-        self.version += 1
-        self.steps_s.append(now_s - self._step_began_s)
-        self._step_began_s = now_s

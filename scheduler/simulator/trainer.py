@@ -18,10 +18,12 @@ class Trainer:
         self._units: list[Unit] = []
         self.over_s = float("inf")
         self.busy_s = 0.0
-        self.tokens = 0
+        self._at_s = 0.0
 
     def advance(self, now_s: float) -> None:
-        """End the pass that is over."""
+        """Train until `now_s`, and end the pass that is over."""
+        self.busy_s += (now_s - self._at_s) * bool(self._units)
+        self._at_s = now_s
         if now_s >= self.over_s:
             units, self._units = self._units, []
             self.over_s = float("inf")
@@ -35,7 +37,4 @@ class Trainer:
             return
         self._units = compose(self._queue, [model], self._cluster.pass_tokens)
         tokens = sum(unit.tokens for unit in self._units)
-        takes_s = self._cluster.pass_takes_s(tokens)
-        self.tokens += tokens
-        self.busy_s += takes_s
-        self.over_s = now_s + takes_s
+        self.over_s = now_s + self._cluster.pass_takes_s(tokens)

@@ -16,8 +16,8 @@ from random import Random
 class Workload:
     """One tenant's loop. A step samples `groups` requests of `group_size` sequences each, waits `env_s` (mean) for
     every group's environment, trains on all of them and goes on after `think_s`. `overlap` is how many steps the policy
-    that samples may be behind: 0 is a synchronous loop. Lengths are log-normal, or those in `lengths`, again and
-    again. The loop ends after `steps`; 0 is never."""
+    that samples may be behind: 0 is a synchronous loop. Without `samples` its data are there already. Lengths are
+    log-normal, or those in `lengths`, again and again. The loop ends after `steps`; 0 is never."""
 
     name: str
     groups: int = 8
@@ -29,6 +29,7 @@ class Workload:
     env_s: float = 0.0
     think_s: float = 0.0
     overlap: int = 0
+    samples: bool = True
     trains: bool = True
     priority: str = "batch"
     weight: int = 1

@@ -8,7 +8,6 @@ import pytest
 
 from scheduler.fair import FairTree
 from scheduler.simulator.cluster import Cluster
-from scheduler.simulator.replay import Measured, replay
 from scheduler.simulator.report import compare, quantile, table
 from scheduler.simulator.simulation import ByArrival, Simulation
 from scheduler.simulator.workloads import CHAT, FLOOD, REASONING, SMALL, TOOLS, Workload
@@ -36,7 +35,7 @@ def test_a_second_tenant_fills_what_the_first_one_leaves() -> None:
 
 def test_no_slot_is_idle_while_requests_wait() -> None:
     result = Simulation(Cluster.of(64), [REASONING, TOOLS, SMALL, FLOOD] * 2).run(3600)
-    assert result.contended_s > 0
+    assert result.generators.contended_s > 0
     assert result.backfill == pytest.approx(1.0)
 
 
@@ -79,12 +78,41 @@ def test_a_flood_holds_others_up_by_one_request_and_their_fair_share(seed: int) 
             ([CHAT] * 16 + [BACKLOG] * 3, ByArrival),
         )
     )
-    tokens_per_s = cluster.all_slots * cluster.tokens_per_s(cluster.all_slots)
-    one_group_s = BACKLOG.group_size * BACKLOG.max_tokens / tokens_per_s
-    fair_share_s = CHAT.max_tokens * 19 / tokens_per_s
+    one_group_s = BACKLOG.group_size * BACKLOG.max_tokens / cluster.tokens_per_s
+    fair_share_s = CHAT.max_tokens * 19 / cluster.tokens_per_s
     assert quantile(flooded, 0.95) - quantile(calm, 0.95) <= one_group_s + fair_share_s
     assert len(flooded) > 0.3 * len(calm)
     assert len(by_arrival) < 0.03 * len(calm)
+
+
+#: Passes' worth of data at once, again and again; and somebody who trains a little, now and then.
+TRAINS_MUCH = Workload("much", groups=64, overlap=7, samples=False)
+TRAINS_LITTLE = Workload("little", 1, 8, prompt=500, mean_tokens=1000, max_tokens=2000, think_s=60.0, samples=False)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flood_of_training_holds_others_up_by_one_pass_and_their_fair_share(seed: int) -> None:
+    """From the moment data are at the trainer until the policy that has learned from them is saved."""
+    cluster = Cluster.of(32)
+    calm, flooded, by_arrival = (
+        sorted(
+            wait
+            for tenant in Simulation(cluster, loads, seed=seed, queue=queue).run(3 * 3600).tenants
+            if tenant.workload is TRAINS_LITTLE
+            for wait in tenant.training_s
+        )
+        for loads, queue in (
+            ([TRAINS_LITTLE] * 4, FairTree),
+            ([TRAINS_LITTLE] * 4 + [TRAINS_MUCH] * 2, FairTree),
+            ([TRAINS_LITTLE] * 4 + [TRAINS_MUCH] * 2, ByArrival),
+        )
+    )
+    one_pass_s = cluster.pass_takes_s(cluster.pass_tokens)
+    most_tokens = TRAINS_LITTLE.group_size * (TRAINS_LITTLE.prompt + TRAINS_LITTLE.max_tokens)
+    fair_share_s = one_pass_s * most_tokens * 6 / cluster.pass_tokens
+    assert quantile(flooded, 0.95) - quantile(calm, 0.95) <= one_pass_s + fair_share_s
+    assert len(flooded) > 0.3 * len(calm)
+    assert len(by_arrival) < 0.1 * len(calm)
 
 
 def test_weights_divide_a_full_cluster() -> None:
@@ -101,19 +129,39 @@ def test_equal_floods_get_equal_shares_whatever_their_lengths() -> None:
     assert first.sampled_tokens / second.sampled_tokens == pytest.approx(1, rel=0.1)
 
 
+def test_what_is_not_trained_yet_is_half_way() -> None:
+    """Ten tokens a second sampled, trained at once, eight steps; the ninth has four tokens when the time is over."""
+    loop = Workload("loop", groups=2, group_size=1, prompt=0, lengths=(4, 10), overlap=0)
+    result = Simulation(PLAIN, [loop]).run(85.0)
+    assert (result.sampled_tokens, result.trained_tokens, result.half_way_tokens) == (8 * 14 + 4, 8 * 14, 4)
+
+
+def test_counting_may_begin_later() -> None:
+    whole = Simulation(PLAIN, [replace(LOOP, steps=0)]).run(400.0)
+    later = Simulation(PLAIN, [replace(LOOP, steps=0)]).run(320.0, after_s=80.0)
+    assert (later.seconds, later.sampled_tokens) == (320.0, whole.sampled_tokens - 2 * 70)
+    assert later.occupancy == pytest.approx(whole.occupancy)
+
+
+def test_a_group_is_on_one_generator() -> None:
+    """Two generators of four slots: a group of six has four at once and two behind them, though slots are free."""
+    two = replace(PLAIN, replicas=2)
+    six = Workload("six", groups=1, group_size=6, prompt=0, lengths=(10,), trains=False, steps=1)
+    assert Simulation(two, [six]).run(1e6).seconds == pytest.approx(20)
+    assert Simulation(two, [replace(six, groups=6, group_size=1)]).run(1e6).seconds == pytest.approx(10)
+
+
+def test_handover_front_and_turnaround_take_their_time() -> None:
+    """Two batches of eight requests on four slots: the way in of the first, two turns of a handover and ten steps each,
+    the way out of the last four, and the client's turn."""
+    slow = replace(PLAIN, handover_s=2.0, front_s=0.2, turnaround_s=5.0)
+    eight = Workload("eight", groups=8, group_size=1, prompt=0, lengths=(10,), trains=False, steps=2)
+    result = Simulation(slow, [eight]).run(1e6)
+    assert result.seconds == pytest.approx(2 * (0.1 + 2 * (2 + 10) + 4 * 0.1 + 5), abs=0.5)
+    assert result.occupancy == pytest.approx(8 * 10 / (4 * 20), abs=0.05)
+
+
 def test_a_simulation_is_deterministic() -> None:
     rows = [compare(Cluster.of(64), [4], 1.0) for _ in range(2)]
     assert rows[0] == rows[1]
     assert "by arrival" in table(rows[0])
-
-
-def test_a_replay_finds_the_occupancy_from_step_times_alone() -> None:
-    measured = Measured(slots=4, steps=120, slots_busy=210, slots_offered=480, busy_s=1.2)
-    found = replay(measured, [LOOP])
-    assert found.occupancy == pytest.approx(measured.occupancy)
-    assert found.seconds == pytest.approx(measured.busy_s)
-
-
-def test_a_replay_without_an_end_is_refused() -> None:
-    with pytest.raises(ValueError, match="no end"):
-        replay(Measured(4, 1, 1, 1, 1.0), [replace(LOOP, steps=0)])
