@@ -109,6 +109,10 @@ class FairQueue(Protocol):
     def answer(self, item_id: str, epoch: int, result: bytes) -> bool:
         """The holder of that epoch has finished. False, and nothing changes, for anybody else."""
 
+    def lose(self, item_id: str, epoch: int) -> bool:
+        """The holder of that epoch is there and has lost its work on this item: as if it had died over that alone.
+        False, and nothing changes, for anybody else."""
+
     def decline(self, item_id: str, epoch: int, why: str) -> list[str] | None:
         """The holder of that epoch cannot serve it. It is set aside for those workers of its model that have not
         declined it, which get it before what is queued: []. If there are none, it stays the holder's, to answer with

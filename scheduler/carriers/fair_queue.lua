@@ -43,22 +43,27 @@ local function able(id, model)
   return false, any
 end
 
+-- Its holder has died over an item. Whether it is queued again.
+local function lose(id)
+  local item = key("i", id)
+  redis.call("HDEL", item, "worker", "epoch")
+  if redis.call("HINCRBY", item, "attempts", 1) >= LIVES then
+    redis.call("SADD", P .. "given_up", id)
+    return false
+  end
+  local facts = redis.call("HMGET", item, "path", "cost")
+  correct(facts[1], -number(facts[2]))
+  queue(id)
+  return true
+end
+
 local function release(worker)
   local ids, back = redis.call("SMEMBERS", key("h", worker)), {}
   local epoch = {}
   for _, id in ipairs(ids) do epoch[id] = number(redis.call("HGET", key("i", id), "epoch")) end
   table.sort(ids, function(a, b) return epoch[a] < epoch[b] end)
   for _, id in ipairs(ids) do
-    local item = key("i", id)
-    redis.call("HDEL", item, "worker", "epoch")
-    if redis.call("HINCRBY", item, "attempts", 1) >= LIVES then
-      redis.call("SADD", P .. "given_up", id)
-    else
-      local facts = redis.call("HMGET", item, "path", "cost")
-      correct(facts[1], -number(facts[2]))
-      queue(id)
-      back[#back + 1] = id
-    end
+    if lose(id) then back[#back + 1] = id end
   end
   redis.call("DEL", key("h", worker), key("m", worker), key("k", worker), key("bell", worker))
   redis.call("HDEL", P .. "room", worker)
@@ -266,6 +271,14 @@ function calls.answer(id, epoch, result)
   redis.call("HSET", item, "done", "1")
   local facts = redis.call("HMGET", item, "cost", "at")
   redis.call("XADD", P .. "done", "*", "id", id, "result", result, "cost", facts[1], "at", facts[2])
+  return 1
+end
+
+function calls.lose(id, epoch)
+  local held = redis.call("HMGET", key("i", id), "worker", "epoch")
+  if not held[1] or held[2] ~= epoch then return false end
+  redis.call("SREM", key("h", held[1]), id)
+  lose(id)
   return 1
 end
 

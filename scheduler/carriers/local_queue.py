@@ -138,6 +138,14 @@ class LocalQueue:
             self._news.notify()
             return True
 
+    def lose(self, item_id: str, epoch: int) -> bool:
+        with self._news:
+            held = self._items.get(item_id)
+            if held is None or held.worker is None or held.epoch != epoch:
+                return False
+            self._lose(held)
+            return True
+
     def decline(self, item_id: str, epoch: int, why: str) -> list[str] | None:
         with self._news:
             held = self._items.get(item_id)
@@ -184,15 +192,20 @@ class LocalQueue:
 
     def _release(self, worker: str, expired: Expired) -> None:
         for held in sorted((h for h in self._items.values() if h.worker == worker), key=lambda h: h.epoch):
-            held.worker = None
-            held.attempts += 1
-            if held.attempts >= LIVES:
-                held.epoch = -1
-                self._given_up.add(held.item.id)
-            else:
-                self._tree.correct(held.item.path, -held.item.cost)
-                self._queue(held.item)
+            if self._lose(held):
                 expired.back.append(held.item.id)
+
+    def _lose(self, held: _Held) -> bool:
+        """Its holder has died over an item. Whether it is queued again."""
+        held.worker = None
+        held.attempts += 1
+        if held.attempts >= LIVES:
+            held.epoch = -1
+            self._given_up.add(held.item.id)
+            return False
+        self._tree.correct(held.item.path, -held.item.cost)
+        self._queue(held.item)
+        return True
 
     def _busy(self, worker: str) -> int:
         return sum(held.slots for held in self._items.values() if held.worker == worker)

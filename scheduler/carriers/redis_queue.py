@@ -84,6 +84,9 @@ class RedisQueue:
     def answer(self, item_id: str, epoch: int, result: bytes) -> bool:
         return bool(self._call("answer", item_id, epoch, result))
 
+    def lose(self, item_id: str, epoch: int) -> bool:
+        return bool(self._call("lose", item_id, epoch))
+
     def decline(self, item_id: str, epoch: int, why: str) -> list[str] | None:
         reasons = self._call("decline", item_id, epoch, why)
         return None if reasons is None else sorted({reason.decode() for reason in reasons})

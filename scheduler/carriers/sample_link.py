@@ -15,7 +15,6 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -46,8 +45,6 @@ log = logging.getLogger(__name__)
 #: A worker that gives no sign of life for so long has lost what it held.
 LEASE_S = 6.0
 BEAT_S = 1.0
-#: How many engines of a worker may die over one sample.
-LIVES = 3
 #: A busy generator looks for more work not more often than this.
 LOOK_EVERY_S = 0.01
 
@@ -64,8 +61,6 @@ class SampleLink:
         self.name = worker_name("generator")
         self._queue, self._news, self._blobs = RedisQueue(url), News(url), blobs
         self._epochs: dict[str, int] = {}  # of what is held
-        self._leases: dict[str, Lease] = {}  # the same
-        self._deaths: Counter[str] = Counter()  # engines that died here over a sample that is held
         self._lost: set[str] = set()  # cancelled here because they are not held any more: no answer counts
         self._again: list[Lease] = []  # leased again before their first life here has ended
         self._late: list[Callable[[], object]] = []  # what the queue is to be told, once Redis is there
@@ -99,10 +94,8 @@ class SampleLink:
                 self._models, self._free = message.models, message.free_slots
             case Done():
                 self._answer(message)
-            case Declined() if message.lost and self._once_more(message.op_id):
-                pass
             case Declined() if message.lost:
-                self._answer(Done(message.op_id, failure=Failure(message.message)))
+                self._lose(message.op_id)
             case Declined():
                 self._decline(message)
             case Occupancy(steps, slots_busy, slots_offered, seconds):
@@ -145,7 +138,6 @@ class SampleLink:
             self._again = [lease for lease in leases if lease.id in self._lost]
             leases = [lease for lease in leases if lease.id not in self._lost]
             self._epochs.update({lease.id: lease.epoch for lease in leases})
-            self._leases.update({lease.id: lease for lease in leases})
         ops = self._newest([_decode(lease.body) for lease in leases])
         self._free -= sum(op.num_samples for op in ops)
         return SampleWork(ops) if ops else None
@@ -168,20 +160,16 @@ class SampleLink:
                 self._missed.set()
                 raise
 
-    def _once_more(self, op_id: str) -> bool:
-        """The engine died over a sample: it is handed over again when there is one, but for the last time."""
-        with self._lock:
-            lease = self._leases.get(op_id)
-            if lease is None or self._deaths[op_id] + 1 >= LIVES:
-                return False
-            self._deaths[op_id] += 1
-            self._again.append(lease)
-            return True
-
     def _answer(self, done: Done) -> None:
         epoch = self._let_go(done.op_id)
         if epoch is not None:
             self._late.append(partial(self._queue.answer, done.op_id, epoch, pack(done, self._blobs)))
+
+    def _lose(self, op_id: str) -> None:
+        """The engine died over a sample. It is anybody's: this one's engine may take long to be back."""
+        epoch = self._let_go(op_id)
+        if epoch is not None:
+            self._late.append(partial(self._queue.lose, op_id, epoch))
 
     def _decline(self, message: Declined) -> None:
         epoch = self._let_go(message.op_id)
@@ -199,8 +187,6 @@ class SampleLink:
         """The epoch under which this sample was held, if it was to the last."""
         self._followed.drop(op_id)
         with self._lock:
-            self._leases.pop(op_id, None)
-            self._deaths.pop(op_id, None)
             self._lost.discard(op_id)
             return self._epochs.pop(op_id, None)
 
@@ -226,7 +212,6 @@ class SampleLink:
             if not self._epochs or self._queue.renew(self.name, LEASE_S):
                 return
             lost, self._epochs, self._again = list(self._epochs), {}, []
-            self._leases.clear()
             self._lost.update(lost)
         log.warning("given up by the queue: %d samples are cancelled here and done by others", len(lost))
         for op_id in lost:

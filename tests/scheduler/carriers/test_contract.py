@@ -144,6 +144,18 @@ def test_an_item_that_kills_workers_is_given_up(queue: FairQueue, clock: Clock) 
     assert queue.known(["poison"]) == set()
 
 
+def test_an_item_that_its_holder_lost_goes_on_elsewhere_and_is_given_up_at_last(queue: FairQueue) -> None:
+    queue.push(item("poison"))
+    for life in range(1, LIVES + 1):
+        (lease,) = queue.lease(f"w{life}", ["m"], 1, 60)
+        assert not queue.lose("poison", lease.epoch - 1)
+        assert queue.lose("poison", lease.epoch)
+        assert not queue.lose("poison", lease.epoch)
+        assert not queue.answer("poison", lease.epoch, b"late")
+        assert queue.expire().given_up == (["poison"] if life == LIVES else [])
+    assert queue.lease("w", ["m"], 1, 60) == []
+
+
 def test_what_one_worker_declines_another_gets_first(queue: FairQueue) -> None:
     for name in "abc":
         queue.push(item(name))

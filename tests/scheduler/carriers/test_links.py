@@ -15,11 +15,11 @@ import pytest
 import redis
 
 from scheduler.carriers import train_link
-from scheduler.carriers.contract import Item
+from scheduler.carriers.contract import LIVES, Item
 from scheduler.carriers.news import Ended, Listener, News
 from scheduler.carriers.parcels import INLINE_BYTES, unpack
 from scheduler.carriers.redis_queue import RedisQueue
-from scheduler.carriers.sample_link import LIVES, SampleLink
+from scheduler.carriers.sample_link import SampleLink
 from scheduler.carriers.train_link import Joining, LeaderLink, TrainerLink
 from scheduler.messages import (
     Cancel,
@@ -299,8 +299,25 @@ def test_a_sample_whose_engine_died_is_handed_over_again_and_at_last_fails(
         assert queue.holder("deadly") == sample_link.name, life
         sample_link.send(Declined("deadly", "vLLM was lost", lost=True))
     sample_link.recv(0)
-    assert eventually(lambda: queue.holder("deadly") is None)
+    assert queue.expire().given_up == ["deadly"]
     queue.close()
+
+
+def test_another_generator_goes_on_with_what_an_engine_died_over(
+    url: str, sample_link: SampleLink, blobs: Blobs
+) -> None:
+    queue, other = RedisQueue(url), SampleLink(url, blobs)
+    push(queue, "a")
+    sample_link.send(PullSamples(["m"], 4))
+    assert isinstance(sample_link.recv(10), SampleWork)
+    sample_link.send(Declined("a", "vLLM was lost", lost=True))
+    sample_link.send(PullSamples(["m"], 0))
+    sample_link.recv(0)
+    other.send(PullSamples(["m"], 4))
+    assert isinstance(other.recv(10), SampleWork)
+    assert queue.holder("a") == other.name
+    for end in (queue, other):
+        end.close()
 
 
 def test_what_one_engine_cannot_serve_goes_to_another_and_fails_when_none_can(

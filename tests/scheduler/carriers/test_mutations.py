@@ -19,7 +19,14 @@ from tests.scheduler.carriers.test_properties import calls, calls_with_room, pla
 
 FAULTS = {
     "an answer with any epoch counts": ("or held[2] ~= epoch then return 0", "then return 0"),
-    "a decline with any epoch counts": ("or held[2] ~= epoch then return false", "then return false"),
+    "a decline with any epoch counts": (
+        'HMGET", item, "worker", "epoch", "path")\n  if not held[1] or held[2] ~= epoch then return false',
+        'HMGET", item, "worker", "epoch", "path")\n  if not held[1] then return false',
+    ),
+    "a loss with any epoch counts": (
+        'HMGET", key("i", id), "worker", "epoch")\n  if not held[1] or held[2] ~= epoch then return false',
+        'HMGET", key("i", id), "worker", "epoch")\n  if not held[1] then return false',
+    ),
     "served without weights": ("start + cost / weight(inner)", "start + cost"),
     "corrected without weights": ("local shift = tokens / weight(inner)", "local shift = tokens"),
     "idling earns credit": ("math.max(get(node, \"v\"), get(inner, \"f\"))", "get(inner, \"f\")"),
@@ -27,12 +34,12 @@ FAULTS = {
     "lost work stays charged": ("correct(facts[1], -number(facts[2]))", ""),
     "items are never given up": (">= LIVES then", ">= 1000 then"),
     "slots are not counted": ("left = left - size", "left = left - 1"),
-    "a worker gets again what it declined": ('key("d", id), worker) == 0 then\n', 'key("d", id), worker) >= 0 then\n'),
     "what is removed stays": ('  withdraw(id)\n  redis.call("DEL", item, key("d", id))\n  return 1', "  return 1"),
 }  # fmt: skip
 
-#: Noticed where there is room to choose.
-OF_AFFINITY = {
+#: Noticed where workers have room.
+WITH_ROOM = {
+    "a worker gets again what it declined": ('key("d", id), worker) == 0 then\n', 'key("d", id), worker) >= 0 then\n'),
     "left to others for ever": ("or number(till) < number(now)", ""),
     "left to others for no time": ("or number(till) < number(now)", "or true"),
     "left to a much fuller one": ("if full < least then", "if true then"),
@@ -65,11 +72,11 @@ def differing(mutant: RedisQueue, source: str, scripts: SearchStrategy) -> None:
     find(scripts, differs, settings=settings(quick, suppress_health_check=list(HealthCheck)))
 
 
-@pytest.mark.parametrize("fault", FAULTS | OF_AFFINITY)
+@pytest.mark.parametrize("fault", FAULTS | WITH_ROOM)
 def test_a_fault_in_the_script_is_noticed(mutant: RedisQueue, fault: str) -> None:
-    right, wrong = (FAULTS | OF_AFFINITY)[fault]
+    right, wrong = (FAULTS | WITH_ROOM)[fault]
     assert redis_queue._SOURCE.count(right) == 1, "the script has changed: so must this fault"
-    scripts = calls_with_room if fault in OF_AFFINITY else calls
+    scripts = calls_with_room if fault in WITH_ROOM else calls
     differing(mutant, redis_queue._SOURCE.replace(right, wrong), scripts)
 
 

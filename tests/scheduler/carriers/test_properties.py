@@ -54,6 +54,7 @@ calls = st.lists(
         st.tuples(st.just("lease"), st.sampled_from("ABC"), st.integers(1, 4), st.booleans()),
         st.tuples(st.just("answer"), st.integers(0, 50)),
         st.tuples(st.just("decline"), st.integers(0, 50)),
+        st.tuples(st.just("lose"), st.integers(0, 50)),
         st.tuples(st.just("correct"), paths, st.integers(-30, 30)),
         st.tuples(st.just("remove"), st.integers(0, 50)),
         st.tuples(st.just("ahead"), st.integers(0, 50)),
@@ -96,6 +97,8 @@ def played(queue: FairQueue, clock: Clock, script: list[tuple]) -> list[object]:
                 told.append([(lease.id, lease.path) for lease in found])
             case "answer" if leases:
                 told.append(queue.answer(*leases[arguments[0] % len(leases)], b""))
+            case "lose" if leases:
+                told.append(queue.lose(*leases[arguments[0] % len(leases)]))
             case "decline" if leases:
                 told.append(queue.decline(*leases[arguments[0] % len(leases)], "no"))
             case "correct":
