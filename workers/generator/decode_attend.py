@@ -3,7 +3,7 @@
 A row's attention must not depend on who shares the step, bit for bit. In float32 on the CPU a kernel in C (attend.c)
 reads every row's pages where they lie and adds in an order that follows from the row's length. Elsewhere, and without a
 C compiler, pages are gathered first, and rows whose lengths have the same multiple of `LENGTH_QUANTUM` share a product:
-its shape per row then follows from the row's own length, too.
+its shape per row then follows from the row's own length, too. On a CUDA device the engine attends by gpu/attend.py.
 
 Shapes: R rows, W pages of the longest row at most, H query heads, K kv heads, D head dim, N rows of a call, B = N * K,
 G = H / K queries that share a kv head, L length.

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import tests.workers.model.gpu_kit  # noqa: F401  (before the kernels)
 from workers.generator.gpu import kernels as decode_kernels
 from workers.model.gpu import kernels as adapter_kernels
 

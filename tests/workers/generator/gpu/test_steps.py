@@ -3,10 +3,12 @@ ranks and targets. On the CPU kernels run in Triton's interpreter, and a tape st
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -19,13 +21,17 @@ from tests.workers.model import gpu_kit
 from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE
 from workers.generator import forward
 from workers.generator.engine import GenerateRequest, SamplingParams
+from workers.generator.gpu import steps
 from workers.generator.gpu.capture import Capture
+from workers.generator.gpu.step import Step
 from workers.generator.gpu.steps import Computed, DecodeSteps, bucket
+from workers.generator.kv_cache import KVCache
 from workers.generator.torch_engine import TorchEngine
 from workers.model import per_expert, place
 from workers.model.adapter import save_adapter
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
+from workers.model.gpu.runs import forms
 
 CONTEXT, SLOTS = 96, 6
 
@@ -102,7 +108,7 @@ def requests(folders: dict[str, Path], names: list[str]) -> list[GenerateRequest
 def compare(config: DecoderConfig, wanted: list[GenerateRequest], capture: Capture[Computed] | None) -> Steps:
     """The same requests decoded plainly and by steps."""
     engines = [TorchEngine(random_decoder(config), EOS, slots=SLOTS, context=CONTEXT) for _ in range(2)]
-    steps = engines[1]._decode_plan = Steps(engines[1], random_decoder(config), capture)
+    used = engines[1]._decode_plan = Steps(engines[1], random_decoder(config), capture)
     plain, stepped = (run(engine, *wanted) for engine in engines)
     for request in wanted:
         assert stepped[request.id].error is None, stepped[request.id].error
@@ -113,14 +119,17 @@ def compare(config: DecoderConfig, wanted: list[GenerateRequest], capture: Captu
             assert (one.routed_experts is None) == (other.routed_experts is None)
             if one.routed_experts is not None and other.routed_experts is not None:
                 np.testing.assert_array_equal(one.routed_experts, other.routed_experts)
-    return steps
+    return used
 
 
 @pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["moe", "dense"])
 def test_steps_decode_as_plain_decoding(config: DecoderConfig, tmp_path: Path) -> None:
     names = ["small", "", "large", "also small", "attention", "experts", "small"]
-    steps = compare(config, requests(saved(config, tmp_path), names), None)
-    assert len(set(steps.rows)) > 3, "the running set was to change"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "MAX_STEPS", 2)
+        used = compare(config, requests(saved(config, tmp_path), names), None)
+    assert len(set(used.rows)) > 3, "the running set was to change"
+    assert len(used.steps._steps) == 2
 
 
 def test_replays_decode_as_plain_decoding(tmp_path: Path) -> None:
@@ -131,6 +140,26 @@ def test_replays_decode_as_plain_decoding(tmp_path: Path) -> None:
     compare(CONFIG, wanted, tape)
     assert tape.captured >= 2
     assert tape.replayed >= tape.captured + 3
+
+
+def test_a_step_does_not_hold_the_adapters_it_had() -> None:
+    decoder = random_decoder(DENSE)
+    adapter = gpu_kit.adapter(DENSE, 4, seed=0)
+    other = gpu_kit.adapter(DENSE, 7, seed=1)
+    cache = KVCache(layers=1, pages=4, kv_heads=1, head_dim=24, device=DEVICE)
+    step = Step(decoder, cache, rows=4, width=3, forms=forms([adapter, other]))
+    step.load([adapter, other])
+    held = ref(adapter)
+    del adapter
+    gc.collect()
+    assert held() is None
+
+
+def test_ranks_of_one_form_fill_the_same_blocks() -> None:
+    ranks = (1, 16, 17, 20, 100, 128, 129, 300)
+    rounded = [next(iter(forms([gpu_kit.adapter(DENSE, rank, seed=0)]))).rank for rank in ranks]
+    assert rounded == [16, 16, 32, 32, 128, 128, 256, 384]
+    assert len(forms([gpu_kit.adapter(DENSE, 3, 0), None, gpu_kit.adapter(DENSE, 9, 1)])) == 1
 
 
 def test_buckets() -> None:
