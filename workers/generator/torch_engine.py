@@ -21,18 +21,20 @@ import torch
 from torch import Tensor
 
 from workers.generator import forward
-from workers.generator.adapters import AdapterCache, AdapterUnusable
+from workers.generator.adapters import AdapterCache
 from workers.generator.decode_attend import native_kernel
-from workers.generator.engine import EngineStats, Finished, GenerateRequest, RequestError
+from workers.generator.engine import EngineStats, Finished, GenerateRequest
 from workers.generator.kv_cache import KVCache
 from workers.generator.pages import PAGE_TOKENS, pages_of
 from workers.generator.prefill_queue import PrefillQueue
 from workers.generator.prefix_cache import PrefixCache
-from workers.generator.progress import RequestProgress, SequenceProgress, refused, request_fault
+from workers.generator.progress import RequestProgress, SequenceProgress
 from workers.generator.prompt_scores import PromptScores
+from workers.generator.refusals import NotFinite, failed, refused, request_fault
+from workers.generator.roster import Roster
 from workers.generator.sampling import Draw, SamplingRows, sample
 from workers.generator.seating import Seating
-from workers.generator.stop import DecodeText, NoTokenizer, StopRule
+from workers.generator.stop import DecodeText, StopRule
 from workers.model.adapter import Adapter, load_adapter, version_of
 from workers.model.decoder import Decoder
 
@@ -44,6 +46,9 @@ DEFAULT_PREFIX_BYTES = 512 << 20
 
 #: How long a step waits for an adapter when all that is here does: what work that arrives waits at most.
 READ_WAIT_S = 0.005
+
+#: The totals of `EngineStats` that grow step by step.
+_COUNTED = ("decode_steps", "slots_busy", "slots_offered", "prefill_tokens", "cache_hit_tokens", "sampled_tokens")
 
 
 class TorchEngine:
@@ -90,15 +95,11 @@ class TorchEngine:
         self._seating = Seating(self._cache, slots)
         self._prefix = PrefixCache(self._cache, prefix_bytes)
         self._queue = PrefillQueue(self._prefix, prefill_tokens)
-        self._here: dict[str, RequestProgress] = {}  # all that have not ended
+        self._roster = Roster(self._queue, self._seating, self._adapters)
         self._numbers = itertools.count()
-        self._running: dict[str, RequestProgress] = {}  # prefilled, not done
-        self._finished: list[Finished] = []
-        self._starting: dict[str, RequestProgress] = {}  # of these, those with a sequence that has no token yet
         self._plan: forward.DecodePlan | None = None  # of all running sequences, while they stay the same
         self._planned = 0  # what `seating.changes` was then
-        counted = ("decode_steps", "slots_busy", "slots_offered", "prefill_tokens", "cache_hit_tokens", "sampled")
-        self._counts = dict.fromkeys(counted, 0)
+        self._counts = dict.fromkeys(_COUNTED, 0)
 
     # -- the contract
 
@@ -106,7 +107,7 @@ class TorchEngine:
     def free_slots(self) -> int:
         """By rows and by KV space: what waits is counted as what it needs to start, what might come as what those here
         take."""
-        seating, waiting = self._seating, self._waiting()
+        seating, waiting = self._seating, self._roster.waiting
         if seating.aside:
             return 0
         needed = sum(pages_of(len(progress.request.prompt)) * progress.unstarted for progress in self._queue)
@@ -115,68 +116,52 @@ class TorchEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue or self._running or self._finished or self._adapters.reading)
+        return bool(self._roster.here or self._roster.finished or self._adapters.reading)
 
     def add(self, request: GenerateRequest) -> None:
         fault = request_fault(request, self._context, self._decoder.config.vocab_size)
-        if request.id in self._here:
+        if request.id in self._roster.here:
             fault = f"request {request.id} is here already"
         if fault is not None:
-            self._finished.append(refused(request.id, fault))
+            self._roster.finished.append(refused(request.id, fault))
             return
         try:
-            self._here[request.id] = self._progress(request)
-            self._queue.add(self._here[request.id])
-        except NoTokenizer as error:
-            self._finished.append(refused(request.id, str(error)))
+            self._roster.enter(self._progress(request))
         except Exception as error:
-            log.exception("request %s: cannot be prepared", request.id)
-            self._finished.append(_broken(request.id, error))
+            self._roster.finished.append(failed(request.id, error))
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
+        roster = self._roster
         self._install()
         self._seating.bring_back()
-        self._survive(list(self._starting.values()), self._start_sequences)
+        self._survive(list(roster.starting.values()), self._start_sequences)
         self._survive(self._queue.choose(self._seating.seat), self._prefill)
-        self._survive(list(self._starting.values()), self._start_sequences)
+        self._survive(list(roster.starting.values()), self._start_sequences)
         self._seating.grow()
-        self._survive(list(self._running.values()), self._decode)
-        finished, self._finished = self._finished, []
+        self._survive(list(roster.running.values()), self._decode)
+        finished, roster.finished = roster.finished, []
         return finished
 
     def cancel(self, request_id: str) -> Finished | None:
-        progress = self._here.get(request_id)
-        if progress is None:
-            return None
-        for sequence in progress.sequences[: progress.started]:
-            if sequence.stop_reason is None:
-                self._note_routes(sequence)
-        result = progress.finished()
-        self._forget(progress)
-        return result
+        return self._roster.cancel(request_id)
 
     def swap_adapter(self, name: str, folder: Path) -> None:
         self._adapters.swap(name, folder)
 
     def run_moved(self, run: str, version: int) -> None:
-        for progress in [p for p in self._here.values() if p.request.run == run]:
+        for progress in [p for p in self._roster.here.values() if p.request.run == run]:
             progress.run_version = version
-            self._stop_stale(progress)
+            self._roster.stop_stale(progress)
 
     def close(self) -> None:
         self._adapters.close()
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            decode_steps=self._counts["decode_steps"],
-            slots_busy=self._counts["slots_busy"],
-            slots_offered=self._counts["slots_offered"],
-            prefill_tokens=self._counts["prefill_tokens"],
-            cache_hit_tokens=self._counts["cache_hit_tokens"],
-            sampled_tokens=self._counts["sampled"],
+            **self._counts,
             running=self._seating.seated,
-            waiting=self._waiting(),
+            waiting=self._roster.waiting,
             adapters_loaded=len(self._adapters),
             adapter_bytes=self._adapters.size_bytes,
             kv_tokens=self._cache.pages * PAGE_TOKENS,
@@ -184,7 +169,7 @@ class TorchEngine:
             preempted=self._seating.preempted,
         )
 
-    # -- adapters
+    # -- requests and their adapters
 
     def _load(self, folder: Path) -> tuple[Adapter, int]:
         loaded = load_adapter(folder, self._decoder.config, device=self._cache.device)
@@ -192,39 +177,11 @@ class TorchEngine:
 
     def _install(self) -> None:
         """Take in the adapters that have been read; while there is nothing else to do, wait a moment for one."""
-        if not (self._running or self._finished or self._queue.ready):
+        if self._roster.stuck:
             self._adapters.wait(READ_WAIT_S)
         while (installed := self._adapters.install()) is not None:
-            held, error = installed
             self._plan = None
-            for progress in [p for p in self._here.values() if p.adapter is held and 0 < p.awaits <= held.ended]:
-                progress.awaits = 0
-                if error is None:
-                    self._stop_stale(progress)
-                else:
-                    self._forget(progress)
-                    self._finished.append(_unread(progress.request.id, error))
-
-    def _stop_stale(self, progress: RequestProgress) -> None:
-        """End the sequences that are too old. Those whose prompt is not computed need not be, if newer weights are on
-        their way: they wait for them."""
-        stale, adapter = [] if progress.awaits else progress.too_old(), progress.adapter
-        if stale and progress.prompt_version is None and adapter is not None and adapter.coming:
-            progress.awaits = adapter.asked
-            return
-        for sequence in stale:
-            sequence.stop_reason, sequence.stale = "length", True
-            self._note_routes(sequence)
-            self._seating.leave(sequence)
-            progress.given_up = True
-        if stale and progress.done:
-            self._end(progress)
-
-    # -- coming and going
-
-    def _waiting(self) -> int:
-        queued = sum(progress.unstarted for progress in self._queue)
-        return queued + sum(progress.unstarted for progress in self._running.values())
+            self._roster.adapter_read(*installed)
 
     def _progress(self, request: GenerateRequest) -> RequestProgress:
         limit = self._context - len(request.prompt) + 1
@@ -235,29 +192,6 @@ class TorchEngine:
         adapter = self._adapters.acquire(request.adapter, request.adapter_folder) if request.adapter else None
         return RequestProgress(request, rule, adapter, scores, next(self._numbers))
 
-    def _end(self, progress: RequestProgress) -> None:
-        self._finished.append(progress.finished())
-        self._forget(progress)
-
-    def _forget(self, progress: RequestProgress) -> None:
-        """Let go of everything a request holds."""
-        del self._here[progress.request.id]
-        self._starting.pop(progress.request.id, None)
-        if self._running.pop(progress.request.id, None) is None:
-            self._queue.discard(progress)
-        for sequence in progress.sequences[: progress.started]:
-            self._seating.leave(sequence)
-        if progress.adapter is not None:
-            self._adapters.release(progress.adapter)
-
-    def _fail(self, progress: RequestProgress, error: Exception) -> None:
-        """End a request that went wrong. What it computed may not be finite."""
-        log.warning("request %s failed: %s", progress.request.id, error, exc_info=error)
-        for sequence in progress.running():
-            self._seating.clear(sequence)
-        self._forget(progress)
-        self._finished.append(_broken(progress.request.id, error))
-
     def _survive(self, batch: list[RequestProgress], work: Callable[[list[RequestProgress]], None]) -> None:
         """Do `work` for the batch; if it raises, for each request alone, so that only a culprit fails."""
         if not batch:
@@ -267,7 +201,7 @@ class TorchEngine:
         except Exception as error:
             self._plan = None
             if len(batch) == 1:
-                self._fail(batch[0], error)
+                self._roster.fail(batch[0], error)
                 return
             log.warning("a step of %d requests failed (%s); trying each alone", len(batch), error)
             for progress in batch:
@@ -288,22 +222,19 @@ class TorchEngine:
             self._queue.save(progress)
         for progress, logits_V in zip(complete, logits, strict=True):
             progress.prompt_logits_V, progress.prompt_version = logits_V.clone(), progress.version
-            self._queue.discard(progress)
-            self._running[progress.request.id] = progress
-            if progress.unstarted:
-                self._starting[progress.request.id] = progress
+            self._roster.run(progress)
             self._plan = None
         self._accept([progress.sequences[0] for progress in complete], drawn, [p.version for p in complete])
 
     def _start_sequences(self, batch: list[RequestProgress]) -> None:
-        """Start more sequences of prefilled requests: those which took another's place (`_retire`), and as many others
-        as there is room for, from the prompt that one of theirs still holds."""
+        """Start more sequences of prefilled requests: those which took another's place (`Roster.retire`), and as many
+        others as there is room for, from the prompt that one of theirs still holds."""
         for progress in batch:
             while begun := self._begun(progress):
                 logits_RV = progress.prompt_logits_V.expand(len(begun), -1)
                 self._accept(begun, self._draw(begun, logits_RV), [progress.prompt_version or 0] * len(begun))
             if not progress.unstarted:
-                self._starting.pop(progress.request.id, None)
+                self._roster.starting.pop(progress.request.id, None)
 
     def _begun(self, progress: RequestProgress) -> list[SequenceProgress]:
         """The sequences of a request that have the prompt and no token yet."""
@@ -317,7 +248,7 @@ class TorchEngine:
     # -- decode
 
     def _decode(self, batch: list[RequestProgress]) -> None:
-        everyone = len(batch) == len(self._running)
+        everyone = len(batch) == len(self._roster.running)
         plan = self._plan if everyone and self._planned == self._seating.changes else None
         if plan is None:
             sequences = [sequence for progress in batch for sequence in progress.running()]
@@ -344,57 +275,16 @@ class TorchEngine:
     def _accept(self, sequences: Sequence[SequenceProgress], draws: list[Draw], versions: list[int]) -> None:
         for sequence, drawn, version in zip(list(sequences), draws, versions, strict=True):
             progress = sequence.owner
-            if progress.request.id not in self._running:
+            if progress.request.id not in self._roster.running:
                 continue  # another of its sequences failed it, in this very loop
             if not math.isfinite(drawn.logprob):
-                self._fail(progress, NotFinite(adapted=progress.adapter is not None))
+                self._roster.fail(progress, NotFinite(adapted=progress.adapter is not None))
                 continue
             try:
                 sequence.accept(drawn, version)
             except Exception as error:
-                self._fail(progress, error)
+                self._roster.fail(progress, error)
                 continue
-            self._counts["sampled"] += 1
+            self._counts["sampled_tokens"] += 1
             if sequence.stop_reason:
-                self._retire(sequence)
-
-    def _retire(self, sequence: SequenceProgress) -> None:
-        """A sequence has ended. Its place goes to a sibling that waits, as the prompt is in it already, or is freed."""
-        progress = sequence.owner
-        self._note_routes(sequence)
-        if progress.unstarted:
-            self._seating.hand_over(sequence, progress.sequences[progress.started])
-            progress.started += 1
-            return
-        self._seating.leave(sequence)
-        if progress.done:
-            self._end(progress)
-
-    def _note_routes(self, sequence: SequenceProgress) -> None:
-        """Keep, if asked, where the tokens of a sequence went, before its pages are another's."""
-        if sequence.owner.request.return_routed_experts and sequence.tokens:
-            sequence.routes = self._seating.routes(sequence)
-
-
-class NotFinite(ArithmeticError):
-    """A sequence's logits are NaN or infinite."""
-
-    def __init__(self, *, adapted: bool) -> None:
-        super().__init__("the logits are not finite" + ("; are this sampler's weights?" if adapted else ""))
-        self.adapted = adapted
-
-
-def _unread(request_id: str, error: BaseException) -> Finished:
-    """The end of a request whose adapter could not be read."""
-    if isinstance(error, AdapterUnusable):
-        return refused(request_id, str(error))
-    log.error("request %s: its adapter cannot be read", request_id, exc_info=error)
-    return _broken(request_id, error)
-
-
-def _broken(request_id: str, error: BaseException) -> Finished:
-    """The end of a request that broke. Only what we word ourselves goes to the user: the rest may name files."""
-    if isinstance(error, NotFinite):
-        return Finished(request_id, error=RequestError(str(error), "user" if error.adapted else "server"))
-    message = f"generation failed ({type(error).__name__}); the generator's log has the details"
-    return Finished(request_id, error=RequestError(message, "server"))
+                self._roster.retire(sequence)

@@ -26,7 +26,7 @@ from workers.generator.engine import (
     GenerateRequest,
     RequestError,
 )
-from workers.generator.progress import refused, request_fault
+from workers.generator.refusals import refused, request_fault
 from workers.generator.stop import DecodeText, NoTokenizer, StopRule
 from workers.generator.vllm import translate
 from workers.generator.vllm.adapters import NotServable, Room

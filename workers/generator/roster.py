@@ -1,0 +1,123 @@
+"""The requests that an engine has, how far each has come, and how it leaves.
+
+A request is queued until its prompt is computed, then it runs; while it has sequences without a token, for want of
+room, it is starting as well. However it leaves, everything it holds is let go of here, and its end waits in `finished`
+for the engine's next step to return.
+"""
+
+from __future__ import annotations
+
+from workers.generator.adapters import AdapterCache, HeldAdapter
+from workers.generator.engine import Finished
+from workers.generator.prefill_queue import PrefillQueue
+from workers.generator.progress import RequestProgress, SequenceProgress
+from workers.generator.refusals import failed
+from workers.generator.seating import Seating
+
+
+class Roster:
+    def __init__(self, queue: PrefillQueue, seating: Seating, adapters: AdapterCache) -> None:
+        self.here: dict[str, RequestProgress] = {}  # all that have not ended
+        self.queue = queue
+        self.running: dict[str, RequestProgress] = {}  # prefilled, not done
+        self.starting: dict[str, RequestProgress] = {}  # of these, those with a sequence that has no token yet
+        self.finished: list[Finished] = []
+        self._seating = seating
+        self._adapters = adapters
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that have not started."""
+        queued = sum(progress.unstarted for progress in self.queue)
+        return queued + sum(progress.unstarted for progress in self.running.values())
+
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing can be done here before an adapter has been read."""
+        return not (self.running or self.finished or self.queue.ready)
+
+    def enter(self, progress: RequestProgress) -> None:
+        self.here[progress.request.id] = progress
+        self.queue.add(progress)
+
+    def run(self, progress: RequestProgress) -> None:
+        """Its prompt is computed."""
+        self.queue.discard(progress)
+        self.running[progress.request.id] = progress
+        if progress.unstarted:
+            self.starting[progress.request.id] = progress
+
+    def retire(self, sequence: SequenceProgress) -> None:
+        """A sequence has ended. Its place goes to a sibling that waits, as the prompt is in it already, or is freed."""
+        progress = sequence.owner
+        self._note_routes(sequence)
+        if progress.unstarted:
+            self._seating.hand_over(sequence, progress.sequences[progress.started])
+            progress.started += 1
+            return
+        self._seating.leave(sequence)
+        if progress.done:
+            self._end(progress)
+
+    def stop_stale(self, progress: RequestProgress) -> None:
+        """End the sequences that are too old. Those whose prompt is not computed need not be, if newer weights are on
+        their way: they wait for them."""
+        stale, adapter = [] if progress.awaits else progress.too_old(), progress.adapter
+        if stale and progress.prompt_version is None and adapter is not None and adapter.coming:
+            progress.awaits = adapter.asked
+            return
+        for sequence in stale:
+            sequence.stop_reason, sequence.stale = "length", True
+            self._note_routes(sequence)
+            self._seating.leave(sequence)
+            progress.given_up = True
+        if stale and progress.done:
+            self._end(progress)
+
+    def adapter_read(self, held: HeldAdapter, error: BaseException | None) -> None:
+        """A read has ended: those that waited for it go on, or fail with it."""
+        for progress in [p for p in self.here.values() if p.adapter is held and 0 < p.awaits <= held.ended]:
+            progress.awaits = 0
+            if error is None:
+                self.stop_stale(progress)
+            else:
+                self.fail(progress, error)
+
+    def fail(self, progress: RequestProgress, error: BaseException) -> None:
+        """End a request that went wrong. What it computed may not be finite."""
+        for sequence in progress.running():
+            self._seating.clear(sequence)
+        self._forget(progress)
+        self.finished.append(failed(progress.request.id, error))
+
+    def cancel(self, request_id: str) -> Finished | None:
+        """End a request with what it has; None when it is not here."""
+        progress = self.here.get(request_id)
+        if progress is None:
+            return None
+        for sequence in progress.sequences[: progress.started]:
+            if sequence.stop_reason is None:
+                self._note_routes(sequence)
+        result = progress.finished()
+        self._forget(progress)
+        return result
+
+    def _end(self, progress: RequestProgress) -> None:
+        self.finished.append(progress.finished())
+        self._forget(progress)
+
+    def _forget(self, progress: RequestProgress) -> None:
+        """Let go of everything a request holds."""
+        del self.here[progress.request.id]
+        self.starting.pop(progress.request.id, None)
+        if self.running.pop(progress.request.id, None) is None:
+            self.queue.discard(progress)
+        for sequence in progress.sequences[: progress.started]:
+            self._seating.leave(sequence)
+        if progress.adapter is not None:
+            self._adapters.release(progress.adapter)
+
+    def _note_routes(self, sequence: SequenceProgress) -> None:
+        """Keep, if asked, where the tokens of a sequence went, before its pages are another's."""
+        if sequence.owner.request.return_routed_experts and sequence.tokens:
+            sequence.routes = self._seating.routes(sequence)
