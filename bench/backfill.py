@@ -2,9 +2,9 @@
 
     python bench/backfill.py --json
 
-Eight tenants sample batches in which one sequence is six times as long as the others, and train on nothing: slots are
-counted only while requests wait. The loops sample, train with importance sampling, step, and sample the new weights.
-Clients and server share the machine's cores.
+Eight tenants sample batches in which one sequence is six times as long as the others, and train on nothing; slots are
+counted, all of them and those while requests wait. The loops sample, train with importance sampling, step, and sample
+the new weights. One tenant and eight take turns, for `ROUNDS`. Clients and server share the machine's cores.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ SLOTS = 32
 STRAGGLING = (40, 40, 40, 40, 40, 40, 40, 240)
 GROUP = 8
 SAMPLES_IN_FLIGHT = 2000
+ROUNDS = 2
+#: Seconds between two looks at the server; its generator reports twice a second, so what is new is this many looks old.
+LOOK_S = 0.25
+REPORTED_LOOKS = 2
 
 
 class Watch:
@@ -41,15 +45,22 @@ class Watch:
 
     def during(self, over: threading.Event) -> None:
         """Watch until `over`."""
-        before, waited = self.look(), False
-        while not over.wait(0.25):
+        before, waiting = self.look(), 0
+        while not over.wait(LOOK_S):
             now = self.look()
-            waits = now["queue"]["open"] > now["queue"]["running"]
+            waiting = waiting + 1 if now["queue"]["open"] > now["queue"]["running"] else 0
             busy, offered = (now["generator"][n] - before["generator"][n] for n in ("slots_busy", "slots_offered"))
             self.busy, self.offered = self.busy + busy, self.offered + offered
-            if waits and waited:
+            if waiting > REPORTED_LOOKS:
                 self.waiting_busy, self.waiting_offered = self.waiting_busy + busy, self.waiting_offered + offered
-            before, waited = now, waits
+            before = now
+
+    def shares(self) -> dict[str, float]:
+        return {
+            "occupancy": self.busy / max(1, self.offered),
+            "while_work_waits": self.waiting_busy / max(1, self.waiting_offered),
+            "share_of_time_with_work_waiting": self.waiting_offered / max(1, self.offered),
+        }
 
 
 def together(loops: Sequence[Callable[[], int]]) -> int:
@@ -94,27 +105,20 @@ def straggle(sampler: weft.SamplingClient, tenant: int, until: float) -> int:
     return tokens
 
 
-def occupancy(url: str, key: str, services: Sequence[weft.ServiceClient], seconds: float) -> dict[str, float]:
-    samplers = [service.create_sampling_client(base_model=BASE_MODEL).result() for service in services]
-    watch, over = Watch(url, key), threading.Event()
+def occupied(watch: Watch, samplers: Sequence[weft.SamplingClient], seconds: float) -> None:
+    """Let each sampler's tenant straggle for so long, and watch."""
+    over = threading.Event()
     watching = threading.Thread(target=watch.during, args=(over,))
     until = time.monotonic() + seconds
     timer = threading.Timer(seconds, over.set)
     watching.start()
     timer.start()
-    tokens = together([lambda s=s, n=n: straggle(s, n, until) for n, s in enumerate(samplers)])
+    together([lambda s=s, n=n: straggle(s, n, until) for n, s in enumerate(samplers)])
     watching.join()
-    return {
-        "occupancy": watch.busy / max(1, watch.offered),
-        "while_work_waits": watch.waiting_busy / watch.waiting_offered if watch.waiting_offered else 0.0,
-        "share_of_time_with_work_waiting": watch.waiting_offered / max(1, watch.offered),
-        "tokens": tokens,
-    }
 
 
-def rl_loop(service: weft.ServiceClient, tenant: int, until: float) -> int:
-    """Sample eight groups of four, train, step, again; the tokens sampled before `until`."""
-    training = service.create_lora_training_client(base_model=BASE_MODEL, rank=8, seed=tenant).result()
+def rl_loop(training: weft.TrainingClient, tenant: int, until: float) -> int:
+    """Sample eight groups of four, train, step, again; the tokens of all steps that began before `until`."""
     sampler = training.save_weights_and_get_sampling_client().result()
     tokens = step = 0
     while time.monotonic() < until:
@@ -146,15 +150,24 @@ def datum(given: list[int], sequence: types.SampledSequence, advantage: float) -
     )
 
 
-def loops(services: Sequence[weft.ServiceClient], seconds: float) -> float:
-    """Output tokens per second of all loops together."""
+def loops(runs: Sequence[weft.TrainingClient], seconds: float) -> tuple[int, float]:
+    """Output tokens of all loops together, and the seconds until the last one's last step was over."""
     begun = time.monotonic()
-    tokens = together([lambda s=s, n=n: rl_loop(s, n, begun + seconds) for n, s in enumerate(services)])
-    return tokens / (time.monotonic() - begun)
+    tokens = together([lambda r=r, n=n: rl_loop(r, n, begun + seconds) for n, r in enumerate(runs)])
+    return tokens, time.monotonic() - begun
 
 
-def in_flight(service: weft.ServiceClient) -> dict[str, float]:
-    sampler = service.create_sampling_client(base_model=BASE_MODEL).result()
+def in_turns(work: Callable[[int, float], tuple[int, float]], seconds: float) -> dict[int, float]:
+    """Tokens per second of `work` with one client and with eight."""
+    counts: dict[int, tuple[int, float]] = {1: (0, 0.0), 8: (0, 0.0)}
+    for _ in range(ROUNDS):
+        for clients, (tokens, took_s) in list(counts.items()):
+            more, longer_s = work(clients, seconds)
+            counts[clients] = (tokens + more, took_s + longer_s)
+    return {clients: tokens / took_s for clients, (tokens, took_s) in counts.items()}
+
+
+def in_flight(sampler: weft.SamplingClient) -> dict[str, float]:
     begun = time.monotonic()
     params = types.SamplingParams(max_tokens=4, stop=[])
     futures = [sampler.sample(prompt(i), 1, params) for i in range(SAMPLES_IN_FLIGHT)]
@@ -167,14 +180,23 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--quick", action="store_true", help="a few seconds of each")
     args = parser.parse_args()
-    seconds = 5.0 if args.quick else 20.0
+    seconds = 3.0 if args.quick else 10.0
     with serve() as (url, data_dir):
         keys = [make_key(data_dir, f"tenant-{i}") for i in range(8)]
         services = [weft.ServiceClient(base_url=url, api_key=key) for key in keys]
-        occupancy(url, keys[0], services[:1], 1.0)  # warm
-        alone, shared = (occupancy(url, keys[0], some, seconds) for some in (services[:1], services))
-        one, eight = loops(services[:1], seconds), loops(services, seconds)
-        flight = in_flight(services[0])
+        samplers = [service.create_sampling_client(base_model=BASE_MODEL).result() for service in services]
+        watches = {clients: Watch(url, keys[0]) for clients in (1, 8)}
+        straggle(samplers[0], 0, time.monotonic() + 1)  # warm
+        for _ in range(ROUNDS):
+            for clients, watch in watches.items():
+                occupied(watch, samplers[:clients], seconds)
+        runs = [
+            service.create_lora_training_client(base_model=BASE_MODEL, rank=8, seed=i).result()
+            for i, service in enumerate(services)
+        ]
+        rates = in_turns(lambda clients, s: loops(runs[:clients], s), seconds)
+        flight = in_flight(samplers[0])
+    alone, shared = watches[1].shares(), watches[8].shares()
     result = {
         "bench": "backfill",
         "compares": "Weft's own clients against one weftd, client and server on the same cores",
@@ -182,7 +204,7 @@ def main() -> None:
         "slots": SLOTS,
         "one_tenant_alone": alone,
         "eight_tenants": shared,
-        "rl_output_tokens_per_s": {"1 client": one, "8 clients": eight, "ratio": eight / one},
+        "rl_output_tokens_per_s": {"1 client": rates[1], "8 clients": rates[8], "ratio": rates[8] / rates[1]},
         "in_flight": flight,
         "claims": [
             claim(
