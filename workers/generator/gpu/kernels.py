@@ -97,7 +97,8 @@ def partial(
             page = tl.load(table_RW + row * width + n).to(tl.int64)
             base = (page * HEADS + head) * DIM * PAGE
             seen = n * PAGE + p <= position
-            k_DP = tl.load(k_NKDP + base + d[:, None] * PAGE + p[None], real[:, None] & seen[None], 0.0)
+            # A mask along neighbours would keep keys from being read as vectors; their scores are masked below.
+            k_DP = tl.load(k_NKDP + base + d[:, None] * PAGE + p[None], real[:, None], 0.0)
             v_PD = tl.load(v_NKPD + base + p[:, None] * DIM + d[None], seen[:, None] & real[None], 0.0)
             scores_GP = tl.dot(q_GD, k_DP.to(tl.float32), input_precision=PRECISION) * scale_log2
             scores_GP = tl.where(seen[None], scores_GP, float("-inf"))
