@@ -1,16 +1,16 @@
 """How a run's loop is doing: who waits for whom, how much of what is sampled gets trained, how old it is by then.
 
 Computed from the journal's rows of a recent window, so it is the same on every replica and after a restart. A run's
-samples are those of its samplers. Staleness is counted in optimizer steps: those that had ended between the moment a
-sample's weights were saved (of an inflight sampler: the sample was accepted) and the first forward_backward accepted
-after the sample had ended.
+samples are those of its samplers. Staleness is counted in tokens: a row says which version of the policy each was drawn
+from (`scheduler.versions`), and the version that it was trained by is taken to be that of the first forward_backward
+accepted after the sample had ended.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -55,7 +55,8 @@ class Stall:
 class Health:
     """`trainer_wait` is the share of the window (from the run's first operation in it) in which the trainer computed
     nothing for this run; `sequences_in_flight` the mean number of its sequences in generators; `acceptance` trained
-    tokens for each sampled one (more than 1 where prompts are trained on); `staleness` counts sequences by steps."""
+    tokens for each sampled one (more than 1 where prompts are trained on); `staleness` counts sampled tokens by the
+    optimizer steps between what drew and what trained them."""
 
     window_s: float
     trainer_wait: float
@@ -74,6 +75,7 @@ class Health:
 @dataclass(frozen=True)
 class _Row:
     id: str
+    seq: int
     kind: str
     open: bool
     accepted: datetime
@@ -81,7 +83,8 @@ class _Row:
     begun: float | None  # seconds after acceptance
     spans: list[tuple[float, float]]
     sequences: int
-    policy_from: datetime
+    drawn: dict[int, int]  # a sample's tokens by the version of the policy
+    version: int | None  # of the policy after it
 
 
 def health_of(session: Session, run: tables.Run, now: datetime, window: timedelta) -> Health:
@@ -115,30 +118,31 @@ def health_of(session: Session, run: tables.Run, now: datetime, window: timedelt
 
 
 def _rows(session: Session, run: tables.Run, since: datetime) -> list[_Row]:
-    samplers = {
-        row.id: row for row in session.scalars(select(tables.Sampler).filter_by(run_id=run.id, org_id=run.org_id))
-    }
+    samplers = session.scalars(select(tables.Sampler.id).filter_by(run_id=run.id, org_id=run.org_id)).all()
     operation = tables.Operation
     recent = (operation.finished_at >= since) | (operation.state == "queued")
     query = select(
         operation.id,
-        operation.lane,
+        operation.seq,
         operation.kind,
         operation.state,
         operation.accepted_at,
         operation.finished_at,
         operation.timings,
+        operation.policy,
         operation.plan["num_samples"].as_integer().label("num_samples"),  # the rest of a plan can be long
     ).where(operation.org_id == run.org_id, operation.lane.in_([run.id, *samplers]), recent)
     latest = session.execute(query.order_by(operation.accepted_at.desc()).limit(MAX_ROWS)).all()
-    return [_read(row, samplers.get(row.lane)) for row in reversed(latest)]
+    return [_read(row) for row in reversed(latest)]
 
 
-def _read(row: SqlRow[Any], sampler: tables.Sampler | None) -> _Row:
+def _read(row: SqlRow[Any]) -> _Row:
+    policy = row.policy or {}
     stretches = (row.timings or {}).get("stretches", [])
     accepted_s = row.accepted_at.timestamp()
     return _Row(
         row.id,
+        row.seq,
         row.kind,
         row.state == "queued",
         row.accepted_at,
@@ -146,7 +150,8 @@ def _read(row: SqlRow[Any], sampler: tables.Sampler | None) -> _Row:
         stretches[0][1] / 1e6 if stretches else None,
         [(accepted_s + start / 1e6, accepted_s + end / 1e6) for _, start, end, *_ in stretches],
         (row.num_samples or 1) if row.kind == SAMPLE else 0,
-        row.accepted_at if sampler is None or sampler.kind == "inflight" else sampler.created_at,
+        {int(version): tokens for version, tokens in policy.get("drawn", {}).items()},
+        policy.get("version"),
     )
 
 
@@ -165,14 +170,32 @@ def _after(since_s: float, spans: Sequence[tuple[float, float]]) -> list[tuple[f
 
 
 def _staleness(training: Sequence[_Row], samples: Sequence[_Row]) -> dict[int, int]:
-    steps = sorted(row.finished for row in training if row.kind == OpKind.OPTIM_STEP and row.finished is not None)
-    trainings = sorted(row.accepted for row in training if row.kind == OpKind.FORWARD_BACKWARD)
+    batches = sorted(_trained_by(training))
     counts: Counter[int] = Counter()
     for sample in samples:
-        place = bisect_left(trainings, sample.finished) if sample.finished is not None else len(trainings)
-        if place < len(trainings):
-            counts[bisect_left(steps, trainings[place]) - bisect_left(steps, sample.policy_from)] += sample.sequences
-    return dict(sorted((max(0, steps_behind), count) for steps_behind, count in counts.items()))
+        place = bisect_left(batches, (sample.finished, 0)) if sample.finished is not None else len(batches)
+        if place < len(batches):
+            for version, tokens in sample.drawn.items():
+                counts[max(0, batches[place][1] - version)] += tokens
+    return dict(sorted(counts.items()))
+
+
+def _trained_by(training: Sequence[_Row]) -> Iterator[tuple[datetime, int]]:
+    """When each forward_backward was accepted, and the version of the policy that it is computed on: where the
+    operations before it left it or, before the first that tells, where that one found it. Without those of which none
+    tells."""
+    version, waiting = None, list[datetime]()
+    for row in sorted(training, key=lambda row: row.seq):
+        if row.version is not None:
+            found = row.version - (row.kind == OpKind.OPTIM_STEP)
+            yield from ((accepted, found) for accepted in waiting if row.kind != OpKind.LOAD_STATE)
+            version, waiting = row.version, []
+        elif row.kind == OpKind.OPTIM_STEP and row.open and version is not None:
+            version += 1
+        elif row.kind == OpKind.FORWARD_BACKWARD and version is not None:
+            yield row.accepted, version
+        elif row.kind == OpKind.FORWARD_BACKWARD:
+            waiting.append(row.accepted)
 
 
 def _stall(training: Sequence[_Row], samples: Sequence[_Row], now: datetime) -> Stall:

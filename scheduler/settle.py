@@ -25,6 +25,7 @@ from scheduler.intake import TRAIN_KINDS
 from scheduler.messages import Done, OpKind
 from scheduler.operations import SAMPLE, Operation, Outcome
 from scheduler.references import in_use
+from scheduler.versions import row_of
 from store import audit, tables
 from store.bulk import update_rows
 
@@ -100,7 +101,7 @@ class Settlement:
                 continue
             freed: list[str] = []
             outcome = _end(session, ending, now, freed)
-            changes.append(_change(ending.op, outcome, now))
+            changes.append(_change(ending, outcome, now))
             charges.append(_charge(found, ending, outcome))
             settled.append((outcome, freed))
         if changes:
@@ -114,8 +115,9 @@ def _end(session: Session, ending: Ending, now: datetime, freed: list[str]) -> O
     return Outcome(error=refusal, category="user") if refusal else ending.result
 
 
-def _change(op: Operation, outcome: Outcome, now: datetime) -> dict[str, Any]:
+def _change(ending: Ending, outcome: Outcome, now: datetime) -> dict[str, Any]:
     """What is written of an operation that has ended."""
+    op = ending.op
     failed = outcome.error is not None
     return {
         "id": op.id,
@@ -126,6 +128,7 @@ def _change(op: Operation, outcome: Outcome, now: datetime) -> dict[str, Any]:
         "result_type": outcome.content_type,
         "finished_at": now,
         "timings": op.timings.row(op.accepted_at, datetime.now(UTC)),
+        "policy": None if failed else row_of(ending.done),
     }
 
 

@@ -1,15 +1,26 @@
-"""How far a run's policy is, as the database tells it: for whoever takes over runs that were told of elsewhere."""
+"""Versions of a run's policy in the database: how far it is, for whoever takes over runs that were told of elsewhere;
+and which one an operation drew from or made, for the health of the run."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from scheduler.messages import OpKind, PolicyMoved
+from scheduler.messages import Done, OpKind, PolicyMoved
 from store import tables
 
 _row = tables.Operation
 _BEGINS = (OpKind.CREATE, OpKind.LOAD_STATE)
+
+
+def row_of(done: Done) -> dict[str, Any] | None:
+    """For the operation's row: {"drawn": {version: tokens}} of a sample; {"version"}, that of the policy after it, of
+    steps, loads and saves."""
+    if done.drawn:
+        return {"drawn": {str(version): tokens for version, tokens in done.drawn.items()}}
+    return {"version": done.facts["version"]} if "version" in done.facts else None
 
 
 def policy_of(session: Session, run_id: str, session_id: str) -> PolicyMoved:

@@ -123,3 +123,4 @@ class Operation(Base):
     accepted_at: Mapped[datetime]
     finished_at: Mapped[datetime | None] = mapped_column(index=True)
     timings: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.timings
+    policy: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.versions.row_of

@@ -184,7 +184,7 @@ def test_the_health_of_a_run_and_what_it_waits_for(server: tuple[Weftd, int], tm
     found = httpx.get(address, headers=headers).json()
     assert (found["sampled_tokens"], found["trained_tokens"]) == (60, 3)
     assert found["acceptance"] == pytest.approx(0.05)
-    assert found["staleness"] == {"0": 3}
+    assert found["staleness"] == {"0": 60}
     assert 0 < found["trainer_wait"] < 1
     assert found["stall"]["waiting_for"] == "client"
     waiting = ask(sampler, 2000)

@@ -52,7 +52,14 @@ class Rows:
         self._seq = 0
 
     def add(
-        self, lane: str, kind: str, accepted: float, begun: float | None = None, ended: float | None = None, n: int = 1
+        self,
+        lane: str,
+        kind: str,
+        accepted: float,
+        begun: float | None = None,
+        ended: float | None = None,
+        n: int = 1,
+        policy: Any = None,
     ) -> str:
         self._seq += 1
         name = f"{lane}-{kind}-{self._seq}"
@@ -64,7 +71,7 @@ class Rows:
                 id=name, org_id="org", session_id="s", lane=lane, seq=self._seq, kind=kind, base_model="m",
                 state="done" if ended else "queued", tokens=1, body_ref="", body_sha256="", plan={"num_samples": n},
                 accepted_at=at(accepted), finished_at=at(ended) if ended else None,
-                timings={"stretches": stretches} if ended else None,
+                timings={"stretches": stretches} if ended else None, policy=policy,
             )
         )  # fmt: skip
         return name
@@ -83,12 +90,12 @@ def health(database: Database, fill: Callable[[Session, Rows], Any], now_s: floa
 def loop(session: Session, rows: Rows) -> None:
     """Two steps: sample for 60 s, train for 20 s; the second step samples the first one's weights."""
     sampler(session, "first", 0)
-    rows.add("first", "sample", 0, 10, 60, n=4)
+    rows.add("first", "sample", 0, 10, 60, n=4, policy={"drawn": {"0": 40}})
     rows.add(RUN, "forward_backward", 60, 60, 79)
-    rows.add(RUN, "optim_step", 60, 79, 80)
-    rows.add("first", "sample", 80, 80, 140, n=4)
+    rows.add(RUN, "optim_step", 60, 79, 80, policy={"version": 1})
+    rows.add("first", "sample", 80, 80, 140, n=4, policy={"drawn": {"0": 50}})
     rows.add(RUN, "forward_backward", 140, 140, 159)
-    rows.add(RUN, "optim_step", 140, 159, 160)
+    rows.add(RUN, "optim_step", 140, 159, 160, policy={"version": 2})
 
 
 def test_shares_of_a_plain_loop(database: Database) -> None:
@@ -99,19 +106,41 @@ def test_shares_of_a_plain_loop(database: Database) -> None:
     assert (found.queue_p50_s, found.queue_p95_s) == pytest.approx((10, 19))
 
 
-def test_staleness_counts_the_steps_between_weights_and_training(database: Database) -> None:
-    assert health(database, loop, 160).staleness == {0: 4, 1: 4}
+def test_staleness_counts_tokens_by_the_steps_between_drawing_and_training(database: Database) -> None:
+    assert health(database, loop, 160).staleness == {0: 40, 1: 50}
 
 
-def test_an_inflight_sampler_is_as_fresh_as_its_request(database: Database) -> None:
+def test_tokens_that_a_swap_made_fresher_count_as_they_were_drawn(database: Database) -> None:
     def fill(session: Session, rows: Rows) -> None:
         sampler(session, "follows", 0, "inflight")
-        rows.add(RUN, "optim_step", 0, 0, 1)
-        rows.add("follows", "sample", 10, 10, 20, n=3)
-        rows.add(RUN, "optim_step", 11, 11, 12)
+        rows.add(RUN, "save_sampler", 0, 0, 1, policy={"version": 5})
+        rows.add("follows", "sample", 10, 10, 20, policy={"drawn": {"5": 30, "6": 8, "7": 2}})
+        for at in (11, 12):
+            rows.add(RUN, "optim_step", at, at, at + 1, policy={"version": at - 5})
+        rows.add("follows", "sample", 22, 22, 40, policy={"drawn": {"7": 100}})
         rows.add(RUN, "forward_backward", 30, 30, 31)
+        rows.add(RUN, "optim_step", 30, 31, 32, policy={"version": 8})
+        rows.add(RUN, "forward_backward", 41)
 
-    assert health(database, fill, 40).staleness == {1: 3}
+    assert health(database, fill, 42).staleness == {0: 2, 1: 108, 2: 30}
+
+
+def test_training_is_by_the_version_that_its_place_in_the_run_gives_it(database: Database) -> None:
+    """Also behind a step that has not ended, and behind a load, whatever was there before."""
+
+    def fill(session: Session, rows: Rows) -> None:
+        sampler(session, "first", 0)
+        rows.add("first", "sample", 0, 0, 10, policy={"drawn": {"3": 1}})
+        rows.add(RUN, "forward_backward", 20, 20, 21)
+        rows.add(RUN, "load_state", 21, 21, 22, policy={"version": 3})
+        rows.add("first", "sample", 22, 22, 24, policy={"drawn": {"3": 10}})
+        rows.add(RUN, "forward_backward", 25, 25, 26)
+        rows.add("first", "sample", 25, 25, 27, policy={"drawn": {"3": 100}})
+        rows.add("first", "sample", 25, 25, 27)  # from before versions were kept
+        rows.add(RUN, "optim_step", 28)
+        rows.add(RUN, "forward_backward", 28)
+
+    assert health(database, fill, 40).staleness == {0: 11, 1: 100}
 
 
 def test_a_window_leaves_out_what_was_before(database: Database) -> None:

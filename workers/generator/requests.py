@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -115,7 +116,16 @@ def answer(order: Order, finished: Finished) -> Done | Declined:
         finished.prompt_alt_tokens,
     )
     counts = {"prefill": facts.prefill, "cached_prefill": facts.cached_prefill, "sample": facts.sample}
-    return Done(finished.id, payload=payload, facts=counts)
+    return Done(finished.id, payload=payload, facts=counts, drawn=_drawn(finished) if order.op.run_id else {})
+
+
+def _drawn(finished: Finished) -> dict[int, int]:
+    """Its tokens by the version of the policy."""
+    counts = Counter[int]()
+    for sequence in finished.sequences:
+        for span in sequence.policy:
+            counts[span.version] += span.length
+    return dict(counts)
 
 
 def _refusal(op_id: str, error: RequestError) -> Done | Declined:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 import pytest
 from weft.wire import ModelInput, SampleRequest, SequenceResult, TensorData, decode_sample_response
@@ -9,7 +12,7 @@ from weft.wire import SamplingParams as WireSamplingParams
 
 from scheduler.messages import SampleOp
 from store.blobs import Blobs
-from workers.generator.engine import Facts, Finished, RequestError
+from workers.generator.engine import Facts, Finished, PolicySpan, RequestError
 from workers.generator.requests import Order, answer, read_order, read_sampling, record_stability
 
 
@@ -71,6 +74,15 @@ def test_answers(blobs: Blobs) -> None:
     failed = answer(order, Finished("op", error=RequestError("too long", "user")))
     assert failed.failure is not None
     assert (failed.failure.message, failed.failure.category) == ("too long", "user")
+
+
+def test_an_answer_counts_tokens_by_version_where_the_weights_are_of_a_run(blobs: Blobs) -> None:
+    order = order_of(blobs)
+    moved = replace(SEQUENCE, policy=(PolicySpan(6, 1), PolicySpan(7, 1)))
+    finished = Finished("op", (SEQUENCE, moved, moved))
+    assert answer(order, finished).drawn == {}  # type: ignore[union-attr]
+    of_a_run = replace(order, op=msgspec.structs.replace(order.op, run_id="run"))
+    assert answer(of_a_run, finished).drawn == {6: 2, 7: 2}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
