@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from store.blobs import Blobs
 from store.db import Database
@@ -18,6 +19,9 @@ from tests.servers import PostgresServer, postgres_server, redis_server
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported: one of several processes that share the cores. Threads that spin would take them away.
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
