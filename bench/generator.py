@@ -1,6 +1,6 @@
 """What decoding with many adapters costs: ratios on a small mixture of experts with random weights, on the CPU.
 
-    python bench/generator.py [--json] [--out FILE] [--rounds 20] [--only decode peft swap] [--vllm .vllm/bin/vllm]
+    python bench/generator.py [--json] [--out FILE] [--rounds 20] [--only decode wide peft swap] [--vllm .vllm/bin/vllm]
     python bench/generator.py --curves [--json] [--out FILE]
 
 One interleaved run: every variant in turn, round after round, CPU time of the process, 1 thread, the minimum of the
@@ -8,6 +8,7 @@ rounds, as in bench/trainer.py, whose model this is. No service and no network: 
 
 - distinct: B sequences, each with an adapter of its own (attention and experts, rank 8); one: all with the same; base:
   without. A figure is one decode step of the whole batch, at lengths of 66 to 114 tokens.
+- wide: the same with one layer of Qwen3-30B-A3B's shape (hidden 2048, 128 experts top-8 of width 768; 5 GB of memory).
 - peft: transformers' generate with peft, one request after another, an adapter each; prompts and tokens as in `ours`,
   from the first prompt token to the last sampled one. Four requests are timed and the time is scaled.
 - swap: every few steps one of 64 tenants gets new weights from disk, which are read beside the steps. Per round of 20
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,22 +40,34 @@ from trainer import CONFIG, toy
 from workers.generator.engine import Engine, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapter import Adapter, AdapterShape, save_adapter
-from workers.model.decoder import Decoder
+from workers.model.decoder import Decoder, DecoderConfig
 
 BATCH = 64
 RANK = 8
 #: Of the decode figures: the first step is past a prompt of so many, so that lengths stay within one multiple of 64.
 DECODE_PROMPT = 65
 STEPS = 2
+#: One layer of the model that Weft is for.
+WIDE = replace(
+    CONFIG,
+    hidden_size=2048,
+    num_layers=1,
+    num_heads=32,
+    head_dim=128,
+    num_experts=128,
+    experts_per_token=8,
+    moe_intermediate_size=768,
+)
 #: Of the figures for whole requests.
 PROMPT, SAMPLED = 32, 32
 TIMED_ALONE = 4
 SWAP_EVERY = 5
+PARTS = ["decode", "wide", "peft", "swap"]
 
 
-def write_adapters(folder: Path, count: int, rank: int) -> list[Path]:
+def write_adapters(folder: Path, count: int, rank: int, config: DecoderConfig = CONFIG) -> list[Path]:
     """Adapters that change the model, each in a folder of its own."""
-    shape = AdapterShape(CONFIG, rank, train_unembed=False)
+    shape = AdapterShape(config, rank, train_unembed=False)
     folders = []
     for number in range(count):
         adapter = Adapter.init(shape, number, scale=1.0)
@@ -103,19 +117,25 @@ def step_times(engines: dict[str, TorchEngine], rounds: int) -> dict[str, float]
     return {name: round(1e3 * took / STEPS, 2) for name, took in best.items()}
 
 
-def decode(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
-    folders = write_adapters(folder, BATCH, RANK)
+def wide(folder: Path, rounds: int) -> dict[str, Any]:
+    return decode(toy(WIDE), folder / "wide", rounds, "one layer of Qwen3-30B-A3B's shape, ")
+
+
+def decode(decoder: Decoder, folder: Path, rounds: int, of: str = "") -> dict[str, Any]:
+    folders = write_adapters(folder, BATCH, RANK, decoder.config)
     variants: dict[str, list[Path | None]] = {
         "distinct": [*folders],
         "one": [folders[0]] * BATCH,
         "base": [None] * BATCH,
     }
-    found = step_times({name: running(decoder, of) for name, of in variants.items()}, rounds)
+    found = step_times({name: running(decoder, each) for name, each in variants.items()}, rounds)
     return {
         "cpu_ms_per_step": found,
         "claims": [
-            _claim("B=64: one adapter / 64 distinct, time of a step", found["one"] / found["distinct"], 0.95),
-            _claim("B=64: base without LoRA / 64 distinct, time of a step", found["base"] / found["distinct"], 0.85),
+            _claim(f"{of}B=64: one adapter / 64 distinct, time of a step", found["one"] / found["distinct"], 0.95),
+            _claim(
+                f"{of}B=64: base without LoRA / 64 distinct, time of a step", found["base"] / found["distinct"], 0.85
+            ),
         ],
     }
 
@@ -267,7 +287,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--out", type=Path, help="write the figures here too, after each part")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", nargs="*", choices=["decode", "peft", "swap"], default=["decode", "peft", "swap"])
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--vllm", type=Path, help="the vllm program to compare with")
     parser.add_argument("--curves", action="store_true", help="growth with sequences, adapters and ranks instead")
     args = parser.parse_args()
@@ -294,10 +314,13 @@ def _parts(args: argparse.Namespace, decoder: Decoder, folder: Path) -> dict[str
     """What is asked for, by name."""
     if args.curves:
         return {"curves": partial(curves, decoder, folder, args.rounds)}
-    every = {"decode": decode, "peft": peft, "swap": swap}
-    chosen: dict[str, Callable[[], dict[str, Any]]] = {
-        part: partial(every[part], decoder, folder, args.rounds) for part in args.only
+    every = {
+        "decode": partial(decode, decoder, folder, args.rounds),
+        "wide": partial(wide, folder, args.rounds),
+        "peft": partial(peft, decoder, folder, args.rounds),
+        "swap": partial(swap, decoder, folder, args.rounds),
     }
+    chosen: dict[str, Callable[[], dict[str, Any]]] = {part: every[part] for part in args.only}
     if args.vllm:
         chosen["vllm"] = partial(against_vllm, decoder, folder, args.vllm, args.rounds)
     return chosen

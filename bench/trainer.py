@@ -83,9 +83,9 @@ TARGETS = (
 )
 
 
-def toy() -> Decoder:
+def toy(config: DecoderConfig = CONFIG) -> Decoder:
     """The model, with weights drawn from a fixed seed."""
-    decoder, generator = Decoder(CONFIG), torch.Generator().manual_seed(0)
+    decoder, generator = Decoder(config), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in decoder.named_parameters():
             if "norm" in name:

@@ -46,19 +46,18 @@ static inline vec exp_of(vec x) {
     return p * (vec)bits;
 }
 
-/* Ask for one page of a head before it is needed: the next one lies anywhere. */
-static inline void fetch(const float *tile, int64_t size) {
-    for (int64_t at = 0; at < size; at += LANES) __builtin_prefetch(tile + at, 0, 2);
-}
-
-/* The scores of `count` queries over one page: s = scale * q K. */
+/* The scores of `count` queries over one page: s = scale * q K. On the way, `next` is asked for: a page that is needed
+ * soon and lies anywhere. */
 static inline __attribute__((always_inline)) void score_page(
-    const int count, int64_t dim, int64_t page, const float *k, const float *const *q, float scale, float *const *s) {
+    const int count, int64_t dim, int64_t page, const float *k, const float *const *q, float scale, float *const *s,
+    const float *next) {
     for (int64_t at = 0; at < page; at += 2 * LANES) {
         vec low[4], high[4];
         for (int g = 0; g < count; g++) low[g] = high[g] = splat(0.0f);
         for (int64_t d = 0; d < dim; d++) {
             const vec a = load(k + d * page + at), b = load(k + d * page + at + LANES);
+            __builtin_prefetch(next + d * page + at, 0, 2);
+            __builtin_prefetch(next + d * page + at + LANES, 0, 2);
             for (int g = 0; g < count; g++) {
                 const vec x = splat(q[g][d]);
                 low[g] += x * a;
@@ -72,16 +71,19 @@ static inline __attribute__((always_inline)) void score_page(
     }
 }
 
-/* out += p V over `used` positions of one page, for `width` * LANES columns. */
+/* out += p V over `used` positions of one page, for `width` * LANES columns; `next` as above. */
 static inline __attribute__((always_inline)) void add_values(
     const int count, const int width, int64_t used, int64_t dim, const float *v, const float *const *p,
-    float *const *out) {
+    float *const *out, const float *next) {
     vec total[4][4];
     for (int g = 0; g < count; g++)
         for (int c = 0; c < width; c++) total[g][c] = load(out[g] + c * LANES);
     for (int64_t t = 0; t < used; t++) {
         vec own[4];
-        for (int c = 0; c < width; c++) own[c] = load(v + t * dim + c * LANES);
+        for (int c = 0; c < width; c++) {
+            own[c] = load(v + t * dim + c * LANES);
+            __builtin_prefetch(next + t * dim + c * LANES, 0, 2);
+        }
         for (int g = 0; g < count; g++) {
             const vec x = splat(p[g][t]);
             for (int c = 0; c < width; c++) total[g][c] += x * own[c];
@@ -129,9 +131,9 @@ static inline __attribute__((always_inline)) void attend_some(
     for (int g = 0; g < count; g++) qs[g] = q + g * dim, outs[g] = out + g * dim;
     for (int64_t n = 0; n < used; n++) {
         for (int g = 0; g < count; g++) ss[g] = scratch + g * room + n * page;
-        fetch(n + 1 < used ? keys + (pages[n + 1] * sh->heads + head) * tile : values + (pages[0] * sh->heads + head) * tile,
-              tile);
-        score_page(count, dim, page, keys + (pages[n] * sh->heads + head) * tile, qs, scale, ss);
+        const float *after = n + 1 < used ? keys + (pages[n + 1] * sh->heads + head) * tile
+                                          : values + (pages[0] * sh->heads + head) * tile;
+        score_page(count, dim, page, keys + (pages[n] * sh->heads + head) * tile, qs, scale, ss, after);
     }
     for (int g = 0; g < count; g++) {
         softmax(scratch + g * room, length, room);
@@ -140,18 +142,18 @@ static inline __attribute__((always_inline)) void attend_some(
     for (int64_t n = 0; n < used; n++) {
         const int64_t here = length - n * page < page ? length - n * page : page;
         const float *v = values + (pages[n] * sh->heads + head) * tile, *ps[4];
-        fetch(n + 1 < used ? values + (pages[n + 1] * sh->heads + head) * tile : next, tile);
+        const float *after = n + 1 < used ? values + (pages[n + 1] * sh->heads + head) * tile : next;
         for (int g = 0; g < count; g++) ps[g] = scratch + g * room + n * page;
         int64_t c = 0;
         for (; c + 4 * LANES <= dim; c += 4 * LANES) {
             float *to[4];
             for (int g = 0; g < count; g++) to[g] = outs[g] + c;
-            add_values(count, 4, here, dim, v + c, ps, to);
+            add_values(count, 4, here, dim, v + c, ps, to, after + c);
         }
         for (; c < dim; c += LANES) {
             float *to[4];
             for (int g = 0; g < count; g++) to[g] = outs[g] + c;
-            add_values(count, 1, here, dim, v + c, ps, to);
+            add_values(count, 1, here, dim, v + c, ps, to, after + c);
         }
     }
 }

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from workers.generator.engine import SamplingParams
+
+#: exp of this is about the smallest normal float64.
+SMALLEST = -708.0
 
 
 def sequence_rng(seed: int | None, sample: int) -> np.random.Generator:
@@ -116,9 +120,10 @@ def _draw_one(logprobs_RV: Tensor, uniform_R: Tensor) -> Tensor:
 def draw(logprobs_RV: Tensor, uniform_RN: Tensor) -> Tensor:
     """Invert the cumulative distribution of each row (which need not be normalised) at N uniforms in [0, 1): ids_RN.
 
-    Sums run in float64: in float32 the tail of a large vocabulary would be lost.
+    Sums run in float64: in float32 the tail of a large vocabulary would be lost. Probabilities too small for normal
+    floats count as none: a processor takes a hundred times as long over each of them.
     """
-    cumulative_RV = logprobs_RV.double().exp().cumsum(-1)
+    cumulative_RV = F.threshold(logprobs_RV.double(), SMALLEST, -torch.inf).exp().cumsum(-1)
     total_R1 = cumulative_RV[:, -1:]
     # The product may round up to the total; the largest float below it belongs to the last token that has any mass.
     threshold_RN = torch.minimum(uniform_RN * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))

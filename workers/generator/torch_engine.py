@@ -73,6 +73,7 @@ class TorchEngine:
         keys and values of prompts, kept after use; with `prefix_bytes` 0 none are."""
         config = decoder.config
         self._decoder = decoder
+        decoder.pack()
         self._eos_token_ids = eos_token_ids
         self._decode_text = decode_text
         self._adapters = AdapterCache(self._load, adapter_bytes)

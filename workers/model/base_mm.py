@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workers.model.native.gemm import packed
+
 #: Below this many rows matrix libraries use other kernels, with other rounding. Measured on MKL with 1 and 2 threads.
 MIN_ROWS = 16
 
@@ -12,8 +14,11 @@ MIN_ROWS = 16
 def base_mm(x_TI: Tensor, weight_OI: Tensor, *, transposed: bool = False, out: Tensor | None = None) -> Tensor:
     """x W^T, or x W when `transposed`, in the weight's dtype and returned in x's (in `out` when given).
 
-    Padded to MIN_ROWS rows: from there on a row comes out with the same bits whatever else is in the batch. No library
-    promises that; isolation.py tests it at start-up on the machine and the threads in use."""
+    A row comes out with the same bits whatever else is in the batch: by construction where the weight is packed
+    (native/gemm.py), else by padding to MIN_ROWS rows, which no library promises to suffice; isolation.py tests it at
+    start-up on the machine and the threads in use."""
+    if not transposed and (panels := packed(weight_OI)) is not None:
+        return panels.product(x_TI.contiguous(), out)
     weight = weight_OI if transposed else weight_OI.t()
     x, rows = x_TI.to(weight.dtype), x_TI.shape[0]
     if 0 < rows < MIN_ROWS:

@@ -24,6 +24,7 @@ from workers.model.config import DecoderConfig, RopeConfig
 from workers.model.lora import LoraRows, Site, lora_linear, own_rows
 from workers.model.memory import Saving, choose_saving
 from workers.model.moe import Names, expert_block
+from workers.model.native.gemm import pack
 
 __all__ = ["Attend", "Decoder", "DecoderConfig", "LoraRows", "PackedAttend"]
 
@@ -58,6 +59,12 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.embed.device
+
+    def pack(self) -> None:
+        """Make forward passes faster on a CPU, for a copy of the weights in memory."""
+        for weight in self.parameters():
+            if (weight.dim() > 1 and weight is not self.embed) or weight is self.head:
+                pack(weight)
 
     def forward(
         self,
@@ -112,7 +119,7 @@ class Decoder(nn.Module):
                 angles = positions[:, None] * self.inverse_wavelengths
                 turn = torch.cat((angles, angles), dim=-1)
                 self._angles = torch.cat((self._angles, torch.stack((turn.cos(), turn.sin()))), dim=1)
-        cos, sin = self._angles[:, positions_T]
+        cos, sin = self._angles.index_select(1, positions_T)
         return cos[:, None], sin[:, None]
 
 

@@ -103,7 +103,7 @@ def _forward(
     h A^T per pair [P, r], and scale * (sum of weighted h A^T) per token [T, r]."""
     routing, adapters, names = plan.routing, plan.adapters, plan.names
     f = down_EDF.shape[2]
-    x_PD = x_TD.to(gate_up_EGD.dtype)[routing.token]
+    x_PD = x_TD.to(gate_up_EGD.dtype).index_select(0, routing.token)
     gate_up_PG = _base(x_PD, gate_up_EGD, routing)
     u_P = v_P = combined_T = None
     if adapters is not None:
@@ -128,7 +128,7 @@ def _gate_up_shrink(x_TD: Tensor, adapters: _Adapters, plan: _Plan) -> Tensor:
     u_T = x_TD.new_zeros(len(x_TD), 2 * adapters.paired.max_rank)
     if adapters.shared is not None:
         adapters.shared.shrink(x_TD, u_T, plan.names.gate_up_a, stack=2, scaled=True)
-    u_P = u_T[plan.routing.token]
+    u_P = u_T.index_select(0, plan.routing.token)
     if adapters.each is not None:
         adapters.each.shrink(x_TD[plan.routing.token], u_P, plan.names.each_gate_up_a, stack=2, scaled=True)
     return u_P
@@ -136,7 +136,7 @@ def _gate_up_shrink(x_TD: Tensor, adapters: _Adapters, plan: _Plan) -> Tensor:
 
 def _per_token(x_PI: Tensor, routing: Routing) -> Tensor:
     """[P, I] sorted by expert -> [T, K, I]."""
-    return x_PI[routing.inverse].view(-1, routing.choices, x_PI.shape[1])
+    return x_PI.index_select(0, routing.inverse).view(-1, routing.choices, x_PI.shape[1])
 
 
 class _ExpertBlock(torch.autograd.Function):
@@ -170,7 +170,7 @@ class _ExpertBlock(torch.autograd.Function):
         h_PF = silu * up
         weights_P1 = weights_TK.reshape(-1)[routing.order][:, None]
 
-        dout_PD = dout_TD.to(down_EDF.dtype)[routing.token]
+        dout_PD = dout_TD.to(down_EDF.dtype).index_select(0, routing.token)
         dh_PF = _base(dout_PD, down_EDF, routing, transposed=True)  # before the router weight
         if plan.adapters is not None:
             _down_backward(dh_PF, dout_TD, h_PF, weights_P1, (v_P, combined_T), plan, plan.adapters)
@@ -208,7 +208,7 @@ def _down_backward(
     if adapters.shared is not None and combined_T is not None:
         adapters.shared.shrink(dout_TD, dv_T, names.down_b, scaled=True)
         adapters.shared.outer(combined_T, dout_TD, names.down_b, scaled=False)
-    dv_P = dv_T[token]
+    dv_P = dv_T.index_select(0, token)
     if adapters.each is not None:
         dout_PD = dout_TD[token]
         adapters.each.shrink(dout_PD, dv_P, names.each_down_b, scaled=True)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.base_mm import base_mm, filled
+from workers.model.native.gemm import packed
 
 #: torch's CUDA kernel takes fewer groups than this, and rows that are multiples of 16 bytes.
 MAX_GROUPS = 1024
@@ -16,6 +17,8 @@ ROW_BYTES = 16
 def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: bool = False) -> Tensor:
     """y_P = x W_e^T (x W_e when `transposed`) of rows sorted by expert, in the weights' dtype; `ends_E` int32 on the
     device says where the rows of each expert end."""
+    if not transposed and (panels := packed(weight_EOI)) is not None:
+        return panels.product(x_PI.contiguous(), ends_E=ends_E)
     x_PI = x_PI.to(weight_EOI.dtype)
     weight_EIO = weight_EOI if transposed else weight_EOI.transpose(1, 2)
     if takes(x_PI, weight_EIO):

@@ -1,0 +1,97 @@
+"""Products with packed weights: torch's numbers, and bits that no neighbour can change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from workers.model.base_mm import base_mm
+from workers.model.native import gemm
+from workers.model.per_expert import per_expert
+
+
+@pytest.fixture(autouse=True)
+def threads() -> None:
+    assert gemm.pack(torch.zeros(1, 1)), "install a C compiler"
+
+
+def weight_of(*shape: int) -> Tensor:
+    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+    assert gemm.pack(weight)
+    return weight
+
+
+def rows_of(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(("out", "inner"), [(1, 1), (16, 7), (63, 33), (64, 64), (65, 256), (200, 31), (1024, 512)])
+@pytest.mark.parametrize("rows", [0, 1, 5, 6, 7, 13, 64])
+def test_numbers_are_torchs(rows: int, out: int, inner: int) -> None:
+    x, weight = rows_of(rows, inner), weight_of(out, inner)
+    torch.testing.assert_close(base_mm(x, weight).double(), x.double() @ weight.double().t(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
+    x, weight = rows_of(200, 96), weight_of(150, 96)
+    whole = base_mm(x, weight)
+    for start, count in [(0, 1), (3, 1), (5, 2), (7, 6), (11, 7), (13, 25), (100, 100)]:
+        assert torch.equal(base_mm(x[start : start + count].clone(), weight), whole[start : start + count])
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_change_no_bit(threads: int) -> None:
+    x, weight = rows_of(64, 96), weight_of(500, 96)
+    before, alone = torch.get_num_threads(), base_mm(x, weight)
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(base_mm(x, weight), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_each_expert_has_its_own_rows() -> None:
+    x, weight = rows_of(40, 48), weight_of(5, 70, 48)
+    counts = [3, 0, 17, 20, 0]  # some experts have none
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    found = per_expert(x, weight, ends)
+    for expert, (own, part) in enumerate(zip(x.split(counts), found.split(counts), strict=True)):
+        torch.testing.assert_close(part, own @ weight[expert].t())
+        alone = torch.tensor([0] * expert + [len(own)] * (5 - expert), dtype=torch.int32)
+        assert torch.equal(per_expert(own.clone(), weight, alone), part)
+
+
+def test_rows_that_are_not_side_by_side_and_a_place_for_the_result() -> None:
+    x, weight = rows_of(9, 64).t(), weight_of(20, 9)
+    out = torch.full((64, 30), 7.0)
+    base_mm(x, weight, out=out[:, :20])
+    torch.testing.assert_close(out[:, :20], x @ weight.t())
+    assert (out[:, 20:] == 7.0).all()  # nothing is written beyond
+
+
+def test_not_a_number_stays_in_its_row() -> None:
+    x, weight = rows_of(12, 64), weight_of(100, 64)
+    clean = base_mm(x, weight)
+    x[5, 3] = torch.nan
+    spoilt = base_mm(x, weight)
+    others = torch.arange(12) != 5
+    assert spoilt[5].isnan().all()
+    assert torch.equal(spoilt[others], clean[others])
+
+
+def test_only_float32_on_the_cpu_is_packed_and_only_while_the_weight_lives() -> None:
+    assert not gemm.pack(torch.zeros(4, 4, dtype=torch.bfloat16))
+    weight = weight_of(8, 8)
+    assert gemm.packed(weight) is not None
+    assert gemm.packed(weight.clone()) is None
+    weight.add_(1)
+    assert gemm.packed(weight) is None  # the copy is stale
+
+
+def test_rows_of_another_width_are_refused() -> None:
+    found = gemm.packed(weight := weight_of(8, 8))
+    assert found is not None
+    assert weight is not None
+    with pytest.raises(ValueError, match="8 numbers"):
+        found.product(torch.zeros(2, 9))

@@ -1,0 +1,121 @@
+/* Products with frozen weights: y = x W^T in float32, of one weight or of one for each expert.
+ *
+ * A weight [out, in] is packed once into panels of PANEL of its rows, [panels, in, PANEL], the last filled up with zeros,
+ * so that a product reads it from end to end. Every element of y is one sum over `in`, in order: its bits follow from its
+ * own row of x and row of W alone, whatever else is in the batch, its size, its place in memory and the threads. (No
+ * library promises that; theirs would also pack the weights anew in every call.)
+ *
+ * Threads share the panels.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#define threads_here() omp_get_num_threads()
+#define thread_here() omp_get_thread_num()
+#else
+#define threads_here() 1
+#define thread_here() 0
+#endif
+
+#define LANES 16
+typedef float vec __attribute__((vector_size(4 * LANES)));
+
+/* A tile of ROWS x PANEL sums stays in registers. */
+#define ROWS 6
+#ifdef __AVX512F__
+#define WIDTH 4
+#else
+#define WIDTH 1
+#endif
+#define PANEL (WIDTH * LANES)
+
+/* So many rows meet all panels of a weight that stays in the processor's own cache, before the next ones do. */
+#define BLOCK (2 * ROWS)
+#define CACHED_BYTES (1 << 20)
+
+/* How far ahead of its use a weight is asked for, in steps of the sum. */
+#define AHEAD 8
+
+static inline vec load(const float *p) {
+    vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
+
+static inline vec splat(float x) { return x - (vec){0}; }
+
+int64_t weft_panel(void) { return PANEL; }
+
+/* y[i][0..PANEL] = x[i] . panel, for `rows` rows. */
+static inline __attribute__((always_inline)) void tile(
+    const int rows, int64_t in, const float *panel, const float *x, int64_t x_stride, float *y, int64_t y_stride) {
+    vec total[ROWS][WIDTH];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < WIDTH; j++) total[i][j] = splat(0.0f);
+    for (int64_t k = 0; k < in; k++) {
+        vec w[WIDTH];
+        for (int j = 0; j < WIDTH; j++) {
+            w[j] = load(panel + k * PANEL + j * LANES);
+            __builtin_prefetch(panel + (k + AHEAD) * PANEL + j * LANES, 0, 3);
+        }
+        for (int i = 0; i < rows; i++) {
+            const vec a = splat(x[i * x_stride + k]);
+            for (int j = 0; j < WIDTH; j++) total[i][j] += a * w[j];
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < WIDTH; j++) store(y + i * y_stride + j * LANES, total[i][j]);
+}
+
+/* The same for the first `columns` columns of y alone. */
+static void tile_of(
+    int64_t rows, int64_t in, const float *panel, const float *x, int64_t x_stride, float *y, int64_t y_stride,
+    int64_t columns) {
+    float whole[ROWS * PANEL], *to = columns < PANEL ? whole : y;
+    const int64_t stride = columns < PANEL ? PANEL : y_stride;
+    switch (rows) {
+    case 6: tile(6, in, panel, x, x_stride, to, stride); break;
+    case 5: tile(5, in, panel, x, x_stride, to, stride); break;
+    case 4: tile(4, in, panel, x, x_stride, to, stride); break;
+    case 3: tile(3, in, panel, x, x_stride, to, stride); break;
+    case 2: tile(2, in, panel, x, x_stride, to, stride); break;
+    default: tile(1, in, panel, x, x_stride, to, stride);
+    }
+    if (to == whole)
+        for (int64_t i = 0; i < rows; i++) memcpy(y + i * y_stride, whole + i * PANEL, columns * sizeof *y);
+}
+
+typedef struct {
+    int64_t experts, in, out, threads;
+} Weight;
+
+/* Rows of x sorted by expert, ends[e] being where those of expert e end: y[row] = W_e x[row]. */
+void weft_gemm(
+    const Weight *weight, const float *packed, const int32_t *ends, const float *x, int64_t x_stride, float *y,
+    int64_t y_stride) {
+    const int64_t in = weight->in, out = weight->out, panels = (out + PANEL - 1) / PANEL;
+    const int64_t block = panels * PANEL * in * (int64_t)sizeof *x <= CACHED_BYTES ? BLOCK : INT64_MAX / 2;
+#pragma omp parallel num_threads(weight->threads) if (weight->threads > 1)
+    {
+        const int64_t from = panels * thread_here() / threads_here(), to = panels * (thread_here() + 1) / threads_here();
+        for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++])
+            for (int64_t at = first, last; at < ends[e]; at = last) {
+                last = at + block < ends[e] ? at + block : ends[e];
+                for (int64_t p = from; p < to; p++) {
+                    const float *panel = packed + (e * panels + p) * in * PANEL;
+                    /* As even as can be: a short tile waits for its own sums. */
+                    int64_t tiles = (last - at + ROWS - 1) / ROWS;
+                    for (int64_t row = at, rows; row < last; row += rows, tiles--) {
+                        rows = (last - row + tiles - 1) / tiles;
+                        tile_of(rows, in, panel, x + row * x_stride, x_stride, y + row * y_stride + p * PANEL, y_stride,
+                                out - p * PANEL < PANEL ? out - p * PANEL : PANEL);
+                    }
+                }
+            }
+    }
+}

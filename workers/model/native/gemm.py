@@ -1,0 +1,77 @@
+"""Products with frozen float32 weights on a CPU, from a copy of them in the order in which they are read (gemm.c).
+
+A row comes out with the same bits in any batch, and weights are not packed anew in every call. The copy takes the
+memory of the weights once more, so it is made for decoders that only run forward (`Decoder.pack`).
+
+Shapes: P rows, E experts, O out, I in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import MutableMapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from workers.model.native.build import library
+
+_SOURCE = Path(__file__).with_name("gemm.c")
+
+
+class Packed:
+    """A weight [O, I], or one for each expert [E, O, I]."""
+
+    def __init__(self, weight: Tensor, native: ctypes.CDLL) -> None:
+        self._native, self.version = native, weight._version
+        experts = len(weight) if weight.dim() == 3 else 1
+        out, inner = weight.shape[-2:]
+        self._shape = (experts, inner, out)
+        panel = int(native.weft_panel())
+        filled = F.pad(weight.detach().reshape(experts, out, inner), (0, 0, 0, -out % panel))
+        self._panels = filled.view(-1, panel, inner).transpose(1, 2).contiguous()
+
+    def product(self, x_PI: Tensor, out_PO: Tensor | None = None, ends_E: Tensor | None = None) -> Tensor:
+        """y_P = x W^T, in `out_PO` when given. Rows sorted by expert have `ends_E` int32: where those of each end."""
+        experts, inner, out = self._shape
+        if x_PI.shape[1] != inner or x_PI.stride(1) != 1 or x_PI.dtype != torch.float32:
+            raise ValueError(f"rows must be float32 of {inner} numbers side by side: {x_PI.dtype}, {list(x_PI.shape)}")
+        y_PO = x_PI.new_empty(len(x_PI), out) if out_PO is None else out_PO
+        weight = _Weight(experts, inner, out, torch.get_num_threads())
+        ends = ctypes.byref(ctypes.c_int32(len(x_PI))) if ends_E is None else _at(ends_E)
+        self._native.weft_gemm(ctypes.byref(weight), _at(self._panels), ends, *_rows(x_PI), *_rows(y_PO))
+        return y_PO
+
+
+class _Weight(ctypes.Structure):
+    """Weight of gemm.c."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("experts", "in", "out", "threads"))
+
+
+_PACKED: MutableMapping[Tensor, Packed] = WeakTensorKeyDictionary()
+
+
+def pack(weight: Tensor) -> bool:
+    """Keep a packed copy of a frozen weight for as long as it lives. False where there is no use for one."""
+    native = library(_SOURCE) if weight.dtype == torch.float32 and weight.device.type == "cpu" else None
+    if native is not None:
+        _PACKED[weight] = Packed(weight, native)
+    return native is not None
+
+
+def packed(weight: Tensor) -> Packed | None:
+    """The copy, if there is one and the weight has not been written to since."""
+    found = _PACKED.get(weight)
+    return found if found is not None and found.version == weight._version else None
+
+
+def _at(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _rows(tensor: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
+    return _at(tensor), ctypes.c_int64(tensor.stride(0))
