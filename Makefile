@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml client_sdk/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable client_sdk --editable '.[dev]'
-	$(BIN)/python -m workers.model.native.build || true
+	$(BIN)/python -m workers.model.native.build workers/*/*.c workers/*/native/*.c || true
 	@touch $@
 
 # vLLM for the CPU, in an environment of its own: it pins too much to share one. Its wheels are for Python 3.11 alone.

@@ -1,8 +1,8 @@
-"""Compiles kernels.c for this machine, once, and loads it.
+"""Compiles the kernels for this machine, once, and loads them.
 
 The result is kept in the user's cache folder under the hash of source, flags, compiler and processor. It takes a
 second, and `python -m workers.model.native.build [FILE.c ...]` does it ahead, also for others' kernels. Without a C
-compiler torch makes the same sums (launch.py), several times slower where groups are small.
+compiler torch makes the same sums, several times slower where groups are small.
 """
 
 from __future__ import annotations
@@ -87,5 +87,5 @@ def _cache_folder() -> Path:
 
 
 if __name__ == "__main__":
-    sources = [Path(name).absolute() for name in sys.argv[1:]] or [_SOURCE]
+    sources = [Path(name).absolute() for name in sys.argv[1:]] or sorted(_SOURCE.parent.glob("*.c"))
     raise SystemExit(0 if all([library(source) is not None for source in sources]) else 1)
