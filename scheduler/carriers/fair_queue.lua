@@ -1,14 +1,11 @@
--- The fair queue of scheduler/carriers/contract.py in Redis, upon the tree of fair_tree.lua. Every call is one script, so
--- it is atomic. ARGV[1] is the call, the rest its arguments; times are milliseconds.
+-- The fair queue of scheduler/carriers/contract.py in Redis, upon fair_tree.lua and roster.lua. Every call is one script,
+-- so it is atomic. ARGV[1] is the call, the rest its arguments; times are milliseconds.
 --   i:<id>    hash: path, weights, cost, slots, adapter, body, attempts; worker, epoch and at while it is leased; aside
 --             while it is set aside, with for and till when it is left to one worker; done once answered
 --   d:<id>    hash: the workers that have declined an item, and why
 --   a:<model> list: ids of items that are set aside for other workers; asides the set of these models
---   w         sorted set of workers by deadline; size and room hashes of their slots when they last came, and of those
---             that are free: what they had, less what is left to them since
---   h:<worker> set of ids, m:<worker> set of models, k:<worker> sorted set of adapters by the epoch of their last lease
 --   done a stream, given_up a set of ids, bell a list that wakes idle workers, bell:<worker> one that wakes this one
-local LIVES, MAX_ASIDE, HEAD_START, LEFT_MS, REMEMBERED = 3, 256, 0.25, 50, 1024
+local LIVES, MAX_ASIDE, LEFT_MS = 3, 256, 50
 
 local function ring()
   redis.call("LPUSH", P .. "bell", "1")
@@ -65,10 +62,7 @@ local function release(worker)
   for _, id in ipairs(ids) do
     if lose(id) then back[#back + 1] = id end
   end
-  redis.call("DEL", key("h", worker), key("m", worker), key("k", worker), key("bell", worker))
-  redis.call("HDEL", P .. "room", worker)
-  redis.call("HDEL", P .. "size", worker)
-  redis.call("ZREM", P .. "w", worker)
+  forget_worker(worker)
   return back
 end
 
@@ -141,44 +135,6 @@ function calls.ahead(id, most)
   return math.min(ahead, most)
 end
 
-local function others_than(worker)
-  local found = {}
-  for _, other in ipairs(redis.call("HKEYS", P .. "room")) do
-    if other ~= worker then found[#found + 1] = other end
-  end
-  table.sort(found)
-  return found
-end
-
-local function holds(worker, adapter) return redis.call("ZSCORE", key("k", worker), adapter) end
-
--- As scheduler.replicas.fullness.
-local function fullness(worker, free) return 1 - free / number(redis.call("HGET", P .. "size", worker)) end
-
-local function busy_slots(worker)
-  local busy = 0
-  for _, slots in ipairs(redis.call("SORT", key("h", worker), "BY", "nosort", "GET", P .. "i:*->slots")) do
-    busy = busy + math.max(1, number(slots))
-  end
-  return busy
-end
-
--- Which of the others holds the adapter of an item, where `worker` does not, and is not much fuller: the emptiest.
-local function better_for(id, worker, left, others)
-  local adapter, path = unpack(redis.call("HMGET", key("i", id), "adapter", "path"))
-  if #others == 0 or adapter == "" or holds(worker, adapter) then return end
-  local model, best, least = split(path)[1], nil, fullness(worker, left) + HEAD_START
-  for _, other in ipairs(others) do
-    local room = number(redis.call("HGET", P .. "room", other))
-    local serves = redis.call("SISMEMBER", key("m", other), model) == 1
-    if room > 0 and serves and holds(other, adapter) and redis.call("HEXISTS", key("d", id), other) == 0 then
-      local full = fullness(other, room)
-      if full < least then best, least = other, full end
-    end
-  end
-  return best
-end
-
 local function set_aside(id)
   local item = key("i", id)
   local model = split(redis.call("HGET", item, "path"))[1]
@@ -202,10 +158,7 @@ local function take(worker, now, id)
   redis.call("HSET", item, "worker", worker, "epoch", epoch, "at", now)
   redis.call("SADD", key("h", worker), id)
   local facts = redis.call("HMGET", item, "path", "body", "slots", "adapter")
-  if facts[4] ~= "" then
-    redis.call("ZADD", key("k", worker), epoch, facts[4])
-    redis.call("ZREMRANGEBYRANK", key("k", worker), 0, -REMEMBERED - 1)
-  end
+  if facts[4] and facts[4] ~= "" then hold(worker, facts[4], epoch) end
   return {id, facts[1], facts[2], epoch}, math.max(1, number(facts[3]))
 end
 
@@ -233,12 +186,10 @@ end
 
 function calls.lease(worker, now, ttl, slots, ...)
   local models, leases, left, again = {...}, {}, number(slots), false
-  redis.call("ZADD", P .. "w", number(now) + number(ttl), worker)
-  redis.call("DEL", key("m", worker))
-  if #models > 0 then redis.call("SADD", key("m", worker), ...) end
+  sign(worker, now, ttl, models)
   if left == 0 then return {leases, 0} end
+  comes(worker, left)
   local others = others_than(worker)
-  redis.call("HSET", P .. "size", worker, busy_slots(worker) + left)
   while left > 0 do
     local id, fresh = next_for(worker, models, now)
     again = not id and fresh

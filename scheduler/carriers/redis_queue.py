@@ -1,5 +1,5 @@
-"""The fair queue carried by Redis: each call is one Lua script (`fair_queue.lua` upon `fair_tree.lua`), so any number
-of processes may share it. Callable from any thread; blocks for a network round trip."""
+"""The fair queue carried by Redis: each call is one Lua script (`fair_queue.lua`), so any number of processes may
+share it. Callable from any thread; blocks for a network round trip."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from scheduler.carriers.contract import LEFT_S, Answered, Expired, Item, Lease, 
 from scheduler.fair import weights_of
 
 _SEPARATOR = "\x1f"
-_SOURCE = "".join(FilePath(__file__).with_name(name).read_text() for name in ("fair_tree.lua", "fair_queue.lua"))
+_SCRIPTS = ("fair_tree.lua", "roster.lua", "fair_queue.lua")  # one script
+_SOURCE = "".join(FilePath(__file__).with_name(name).read_text() for name in _SCRIPTS)
 _GROUP = "settle"
 #: Whoever has taken an answer and did not forget it for so long is taken for dead.
 TAKEN_S = 15.0

@@ -1,6 +1,6 @@
 """The workers of a fair queue in one process: who is there, what they hold, and which of them an item is left to.
 
-Pure state, no clock, no lock. `fair_queue.lua` keeps the same in Redis.
+Pure state, no clock, no lock. `roster.lua` keeps the same in Redis.
 """
 
 from __future__ import annotations
