@@ -15,8 +15,10 @@ from workers.generator.kv_cache import KVCache
 from workers.generator.pages import PAGE_TOKENS, pages_of
 
 LONG = (MAX_SPLITS * MIN_PAGES + 5) * PAGE_TOKENS
-#: Relative to the largest entry. On a GPU sums of float32 go in another order.
-TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+#: On a GPU powers of two are approximate.
+LOOSER = 1 if DEVICE.type == "cpu" else 10
+#: Relative to the largest entry.
+TOLERANCES = {torch.float32: 2e-6 * LOOSER, torch.bfloat16: 2e-2}
 
 
 def filled_cache(kv_heads: int, dim: int, dtype: torch.dtype, pages: int = 64) -> KVCache:
@@ -88,7 +90,7 @@ def test_long_rows_are_cut_in_no_more_parts() -> None:
     for row, position in enumerate(positions):
         k_KDL, v_KLD = cache.read(1, pages[row].tolist(), position + 1)
         wanted = formula(q[row], k_KDL[:, :, : position + 1], v_KLD[:, : position + 1])
-        torch.testing.assert_close(out[row].double(), wanted, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(out[row].double(), wanted, atol=1e-6 * LOOSER, rtol=1e-5 * LOOSER)
 
 
 def test_a_row_is_the_same_bit_for_bit_in_any_company() -> None:
@@ -129,4 +131,4 @@ def test_scores_far_apart_are_exact() -> None:
     out = attend(cache, pages, [150], q, k, v)
     k_KDL, v_KLD = cache.read(1, pages[0].tolist(), 151)
     wanted = formula(q[0], k_KDL[:, :, :151], v_KLD[:, :151])
-    torch.testing.assert_close(out[0].double(), wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out[0].double(), wanted, atol=1e-4 * LOOSER, rtol=1e-4 * LOOSER)
