@@ -141,8 +141,9 @@ class RedisQueue:
         """Until there may be something to lease: queued, left to this worker, or no longer left to others. Only for a
         process's one worker loop."""
         bells = [f"{self._prefix}bell:{worker}", f"{self._prefix}bell"]
+        wait_s, self._longest_wait_s = min(timeout_s, self._longest_wait_s), LONGEST_BLOCK_S
         with reaching():
-            self._reader.blpop(bells, min(timeout_s, self._longest_wait_s))
+            self._reader.blpop(bells, wait_s)
 
     def close(self) -> None:
         self._redis.close()
