@@ -19,6 +19,7 @@ from tests.workers.generator.conftest import EOS, spell
 from tests.workers.generator.test_engine_contract import GREEDY, NO_STOP, ask
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.vllm.engine import VllmEngine
+from workers.generator.vllm.server import VllmServer
 from workers.model.config import read_config
 from workers.model.tiny import TINY_PATH
 
@@ -71,8 +72,13 @@ def by_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_engine(engine: VllmEngine, tmp_path: Path) -> Iterator[MakeEngine]:
+def make_engine(engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
     engines: list[VllmEngine] = []
+
+    async def warm_already(server: VllmServer) -> None:
+        """`engine` has warmed the one server up."""
+
+    monkeypatch.setattr(VllmServer, "_warm_up", warm_already)
 
     def make(*, slots: int = 8, context: int = 96, eos: tuple[int, ...] = EOS) -> VllmEngine:
         folder, config = tmp_path / f"engine{len(engines)}", read_config("tiny", TINY_PATH)
@@ -126,9 +132,10 @@ def test_a_bad_request_fails_alone(make_engine: MakeEngine, fields: dict[str, ob
 def test_eos_ends_and_is_kept_unless_turned_off(make_engine: MakeEngine) -> None:
     sampling = SamplingParams(max_tokens=90, seed=2)
     request = ask("free", sampling=replace(sampling, stop_at_eos=False), num_samples=20)
-    free = finish(make_engine(), request)["free"].sequences
+    free = finish(make_engine(slots=20), request)["free"].sequences
     eos = tuple({int(sequence.tokens[10]) for sequence in free[:2]})
-    stopped = finish(make_engine(eos=eos), replace(request, id="stopped", sampling=sampling))["stopped"].sequences
+    engine = make_engine(slots=20, eos=eos)
+    stopped = finish(engine, replace(request, id="stopped", sampling=sampling))["stopped"].sequences
     assert any(sequence.stop_reason == "stop" for sequence in stopped)
     for short, full in zip(stopped, free, strict=True):
         at = [i for i, token in enumerate(full.tokens) if token in eos]
@@ -166,11 +173,14 @@ def test_swap_takes_effect_while_others_keep_generating(make_engine: MakeEngine,
     swapped = ask("swapped", sampling=long, adapter="policy", adapter_folder=adapters["a0"])
     other = ask("other", 9, long, adapter="a2", adapter_folder=adapters["a2"])
     engine = make_engine(context=200)
+    finish(engine, replace(swapped, id="loads"), replace(other, id="loads too"))
+    began = time.monotonic()
     before = finish(engine, swapped)["swapped"].sequences[0].tokens.tolist()
-    for pause_s in (0.15, 0.05, 0.4, 0.02, 1.0):  # the swap must come after its first token and before its last
+    took_s = time.monotonic() - began
+    for share in (0.3, 0.1, 0.6, 0.03, 0.9):  # the swap must come after its first token and before its last
         for request in (swapped, other):
             engine.add(request)
-        time.sleep(pause_s)
+        time.sleep(share * took_s)
         engine.swap_adapter("policy", adapters["a1"])
         finished = finish(engine)
         sequence = finished["swapped"].sequences[0]

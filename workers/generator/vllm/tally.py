@@ -1,0 +1,71 @@
+"""What the thread that drives the engine sees of the event loop's work: which requests are open, what has ended."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+from workers.generator.engine import Finished, GenerateRequest
+
+
+class Tally:
+    """Used by both threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, int] = {}  # request -> sequences of it that have not ended
+        self._ended: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        self._counts = dict.fromkeys(("prefill_tokens", "cache_hit_tokens", "sampled_tokens"), 0)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is open, or has ended and was not taken."""
+        with self._lock:
+            return bool(self._open) or not self._ended.empty()
+
+    @property
+    def unfinished(self) -> int:
+        """Sequences that have not ended."""
+        with self._lock:
+            return sum(self._open.values())
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Tokens so far, by their names in EngineStats."""
+        return dict(self._counts)
+
+    def enter(self, request: GenerateRequest) -> None:
+        with self._lock:
+            self._open[request.id] = request.num_samples
+
+    def sequence_ended(self, request_id: str) -> None:
+        with self._lock:
+            self._open[request_id] -= 1
+
+    def refuse(self, finished: Finished) -> None:
+        """A request was never open."""
+        self._ended.put(finished)
+
+    def end(self, finished: Finished, *, taken: bool = False) -> None:
+        """A request is over; `taken`: whoever cancelled it has its end already."""
+        with self._lock:
+            self._open.pop(finished.id, None)
+            facts = finished.facts
+            self._counts["prefill_tokens"] += facts.prefill
+            self._counts["cache_hit_tokens"] += facts.cache_hit
+            self._counts["sampled_tokens"] += facts.sample
+            if not taken:
+                self._ended.put(finished)
+
+    def take(self, timeout_s: float) -> list[Finished]:
+        """What has ended; waits for the first."""
+        found = []
+        try:
+            found.append(self._ended.get(timeout=timeout_s))
+            while True:
+                found.append(self._ended.get_nowait())
+        except queue.Empty:
+            return found
