@@ -212,7 +212,7 @@ class GeneratorDesk:
     def policy_moved(self, moved: PolicyMoved) -> None:
         """Tell every generator that samples from this run."""
         for replica in self._replicas:
-            if any(self._journal.sampler(op.lane).run_id == moved.run_id for op in replica.held.values()):
+            if any(self._journal.samplers.facts(op.lane).run_id == moved.run_id for op in replica.held.values()):
                 replica.link.send(moved)
 
     def drain(self) -> None:
@@ -236,7 +236,7 @@ class GeneratorDesk:
         return queue.pop((model,)) if model is not None else None
 
     def _place(self, op: Operation, given: dict[Replica, list[Operation]]) -> None:
-        sampler = self._journal.sampler(op.lane)
+        sampler = self._journal.samplers.facts(op.lane)
         adapter, needs = sampler.adapter_ref, needed(op, sampler)
         replica = choose(self._replicas, op, adapter, needs)
         if replica is not None:
@@ -259,7 +259,7 @@ class GeneratorDesk:
             op.timings.begin(Stretch(0, samplers, organisations, tokens, now))
 
     def _send(self, op: Operation) -> SampleOp:
-        sampler = self._journal.sampler(op.lane)
+        sampler = self._journal.samplers.facts(op.lane)
         return SampleOp(
             op.id,
             op.base_model,
@@ -299,7 +299,7 @@ class GeneratorDesk:
         if message.lost:
             self._back(op)
         else:
-            adapter = self._journal.sampler(op.lane).adapter_ref if message.adapter else ""
+            adapter = self._journal.samplers.facts(op.lane).adapter_ref if message.adapter else ""
             replica.decline(message.message, op.id, *filter(None, [adapter]))
             op.running = False
             op.timings.end(datetime.now(UTC))

@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -42,6 +41,7 @@ from scheduler.operations import (
     RunClosed,
     Waiting,
 )
+from scheduler.samplers import Samplers
 from scheduler.settle import Ending, Settled, Settlement, result_of
 from store import tables
 from store.blobs import Blobs
@@ -51,15 +51,6 @@ log = logging.getLogger(__name__)
 
 #: Pauses before a result is settled again while the database does not answer: about two minutes.
 SETTLE_AGAIN_S = (0.1, 0.3, 1.0, 3.0, 10.0, 15.0, 30.0, 60.0)
-
-
-@dataclass(frozen=True)
-class SamplerFacts:
-    org_id: str
-    base_model: str
-    adapter_ref: str
-    run_id: str | None
-    inflight: bool
 
 
 class Desk(Protocol):
@@ -103,7 +94,7 @@ class Journal:
         self._charges = Charges(self._weight, time.monotonic)
         self._intake = Intake(database, blobs, prices)
         self._open: dict[str, Operation] = {}
-        self._samplers: dict[str, SamplerFacts] = {}
+        self.samplers = Samplers(database)
         self.versions: dict[str, int] = {}  # optimizer steps of runs
         self._settling: set[asyncio.Task[Any]] = set()
 
@@ -266,7 +257,7 @@ class Journal:
         """Settle, again if the database was away for a moment; then it may have been settled the first time."""
         for pause_s in SETTLE_AGAIN_S:
             try:
-                ending = Ending(op, done, result, self.sampler(op.lane).run_id if op.kind == SAMPLE else op.lane)
+                ending = Ending(op, done, result, self.samplers.facts(op.lane).run_id if op.kind == SAMPLE else op.lane)
                 settled: Settled = await self._database.write_batched(self._settlement.settle, ending, lock=op.org_id)
                 if settled is None and pause_s != SETTLE_AGAIN_S[0]:
                     return self._settled_before(op)
@@ -306,7 +297,7 @@ class Journal:
             if lane.closing and lane.idle:
                 self._forget(lane)
         if ok and op.kind == OpKind.SAVE_SAMPLER and op.plan.get("sampler_kind") == "inflight":
-            self._samplers = {k: f for k, f in self._samplers.items() if f.run_id != op.lane}
+            self.samplers.moved(op.lane)
         if not (ok and op.kind in MUTATING):
             self._drop_body(op)
         for ref in freed:
@@ -332,17 +323,6 @@ class Journal:
             self._fail(op, why, "user")
 
     # ---- what desks need
-
-    def sampler(self, sampler_id: str) -> SamplerFacts:
-        """What a sampler samples from now. Cached until an inflight save of its run."""
-        facts = self._samplers.get(sampler_id)
-        if facts is None:
-            with self._database.read() as session:
-                row = session.get_one(tables.Sampler, sampler_id)
-                inflight = row.kind == "inflight"
-                facts = SamplerFacts(row.org_id, row.base_model, row.adapter_ref, row.run_id, inflight)
-            self._samplers[sampler_id] = facts
-        return facts
 
     def _weight(self, org_id: str) -> int:
         try:

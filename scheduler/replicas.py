@@ -11,13 +11,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from scheduler.link import ServerLink
 from scheduler.operations import Operation
-
-if TYPE_CHECKING:
-    from scheduler.journal import SamplerFacts
+from scheduler.samplers import SamplerFacts
 
 #: What holding the adapter is worth, as a share of a replica's slots.
 HEAD_START = 0.25

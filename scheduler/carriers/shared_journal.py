@@ -27,7 +27,7 @@ from scheduler.carriers.contract import FairQueue, Item, QueueUnreachable
 from scheduler.carriers.news import Accepted, Ended, News
 from scheduler.carriers.shared_limits import BacklogBoard, SharedBacklog, SharedInFlight
 from scheduler.completions import Completion, Target
-from scheduler.journal import Journal, SamplerFacts
+from scheduler.journal import Journal
 from scheduler.messages import Done, Failure, OpKind, SampleOp
 from scheduler.operations import (
     INTERACTIVE,
@@ -42,6 +42,7 @@ from scheduler.operations import (
 )
 from scheduler.recovery import from_row
 from scheduler.replicas import needed, samples_of
+from scheduler.samplers import Samplers
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
@@ -87,6 +88,7 @@ class SharedJournal(Journal):
         super().__init__(database, blobs, prices, max_queued_per_org, max_queued_bytes_per_org)
         self.completions: SharedCompletions = SharedCompletions(news.reserve)
         self.in_flight = SharedInFlight(database)
+        self.samplers = Samplers(database, runs_move_elsewhere=True)
         self._backlog: SharedBacklog = SharedBacklog(max_queued_per_org, max_queued_bytes_per_org)
         self.reachable: Callable[[], bool] = lambda: True  # Redis, as far as this replica knows
         self.generators: dict[str, float] = {}  # counts over all generators, as they were lately
@@ -141,7 +143,7 @@ class SharedJournal(Journal):
         """Put samples into the shared queue, which knows those that are there already."""
         for op in ops:
             op.charged = self._charges.expected(op)
-            sampler = self.sampler(op.lane)
+            sampler = self.samplers.facts(op.lane)
             send = SampleOp(
                 op.id,
                 op.base_model,
@@ -157,13 +159,6 @@ class SharedJournal(Journal):
             weight, needs = self._charges.weight(op.org_id), needed(op, sampler)
             item = Item(op.id, op.path, op.charged, _encode(send), samples_of(op), weight, needs)
             await self.reach(self._queue.push, item)
-
-    def sampler(self, sampler_id: str) -> SamplerFacts:
-        """Those that follow a run are not remembered: they move on another replica."""
-        facts = super().sampler(sampler_id)
-        if facts.inflight:
-            self._samplers.pop(sampler_id, None)
-        return facts
 
     async def _tell(self, note: Accepted) -> None:
         await self.reach(self._news.accepted, note)

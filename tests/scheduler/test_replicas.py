@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from sqlalchemy import update
 
 from scheduler.desks import LIVES
-from scheduler.journal import SamplerFacts
 from scheduler.link import WorkerLink
 from scheduler.messages import Cancel, Declined, Done, Occupancy, PullSamples, SampleWork
 from scheduler.operations import Operation, Outcome
 from scheduler.replicas import REMEMBERED, Replica, choose, needed
+from scheduler.samplers import SamplerFacts
 from store import tables
 from tests.scheduler.test_journal import Service, go, organisation, sample
 

@@ -1,0 +1,42 @@
+"""What samplers sample from now: the base model, a snapshot, or the newest weights of a run they follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from store import tables
+from store.db import Database
+
+
+@dataclass(frozen=True)
+class SamplerFacts:
+    org_id: str
+    base_model: str
+    adapter_ref: str
+    run_id: str | None
+    inflight: bool
+
+
+class Samplers:
+    """Reads the facts from the database, and remembers them until an inflight save of their run."""
+
+    def __init__(self, database: Database, *, runs_move_elsewhere: bool = False) -> None:
+        """`runs_move_elsewhere`: other replicas save too, so what follows a run is not remembered."""
+        self._database = database
+        self._runs_move_elsewhere = runs_move_elsewhere
+        self._known: dict[str, SamplerFacts] = {}
+
+    def facts(self, sampler_id: str) -> SamplerFacts:
+        known = self._known.get(sampler_id)
+        if known is not None:
+            return known
+        with self._database.read() as session:
+            row = session.get_one(tables.Sampler, sampler_id)
+            facts = SamplerFacts(row.org_id, row.base_model, row.adapter_ref, row.run_id, row.kind == "inflight")
+        if not (facts.inflight and self._runs_move_elsewhere):
+            self._known[sampler_id] = facts
+        return facts
+
+    def moved(self, run_id: str) -> None:
+        """The inflight samplers of a run have other weights now."""
+        self._known = {sampler_id: facts for sampler_id, facts in self._known.items() if facts.run_id != run_id}
