@@ -41,7 +41,7 @@ class Production:
         self.config = folder / "weft.toml"
         self.config.write_text(CONFIG.format(database=database, redis=redis))
         self._started: list[subprocess.Popen[str]] = []
-        self._where = ["--data-dir", str(folder / "data"), "--config", str(self.config)]
+        self._where = self._places(self.config)
 
     def serve(self, replicas: int) -> dict[str, subprocess.Popen[str]]:
         """Replicas that are ready, by their URLs."""
@@ -57,6 +57,13 @@ class Production:
 
     def worker(self, role: str) -> subprocess.Popen[str]:
         return self._start("worker", role)
+
+    def vllm(self) -> subprocess.Popen[str]:
+        """A generator of the other kind."""
+        config = self.folder / "vllm.toml"
+        kind = '[generator]\nengine = "vllm"\nvllm = { max_adapters = 4, max_rank = 8 }'
+        config.write_text(self.config.read_text().replace("[generator]", kind))
+        return self._start("worker", "generator", where=self._places(config))
 
     def key(self, organisation: str = "acme") -> str:
         made = CliRunner().invoke(weftd, ["key", "create", *self._where, "--org", organisation], catch_exceptions=False)
@@ -89,10 +96,13 @@ class Production:
                 process.kill()
             process.wait()
 
-    def _start(self, *command: str, stdout: int | None = None) -> subprocess.Popen[str]:
+    def _places(self, config: Path) -> list[str]:
+        return ["--data-dir", str(self.folder / "data"), "--config", str(config)]
+
+    def _start(self, *command: str, stdout: int | None = None, where: list[str] | None = None) -> subprocess.Popen[str]:
         with (self.folder / "log").open("a") as log:
             process = subprocess.Popen(
-                [str(BIN / "weftd"), command[0], *self._where, *command[1:]],
+                [str(BIN / "weftd"), command[0], *(where or self._where), *command[1:]],
                 stdout=stdout if stdout is not None else log,
                 stderr=log,
                 text=True,

@@ -1,0 +1,111 @@
+"""vLLM behind the queue that replicas share: it serves base model and adapter, follows a policy, and may be killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import redis
+import weft
+from weft.types import ModelInput, SamplingParams
+
+from tests.e2e.conftest import BASE_MODEL
+from tests.e2e.production import Production
+from tests.servers import PostgresServer, redis_server
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not (ROOT / ".vllm" / ".setup-done").is_file(), reason="there is no vLLM here (make vllm)"),
+]
+#: Nothing here takes so long, on any machine.
+PATIENCE_S = 400
+START = ModelInput.from_ints([40, 43, 46, 49])
+
+
+@pytest.fixture
+def redis_url() -> Iterator[str]:
+    with redis_server() as url:
+        yield url
+
+
+@pytest.fixture
+def production(
+    tmp_path: Path, postgres: PostgresServer, migrated_postgres: str, redis_url: str
+) -> Iterator[Production]:
+    name = postgres.create(migrated_postgres)
+    made = Production(tmp_path, postgres.url(name), redis_url)
+    yield made
+    made.close()
+    postgres.drop(name)
+
+
+def until(holds: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := holds()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def test_vllm_works_from_redis_beside_the_other_engine_and_may_be_killed(
+    production: Production, redis_url: str
+) -> None:
+    vllm = production.vllm()
+    production.worker("trainer")
+    (url,) = production.serve(1)
+    queue = redis.Redis.from_url(redis_url, decode_responses=True)
+
+    def held_by(process: Any) -> int:
+        """How many samples this generator holds; a name ends with the process and a random word."""
+        names = queue.zrange("{weft:samples}:w", 0, -1)
+        return sum(queue.scard(f"{{weft:samples}}:h:{name}") for name in names if f"-{process.pid}-" in name)
+
+    with weft.ServiceClient(base_url=url, api_key=production.key()) as service:
+        # Nobody else samples yet.
+        run = service.create_lora_training_client(BASE_MODEL, rank=4, seed=1, train_unembed=False)
+        snapshot = run.save_weights_and_get_sampling_client()
+        base = service.create_sampling_client(base_model=BASE_MODEL)
+        greedy = SamplingParams(max_tokens=10, temperature=0, stop=[])
+        expected = [tokens(sampler.sample(START, 1, greedy)) for sampler in (base, snapshot)]
+        follows_its_run(run)
+
+        production.worker("generator")
+        until(lambda: queue.zcard("{weft:samples}:w") == 2)
+        long = SamplingParams(max_tokens=200, seed=1, stop=[])
+        futures = [sampler.sample(START, 1, long) for _ in range(4) for sampler in (base, snapshot)]
+        until(lambda: held_by(vllm))
+        family = psutil.Process(vllm.pid).children(recursive=True)
+        next(process for process in family if process.cmdline()[1].endswith("/bin/vllm")).kill()
+        assert all(len(tokens(future)) == 200 for future in futures)
+        until(lambda: not held_by(vllm))
+        vllm.kill()
+        again = [tokens(sampler.sample(START, 1, greedy)) for sampler in (base, snapshot)]
+    assert again == expected  # the other engine's
+    assert production.query("select kind, error from operations where state = 'failed'") == []
+    drawn = production.query("select policy -> 'drawn' from operations where kind = 'sample' and policy is not null")
+    assert max(len(by_version) for (by_version,) in drawn) > 1
+
+
+def tokens(future: Any) -> list[int]:
+    (sequence,) = future.result(PATIENCE_S).sequences
+    return list(sequence.tokens)
+
+
+def follows_its_run(run: Any) -> None:
+    sampler = run.save_weights_and_get_sampling_client(kind="inflight").result(PATIENCE_S)
+    drawn = sampler.sample(START, 1, SamplingParams(max_tokens=300, seed=1, stop=[]))
+    while not drawn.done():
+        run.optim_step(weft.AdamParams(learning_rate=1e-3)).result(PATIENCE_S)
+        run.save_weights_and_get_sampling_client(kind="inflight").result(PATIENCE_S)
+    (found,) = drawn.result(PATIENCE_S).sequences
+    versions = [span.version for span in found.policy_versions]
+    assert len(versions) > 1
+    assert versions == sorted(set(versions))
+    assert sum(span.length for span in found.policy_versions) == 300
