@@ -129,10 +129,10 @@ def datum(tokens: int) -> types.Datum:
 
 
 def test_who_trains_a_little_waits_for_one_pass_of_a_flood(server: tuple[Weftd, int]) -> None:
-    """A dozen passes' worth is queued; what comes then is in the next pass that is put together."""
+    """Eight passes' worth is queued; what comes then is in the next pass that is put together."""
     weftd, _ = server
     flood, late = training_of(weftd, "much"), training_of(weftd, "little")
-    queued = [flood.forward_backward([datum(1000)] * 4, "cross_entropy") for _ in range(12)]
+    queued = [flood.forward_backward([datum(1000)] * 4, "cross_entropy") for _ in range(8)]
     queued[0].result()
     late.forward_backward([datum(10)], "cross_entropy").result()
     for future in queued:
