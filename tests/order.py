@@ -24,7 +24,7 @@ SLOW = (
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """In the order of collection, as the tests of one file depend on each other's fixtures."""
+    """Hands out whole files, in the order of collection."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
