@@ -63,12 +63,12 @@ class Watch:
         }
 
 
-def together(loops: Sequence[Callable[[], int]]) -> int:
+def together(loops: Sequence[Callable[[], float]]) -> float:
     """Run all at once; the sum of what they return. Raises what any of them raises."""
-    results: list[int] = []
+    results: list[float] = []
     errors: list[BaseException] = []
 
-    def run(loop: Callable[[], int]) -> None:
+    def run(loop: Callable[[], float]) -> None:
         try:
             results.append(loop())
         except BaseException as error:
@@ -117,11 +117,13 @@ def occupied(watch: Watch, samplers: Sequence[weft.SamplingClient], seconds: flo
     watching.join()
 
 
-def rl_loop(training: weft.TrainingClient, tenant: int, until: float) -> int:
-    """Sample eight groups of four, train, step, again; the tokens of all steps that began before `until`."""
+def rl_loop(training: weft.TrainingClient, tenant: int, seconds: float) -> float:
+    """Sample eight groups of four, train, step, again; output tokens per second, until the step is over that is going
+    on after `seconds`."""
+    begun = time.monotonic()
     sampler = training.save_weights_and_get_sampling_client().result()
     tokens = step = 0
-    while time.monotonic() < until:
+    while time.monotonic() < begun + seconds:
         step += 1
         asked = [prompt(tenant * 100 + step * 8 + i) for i in range(8)]
         params = [types.SamplingParams(max_tokens=64 if i == 7 else 16, seed=step, stop=[]) for i in range(8)]
@@ -135,7 +137,7 @@ def rl_loop(training: weft.TrainingClient, tenant: int, until: float) -> int:
         training.optim_step(types.AdamParams(learning_rate=1e-4)).result()
         backward.result()
         sampler = training.save_weights_and_get_sampling_client().result()
-    return tokens
+    return tokens / (time.monotonic() - begun)
 
 
 def datum(given: list[int], sequence: types.SampledSequence, advantage: float) -> types.Datum:
@@ -148,23 +150,6 @@ def datum(given: list[int], sequence: types.SampledSequence, advantage: float) -
             "advantages": [0.0] * masked + [advantage] * len(sequence.tokens),
         },
     )
-
-
-def loops(runs: Sequence[weft.TrainingClient], seconds: float) -> tuple[int, float]:
-    """Output tokens of all loops together, and the seconds until the last one's last step was over."""
-    begun = time.monotonic()
-    tokens = together([lambda r=r, n=n: rl_loop(r, n, begun + seconds) for n, r in enumerate(runs)])
-    return tokens, time.monotonic() - begun
-
-
-def in_turns(work: Callable[[int, float], tuple[int, float]], seconds: float) -> dict[int, float]:
-    """Tokens per second of `work` with one client and with eight."""
-    counts: dict[int, tuple[int, float]] = {1: (0, 0.0), 8: (0, 0.0)}
-    for _ in range(ROUNDS):
-        for clients, (tokens, took_s) in list(counts.items()):
-            more, longer_s = work(clients, seconds)
-            counts[clients] = (tokens + more, took_s + longer_s)
-    return {clients: tokens / took_s for clients, (tokens, took_s) in counts.items()}
 
 
 def in_flight(sampler: weft.SamplingClient) -> dict[str, float]:
@@ -194,7 +179,13 @@ def main() -> None:
             service.create_lora_training_client(base_model=BASE_MODEL, rank=8, seed=i).result()
             for i, service in enumerate(services)
         ]
-        rates = in_turns(lambda clients, s: loops(runs[:clients], s), seconds)
+        rates = {1: 0.0, 8: 0.0}
+        for _ in range(ROUNDS):
+            for clients in rates:
+                some = runs[:clients]
+                rates[clients] += (
+                    together([lambda r=r, n=n: rl_loop(r, n, seconds) for n, r in enumerate(some)]) / ROUNDS
+                )
         flight = in_flight(samplers[0])
     alone, shared = watches[1].shares(), watches[8].shares()
     result = {
