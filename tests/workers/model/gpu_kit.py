@@ -8,6 +8,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from workers.model.adapter import Adapter, AdapterShape
+from workers.model.config import DecoderConfig
+from workers.model.lora_rows import LoraRows
+
 #: Triton reads this when a kernel is defined, so it must be set before the kernels are imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -33,10 +37,6 @@ def interpret_library() -> None:
 if not torch.cuda.is_available():
     pytest.importorskip("triton", "3.7", reason="the interpreter of Triton before 3.7 cannot read NumPy 2.4's arrays")
     interpret_library()
-
-from workers.model.adapter import Adapter, AdapterShape
-from workers.model.config import DecoderConfig
-from workers.model.lora_rows import LoraRows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -56,9 +56,10 @@ class VllmEngine:
         decode_text: DecodeText | None = None,
     ) -> None:
         """vLLM as a child (`launch`) or at `url`; with a URL, `folder`, where adapters are written, must be the same
-        for it. What is in `folder` is of an earlier life and is deleted."""
+        for it. What is in `folder` is of an earlier life and is deleted, and all of it at the end."""
         self._config, self._eos, self._slots, self._context = config, eos_token_ids, slots, context
         self._decode_text = decode_text
+        self._folder = folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, mode=0o700)
         self._tally = Tally()
@@ -105,6 +106,7 @@ class VllmEngine:
             self._call(end()).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- the contract
 

@@ -1,22 +1,30 @@
 """Runs a command that must not outlive its parent: `python guard.py COMMAND...`, with the parent's pipe as stdin.
 
 vLLM is several processes, which the kernel does not end with the one that started them. All are in this process's
-session; when the command ends or the pipe closes (the parent is gone, however it went), all are killed.
+session; when the command ends or the pipe closes (the parent is gone, however it went), all are killed. Should this
+process itself be killed, the kernel ends the command with it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
 
+#: prctl(2): the signal that a process gets when its parent has died.
+PR_SET_PDEATHSIG = 1
+
 
 def main() -> None:
+    prctl = ctypes.CDLL(None).prctl
     if os.getpid() != os.getsid(0):
         os.setsid()
-    command = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+    command = subprocess.Popen(
+        sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    )
     ended = os.pidfd_open(command.pid)
     select.select([sys.stdin, ended], [], [])
     os.killpg(0, signal.SIGKILL)

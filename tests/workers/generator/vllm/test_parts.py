@@ -133,3 +133,16 @@ def test_the_guard_ends_all_when_its_parent_is_gone() -> None:
     process.wait(60)
     _, alive = psutil.wait_procs(found, timeout=60)
     assert not alive
+
+
+def test_what_a_guard_began_ends_with_it() -> None:
+    command = [sys.executable, guard.__file__, sys.executable, "-c", "import time; time.sleep(600)"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (found := psutil.Process(process.pid).children()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait(60)
+    _, alive = psutil.wait_procs(found, timeout=60)
+    assert not alive
