@@ -32,11 +32,8 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 #endif
 #define PANEL (WIDTH * LANES)
 
-/* So many rows meet all panels of a weight that stays in the processor's own cache, before the next ones do. */
-#define BLOCK (2 * ROWS)
-#define CACHED_BYTES (1 << 20)
-
-/* How far ahead of its use a weight is asked for, in steps of the sum. */
+/* How far ahead of its use a panel is asked for out of the processor's own cache, in steps of the sum. It has come there
+ * while the one before was multiplied. */
 #define AHEAD 8
 
 static inline vec load(const float *p) {
@@ -51,9 +48,11 @@ static inline vec splat(float x) { return x - (vec){0}; }
 
 int64_t weft_panel(void) { return PANEL; }
 
-/* y[i][0..PANEL] = x[i] . panel, for `rows` rows. */
+/* y[i][0..PANEL] = x[i] . panel, for `rows` rows. On the way, every `share` steps, `next` is asked for, step by step. */
 static inline __attribute__((always_inline)) void tile(
-    const int rows, int64_t in, const float *panel, const float *x, int64_t x_stride, float *y, int64_t y_stride) {
+    const int rows, int64_t in, const float *panel, const float *x, int64_t x_stride, float *y, int64_t y_stride,
+    const float *next, int64_t share) {
+    int64_t due = share;
     vec total[ROWS][WIDTH];
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < WIDTH; j++) total[i][j] = splat(0.0f);
@@ -67,6 +66,10 @@ static inline __attribute__((always_inline)) void tile(
             const vec a = splat(x[i * x_stride + k]);
             for (int j = 0; j < WIDTH; j++) total[i][j] += a * w[j];
         }
+        if (--due == 0) {
+            for (int j = 0; j < WIDTH; j++) __builtin_prefetch(next + j * LANES, 0, 2);
+            next += PANEL, due = share;
+        }
     }
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < WIDTH; j++) store(y + i * y_stride + j * LANES, total[i][j]);
@@ -75,16 +78,16 @@ static inline __attribute__((always_inline)) void tile(
 /* The same for the first `columns` columns of y alone. */
 static void tile_of(
     int64_t rows, int64_t in, const float *panel, const float *x, int64_t x_stride, float *y, int64_t y_stride,
-    int64_t columns) {
+    int64_t columns, const float *next, int64_t share) {
     float whole[ROWS * PANEL], *to = columns < PANEL ? whole : y;
     const int64_t stride = columns < PANEL ? PANEL : y_stride;
     switch (rows) {
-    case 6: tile(6, in, panel, x, x_stride, to, stride); break;
-    case 5: tile(5, in, panel, x, x_stride, to, stride); break;
-    case 4: tile(4, in, panel, x, x_stride, to, stride); break;
-    case 3: tile(3, in, panel, x, x_stride, to, stride); break;
-    case 2: tile(2, in, panel, x, x_stride, to, stride); break;
-    default: tile(1, in, panel, x, x_stride, to, stride);
+    case 6: tile(6, in, panel, x, x_stride, to, stride, next, share); break;
+    case 5: tile(5, in, panel, x, x_stride, to, stride, next, share); break;
+    case 4: tile(4, in, panel, x, x_stride, to, stride, next, share); break;
+    case 3: tile(3, in, panel, x, x_stride, to, stride, next, share); break;
+    case 2: tile(2, in, panel, x, x_stride, to, stride, next, share); break;
+    default: tile(1, in, panel, x, x_stride, to, stride, next, share);
     }
     if (to == whole)
         for (int64_t i = 0; i < rows; i++) memcpy(y + i * y_stride, whole + i * PANEL, columns * sizeof *y);
@@ -99,23 +102,21 @@ void weft_gemm(
     const Weight *weight, const float *packed, const int32_t *ends, const float *x, int64_t x_stride, float *y,
     int64_t y_stride) {
     const int64_t in = weight->in, out = weight->out, panels = (out + PANEL - 1) / PANEL;
-    const int64_t block = panels * PANEL * in * (int64_t)sizeof *x <= CACHED_BYTES ? BLOCK : INT64_MAX / 2;
 #pragma omp parallel num_threads(weight->threads) if (weight->threads > 1)
     {
         const int64_t from = panels * thread_here() / threads_here(), to = panels * (thread_here() + 1) / threads_here();
-        for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++])
-            for (int64_t at = first, last; at < ends[e]; at = last) {
-                last = at + block < ends[e] ? at + block : ends[e];
-                for (int64_t p = from; p < to; p++) {
-                    const float *panel = packed + (e * panels + p) * in * PANEL;
-                    /* As even as can be: a short tile waits for its own sums. */
-                    int64_t tiles = (last - at + ROWS - 1) / ROWS;
-                    for (int64_t row = at, rows; row < last; row += rows, tiles--) {
-                        rows = (last - row + tiles - 1) / tiles;
-                        tile_of(rows, in, panel, x + row * x_stride, x_stride, y + row * y_stride + p * PANEL, y_stride,
-                                out - p * PANEL < PANEL ? out - p * PANEL : PANEL);
-                    }
+        for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) {
+            const int64_t tiles = (ends[e] - first + ROWS - 1) / ROWS;
+            for (int64_t p = from; p < to; p++) {
+                const float *panel = packed + (e * panels + p) * in * PANEL;
+                const int64_t columns = out - p * PANEL < PANEL ? out - p * PANEL : PANEL;
+                /* Tiles as even as can be: a short one waits for its own sums. */
+                for (int64_t row = first, rows, t = 0; row < ends[e]; row += rows, t++) {
+                    rows = (ends[e] - row + tiles - t - 1) / (tiles - t);
+                    tile_of(rows, in, panel, x + row * x_stride, x_stride, y + row * y_stride + p * PANEL, y_stride, columns,
+                            panel + (in + in / tiles * t) * PANEL, tiles);
                 }
             }
+        }
     }
 }
