@@ -65,6 +65,7 @@ class Generator:
         while not (self._draining and not self._orders):
             self._pull()
             self._receive()
+            self._meter.begin()
             self._step()
             self._meter.observe(self._engines.values())
         self._meter.report()
@@ -164,9 +165,12 @@ class _OccupancyMeter:
         self._clock = clock
         self._seen = (0, 0, 0)
         self._now = (0, 0, 0)
-        self._last = clock()
         self._working_s = 0.0
-        self._since = clock()
+        self._begun = self._since = clock()
+
+    def begin(self) -> None:
+        """The engines step now."""
+        self._begun = self._clock()
 
     def observe(self, engines: Iterable[Engine]) -> None:
         stats = [engine.stats() for engine in engines]
@@ -177,8 +181,8 @@ class _OccupancyMeter:
             sum(s.slots_offered for s in stats),
         )
         if totals[0] > self._now[0]:
-            self._working_s += now - self._last
-        self._now, self._last = totals, now
+            self._working_s += now - self._begun
+        self._now = totals
         if now - self._since >= REPORT_S:
             self.report()
 
@@ -186,4 +190,4 @@ class _OccupancyMeter:
         steps, busy, offered = (now - seen for now, seen in zip(self._now, self._seen, strict=True))
         if steps:
             self._link.send(Occupancy(steps, busy, offered, self._working_s))
-        self._seen, self._working_s, self._since = self._now, 0.0, self._last
+        self._seen, self._working_s, self._since = self._now, 0.0, self._clock()

@@ -82,6 +82,23 @@ def test_pulls_serves_and_drains(decoder: Decoder, blobs: Blobs) -> None:
     assert sum(message.slots_offered for message in occupancy) == 4 * sum(message.steps for message in occupancy)
 
 
+def test_waiting_for_work_is_not_work(decoder: Decoder, blobs: Blobs) -> None:
+    now = 0.0
+
+    class Slow(ScriptedLink):
+        def recv(self, timeout_s: float | None = None) -> Any:
+            nonlocal now
+            now += timeout_s or 0.0
+            return super().recv(timeout_s)
+
+    link = Slow([[put_op(blobs, "a")], [put_op(blobs, "b")]])
+    engines = {"base": TorchEngine(decoder, (), slots=4, context=64)}
+    Generator(engines, blobs, link, slots=4, clock=lambda: now).serve()
+    assert now >= 0.5  # it has waited
+    assert link.of(Occupancy)
+    assert sum(message.seconds for message in link.of(Occupancy)) == 0.0
+
+
 def test_faults_fail_one_operation_each(decoder: Decoder, blobs: Blobs) -> None:
     blobs.put("ops/garbled", b"{")
     link = ScriptedLink(
