@@ -243,8 +243,8 @@ def test_cancel_gives_the_tokens_so_far(make_engine: MakeEngine) -> None:
 
 def test_cancel_before_the_start_and_of_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=1)
-    engine.add(ask("a"))
-    engine.step()
+    engine.add(ask("a", num_samples=60))  # they take long enough
+    assert engine.step() == []
     engine.add(ask("b", num_samples=2))
     waiting = engine.cancel("b")
     assert waiting is not None

@@ -3,7 +3,6 @@ and what it declines."""
 
 from __future__ import annotations
 
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -199,11 +198,18 @@ def test_a_crash_gives_back_what_ran_and_everything_works_again(
         adapter_folder=folder,
     )
     calm = finish(engine, request)["r"].sequences[0]
-    engine.add(request)
-    time.sleep(0.1)
     before = processes(engine)
-    for process in before[-2:]:  # its engine, not its front
-        process.send_signal(signal.SIGKILL)
+    for _ in range(20):  # until its engine is stopped while the request is there
+        engine.add(request)
+        time.sleep(0.05)
+        for process in before[-2:]:  # its engine, not its front
+            process.suspend()
+        if not [finished for _ in range(20) for finished in engine.step()]:
+            break
+        for process in before[-2:]:
+            process.resume()
+    for process in before[-2:]:
+        process.kill()
     error = finish(engine)["r"].error
     assert error is not None
     assert (error.category, error.elsewhere) == ("server", "again")
