@@ -46,7 +46,7 @@ TRIES = 3
 _LONG = Workload(
     "long answers", groups=8, group_size=1, prompt=3, mean_tokens=60, sigma=0.8, max_tokens=400, trains=False
 )
-_BRIEF = replace(_LONG, name="brief answers", groups=4, mean_tokens=25, max_tokens=120)
+_BRIEF = replace(_LONG, name="brief answers", groups=4, mean_tokens=40, max_tokens=160)
 #: What is predicted: a load, and of how many tenants.
 CASES = ((_LONG, 1), (_LONG, 3), (_BRIEF, 4))
 
