@@ -58,7 +58,7 @@ _PACKED: MutableMapping[Tensor, Packed] = WeakTensorKeyDictionary()
 def pack(weight: Tensor) -> bool:
     """Keep a packed copy of a frozen weight for as long as it lives. False where there is no use for one."""
     native = library(_SOURCE) if weight.dtype == torch.float32 and weight.device.type == "cpu" else None
-    if native is not None:
+    if native is not None and packed(weight) is None:
         _PACKED[weight] = Packed(weight, native)
     return native is not None
 
