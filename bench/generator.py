@@ -97,7 +97,10 @@ def engine_of(decoder: Decoder, batch: int) -> TorchEngine:
 
 def running(decoder: Decoder, folders: Sequence[Path | None]) -> TorchEngine:
     """An engine whose sequences all run, past their prompts."""
-    engine = engine_of(decoder, len(folders))
+    return begun(engine_of(decoder, len(folders)), folders)
+
+
+def begun(engine: TorchEngine, folders: Sequence[Path | None]) -> TorchEngine:
     for request in requests(folders, DECODE_PROMPT, 400):
         engine.add(request)
     while engine.stats().running < len(folders) or engine.stats().waiting:
@@ -205,7 +208,11 @@ def peft_generate() -> Any:
 
 def swap(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
     folders = write_adapters(folder, BATCH, RANK)
-    engine = running(decoder, folders)
+    engine = engine_of(decoder, BATCH)
+    serve(
+        engine, requests(folders, DECODE_PROMPT, 400)
+    )  # pages that are used for the first time cost a step of their own
+    begun(engine, folders)
     ratios = []
     for _ in range(rounds):
         took = []
