@@ -8,23 +8,11 @@
  */
 
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
-#define LANES 16
-typedef float vec __attribute__((vector_size(4 * LANES)));
+#include "vectors.h"
+
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-
-static inline vec load(const float *p) {
-    vec v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
-static inline void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
-
-static inline vec splat(float x) { return x - (vec){0}; }
 
 static inline vec pick(ivec where, vec yes, vec no) { return (vec)(((ivec)yes & where) | ((ivec)no & ~where)); }
 

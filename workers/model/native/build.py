@@ -22,6 +22,8 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
+#: What kernels include, those of other rooms too.
+_HEADER = Path(__file__).with_name("vectors.h")
 #: Products may be fused with sums, sums may not be reordered.
 _FLAGS = ("-O3", "-std=gnu11", "-march=native", "-ffp-contract=fast", "-fno-fast-math", "-fPIC", "-shared")
 
@@ -42,9 +44,8 @@ def library(source: Path | None = None) -> ctypes.CDLL | None:
 
 
 def _compiled(compiler: str, file: Path) -> Path:
-    source = file.read_text()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    facts = "\n".join((source, *_FLAGS, version, _processor()))
+    facts = "\n".join((file.read_text(), _HEADER.read_text(), *_FLAGS, version, _processor()))
     target = _cache_folder() / f"{file.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
     if not target.exists():
         handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
@@ -59,7 +60,7 @@ def _compiled(compiler: str, file: Path) -> Path:
 
 def _compile(compiler: str, file: Path, target: str) -> None:
     """With OpenMP where the compiler has it."""
-    command = [compiler, *_FLAGS, "-o", target, str(file), "-lm"]
+    command = [compiler, *_FLAGS, f"-I{_HEADER.parent}", "-o", target, str(file), "-lm"]
     with_threads = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True)
     if with_threads.returncode:
         subprocess.run(command, capture_output=True, text=True, check=True)

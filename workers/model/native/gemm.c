@@ -8,20 +8,7 @@
  * Threads share the panels.
  */
 
-#include <stdint.h>
-#include <string.h>
-
-#ifdef _OPENMP
-#include <omp.h>
-#define threads_here() omp_get_num_threads()
-#define thread_here() omp_get_thread_num()
-#else
-#define threads_here() 1
-#define thread_here() 0
-#endif
-
-#define LANES 16
-typedef float vec __attribute__((vector_size(4 * LANES)));
+#include "vectors.h"
 
 /* A tile of ROWS x PANEL sums stays in registers. */
 #define ROWS 6
@@ -35,16 +22,6 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 /* How far ahead of its use a panel is asked for out of the processor's own cache, in steps of the sum. It has come there
  * while the one before was multiplied. */
 #define AHEAD 8
-
-static inline vec load(const float *p) {
-    vec v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
-static inline void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
-
-static inline vec splat(float x) { return x - (vec){0}; }
 
 int64_t weft_panel(void) { return PANEL; }
 

@@ -13,20 +13,8 @@
  */
 
 #include <stddef.h>
-#include <stdint.h>
-#include <string.h>
 
-#ifdef _OPENMP
-#include <omp.h>
-#define threads_here() omp_get_num_threads()
-#define thread_here() omp_get_thread_num()
-#else
-#define threads_here() 1
-#define thread_here() 0
-#endif
-
-#define LANES 16
-typedef float vec __attribute__((vector_size(4 * LANES)));
+#include "vectors.h"
 
 typedef struct {
     int64_t rows, groups, threads;
@@ -35,16 +23,6 @@ typedef struct {
     const float *scale;
     int64_t stack, part, n;
 } Place;
-
-static inline vec load(const float *p) {
-    vec v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
-static inline void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
-
-static inline vec splat(float x) { return x - (vec){0}; }
 
 /* Halves added to each other until four lanes are left: the same order on every machine. */
 static inline float sum(vec v) {
