@@ -35,7 +35,9 @@ class Session(Base):
 
 class Run(Base):
     """One training run: an adapter on a base model. `snapshot_ref` holds its whole state right after operation
-    `snapshot_seq`; later operations are replayed from the journal to rebuild it. `state` is live | closed."""
+    `snapshot_seq`; later operations are replayed from the journal to rebuild it. `snapshot_part` says what it holds of
+    the operation after that one (`scheduler.messages.Part`). `broken` says why the run can do nothing more. `state` is
+    live | closed."""
 
     __tablename__ = "runs"
     id: Mapped[str] = mapped_column(String(128), primary_key=True)
@@ -53,6 +55,8 @@ class Run(Base):
     state: Mapped[str] = mapped_column(String(16))
     snapshot_seq: Mapped[int | None] = mapped_column(BigInteger)
     snapshot_ref: Mapped[str | None] = mapped_column(String(256))
+    snapshot_part: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    broken: Mapped[str | None] = mapped_column(String(4096))
     user_metadata: Mapped[dict[str, Any]]
     created_at: Mapped[datetime]
     last_request_at: Mapped[datetime]
@@ -118,9 +122,19 @@ class Operation(Base):
     plan: Mapped[dict[str, Any]]  # what is needed to queue it again: slices, refs, names
     result_ref: Mapped[str | None] = mapped_column(String(256))
     result_type: Mapped[str | None] = mapped_column(String(64))
+    result_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    fetched_at: Mapped[datetime | None]  # when its client first had the result
     error: Mapped[str | None] = mapped_column(String(4096))
     error_category: Mapped[str | None] = mapped_column(String(16))
     accepted_at: Mapped[datetime]
     finished_at: Mapped[datetime | None] = mapped_column(index=True)
     timings: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.timings
     policy: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.versions.row_of
+
+
+class Commits(Base):
+    """How often this database has committed, on SQLite: `store.losses` compares it with what a file beside it says."""
+
+    __tablename__ = "commits"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    count: Mapped[int] = mapped_column(BigInteger)
