@@ -16,7 +16,7 @@ from pathlib import Path
 import orjson
 from safetensors.numpy import load_file
 
-from store.blobs import Blobs
+from store.blobs import Blobs, Damaged, check_folder, files_of
 from workers.model.peft_format import write_export
 
 #: Signed links are good for so long.
@@ -32,27 +32,31 @@ def archive_ref(ref: str) -> str:
 
 
 def make_archive(blobs: Blobs, ref: str) -> None:
-    """Have the archive of the weights in `ref` at `archive_ref`, and count its age from now. Runs in a thread."""
+    """Have the archive of the weights in `ref` at `archive_ref`, and count its age from now. Runs in a thread. Raises
+    FileNotFoundError when there are no weights, and Damaged when they are not as they were written."""
     target = blobs.path(archive_ref(ref))
-    if target.is_dir():
+    try:
+        check_folder(target)
+    except (FileNotFoundError, Damaged):
+        blobs.delete_tree(archive_ref(ref))
+    else:
         os.utime(target)
         return
     try:
         with blobs.new_folder(archive_ref(ref)) as folder:
             _fill(blobs.path(ref), folder)
-    except OSError:
-        if not target.is_dir():  # else somebody was faster with the same files
+    except OSError as error:
+        if isinstance(error, Damaged) or not target.is_dir():  # else somebody was faster with the same files
             raise
 
 
 def _fill(source: Path, folder: Path) -> None:
-    if not source.is_dir():
-        raise FileNotFoundError(f"the weights in {source} are gone")
+    check_folder(source)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         export = source if not (source / "adapter.safetensors").is_file() else _export(source, Path(scratch))
         with tarfile.open(folder / "checkpoint.tar", "w") as tar:
-            for file in sorted(path for path in export.rglob("*") if path.is_file()):
-                tar.add(file, file.relative_to(export).as_posix(), filter=_nobody)
+            for name in files_of(export):
+                tar.add(export / name, name, filter=_nobody)
             tar.addfile(tarfile.TarInfo(COMPLETE), io.BytesIO())
 
 

@@ -52,7 +52,9 @@ class TrainOp(msgspec.Struct, frozen=True):
 
     `start:stop` is the range of data in the body that this slice covers; split points depend on the operation's own
     data alone. The slice with `final` completes the operation: the worker then answers with one `Done`.
-    With `replay` the operation was already answered: only its effect on the run is wanted, and no `Done`.
+    With `replay` the operation was already answered: only its effect on the run is wanted, and no `Done`. `again` says
+    that a trainer was lost since it was accepted: how far it gets is written down more often. `body_sha256` is of the
+    body, as hex.
     """
 
     op_id: str
@@ -64,6 +66,8 @@ class TrainOp(msgspec.Struct, frozen=True):
     stop: int = 0
     final: bool = True
     replay: bool = False
+    again: bool = False
+    body_sha256: str = ""
     source_ref: str = ""
     target_ref: str = ""
     with_optimizer: bool = False
@@ -110,11 +114,26 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag=True):
-    """A trainer has written the whole state of a run, as it was right after operation `seq`, to `ref`."""
+    """A trainer has written the whole state of a run, as it was right after operation `seq`, to `ref`: with the
+    gradient gathered since the last step, and with what is computed of operation `part_op`, the next that has begun, of
+    whose data `part_stop` are done."""
 
     run_id: str
     seq: int
     ref: str
+    part_op: str = ""
+    part_stop: int = 0
+
+
+class SetAside(msgspec.Struct, frozen=True, tag=True):
+    """A trainer has left out what it had to do for a run, from some operation on, and does nothing more for it until it
+    is sent that again: the disk did not answer, or the run could not be rebuilt. With `kept` it still holds the run as
+    it was before that operation; else it has forgotten it. With `lasting` trying again cannot help."""
+
+    run_id: str
+    reason: str
+    kept: bool = False
+    lasting: bool = False
 
 
 class PassOver(msgspec.Struct, frozen=True, tag=True):
@@ -153,6 +172,7 @@ class SampleOp(msgspec.Struct, frozen=True):
     inflight: bool = False
     version: int = 0
     priority: int = 0
+    body_sha256: str = ""
 
 
 def sequence_id(op_id: str, sample: int) -> str:
@@ -212,6 +232,6 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 ToTrainer = Pass | Drain
-FromTrainer = PullPass | Done | Snapshot | PassOver
+FromTrainer = PullPass | Done | Snapshot | SetAside | PassOver
 ToGenerator = SampleWork | Cancel | PolicyMoved | Drain
 FromGenerator = PullSamples | Done | Declined | Occupancy

@@ -5,10 +5,15 @@ Whatever is under its ref is whole: files and folders are written aside and rena
 
 What a `put` promises: after it returns, the blob survives kill -9 of any process. It survives a power cut only with
 `durable=True`, which flushes the file and its folder to the disk at the cost of a few milliseconds for each blob.
+
+Nothing damaged is ever taken for whole. A file ends with the SHA-256 of what is before it, which `get` checks and takes
+off; a folder holds a list of its files with theirs, which `check_folder` looks at.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import secrets
@@ -20,10 +25,27 @@ from pathlib import Path
 #: Segments start with something else than a dot: that excludes "..", "." and the folder of unfinished writes.
 _REF = re.compile(r"[A-Za-z0-9_:-][A-Za-z0-9._:-]*(?:/[A-Za-z0-9_:-][A-Za-z0-9._:-]*)*", re.ASCII)
 _UNFINISHED = ".unfinished"
+#: At the end of a file: this and the SHA-256 of all before it.
+_MARK = b"sha256:\n"
+SEAL_BYTES = len(_MARK) + hashlib.sha256().digest_size
+#: In a folder: the SHA-256 of each of its files, as JSON {name: hex}.
+SUMS_FILE = ".sha256.json"
 
 
 class BadRef(ValueError):
     """A name that is not a ref."""
+
+
+class Damaged(OSError):
+    """A blob is there, and is not what was written: cut, overwritten, or another one put in its place."""
+
+
+def is_lasting(error: BaseException) -> bool:
+    """Whether trying again cannot help. Everything else that a disk says may pass: it is full, over a quota, not
+    mounted, or out of reach."""
+    return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | Damaged) or not isinstance(
+        error, OSError
+    )
 
 
 class Blobs:
@@ -44,19 +66,34 @@ class Blobs:
         return self.root / ref
 
     def put(self, ref: str, data: bytes) -> None:
-        """Write the whole blob, replacing what was there; readers see the old bytes or the new, never a part."""
+        """Write the whole blob, replacing what was there; readers see the old bytes or the new, never a part. An
+        OSError leaves nothing behind."""
         target = self.path(ref)
         temporary = self._temporary()
-        with open(temporary, "wb") as file:
-            file.write(data)
-            if self.durable:
-                file.flush()
-                os.fsync(file.fileno())
-        self._rename(temporary, target)
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.write(_MARK + hashlib.sha256(data).digest())
+                if self.durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            self._rename(temporary, target)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
 
-    def get(self, ref: str) -> bytes:
-        """The bytes of a file blob; FileNotFoundError when there is none."""
-        return self.path(ref).read_bytes()
+    def get(self, ref: str, sha256: str = "") -> bytes:
+        """The bytes of a file blob, and with `sha256` (hex) only these. FileNotFoundError when there is none, Damaged
+        when it is not what was put."""
+        stored = self.path(ref).read_bytes()
+        data, seal = stored[:-SEAL_BYTES], stored[-SEAL_BYTES:]
+        digest = hashlib.sha256(data)
+        if seal != _MARK + digest.digest():
+            raise Damaged(f"blob {ref} is damaged: its {len(stored)} bytes are not those that were written")
+        if sha256 and digest.hexdigest() != sha256:
+            raise Damaged(f"blob {ref} is whole, and not the one that was accepted (SHA-256 {sha256})")
+        return data
 
     def exists(self, ref: str) -> bool:
         return self.path(ref).exists()
@@ -79,17 +116,24 @@ class Blobs:
         temporary.mkdir()
         try:
             yield temporary
+            sums = {name: _sha256(temporary / name) for name in files_of(temporary)}
+            (temporary / SUMS_FILE).write_text(json.dumps(sums))
             if self.durable:
                 for file in temporary.rglob("*"):
                     _fsync(file)
                 _fsync(temporary)
-            if target.is_dir():
-                os.rename(target, old := self._temporary())
-                shutil.rmtree(old, ignore_errors=True)
-            self._rename(temporary, target)
+            self._replace(temporary, target)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+    def files(self, ref: str) -> list[str]:
+        """The names of the files in a folder blob, as they were put there, in order."""
+        return files_of(self.path(ref))
+
+    def check_folder(self, ref: str) -> None:
+        """Raise FileNotFoundError unless the folder is there, and Damaged unless it is as it was written."""
+        check_folder(self.path(ref))
 
     def delete_tree(self, ref: str) -> None:
         """Delete a folder blob with all in it, or a file blob; nothing happens when there is none.
@@ -106,8 +150,8 @@ class Blobs:
         """Bytes of a file, or of all files in a folder; FileNotFoundError when there is none."""
         path = self.path(ref)
         if not path.is_dir():
-            return path.stat().st_size
-        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            return max(0, path.stat().st_size - SEAL_BYTES)
+        return sum((path / name).stat().st_size for name in files_of(path))
 
     def clear_unfinished(self) -> None:
         """Delete what writers that died have left. Only for a start, when nobody else writes here."""
@@ -117,6 +161,20 @@ class Blobs:
     def _temporary(self) -> Path:
         return self._unfinished / secrets.token_hex(8)
 
+    def _replace(self, temporary: Path, target: Path) -> None:
+        """Put a folder in its place; where it cannot be, what was there stays."""
+        old = self._temporary() if target.is_dir() else None
+        if old is not None:
+            os.rename(target, old)
+        try:
+            self._rename(temporary, target)
+        except BaseException:
+            if old is not None:
+                os.rename(old, target)
+            raise
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+
     def _rename(self, temporary: Path, target: Path) -> None:
         try:
             os.replace(temporary, target)
@@ -125,6 +183,37 @@ class Blobs:
             os.replace(temporary, target)
         if self.durable:
             _fsync(target.parent)
+
+
+def check_folder(folder: Path) -> None:
+    """`Blobs.check_folder` by path. A folder that was not made by `Blobs.new_folder` has no list, and is taken as it
+    is."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder.name}")
+    try:
+        sums: dict[str, str] = json.loads((folder / SUMS_FILE).read_text())
+    except FileNotFoundError:
+        return
+    except ValueError:
+        raise Damaged(f"blob {folder.name} is damaged: its list of files cannot be read") from None
+    for name, digest in sums.items():
+        try:
+            found = _sha256(folder / name)
+        except FileNotFoundError:
+            raise Damaged(f"blob {folder.name} is damaged: {name} is missing") from None
+        if found != digest:
+            raise Damaged(f"blob {folder.name} is damaged: {name} is not what was written")
+
+
+def files_of(folder: Path) -> list[str]:
+    """`Blobs.files` by path."""
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != SUMS_FILE)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

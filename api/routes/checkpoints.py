@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from typing import Annotated, Any
@@ -17,7 +20,7 @@ from api.access import LOOKING, declare
 from api.auth import PrincipalDep
 from api.bodies import read_json
 from api.client_versions import readable_kinds
-from api.errors import Invalid
+from api.errors import Gone, Invalid
 from api.exports import LINKS_LAST, make_archive
 from api.lookup import checkpoint_at, live_checkpoints, run_by_id, visible
 from api.own import own_checkpoint
@@ -30,6 +33,9 @@ from api.validate.runs import check_ttl
 from billing import storage
 from scheduler.references import in_use
 from store import audit, tables
+from store.blobs import Damaged
+
+log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/api/v1")
 
@@ -150,11 +156,12 @@ async def external_weights_urls(
     expires = datetime.now(UTC).replace(microsecond=0) + LINKS_LAST
 
     def links() -> dict[str, str]:
-        folder = service.blobs.path(row.ref)
-        names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+        service.blobs.check_folder(row.ref)
+        names = service.blobs.files(row.ref)
         return {name: service.signer.link(request, file_path(row.id, name), expires) for name in names}
 
-    return {"urls": await run_in_threadpool(links), "expires": expires}
+    with _whole(path):
+        return {"urls": await run_in_threadpool(links), "expires": expires}
 
 
 @router.get(_ONE + "/archive", **declare(scope="checkpoints:read", limit="call"))
@@ -165,10 +172,22 @@ async def archive(
     path = _path(run_id, kind, name)
 
     row = await service.read(lambda session: checkpoint_at(session, who, path))
-    await run_in_threadpool(make_archive, service.blobs, row.ref)
+    with _whole(path):
+        await run_in_threadpool(make_archive, service.blobs, row.ref)
     expires = datetime.now(UTC).replace(microsecond=0) + LINKS_LAST
     link = service.signer.link(request, archive_path(row.id), expires)
     return RedirectResponse(link, 302, {"expires": format_datetime(expires, usegmt=True)})
+
+
+@contextmanager
+def _whole(path: CheckpointPath) -> Iterator[None]:
+    """Nobody gets files that are not what was saved."""
+    try:
+        yield
+    except (FileNotFoundError, Damaged) as error:
+        log.error("checkpoint %s: %s", path, error)
+        lost = "missing" if isinstance(error, FileNotFoundError) else "damaged"
+        raise Gone(f"the files of {path} are {lost} on the server's disk: save the weights again") from None
 
 
 def _path(run_id: str, kind: str, name: str) -> CheckpointPath:

@@ -36,7 +36,7 @@ class Order:
 
 def read_order(op: SampleOp, blobs: Blobs) -> Order:
     """Read and translate the body of an operation. Raises when it is missing or malformed."""
-    body = SampleRequest.model_validate_json(blobs.get(op.body_ref))
+    body = SampleRequest.model_validate_json(blobs.get(op.body_ref, op.body_sha256))
     request = GenerateRequest(
         id=op.op_id,
         prompt=tuple(body.prompt.to_ints()),

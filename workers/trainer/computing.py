@@ -55,7 +55,6 @@ class Computing:
                 if alive:
                     for progress in dict.fromkeys(part.progress for part in alive):
                         self._bring(progress.run)
-                        progress.prepare()
                     self._attempt(decoder_of(alive[0].progress.run), alive, trains)
                 for part in batch:
                     part.progress.waiting -= 1

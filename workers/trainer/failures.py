@@ -6,10 +6,10 @@ import sys
 import traceback
 
 from scheduler.messages import Failure
-from store.blobs import BadRef
+from store.blobs import BadRef, Damaged
 from workers.trainer.optimizer import OptimizerError
 from workers.trainer.progress import BadOperation
-from workers.trainer.state import StateError
+from workers.trainer.state import DamagedState, StateError
 
 
 class NotResident(LookupError):
@@ -18,10 +18,14 @@ class NotResident(LookupError):
 
 def failure_of(error: Exception) -> Failure:
     """What the user is told. Everything but a user's own mistake is logged with its trace."""
+    if isinstance(error, DamagedState):
+        return Failure(str(error))
     if isinstance(error, BadOperation | OptimizerError | StateError):
         return Failure(str(error), "user")
     if not isinstance(error, NotResident):
         traceback.print_exception(error, file=sys.stderr)
+    if isinstance(error, Damaged):
+        return Failure("what this operation needs is damaged on the server's disk; nothing was changed")
     if isinstance(error, BadRef | OSError):
         return Failure(f"the trainer could not read or write what the operation needs ({type(error).__name__})")
     return Failure(f"{type(error).__name__}: {error}")

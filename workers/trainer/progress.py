@@ -1,7 +1,8 @@
 """One forward or forward_backward operation while it is being computed, possibly over several passes.
 
-Its gradient gathers in an arena of its own and reaches the run only when the whole operation has succeeded: an
-operation that fails leaves its run as it was.
+Its gradient gathers apart from the run's (`RunState.gradient_of`), under the operation's own name, and reaches the
+run's only when the whole operation has succeeded: an operation that fails leaves its run as it was, and whatever else
+the run has in the same pass never touches it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from workers.trainer.custom_format import CustomLoss
 from workers.trainer.loss_inputs import CUSTOM, LossInputError, check_loss, check_routes, loss_id_of
 from workers.trainer.metrics import Measure, merge_measures, metric_values
 from workers.trainer.routing import balance_metrics
-from workers.trainer.state import RunState
+from workers.trainer.state import PartDone, RunState
 
 
 @dataclass(eq=False)
@@ -33,7 +34,6 @@ class Progress:
     run: RunState
     batch: TrainBatch
     custom: CustomLoss | None = None
-    grad: Adapter | None = None  # while the operation is in a pass and has computed something that trains
     parts: list[Part] = field(default_factory=list)
     waiting: int = 0
     ended: bool = False  # the slice that completes the operation has come
@@ -42,7 +42,6 @@ class Progress:
     measures: dict[str, Measure] = field(default_factory=dict)
     experts_LE: Tensor | None = None  # tokens per mixture layer and expert
     failure: Failure | None = None
-    _parked: bool = False
 
     @property
     def complete(self) -> bool:
@@ -52,32 +51,32 @@ class Progress:
     def trains(self) -> bool:
         return self.op.kind is OpKind.FORWARD_BACKWARD
 
-    def prepare(self) -> None:
-        """Have an arena for the gradient; the run must be in memory."""
-        if self.trains and self.grad is None:
-            self.grad = self.run.new_grad()
-
-    def park(self) -> None:
-        """The pass is over and the operation is not: its gradient belongs to the run's state, and may be paged."""
-        if self.grad is None:
-            return
-        if self.grad is not self.run.own_grad:
-            self.run.spare = self.grad
-        self._parked, self.grad = True, None
-
-    def resume(self) -> None:
-        """A pass has another slice, and the run is in memory."""
-        if self._parked:
-            self.grad, self.run.spare = self.run.spare or self.run.own_grad, None
-            self.run.dirty = True
-            self._parked = False
+    @property
+    def grad(self) -> Adapter | None:
+        """Where its gradient gathers, for an operation that trains; the run must be in memory."""
+        return self.run.gradient_of(self.op.op_id) if self.trains else None
 
     def abandon(self) -> None:
         """The operation will never be complete; the run must be in memory."""
-        self.resume()
-        if self.grad is not None:
-            self.run.give_up(self.grad)
-            self.grad = None
+        self.run.give_up(self.op.op_id)
+
+    def part_done(self) -> PartDone:
+        """What a snapshot must hold for another trainer to go on from here."""
+        return PartDone(
+            op_id=self.op.op_id,
+            stop=self.parts[-1].stop,
+            parts=[(part.start, part.stop, part.tokens) for part in self.parts],
+            outputs=self.outputs,
+            measures={name: (measure.total, measure.weight) for name, measure in self.measures.items()},
+            experts_LE=self.experts_LE,
+        )
+
+    def go_on_from(self, done: PartDone) -> None:
+        """What another trainer has computed of this operation is done; its gradient is in the run already."""
+        self.parts = [Part(self, start, stop, tokens) for start, stop, tokens in done.parts]
+        self.tokens = sum(part.tokens for part in self.parts)
+        self.outputs, self.experts_LE = list(done.outputs), done.experts_LE
+        self.measures = {name: Measure(total, weight) for name, (total, weight) in done.measures.items()}
 
     def fail(self, message: str, category: str = "server") -> None:
         """Only the first reason counts."""
@@ -92,6 +91,8 @@ class Progress:
     ) -> None:
         """Take the results of one part; parts come in data order."""
         self.parts.append(part)
+        self.run.unsaved = True
+        self.run.unsaved_tokens += part.tokens if self.trains else 0
         self.experts_LE = experts_LE if self.experts_LE is None else self.experts_LE + experts_LE
         self.tokens += part.tokens
         self.outputs += outputs
@@ -101,14 +102,15 @@ class Progress:
         """Forget all results, and return the parts to compute again."""
         parts, self.parts = self.parts, []
         self.tokens, self.outputs, self.measures, self.experts_LE = 0, [], {}, None
-        if self.grad is not None:
-            self.grad.flat.zero_()
+        if (grad := self.grad) is not None:
+            grad.flat.zero_()
         return parts
 
     def finish(self) -> tuple[bytes, Failure | None]:
         """The encoded result of the complete operation, its gradient given to the run; or why it failed, the run
         being as it was. Call once."""
-        if self.failure is None and self.grad is not None and not bool(torch.isfinite(self.grad.flat).all()):
+        grad = self.grad
+        if self.failure is None and grad is not None and not bool(torch.isfinite(grad.flat).all()):
             self.fail("the gradient that this operation gives the adapter is not finite", "user")
         if self.failure is not None:
             self.abandon()
@@ -117,8 +119,8 @@ class Progress:
         if self.experts_LE is not None:
             metrics |= balance_metrics(self.experts_LE)
         payload = encode_train_output(self.outputs, metrics)
-        if self.grad is not None:
-            self.run.accumulate(self.grad)
+        if grad is not None:
+            self.run.accumulate(self.op.op_id)
         return payload, None
 
 

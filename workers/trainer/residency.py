@@ -26,9 +26,9 @@ from workers.trainer.packing import pack
 from workers.trainer.pages import PageStore
 from workers.trainer.state import RunState
 
-#: What is brought in for a run: its arena, the gradient of its open operation where that is apart, and whether this is
-#: in a page as well.
-Loaded = tuple[Arena, Tensor | None, bool]
+#: What is brought in for a run: its arena, the gradients of operations that are apart, and whether this is in a page as
+#: well.
+Loaded = tuple[Arena, list[Tensor], bool]
 ResultT = TypeVar("ResultT")
 
 
@@ -73,7 +73,8 @@ class Residency:
         self._make_room(_size(run))
         self._enter(run)
         self.page_ins += 1
-        self._coming[run_id] = self._submit(lambda: self._load(run_id, run.kind, run.paged_gradient, run.paged_spare))
+        with_gradient, apart = run.paged_gradient, len(run.paged_apart)
+        self._coming[run_id] = self._submit(lambda: self._load(run_id, run.kind, with_gradient, apart))
 
     def need(self, run: RunState) -> None:
         """Return when the run is in memory. PageError when it is lost, or an allocator's error."""
@@ -83,13 +84,16 @@ class Residency:
             return
         began = time.monotonic()
         try:
-            arena, spare, paged = coming.result()
+            arena, apart, paged = coming.result()
         except Exception:
             self._leave(run)
             raise
         self.waited_s += time.monotonic() - began
         run.arena = arena
-        run.spare = None if spare is None else Adapter(run.kind.shape, spare, run.kind.scale)
+        run.apart = {
+            op_id: Adapter(run.kind.shape, flat, run.kind.scale)
+            for op_id, flat in zip(run.paged_apart, apart, strict=True)
+        }
         run.dirty = not paged
 
     def take(self, kind: ArenaKind) -> Arena:
@@ -109,7 +113,7 @@ class Residency:
         if run is not None:
             self._leave(run)
             arena = coming.result()[0] if coming is not None else run.arena
-            run.arena = run.spare = None
+            run.arena, run.apart = None, {}
             if arena is not None:
                 self._release(arena)
         self._submit(lambda: self._drop(run_id))
@@ -158,14 +162,14 @@ class Residency:
         self._leave(run)
         self.page_outs += 1
         if run.dirty:
-            spare = run.spare.flat if run.spare is not None else None
-            run.paged_gradient, run.paged_spare = run.gradient_in_use, spare is not None
+            apart = [grad.flat for grad in run.apart.values()]
+            run.paged_gradient, run.paged_apart = run.gradient_in_use, tuple(run.apart)
             self.write_backs += 1
             with_gradient = run.paged_gradient
-            self._submit(lambda: self._write_back(run_id, arena, spare, with_gradient))
+            self._submit(lambda: self._write_back(run_id, arena, apart, with_gradient))
         else:
             self._release(arena)
-        run.arena = run.spare = None
+        run.arena, run.apart = None, {}
 
     def _release(self, arena: Arena) -> None:
         self._submit(lambda: self._arenas.give(arena))
@@ -189,27 +193,26 @@ class Residency:
         self._stream.synchronize()
         return result
 
-    def _write_back(self, run_id: str, arena: Arena, spare: Tensor | None, with_gradient: bool) -> None:
-        pieces = [arena.used(with_gradient), *([] if spare is None else [spare])]
+    def _write_back(self, run_id: str, arena: Arena, apart: list[Tensor], with_gradient: bool) -> None:
         try:
-            self._store.put(run_id, pieces)
+            self._store.put(run_id, [arena.used(with_gradient), *apart])
         except Exception as error:
             print(f"trainer: run {run_id} stays in memory, it cannot be paged out: {error!r}", file=sys.stderr)
-            self._stuck[run_id] = arena, spare, False
+            self._stuck[run_id] = arena, apart, False
             return
         self._arenas.give(arena)
 
-    def _load(self, run_id: str, kind: ArenaKind, with_gradient: bool, with_spare: bool) -> Loaded:
+    def _load(self, run_id: str, kind: ArenaKind, with_gradient: bool, apart_count: int) -> Loaded:
         stuck = self._stuck.pop(run_id, None)
         if stuck is not None:
             return stuck
         arena = self._arenas.take(kind)
-        spare = arena.flat.new_empty(kind.shape.numel) if with_spare else None
-        pieces = [arena.used(with_gradient), *([] if spare is None else [spare])]
-        if spare is not None and self._stream is not None:
-            spare.record_stream(torch.cuda.default_stream(self._device))  # where it will be used, and freed
-        self._store.get(run_id, pieces)
-        return arena, spare, True
+        apart = [arena.flat.new_empty(kind.shape.numel) for _ in range(apart_count)]
+        if self._stream is not None:
+            for flat in apart:
+                flat.record_stream(torch.cuda.default_stream(self._device))  # where it will be used, and freed
+        self._store.get(run_id, [arena.used(with_gradient), *apart])
+        return arena, apart, True
 
     def _drop(self, run_id: str) -> None:
         self._stuck.pop(run_id, None)

@@ -2,17 +2,26 @@
 
 A checkpoint holds the adapter and, unless it is for sampling, the optimizer: loading it and going on is bitwise the
 same as never having stopped. A gradient accumulated since the last optimizer step is not part of it (as in Tinker):
-save after `optim_step`, or repeat the `forward_backward`s after loading.
+save after `optim_step`, or repeat the `forward_backward`s after loading. A snapshot, from which the service rebuilds a
+run, holds that gradient too, and whatever is computed of an operation that is not complete.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+from safetensors import SafetensorError
 from torch import Tensor
+from weft.wire.codec import decode_train_output, encode_train_output
 
 from scheduler.messages import RunSpec
-from store.blobs import Blobs
+from store.blobs import Blobs, Damaged, is_lasting
 from workers.model.adapter import Adapter, AdapterFileError, AdapterShape, LoadedAdapter, load_adapter, save_adapter
 from workers.model.config import DecoderConfig
 from workers.trainer.arena import Arena, ArenaKind, TakeArena
@@ -22,8 +31,30 @@ class StateError(ValueError):
     """A checkpoint that cannot become this run's state; the message says what does not agree."""
 
 
+class DamagedState(StateError):
+    """A checkpoint that is not what was written: nobody's fault but the disk's."""
+
+
+#: What a snapshot holds beside a checkpoint: the gradient since the last step, and of an operation that is not complete
+#: its gradient, the experts' loads, its outputs and the rest.
+GRADIENT, PART_GRADIENT, PART_EXPERTS = "gradient", "part_gradient", "part_experts"
+OUTPUTS_FILE, PART_FILE = "part_outputs.pb", "part.json"
+
 #: What a checkpoint calls the moments of each optimizer, in the order m, v.
 MOMENTS = {"adamw": ("adam_m", "adam_v"), "dimuon": ("dimuon_m",)}
+
+
+@dataclass(frozen=True)
+class PartDone:
+    """What is computed of an operation that is not complete, but for its gradient: the data up to `stop`, in `parts`
+    (start, stop, tokens) as they were computed; an output per datum; `measures` as (total, weight)."""
+
+    op_id: str
+    stop: int
+    parts: list[tuple[int, int, int]]
+    outputs: list[dict[str, np.ndarray[Any, Any]]]
+    measures: dict[str, tuple[float, float]]
+    experts_LE: Tensor | None
 
 
 @dataclass(eq=False)
@@ -32,24 +63,27 @@ class RunState:
     no snapshot holds that change, and `unsaved_tokens` counts the tokens trained since the last snapshot.
 
     `arena` is None while the run is paged out (residency.py); what needs it may be asked only when it is there. The
-    gradient's section holds the accumulated gradient, with `has_grad`, or gathers that of an operation, while `lent`.
-    `spare` is the gradient of an operation between two passes where the section is taken. `dirty` is set when
-    something has changed since the run's page was written, and `paged_...` say what the page holds besides weights and
-    moments."""
+    gradient's section holds the accumulated gradient, with `has_grad`, or gathers that of the operation `gathering`.
+    `apart` are the gradients of operations that began while the section was taken, by operation. `dirty` is set when
+    something has changed since the run's page was written; `paged_gradient` and `paged_apart` say what the page holds
+    besides weights and moments. `part` came with a snapshot and waits for the rest of its operation. `saved_at` is when
+    the run was last the same as a snapshot, by time.monotonic."""
 
     spec: RunSpec
     kind: ArenaKind
     arena: Arena | None
     step: int = 0
     has_grad: bool = False
-    lent: bool = False
-    spare: Adapter | None = None
+    gathering: str = ""
+    apart: dict[str, Adapter] = field(default_factory=dict)
     last_seq: int = 0
     unsaved: bool = False
     unsaved_tokens: int = 0
+    saved_at: float = field(default_factory=time.monotonic)
     dirty: bool = True
     paged_gradient: bool = False
-    paged_spare: bool = False
+    paged_apart: tuple[str, ...] = ()
+    part: PartDone | None = None
 
     @property
     def adapter(self) -> Adapter:
@@ -70,39 +104,56 @@ class RunState:
         return self._here.gradient if self.has_grad else None
 
     @property
+    def gradient_in_use(self) -> bool:
+        return self.has_grad or bool(self.gathering)
+
+    @property
     def own_grad(self) -> Adapter:
         """The section for a gradient, whatever is in it."""
         return self._here.gradient
 
-    @property
-    def gradient_in_use(self) -> bool:
-        return self.has_grad or self.lent
+    def gathers(self, op_id: str) -> bool:
+        """Whether anything of this operation's gradient is here."""
+        return op_id == self.gathering or op_id in self.apart
 
-    def new_grad(self) -> Adapter:
-        """Zeros in which to gather the gradient of one operation: hand it to `accumulate` or `give_up`."""
+    def gradient_of(self, op_id: str) -> Adapter:
+        """Where the gradient of one operation gathers, whichever pass it is in: zeros when first asked for, then what
+        has been added. `accumulate` or `give_up` ends it."""
+        arena = self._here
         self.dirty = True
-        if self.gradient_in_use:
-            return Adapter.zeros(self.kind.shape, self.kind.scale, self._here.flat.device)
-        self.lent = True
-        self._here.gradient.flat.zero_()
-        return self._here.gradient
+        if op_id == self.gathering:
+            return arena.gradient
+        if op_id not in self.apart and not self.gradient_in_use:
+            self.gathering = op_id
+            arena.gradient.flat.zero_()
+            return arena.gradient
+        if op_id not in self.apart:
+            self.apart[op_id] = Adapter.zeros(self.kind.shape, self.kind.scale, arena.flat.device)
+        return self.apart[op_id]
 
-    def accumulate(self, grad: Adapter) -> None:
-        """Add the gradient of a whole operation. The caller does not use `grad` again."""
-        mine = self._here.gradient
-        self.dirty = True
+    def accumulate(self, op_id: str) -> None:
+        """Add the gradient of an operation, which is complete."""
+        mine, grad = self._here.gradient, self.gradient_of(op_id)
         if grad is mine:
-            self.lent = False
-        elif self.has_grad:
-            mine.flat.add_(grad.flat)
+            self.gathering = ""
         else:
-            mine.flat.copy_(grad.flat)
+            del self.apart[op_id]
+            if self.gathering:  # an operation that began before this one, and is not complete
+                self.apart[self.gathering] = Adapter(self.kind.shape, mine.flat.clone(), self.kind.scale)
+                self.gathering = ""
+            if self.has_grad:
+                mine.flat.add_(grad.flat)
+            else:
+                mine.flat.copy_(grad.flat)
         self.has_grad = True
 
-    def give_up(self, grad: Adapter) -> None:
-        """The operation has failed: nothing is left of its gradient."""
-        if grad is self._here.gradient:
-            self.lent = False
+    def give_up(self, op_id: str) -> None:
+        """The operation has failed, or will never be complete: nothing is left of its gradient. The run must be in
+        memory."""
+        if self.gathers(op_id):
+            self.dirty = True
+            self.apart.pop(op_id, None)
+            self.gathering = "" if op_id == self.gathering else self.gathering
 
     def due_grad(self) -> Tensor:
         """What the optimizer steps by, zeros if nothing is accumulated. `stepped` follows."""
@@ -148,25 +199,69 @@ def _fresh(spec: RunSpec, kind: ArenaKind, adapter: Adapter, take: TakeArena) ->
 
 def save_run(run: RunState, blobs: Blobs, ref: str, *, with_optimizer: bool) -> int:
     """Write a checkpoint folder at `ref`, whole or not at all. Returns its size in bytes."""
-    names = MOMENTS[run.spec.optimizer] if with_optimizer else ()
-    extra = dict(zip(names, (run.m, run.v), strict=False))
     details = {"optimizer": run.spec.optimizer, "step": run.step} if with_optimizer else {"step": run.step}
     with blobs.new_folder(ref) as folder:
+        extra = _moments_of(run) if with_optimizer else {}
         save_adapter(run.adapter, folder, base_model=run.spec.base_model, extra=extra, details=details)
     return blobs.size_bytes(ref)
+
+
+def save_snapshot(run: RunState, part: PartDone | None, blobs: Blobs, ref: str) -> None:
+    """Write all that the run is, with what is computed of an operation that is not complete."""
+    extra, details = _moments_of(run), {"optimizer": run.spec.optimizer, "step": run.step}
+    if run.grad is not None:
+        extra[GRADIENT] = run.grad.flat
+    with blobs.new_folder(ref) as folder:
+        if part is not None:
+            extra |= _save_part(run, part, folder)
+        save_adapter(run.adapter, folder, base_model=run.spec.base_model, extra=extra, details=details)
+
+
+def _moments_of(run: RunState) -> dict[str, Tensor]:
+    return dict(zip(MOMENTS[run.spec.optimizer], (run.m, run.v), strict=False))
+
+
+def _save_part(run: RunState, part: PartDone, folder: Path) -> dict[str, Tensor]:
+    """Write what is no tensor of it; the tensors are returned."""
+    fields = {"op_id": part.op_id, "stop": part.stop, "parts": part.parts, "measures": part.measures}
+    (folder / PART_FILE).write_text(json.dumps(fields))
+    (folder / OUTPUTS_FILE).write_bytes(encode_train_output(part.outputs, {}))
+    extra = {PART_EXPERTS: part.experts_LE} if part.experts_LE is not None else {}
+    return extra | ({PART_GRADIENT: run.gradient_of(part.op_id).flat} if run.gathers(part.op_id) else {})
+
+
+def _load_part(run: RunState, folder: Path, extra: Mapping[str, Tensor]) -> None:
+    fields = json.loads((folder / PART_FILE).read_text())
+    outputs, _ = decode_train_output((folder / OUTPUTS_FILE).read_bytes())
+    run.part = PartDone(
+        op_id=fields["op_id"],
+        stop=fields["stop"],
+        parts=[(start, stop, tokens) for start, stop, tokens in fields["parts"]],
+        outputs=outputs,
+        measures={name: (total, weight) for name, (total, weight) in fields["measures"].items()},
+        experts_LE=extra.get(PART_EXPERTS),
+    )
+    if PART_GRADIENT in extra:
+        run.gradient_of(run.part.op_id).flat.copy_(extra[PART_GRADIENT])
 
 
 def load_run(
     spec: RunSpec, config: DecoderConfig, take: TakeArena, blobs: Blobs, ref: str, *, with_optimizer: bool
 ) -> RunState:
-    """The run as checkpoint `ref` holds it; without the optimizer its moments and step count start at zero.
+    """The run as checkpoint or snapshot `ref` holds it; without the optimizer its moments and step count start at zero.
 
-    Raises StateError when the checkpoint is missing, damaged, or of another base model, rank, alpha or targets.
+    Raises StateError when it is missing, of another base model, rank, alpha or targets, and its DamagedState when it is
+    not what was written; OSError when it cannot be read for now.
     """
     kind = kind_of(spec, config)
     try:
+        blobs.check_folder(ref)
         loaded = load_adapter(blobs.path(ref), config)
-    except (AdapterFileError, OSError, ValueError) as error:
+    except (AdapterFileError, OSError, ValueError, SafetensorError) as error:
+        if isinstance(error, OSError) and not is_lasting(error):
+            raise
+        if isinstance(error, Damaged):
+            raise DamagedState(f"the checkpoint is damaged on the server's disk: {error}") from error
         # The path on this machine is nobody's business.
         reason = str(error).replace(str(blobs.path(ref)), "checkpoint")
         raise StateError(f"the checkpoint cannot be read: {reason}") from error
@@ -181,6 +276,11 @@ def load_run(
         run.m.copy_(m)
         if v:
             run.v.copy_(v[0])
+    if GRADIENT in loaded.extra:
+        run.own_grad.flat.copy_(loaded.extra[GRADIENT])
+        run.has_grad = True
+    if blobs.exists(f"{ref}/{PART_FILE}"):
+        _load_part(run, blobs.path(ref), loaded.extra)
     return run
 
 

@@ -6,11 +6,14 @@ update. Runs never wait for each other's kind of work longer than a stage, and o
 A pass whose runs do not fit in memory together is executed in waves that do.
 
 Invariants: what a run gets does not depend on the other runs in the pass; an operation that fails leaves its run as it
-was; nothing is random, so replaying a run's operations rebuilds it bit for bit.
+was; nothing is random, so replaying a run's operations rebuilds it bit for bit. A run that would not be what it was is
+never computed with: it is set aside, and what it still had to do in the pass is left out.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 import sys
 import time
 import traceback
@@ -23,8 +26,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from scheduler.messages import Done, Failure, OpKind, Pass, PassOver, RunSpec, Snapshot, TrainOp
-from store.blobs import Blobs
+from scheduler.messages import Done, Failure, OpKind, Pass, PassOver, RunSpec, SetAside, Snapshot, TrainOp
+from store.blobs import Blobs, is_lasting
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Computing
 from workers.trainer.custom_losses import CustomLosses
@@ -33,19 +36,23 @@ from workers.trainer.failures import NotResident, failure_of
 from workers.trainer.pages import PageError
 from workers.trainer.progress import Progress, begin
 from workers.trainer.residency import resident_within, waves
-from workers.trainer.state import RunState, StateError, create_run, kind_of, load_run, save_run
+from workers.trainer.state import RunState, StateError, create_run, kind_of, load_run, save_run, save_snapshot
 from workers.trainer.stepping import step_runs
 
 Send = Callable[[msgspec.Struct], None]
 COMPUTE = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
+#: While a run is rebuilt, and until what it had to do when a trainer was lost is done, its state is saved this often:
+#: trainers that do not live long must get further all the same.
+SAVE_AGAIN_S = 2.0
 
 
 @dataclass(frozen=True)
 class TrainerSettings:
     """`microbatch_tokens` caps what is computed at once: memory grows with it, and beyond some 2k tokens a CPU gets
-    slower. After `snapshot_every_tokens` trained tokens a run's state is saved at its next optimizer step, which
-    bounds how much a lost trainer has to replay. The states of runs take up to `resident_bytes` of the memory that
-    computes, and, where that is a device's, `host_bytes` of the host's; 0: half of what is free at the start."""
+    slower. After `snapshot_every_tokens` trained tokens a run's state is saved, at an optimizer step or at the end of
+    a pass, which bounds how much a lost trainer has to replay. The states of runs take up to `resident_bytes` of the
+    memory that computes, and, where that is a device's, `host_bytes` of the host's; 0: half of what is free at the
+    start."""
 
     microbatch_tokens: int = 2048
     snapshot_every_tokens: int = 65536
@@ -70,7 +77,8 @@ class Trainer:
         self.residency = resident_within(
             self.settings.resident_bytes, self.settings.host_bytes, pages_dir or blobs.root.with_name("pages"), device
         )
-        self._open: dict[str, Progress] = {}  # operations with slices still to come, by run
+        self._open: dict[str, Progress] = {}  # operations with slices still to come, by their id
+        self._aside: dict[str, SetAside] = {}  # runs that do nothing more in this pass
         self._custom_losses = CustomLosses(blobs)
 
     def execute(self, pass_: Pass, send: Send) -> None:
@@ -82,12 +90,22 @@ class Trainer:
         queues: dict[str, deque[TrainOp]] = {}
         for op in pass_.ops:
             queues.setdefault(op.run_id, deque()).append(op)
+        again = {op.run_id for op in pass_.ops if op.replay or op.again}
         for wave in self._waves(queues, pass_.soon):
             tokens += self._stages({run_id: queues[run_id] for run_id in wave}, send)
             for run_id in wave:
-                if (progress := self._open.get(run_id)) is not None:
-                    progress.park()
+                self._end_wave(run_id, run_id in again, send)
         send(PassOver(pass_.pass_id, tokens, len(queues), time.monotonic() - began))
+
+    def _end_wave(self, run_id: str, again: bool, send: Send) -> None:
+        aside, run = self._aside.pop(run_id, None), self.runs.get(run_id)
+        if aside is not None:
+            if not aside.kept:
+                self._forget(run_id)
+            send(aside)
+        elif run is not None and self._is_due(run, again):
+            self._bring(run)
+            self._snapshot(run, send)
 
     def _waves(self, queues: dict[str, deque[TrainOp]], soon: list[str]) -> Iterator[list[str]]:
         """The runs of the pass in sets that fit in memory, each on its way when it is given out, and the next behind
@@ -134,38 +152,55 @@ class Trainer:
         return tokens
 
     def drain(self, send: Send) -> None:
-        """Snapshot every changed run. A run with a gradient accumulated keeps its older snapshot: the journal replays
-        what came after it."""
+        """Snapshot every changed run."""
         for run in sorted(self.runs.values(), key=lambda run: not self.residency.is_here(run.spec.run_id)):
-            if run.unsaved and not run.has_grad:
+            if run.unsaved:
                 self.residency.hold([run.spec.run_id])
                 self.residency.need(run)
                 self._snapshot(run, send)
 
     def _forget(self, run_id: str) -> None:
         self.runs.pop(run_id, None)
-        self._open.pop(run_id, None)
+        self._open = {op_id: progress for op_id, progress in self._open.items() if progress.op.run_id != run_id}
         self.residency.forget(run_id)
 
-    def _abandon(self, run_id: str) -> None:
-        """Whatever operation of the run has slices to come, it will get none: another one has come instead."""
-        progress = self._open.pop(run_id, None)
-        if progress is not None:
+    def _begun(self, run_id: str) -> list[Progress]:
+        """The operations of a run that have slices to come."""
+        return [progress for progress in self._open.values() if progress.op.run_id == run_id and not progress.ended]
+
+    def _abandon(self, op: TrainOp) -> None:
+        """Whatever other operation of the run has slices to come, it will get none: this one has come instead."""
+        for progress in self._begun(op.run_id):
             self._bring(progress.run)
             progress.abandon()
+            del self._open[progress.op.op_id]
+        run = self.runs.get(op.run_id)
+        if run is not None and run.part is not None and run.part.op_id != op.op_id:
+            self._bring(run)
+            run.give_up(run.part.op_id)
+            run.part = None
 
     def _bring(self, run: RunState) -> None:
-        """Return when the run is in memory, and its open operation has its gradient."""
+        """Return when the run is in memory."""
         self.residency.need(run)
-        progress = self._open.get(run.spec.run_id)
-        if progress is not None:
-            progress.resume()
+
+    def _failed(self, op: TrainOp, error: Exception, send: Send) -> None:
+        """An operation cannot be executed. A disk that does not answer is no answer to a client: the run waits. And a
+        replay that fails would leave another run than was lost."""
+        if not is_lasting(error):
+            reason = f"operation {op.seq}: {type(error).__name__}, {os.strerror(getattr(error, 'errno', None) or 5)}"
+            self._aside[op.run_id] = SetAside(op.run_id, reason, kept=not op.replay)
+        elif op.replay:
+            self._aside[op.run_id] = SetAside(op.run_id, _cannot_replay(op, failure_of(error)), lasting=True)
+        else:
+            _answer(op, send, b"", {}, failure_of(error))
 
     def _alone(self, op: TrainOp, send: Send) -> None:
         """Create, load or save."""
-        self._abandon(op.run_id)
+        if op.run_id in self._aside:
+            return
+        self._abandon(op)
         facts: dict[str, int] = {}
-        failure = None
         if (there := self.runs.get(op.run_id)) is not None:
             self._bring(there)
         try:
@@ -174,21 +209,25 @@ class Trainer:
             elif op.kind is OpKind.LOAD_STATE:
                 self._load(op)
             elif op.kind is OpKind.SAVE_EXTERNAL:
-                body = self.blobs.get(op.body_ref)
-                facts["size_bytes"] = save_external(self._run(op), self.blobs, op.target_ref, body)
+                facts["size_bytes"] = save_external(self._run(op), self.blobs, op.target_ref, self._body(op))
             else:
                 facts["size_bytes"] = save_run(
                     self._run(op), self.blobs, op.target_ref, with_optimizer=op.kind is OpKind.SAVE_STATE
                 )
+        except PageError:
+            raise
         except Exception as error:
-            failure = failure_of(error)
-        run = self.runs.get(op.run_id)
-        if run is not None:
-            facts["version"] = run.step
-        _answer(op, send, b"", facts, failure)
-        if failure is None and not op.replay and run is not None and run.unsaved and op.source_ref:
+            self._failed(op, error, send)
+            return
+        run = self._run(op)
+        facts["version"] = run.step
+        _answer(op, send, b"", facts, None)
+        if not op.replay and run.unsaved and op.source_ref:
             # The source may be deleted by its owner: from here on the run must not need it.
             self._snapshot(run, send)
+
+    def _body(self, op: TrainOp) -> bytes:
+        return self.blobs.get(op.body_ref, op.body_sha256)
 
     def _create(self, op: TrainOp) -> None:
         spec = op.spec
@@ -218,17 +257,20 @@ class Trainer:
         """The forwards and backwards of a stage, packed. Returns the tokens computed."""
         computing = Computing(self.settings.microbatch_tokens, self._bring, self.residency.squeeze)
         for op in ops:
-            progress = self._open.get(op.run_id)
-            if progress is None or progress.op.op_id != op.op_id:
-                if progress is not None and not progress.ended:
-                    self._abandon(op.run_id)
+            if op.run_id in self._aside:
+                continue
+            progress = self._open.get(op.op_id)
+            if progress is None:
+                self._abandon(op)
                 try:
                     progress = self._begin(op)
+                except PageError:
+                    raise
                 except Exception as error:
-                    if op.final:
-                        _answer(op, send, b"", {}, failure_of(error))
+                    if op.final or not is_lasting(error):
+                        self._failed(op, error, send)
                     continue
-                self._open[op.run_id] = progress
+                self._open[op.op_id] = progress
             computing.plan(progress, op)
         tokens = 0
         for finished in computing.run(lambda run: self._decoder(run.spec)):
@@ -239,56 +281,78 @@ class Trainer:
     def _begin(self, op: TrainOp) -> Progress:
         run = self._run(op)
         config = self._decoder(run.spec).config
-        progress = begin(op, run, self.blobs.get(op.body_ref), config, self._custom_losses.get)
-        # After the check of the body, so that all slices of a bad operation fail for the same reason.
+        progress = begin(op, run, self._body(op), config, self._custom_losses.get)
+        part, run.part = run.part, None
+        if part is not None and part.stop == op.start:
+            progress.go_on_from(part)
+            return progress
+        if part is not None:
+            run.give_up(part.op_id)
         if op.start:
+            # After the check of the body, so that all slices of a bad operation fail for the same reason.
             raise NotResident(f"a slice of operation {op.op_id} came without those before it")
         return progress
 
     def _finish(self, progress: Progress, send: Send) -> None:
         op, run = progress.op, progress.run
         self._bring(run)
-        if self._open.get(op.run_id) is progress:
-            del self._open[op.run_id]
+        del self._open[op.op_id]
         payload, failure = progress.finish()
+        if failure is not None and op.replay:
+            self._aside.setdefault(op.run_id, SetAside(op.run_id, _cannot_replay(op, failure), lasting=True))
         if failure is None and op.kind is OpKind.FORWARD_BACKWARD:
             run.last_seq, run.unsaved = op.seq, True
-            run.unsaved_tokens += progress.tokens
-        _answer(op, send, payload, {"tokens": progress.tokens}, failure)
+        if op.run_id not in self._aside or self._aside[op.run_id].kept:
+            _answer(op, send, payload, {"tokens": progress.tokens}, failure)
 
     def _step(self, ops: list[TrainOp], send: Send) -> None:
         """All optimizer steps of a stage, in one fused update."""
         due = []
         for op in ops:
-            self._abandon(op.run_id)
+            if op.run_id in self._aside:
+                continue
+            self._abandon(op)
             try:
                 run = self._run(op)
                 self._bring(run)
-                due.append((op, run, self.blobs.get(op.body_ref)))
+                due.append((op, run, self._body(op)))
             except PageError:
                 raise
             except Exception as error:
-                _answer(op, send, b"", {}, failure_of(error))
+                self._failed(op, error, send)
         results = step_runs([(run, body) for _, run, body in due])
         for (op, run, _), result in zip(due, results, strict=True):
             if isinstance(result, Exception):
-                _answer(op, send, b"", {}, failure_of(result))
+                self._failed(op, result, send)
                 continue
             run.last_seq, run.unsaved = op.seq, True
             _answer(op, send, result, {"version": run.step}, None)
-            if not op.replay and run.unsaved_tokens >= self.settings.snapshot_every_tokens:
+            if self._is_due(run, op.replay or op.again):
                 self._snapshot(run, send)
 
+    def _is_due(self, run: RunState, again: bool) -> bool:
+        """Whether the run's state is to be saved; `again` says that it was lost with a trainer before."""
+        if any(progress.failure is not None for progress in self._begun(run.spec.run_id)):
+            return False  # it is about to end, and leaves nothing behind
+        if run.unsaved_tokens >= self.settings.snapshot_every_tokens:
+            return run.unsaved
+        return again and run.unsaved and time.monotonic() - run.saved_at >= SAVE_AGAIN_S
+
     def _snapshot(self, run: RunState, send: Send) -> None:
-        ref = f"runs/{run.spec.run_id}/state-{run.last_seq}"
+        run_id = run.spec.run_id
+        part = next((progress.part_done() for progress in self._begun(run_id) if progress.parts), run.part)
+        name = f"runs/{run_id}/state-{run.last_seq}" + (f".{part.stop}" if part is not None else "")
+        # One that is there may be what the journal names: it stays whole until this one is known.
+        ref = f"{name}-{secrets.token_hex(4)}" if self.blobs.exists(name) else name
         try:
-            save_run(run, self.blobs, ref, with_optimizer=True)
+            save_snapshot(run, part, self.blobs, ref)
         except Exception:
             # The older snapshot still holds; the next step tries again.
             traceback.print_exc(file=sys.stderr)
             return
-        run.unsaved, run.unsaved_tokens = False, 0
-        send(Snapshot(run.spec.run_id, run.last_seq, ref))
+        run.unsaved, run.unsaved_tokens, run.saved_at = False, 0, time.monotonic()
+        done = {} if part is None else {"part_op": part.op_id, "part_stop": part.stop}
+        send(Snapshot(run_id, run.last_seq, ref, **done))
 
     def _run(self, op: TrainOp) -> RunState:
         run = self.runs.get(op.run_id)
@@ -315,7 +379,10 @@ def _leading(queues: dict[str, deque[TrainOp]], kinds: tuple[OpKind, ...], at_mo
 
 
 def _answer(op: TrainOp, send: Send, payload: bytes, facts: dict[str, int], failure: Failure | None) -> None:
-    if op.replay and failure is not None:
-        print(f"replay of {op.kind} {op.op_id} of run {op.run_id} failed: {failure.message}", file=sys.stderr)
     if not op.replay:
         send(Done(op.op_id, b"" if failure else payload, {} if failure else facts, failure))
+
+
+def _cannot_replay(op: TrainOp, failure: Failure) -> str:
+    what = "its snapshot" if op.kind is OpKind.CREATE and op.source_ref else f"operation {op.seq} ({op.kind})"
+    return f"{what} cannot be repeated: {failure.message}"

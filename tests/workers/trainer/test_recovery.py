@@ -135,14 +135,17 @@ def test_what_came_from_a_checkpoint_is_snapshot_at_once(bench: Bench) -> None:
     assert [s.run_id for s in bench.snapshots] == ["b", "a"]
 
 
-def test_drain_snapshots_changed_runs_without_a_gradient(bench: Bench) -> None:
+def test_drain_snapshots_changed_runs(bench: Bench) -> None:
     bench.ok(bench.create("fresh"), bench.create("stepped"), bench.create("midway"))
     bench.ok(*step(bench, "stepped", 1), *step(bench, "midway", 1), bench.fb("midway", ce_data([5], 1)))
     sent: list[Snapshot] = []
     bench.trainer.drain(sent.append)
-    assert sent == [Snapshot("stepped", 2, "runs/stepped/state-2")]
+    assert sent == [
+        Snapshot("stepped", 2, "runs/stepped/state-2"),
+        Snapshot("midway", 3, "runs/midway/state-3"),
+    ]
     bench.trainer.drain(sent.append)
-    assert len(sent) == 1
+    assert len(sent) == 2
 
 
 def test_release_forgets(bench: Bench) -> None:

@@ -1,0 +1,232 @@
+"""An operation that spans passes keeps what it has computed, whatever else its run has in the same pass, whether its
+state is paged, and whether the trainer that goes on is the one that began. Held against the whole in one pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from scheduler.messages import Done, OpKind, SetAside, Snapshot, TrainOp
+from tests.workers.trainer.kit import Bench, arenas, ce_data, output, replayed, run_spec, sliced
+from workers.trainer import trainer as trainer_module
+
+MakeBench = Callable[..., Bench]
+FIRST, SECOND = ce_data([9, 7, 8], 1), ce_data([6, 5, 7], 2)
+
+
+def norm(done: Done) -> float:
+    return float(json.loads(done.payload)["metrics"]["grad_norm:mean"])
+
+
+def whole(bench: Bench, *batches: list) -> float:
+    """The norm of the gradient of these batches, each in a pass of its own."""
+    bench.ok(bench.create("a"))
+    for batch in batches:
+        bench.ok(bench.fb("a", batch))
+    step = bench.optim("a")
+    return norm(bench.ok(step)[step.op_id])
+
+
+@pytest.mark.parametrize("budget", [0, 1], ids=["in memory", "paged"])
+@pytest.mark.parametrize(
+    "next_kind", [OpKind.FORWARD_BACKWARD, OpKind.FORWARD], ids=["next trains", "next only looks"]
+)
+def test_the_last_slice_shares_its_pass_with_the_next_operation(
+    make_bench: MakeBench, next_kind: OpKind, budget: int
+) -> None:
+    """Two batches sent one after the other, the first larger than a pass."""
+    trains = next_kind is OpKind.FORWARD_BACKWARD
+    expected = whole(make_bench(), FIRST, *([SECOND] if trains else []))
+    bench = make_bench(resident_bytes=budget)
+    bench.ok(bench.create("a"), bench.create("b"))
+    one, two = bench.fb("a", FIRST), bench.fb("a", SECOND, kind=next_kind)
+    (begin, middle, last), (again, *rest) = sliced(one, 1, 2), sliced(two, 1, 2)
+    bench.go(begin)
+    bench.ok(bench.fb("b", SECOND))
+    bench.go(middle)
+    bench.go(last, again)
+    bench.go(*rest)
+    step = bench.optim("a")
+    assert norm(bench.ok(step)[step.op_id]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_many_open_operations_one_after_the_other(make_bench: MakeBench) -> None:
+    batches = [ce_data([5, 6, 4], seed) for seed in range(5)]
+    expected = whole(make_bench(), *batches)
+    bench = make_bench(resident_bytes=1)
+    bench.ok(bench.create("a"), bench.create("b"))
+    slices = [part for batch in batches for part in sliced(bench.fb("a", batch), 1, 2)]
+    for first in range(0, len(slices), 2):
+        bench.go(*slices[first : first + 2])
+        bench.ok(bench.fb("b", SECOND))
+    step = bench.optim("a")
+    assert norm(bench.ok(step)[step.op_id]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_operation_that_never_comes_to_its_end_leaves_nothing(bench: Bench) -> None:
+    expected = None
+    for run_id, abandoned in (("a", False), ("b", True)):
+        bench.ok(bench.create(run_id, seed=5))
+        if abandoned:
+            bench.go(sliced(bench.fb(run_id, FIRST), 1)[0])
+        bench.ok(bench.fb(run_id, SECOND))
+        step = bench.optim(run_id)
+        found = norm(bench.ok(step)[step.op_id])
+        expected = found if expected is None else expected
+        assert found == expected
+
+
+@pytest.fixture
+def saves_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "SAVE_AGAIN_S", 0.0)
+
+
+def again(op: TrainOp) -> TrainOp:
+    return msgspec.structs.replace(op, again=True)
+
+
+def restore(bench: Bench, snapshot: Snapshot) -> TrainOp:
+    spec = run_spec(snapshot.run_id)
+    return TrainOp(
+        "restore", snapshot.run_id, snapshot.seq, OpKind.CREATE,
+        replay=True, source_ref=snapshot.ref, with_optimizer=True, spec=spec,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("saves_often")
+@pytest.mark.parametrize("kind", [OpKind.FORWARD_BACKWARD, OpKind.FORWARD])
+@pytest.mark.parametrize("accumulated", [False, True], ids=["alone", "behind a gradient"])
+def test_a_trainer_that_lives_for_one_slice_at_a_time_gets_there(
+    make_bench: MakeBench, kind: OpKind, accumulated: bool
+) -> None:
+    calm, shaken = make_bench(), make_bench()
+    results = []
+    for bench in (calm, shaken):
+        bench.ok(bench.create("a"))
+        if accumulated:
+            bench.ok(bench.fb("a", SECOND))
+        op = bench.fb("a", FIRST, kind=kind)
+        if bench is calm:
+            results.append(bench.ok(*sliced(op, 1, 2))[op.op_id].payload)
+            continue
+        parts = list(map(again, sliced(op, 1, 2)))
+        for number, part in enumerate(parts):
+            found = bench.go(*([restore(bench, bench.snapshots[-1])] if number else []), part)
+            if not part.final:
+                assert (bench.snapshots[-1].part_op, bench.snapshots[-1].part_stop) == (op.op_id, part.stop)
+                bench.restart()
+        results.append(found[op.op_id].payload)
+    assert results[0] == results[1]
+    for bench in (calm, shaken):
+        bench.ok(bench.optim("a"))
+    for one, other in zip(arenas(calm.run("a")), arenas(shaken.run("a")), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("saves_often")
+def test_what_is_half_done_is_forgotten_when_another_operation_comes(bench: Bench) -> None:
+    """It failed after all: it is not repeated, and the next operation begins on the run as it was."""
+    bench.ok(bench.create("a"), bench.fb("a", SECOND))
+    bench.go(again(sliced(bench.fb("a", FIRST), 1)[0]))
+    snapshot = bench.snapshots[-1]
+    bench.restart()
+    bench.go(restore(bench, snapshot))
+    step = bench.optim("a")
+    found = norm(bench.ok(step)[step.op_id])
+    bench.ok(bench.create("b", seed=run_spec("a").seed), bench.fb("b", SECOND))
+    step = bench.optim("b")
+    assert found == norm(bench.ok(step)[step.op_id])
+
+
+@pytest.mark.usefixtures("saves_often")
+def test_replays_save_how_far_they_are(bench: Bench) -> None:
+    history = [bench.create("a")]
+    for seed in range(3):
+        history += [bench.fb("a", ce_data([5], seed)), bench.optim("a")]
+    bench.ok(*history)
+    wanted = [x.clone() for x in arenas(bench.run("a"))]
+    bench.restart()
+    bench.snapshots.clear()
+    bench.go(*map(replayed, history[:3]))
+    assert [s.seq for s in bench.snapshots] == [2]
+    for number in (3, 5):
+        bench.restart()
+        bench.go(restore(bench, bench.snapshots[-1]), *map(replayed, history[number : number + 2]))
+    for one, other in zip(arenas(bench.run("a")), wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+def asides(bench: Bench) -> list[SetAside]:
+    return [message for message in bench.sent if isinstance(message, SetAside)]
+
+
+def test_a_replay_that_fails_leaves_no_run_behind(bench: Bench) -> None:
+    """A body cut short: what follows it is neither computed nor answered."""
+    history = [bench.create("a"), bench.fb("a", FIRST), bench.optim("a"), bench.fb("a", SECOND), bench.optim("a")]
+    bench.ok(*history)
+    bench.restart()
+    body = bench.blobs.path(history[1].body_ref)
+    body.write_bytes(body.read_bytes()[:-60])
+    later = bench.fb("a", FIRST)
+    assert bench.go(*map(replayed, history), later) == {}
+    (aside,) = asides(bench)
+    assert (aside.run_id, aside.kept, aside.lasting) == ("a", False, True)
+    assert "operation 1 (forward_backward) cannot be repeated" in aside.reason
+    assert "damaged" in aside.reason
+    assert "a" not in bench.trainer.runs
+
+
+def test_a_snapshot_cut_short_is_told(bench: Bench) -> None:
+    bench.ok(bench.create("a"), bench.fb("a", FIRST), bench.optim("a"))
+    bench.trainer.drain(bench.snapshots.append)
+    bench.restart()
+    file = bench.blobs.path(bench.snapshots[-1].ref) / "extra.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert bench.go(restore(bench, bench.snapshots[-1]), bench.fb("a", SECOND)) == {}
+    (aside,) = asides(bench)
+    assert aside.lasting
+    assert "its snapshot cannot be repeated: the checkpoint is damaged" in aside.reason
+
+
+def test_a_disk_that_does_not_answer_fails_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.ok(bench.create("a"), bench.create("b"))
+    get, broken = bench.blobs.get, set[str]()
+
+    def failing(ref: str, sha256: str = "") -> bytes:
+        if ref in broken:
+            raise OSError(5, "Input/output error")
+        return get(ref, sha256)
+
+    monkeypatch.setattr(bench.blobs, "get", failing)
+    one, two, three = bench.fb("a", FIRST), bench.fb("a", SECOND), bench.optim("a")
+    other = bench.fb("b", FIRST)
+    broken.add(two.body_ref)
+    assert set(bench.go(one, two, three, other)) == {one.op_id, other.op_id}
+    assert [(aside.run_id, aside.kept, aside.lasting) for aside in asides(bench)] == [("a", True, False)]
+    broken.clear()
+    found = bench.ok(two, three)
+    bench.ok(bench.create("c", seed=run_spec("a").seed), bench.fb("c", FIRST))
+    same, step = bench.fb("c", SECOND), bench.optim("c")
+    expected = bench.ok(same, step)
+    np.testing.assert_array_equal(output(found[two.op_id])[0][0], output(expected[same.op_id])[0][0])
+    assert found[three.op_id].payload == expected[step.op_id].payload
+
+
+def test_a_full_disk_fails_no_save(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.ok(bench.create("a"), bench.fb("a", FIRST), bench.optim("a"))
+    new_folder = bench.blobs.new_folder
+
+    def full(ref: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bench.blobs, "new_folder", full)
+    save, after = bench.op("a", OpKind.SAVE_STATE, target_ref="w/1"), bench.fb("a", SECOND)
+    assert bench.go(save, after) == {}
+    assert [aside.kept for aside in asides(bench)] == [True]
+    monkeypatch.setattr(bench.blobs, "new_folder", new_folder)
+    bench.ok(save, after)
