@@ -22,6 +22,7 @@ from api.commands.org import org
 from api.commands.payments import payments
 from api.commands.places import refuse, settings_of, where
 from api.commands.project import project
+from api.commands.repair import repair
 from api.commands.simulate import simulate
 from api.commands.tco import tco
 from api.commands.user import user
@@ -85,6 +86,7 @@ weftd.add_command(key)
 weftd.add_command(org)
 weftd.add_command(payments)
 weftd.add_command(project)
+weftd.add_command(repair)
 weftd.add_command(user)
 user.add_command(login_link)
 weftd.add_command(migrate)

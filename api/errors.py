@@ -17,6 +17,8 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -175,6 +177,13 @@ class Unavailable(ApiError):
         super().__init__(detail, headers={"retry-after": "1"})
 
 
+class CannotStore(Unavailable):
+    """Disk or database take nothing for now; what is stored already can be had, and the same request goes through
+    later."""
+
+    code = "cannot_store"
+
+
 def quote(value: object) -> str:
     """A value as an error may show it: on one line, and not longer than a line."""
     text = repr(value)
@@ -216,6 +225,12 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(PeopleError)
     async def people_error(_request: Request, error: PeopleError) -> Response:
         return (NotFound if isinstance(error, NoSuch) else Invalid)(str(error)).response()
+
+    @app.exception_handler(OperationalError)
+    @app.exception_handler(PoolTimeout)
+    async def database_error(_request: Request, error: Exception) -> Response:
+        log.warning("the database does not answer: %s", error)
+        return CannotStore("the server's database does not answer; send the request again").response()
 
     @app.exception_handler(RequestValidationError)
     async def bad_parameters(_request: Request, error: RequestValidationError) -> Response:

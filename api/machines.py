@@ -17,6 +17,9 @@ from store.db import Database
 from store.settings import Settings
 from workers.model.card import ModelCard
 
+#: What has ended has this long to be stored when the server stops. What cannot be is done again after the start.
+STORE_WITHIN_S = 10.0
+
 
 class Machines:
     """One journal with its desks and workers, from `start` to `stop`. Built inside the event loop it lives in."""
@@ -49,7 +52,7 @@ class Machines:
     async def stop(self) -> None:
         self.drain()
         await self.supervisor.stop(self._settings.drain_s)
-        await self.journal.flush()
+        await self.journal.stop(STORE_WITHIN_S)
 
     def stats(self) -> dict[str, Any]:
         workers = [asdict(status) for status in self.supervisor.status()]

@@ -23,6 +23,7 @@ from api.supervisor import Supervisor, WorkerFailed, embedded_workers
 from billing.prices import load_prices
 from billing.wallets import set_default
 from store.blobs import Blobs
+from store.commit_mark import LostCommits
 from store.db import Database
 from store.settings import PaymentsSettings, Settings, SettingsError
 from workers.model.card import ModelCard, UnsupportedModel, read_card
@@ -52,7 +53,7 @@ def serve(settings: Settings) -> int:
     cards = read_cards(settings.models)
     if not settings.redis_url:
         check_workers(settings, cards)
-    alone = nullcontext() if settings.redis_url else _locked(settings.data_dir)
+    alone = nullcontext() if settings.redis_url else only_one(settings.data_dir)
     with alone, _bound(settings.host, settings.port) as sock:
         database = open_database(settings)
         try:
@@ -99,6 +100,10 @@ def open_database(settings: Settings) -> Database:
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         database = Database(settings.effective_database_url, durable=settings.durable)
         database.migrate()
+    except LostCommits as error:
+        if database is not None:
+            database.close()
+        raise CannotServe(str(error)) from None
     except (OSError, SQLAlchemyError, ImportError) as error:
         if database is not None:
             database.close()
@@ -108,7 +113,7 @@ def open_database(settings: Settings) -> Database:
 
 
 @contextmanager
-def _locked(data_dir: Path) -> Iterator[None]:
+def only_one(data_dir: Path) -> Iterator[None]:
     """Only one server may use a data folder: the journal and the blobs have one owner. The kernel frees the lock with
     the process, however it ends."""
     try:

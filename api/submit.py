@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from weft.money import usd
 
 from api.bodies import parse_json
-from api.errors import ApiError, Busy, Invalid, PaymentRequired, Unavailable
+from api.errors import ApiError, Busy, CannotStore, Invalid, PaymentRequired, Unavailable
 from api.lookup import session_by_id
 from api.own import own_run
 from api.principal import Principal, RateLimit
@@ -29,6 +29,7 @@ from billing.accounts import OutOfMoney
 from scheduler.messages import OpKind
 from scheduler.operations import Draining, NewOperation, QueueFull, RunClosed, SequenceReused
 from store import tables
+from store.room import NoRoom
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -91,6 +92,8 @@ async def accept(service: Service, place: Place, new: NewOperation, *rows: table
         raise _payment_required(error) from None
     except Draining as error:
         raise Unavailable(str(error)) from None
+    except NoRoom as error:
+        raise CannotStore(str(error)) from None
     except (SequenceReused, RunClosed) as error:
         raise Invalid(str(error)) from None
 

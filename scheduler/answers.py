@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 
 from scheduler.operations import SAMPLE, Gone, Operation, Outcome
 from store import tables
-from store.blobs import Blobs
+from store.blobs import Blobs, Damaged
 from store.db import Database
+
+log = logging.getLogger(__name__)
 
 #: Ended operations kept in memory for the client that is about to ask.
 RECENT = 4096
@@ -34,7 +37,8 @@ class Answers:
         return self._recent.get(request_id)
 
     def stored(self, org_id: str, request_id: str) -> Outcome | Gone | None:
-        """An outcome that is no longer in memory; None when this organisation has no such ended operation."""
+        """An outcome that is no longer in memory; None when this organisation has no such ended operation. One that is
+        damaged on the disk is given to nobody."""
         with self._database.read() as session:
             row = session.get(tables.Operation, request_id)
         if row is None or row.org_id != org_id or row.state == "queued":
@@ -45,6 +49,11 @@ class Answers:
             return Outcome(self._blobs.get(row.result_ref or ""), row.result_type or "application/json")
         except FileNotFoundError:
             return Gone()
+        except Damaged as error:
+            log.error("the result of operation %s: %s", request_id, error)
+            return Gone(
+                "the result of this operation is damaged on the server's disk; what it did stands, and is billed"
+            )
 
     def retrieved(self, org_id: str, request_ids: list[str]) -> list[str]:
         """Their client has these results: forget them. Returns the blobs to delete."""

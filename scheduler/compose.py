@@ -31,12 +31,12 @@ def compose(queue: FairTree[Unit], models: list[str], budget_tokens: int) -> lis
         return []
     first = queue.pop((model,))
     assert first is not None
-    if _suspect(first):
+    if first.suspect:
         return [first]
     units, tokens = [first], first.tokens
     while (head := queue.peek((model,))) is not None:
         unit, _ = head
-        if _suspect(unit) or tokens + unit.tokens > budget_tokens:
+        if unit.suspect or tokens + unit.tokens > budget_tokens:
             break
         queue.pop((model,))
         units.append(unit)
@@ -65,7 +65,7 @@ def _riders(queue: FairTree[Unit], model: str) -> list[Unit]:
     riders: list[Unit] = []
     for org in queue.children((model,)):
         for path in _lanes(queue, model, org):
-            while len(riders) < MAX_RIDERS and (unit := queue.head(path)) and unit.light and not _suspect(unit):
+            while len(riders) < MAX_RIDERS and (unit := queue.head(path)) and unit.light and not unit.suspect:
                 queue.pop(path)
                 riders.append(unit)
     return riders
@@ -75,7 +75,3 @@ def _lanes(queue: FairTree[Unit], model: str, org: str) -> list[Path]:
     """The runs of an organisation that have work, those of the priority that is next first."""
     priorities = queue.children((model, org))
     return [(model, org, name, run) for name in priorities for run in queue.children((model, org, name))]
-
-
-def _suspect(unit: Unit) -> bool:
-    return unit.op is not None and unit.op.attempts > 0 and not unit.send.replay

@@ -13,7 +13,7 @@ from typing import Any
 
 from scheduler.compose import compose, upcoming
 from scheduler.journal import Journal
-from scheduler.lanes import Unit
+from scheduler.lanes import RunLane, Unit
 from scheduler.link import ServerLink
 from scheduler.messages import (
     Cancel,
@@ -29,6 +29,7 @@ from scheduler.messages import (
     PullSamples,
     SampleOp,
     SampleWork,
+    SetAside,
     Snapshot,
 )
 from scheduler.operations import INTERACTIVE, SAMPLE, Operation
@@ -37,7 +38,7 @@ from scheduler.timings import Stretch
 
 log = logging.getLogger(__name__)
 
-#: How often an operation may be in a worker's hands when that worker dies before it is given up.
+#: How often an operation may be in a worker's hands when that worker dies, and get no further, before it is given up.
 LIVES = 3
 #: Requests that are set aside at most because only generators without a free slot can serve them.
 MAX_ASIDE = 256
@@ -56,6 +57,7 @@ class TrainerDesk:
         self._link: ServerLink | None = None
         self._models: list[str] | None = None  # what the waiting pull can serve; None when none waits
         self._units: list[Unit] = []  # the pass in the trainer's hands
+        self._aside: set[str] = set()  # runs that it has left out of this pass
         self._passes = 0
         self.stats = {"passes": 0, "shared_passes": 0, "tokens": 0, "busy_s": 0.0, "lost": 0}
         journal.desks.append(self)
@@ -127,10 +129,25 @@ class TrainerDesk:
             self._count(message)
         elif isinstance(message, Snapshot):
             await self._journal.snapshot(message)
+        elif isinstance(message, SetAside):
+            self._aside.add(message.run_id)
+            self._journal.set_aside(message)
         elif isinstance(message, PullPass):
             self._models = message.models
-            self._end()
+            self._got_on(self._end())
             self.wake()
+
+    def _got_on(self, done: list[Unit]) -> None:
+        """A pass is over: no trainer was lost over what was in it."""
+        aside, self._aside = self._aside, set()
+        for unit in done:
+            send, lane = unit.send, self._journal.runs.get(unit.send.run_id)
+            if send.run_id in aside:
+                continue
+            if lane is not None:
+                lane.got_on()
+            if unit.op is not None and (send.final or send.stop > unit.op.reached):
+                unit.op.reached, unit.op.attempts = send.stop, 0
 
     def _count(self, over: PassOver) -> None:
         organisations = {u.op.org_id for u in self._units if u.op is not None and not u.light and not u.send.replay}
@@ -145,16 +162,32 @@ class TrainerDesk:
         """The trainer is gone, and with it every run's state: queue again what rebuilds them."""
         self.stats["lost"] += 1
         held = self._end()
-        suspects = {u.op.id: u.op for u in held if u.op is not None and u.op.outcome is None and not u.send.replay}
-        for op in suspects.values():
-            op.running = False
-            op.attempts += 1
-            if op.attempts >= LIVES:
-                self._journal.finish(Done(op.id, failure=Failure(_gave_up("trainer", op))))
+        await self._journal.flush()
+        for run_id in dict.fromkeys(unit.send.run_id for unit in held):
+            if (lane := self._journal.runs.get(run_id)) is not None:
+                self._suspect(lane, [unit for unit in held if unit.send.run_id == run_id])
         await self._journal.flush()
         for lane in list(self._journal.runs.values()):
             self._journal.rebuild(lane)
         self.wake()
+
+    def _suspect(self, lane: RunLane, units: list[Unit]) -> None:
+        """A trainer was lost with these in its hands. An operation over which that happens again and again, getting no
+        further in between, is given up; a run that cannot be rebuilt for that reason waits, longer each time."""
+        replayed = [u for u in units if u.op is None or u.send.replay]
+        for op in (u.op for u in replayed if u.op is not None):
+            op.alone = True
+        if replayed:
+            lane.setbacks += 1
+        if lane.setbacks >= LIVES:
+            self._journal.pause(lane, f"the trainer stopped {lane.setbacks} times while it rebuilt the run")
+        for op in {u.op.id: u.op for u in units if u.op is not None and not u.send.replay}.values():
+            if op.outcome is not None:
+                continue
+            op.running, op.alone = False, True
+            op.attempts += 1
+            if op.attempts >= LIVES:
+                self._journal.finish(Done(op.id, failure=Failure(_gave_up("trainer", op))))
 
 
 class GeneratorDesk:
@@ -272,6 +305,7 @@ class GeneratorDesk:
             inflight=sampler.inflight,
             version=self._journal.versions.get(sampler.run_id or "", 0),
             priority=int(op.plan.get("priority", INTERACTIVE) == INTERACTIVE),
+            body_sha256=op.body_sha256,
         )
 
     def _holder(self, op: Operation) -> Replica | None:

@@ -95,7 +95,7 @@ class Intake:
         entry = _Entry(uuid.uuid4().hex, new.kind, _digest(new), asyncio.get_running_loop().create_future())
         assert entry.durable is not None
         self._entries[new.lane, new.seq] = entry
-        op = _operation(new, entry.id)
+        op = _operation(new, entry.id, entry.body_sha256)
         row = _row(op, entry.body_sha256)
         if new.refused is None:
             row["hold_nusd"] = most_nusd(self._prices, op)
@@ -193,8 +193,11 @@ def _digest(new: NewOperation) -> str:
     return hashlib.sha256(new.body if new.sent is None else new.sent).hexdigest()
 
 
-def _operation(new: NewOperation, request_id: str) -> Operation:
-    plan = dict(new.plan)
+def _operation(new: NewOperation, request_id: str, sent_sha256: str) -> Operation:
+    plan, body_sha256 = dict(new.plan), sent_sha256
+    if new.sent is not None and new.sent != new.body:
+        body_sha256 = plan["stored_sha256"] = hashlib.sha256(new.body).hexdigest()
+    has_body = bool(new.body) and new.refused is None
     if new.kind in _SAVES:
         plan["target_ref"] = f"weights/{request_id}"
     return Operation(
@@ -206,13 +209,14 @@ def _operation(new: NewOperation, request_id: str) -> Operation:
         kind=new.kind,
         base_model=new.base_model,
         tokens=new.tokens,
-        body_ref=f"ops/{request_id[:2]}/{request_id}" if new.body and new.refused is None else "",
+        body_ref=f"ops/{request_id[:2]}/{request_id}" if has_body else "",
         plan=plan,
         accepted_at=datetime.now(UTC),
         key_id=new.key_id,
         user_id=new.user_id,
         project_id=new.project_id,
         body_bytes=len(new.body),
+        body_sha256=body_sha256 if has_body else "",
     )
 
 

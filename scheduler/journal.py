@@ -17,7 +17,8 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from sqlalchemy import Update, update
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, OperationalError, ProgrammingError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from billing.prices import PriceList
 from scheduler.answers import Answers, result_ref
@@ -28,7 +29,7 @@ from scheduler.fair import FairTree
 from scheduler.in_flight import InFlight
 from scheduler.intake import Intake
 from scheduler.lanes import RunLane, Unit
-from scheduler.messages import MUTATING, Done, Failure, OpKind, PolicyMoved, RunSpec, Snapshot
+from scheduler.messages import MUTATING, Done, Failure, OpKind, PolicyMoved, RunSpec, SetAside, Snapshot
 from scheduler.meters import Meters
 from scheduler.operations import (
     INTERACTIVE,
@@ -40,17 +41,28 @@ from scheduler.operations import (
     Outcome,
     RunClosed,
     Waiting,
+    from_row,
 )
+from scheduler.references import broken_because
 from scheduler.samplers import Samplers
 from scheduler.settle import Ending, Settled, Settlement, result_of
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
+from store.room import NoRoom, Room
 
 log = logging.getLogger(__name__)
 
-#: Pauses before a result is settled again while the database does not answer: about two minutes.
-SETTLE_AGAIN_S = (0.1, 0.3, 1.0, 3.0, 10.0, 15.0, 30.0, 60.0)
+#: The first and the longest pause before something is stored again that could not be: it is tried until it can.
+STORE_AGAIN_S = (0.1, 5.0)
+#: The same before a run that was set aside has its turn again.
+RESUME_S = (0.5, 60.0)
+#: What the database says when a statement is wrong, not the moment: asking again would not help.
+WRONG = (IntegrityError, DataError, ProgrammingError)
+
+
+class Unrecorded(Exception):
+    """How an operation ended cannot be written down, however often it is tried."""
 
 
 class Desk(Protocol):
@@ -76,6 +88,7 @@ class Journal:
         prices: PriceList,
         max_queued_per_org: int = 20_000,
         max_queued_bytes_per_org: int = 1 << 30,
+        room: Room | None = None,
     ) -> None:
         self.train_queue: FairTree[Unit] = FairTree()
         self.sample_queue: FairTree[Operation] = FairTree()
@@ -97,23 +110,29 @@ class Journal:
         self.samplers = Samplers(database)
         self.versions: dict[str, int] = {}  # optimizer steps of runs
         self._settling: set[asyncio.Task[Any]] = set()
+        self._resuming: set[asyncio.Task[None]] = set()
+        self._room = room or Room(blobs.root)
 
     # ---- accepting
 
     async def accept(self, new: NewOperation, *rows: tables.Base) -> str:
         """Make `new` (and `rows`) durable, queue it, and return its request id. A repeat returns the first id.
 
-        Raises SequenceReused, QueueFull, Draining, RunClosed, OutOfMoney."""
-        lane = self.runs.get(new.lane)
-        request_id = await self._intake.known(new, maybe_stored=lane is None or lane.spent(new.seq))
-        if request_id is not None:
-            return request_id
-        self._admit(new)
+        Raises SequenceReused, QueueFull, Draining, NoRoom, RunClosed, OutOfMoney."""
         try:
-            op = await self._intake.take(new, rows)
-        except BaseException:
-            self._backlog.release(new.org_id, len(new.body))
-            raise
+            lane = self.runs.get(new.lane)
+            request_id = await self._intake.known(new, maybe_stored=lane is None or lane.spent(new.seq))
+            if request_id is None:
+                op = await self._take(new, rows)
+        except IntegrityError:  # somebody has accepted it: another replica just now, or this one without knowing it
+            request_id = await self._intake.known(new, maybe_stored=True)
+            if request_id is None:
+                raise
+        except (OSError, OperationalError, PoolTimeout) as error:
+            raise NoRoom(self._room.refused(error)) from error
+        if request_id is not None:
+            self._adopt(request_id)
+            return request_id
         self.meters.accepted(op)
         if new.refused is None:
             self._enqueue(op)
@@ -121,6 +140,23 @@ class Journal:
             self._backlog.release(op.org_id, op.body_bytes)
             self._refuse(op, new.refused)
         return op.id
+
+    async def _take(self, new: NewOperation, rows: tuple[tables.Base, ...]) -> Operation:
+        self._admit(new)
+        try:
+            return await self._intake.take(new, rows)
+        except BaseException:
+            self._backlog.release(new.org_id, len(new.body))
+            raise
+
+    def _adopt(self, request_id: str) -> None:
+        """Queue an operation whose row was written although its client was told that it was not."""
+        if request_id in self._open or self.answers.recent(request_id) is not None:
+            return
+        with self._database.read() as session:
+            row = session.get(tables.Operation, request_id)
+        if row is not None and row.state == "queued":
+            self.enqueue(from_row(row))
 
     def _refuse(self, op: Operation, why: str) -> None:
         """The front turned it away: it ends at once, and what follows it need not wait for its number."""
@@ -136,6 +172,7 @@ class Journal:
     def _admit(self, new: NewOperation) -> None:
         if self.draining:
             raise Draining("the server is restarting; it takes work again in a moment")
+        self._room.check()
         lane = self.runs.get(new.lane)
         if new.kind not in (SAMPLE, OpKind.CREATE) and (lane is None or lane.closing):
             raise RunClosed(f"run {new.lane} is closed: its session has ended, or it is a copy of weights")
@@ -157,7 +194,7 @@ class Journal:
                 spec, priority = RunSpec(**op.plan["spec"]), op.plan.get("priority", INTERACTIVE)
                 lane = self.runs[op.lane] = RunLane(op.org_id, spec, priority=priority)
             if lane.broken:
-                self._fail(op, lane.broken, "user")
+                self._fail(op, lane.broken, lane.broken_category)
                 return
             self._queue_units(lane, lane.arrive(op))
         self.wake()
@@ -195,13 +232,15 @@ class Journal:
     def _waiting(self, op: Operation) -> Waiting:
         """What `op` waits for, and its place."""
         if op.timings.computed is not None:
-            return Waiting("active", "computed; its result is being stored")
+            return Waiting("active", op.stuck or "computed; its result is being stored")
         if op.running:
             return Waiting("active", "running")
         lane = self.runs.get(op.lane)
         missing = lane.missing(op) if lane else None
         if missing is not None:
             return Waiting("active", f"waiting for operation {missing} of this run, which has not arrived")
+        if lane is not None and lane.paused:
+            return Waiting("active", f"the run waits: {lane.paused}; it is tried again")
         worker = "generator" if op.kind == SAMPLE else "trainer"
         if any(desk.worker == worker and not desk.attached for desk in self.desks):
             return Waiting("paused_capacity", f"waiting for the {worker}, which is starting; {self._place(op)}")
@@ -237,36 +276,44 @@ class Journal:
 
     async def _settle(self, op: Operation, done: Done) -> None:
         try:
-            result = result_of(op, done)
-            if result.error is None:  # stored before the commit that promises it
-                self._blobs.put(result_ref(op.id), result.payload)
-            settled = await self._write_end(op, done, result)
+            settled = await self._write_end(op, done, result_of(op, done))
             if settled is None:
                 return
             op.outcome, freed = settled
-        except Exception:
+        except Exception as error:
             log.exception("operation %s could not be settled", op.id)
-            op.outcome, freed = Outcome(error="the server could not store the result; it is not billed"), []
+            op.outcome, freed = Outcome(error="the server could not record the result; it is not billed"), []
             with suppress(Exception):  # what was held for it is released with its failure, now or after a restart
                 await self._write_end(op, done, op.outcome)
+            lane = self.runs.get(op.lane)
+            if lane is not None and op.kind in MUTATING and done.failure is None:
+                self.break_run(lane, f"operation {op.seq} was computed and cannot be recorded ({type(error).__name__})")
         self._close(op, freed)
         if op.outcome.error is None and "version" in done.facts:
             self._moved(op, done.facts["version"])
 
     async def _write_end(self, op: Operation, done: Done, result: Outcome) -> Settled:
-        """Settle, again if the database was away for a moment; then it may have been settled the first time."""
-        for pause_s in SETTLE_AGAIN_S:
+        """Store the result and settle, again and again while disk or database do not answer: what a trainer has applied
+        is never answered as failed. After a failure it may have been settled all the same."""
+        tried = False
+        pause_s = STORE_AGAIN_S[0]
+        while True:
             try:
+                if result.error is None:  # stored before the commit that promises it
+                    self._blobs.put(result_ref(op.id), result.payload)
                 ending = Ending(op, done, result, self.samplers.facts(op.lane).run_id if op.kind == SAMPLE else op.lane)
                 settled: Settled = await self._database.write_batched(self._settlement.settle, ending, lock=op.org_id)
-                if settled is None and pause_s != SETTLE_AGAIN_S[0]:
-                    return self._settled_before(op)
-            except OperationalError:
-                log.warning("operation %s: the database does not answer; again in %.1f s", op.id, pause_s)
-                await asyncio.sleep(pause_s)
-                continue
-            return settled
-        raise RuntimeError("the database did not answer for too long")
+                op.stuck = ""
+                return self._settled_before(op) if settled is None and tried else settled
+            except WRONG as error:
+                raise Unrecorded(str(error)) from error
+            except (OSError, DBAPIError, PoolTimeout) as error:
+                tried = True
+                what = self._room.refused(error)
+                op.stuck = f"computed; {what}; it is tried again until it can be stored"
+                log.warning("operation %s: %s; again in %.1f s", op.id, what, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, STORE_AGAIN_S[1])
 
     def _settled_before(self, op: Operation) -> Settled:
         stored = self.answers.stored(op.org_id, op.id)
@@ -293,7 +340,9 @@ class Journal:
         if lane is not None:
             lane.answered(op, ok)
             if op.kind == OpKind.CREATE and not ok:
-                self._break(lane, f"run {op.lane} was never created: {op.outcome.error}")
+                self._break(lane, f"run {op.lane} was never created: {op.outcome.error}", "user")
+            elif op.kind in MUTATING and not ok and lane.broken is None and lane.is_past(op):
+                self.break_run(lane, f"operation {op.seq} failed after others behind it had succeeded")
             if lane.closing and lane.idle:
                 self._forget(lane)
         if ok and op.kind == OpKind.SAVE_SAMPLER and op.plan.get("sampler_kind") == "inflight":
@@ -301,7 +350,7 @@ class Journal:
         if not (ok and op.kind in MUTATING):
             self._drop_body(op)
         for ref in freed:
-            self._blobs.delete_tree(ref)
+            self._delete(ref)
         op.finished.set()
         if op.kind == SAMPLE:
             target = Target.of(op.org_id, op.lane, op.seq)
@@ -309,18 +358,88 @@ class Journal:
 
     def _drop_body(self, op: Operation) -> None:
         if op.body_ref:
-            self._blobs.delete(op.body_ref)
+            self._delete(op.body_ref)
+
+    def _delete(self, ref: str) -> None:
+        """What cannot be deleted for now is left to the reaper."""
+        try:
+            self._blobs.delete_tree(ref)
+        except OSError as error:
+            log.warning("%s cannot be deleted: %s", ref, error)
 
     def rebuild(self, lane: RunLane) -> None:
         """The trainer that held this run is gone: queue what rebuilds the run, and all it had left to do."""
         self.train_queue.remove(lane.path)
         self._queue_units(lane, lane.lost())
 
-    def _break(self, lane: RunLane, why: str) -> None:
-        lane.broken = why
+    # ---- runs that are not what they should be
+
+    def set_aside(self, told: SetAside) -> None:
+        """A trainer has left out what a run had to do."""
+        lane = self.runs.get(told.run_id)
+        if lane is None:
+            return
+        log.warning("run %s is set aside: %s", told.run_id, told.reason)
+        if told.lasting:
+            self.break_run(lane, told.reason)
+        else:
+            self.pause(lane, told.reason, kept=told.kept)
+
+    def pause(self, lane: RunLane, why: str, *, kept: bool = False) -> None:
+        """Leave a run out for a while, longer each time until it gets on; nobody else waits for it."""
+        self.train_queue.remove(lane.path)
+        already = bool(lane.paused)
+        lane.pause(why, kept=kept)
+        if not already:
+            task = asyncio.get_running_loop().create_task(self._resume(lane))
+            self._resuming.add(task)
+            task.add_done_callback(self._resuming.discard)
+
+    async def _resume(self, lane: RunLane) -> None:
+        await asyncio.sleep(min(RESUME_S[0] * 2 ** (lane.setbacks - 1), RESUME_S[1]))
+        await self.flush()  # what is answered is not done again on a run that is still held
+        if self.runs.get(lane.run_id) is lane and lane.broken is None:
+            self._queue_units(lane, lane.resume())
+            self.wake()
+
+    def missing_for(self, lane: RunLane) -> str:
+        """What is not on the disk of that from which the run would be rebuilt; "" when all is there."""
+        if lane.snapshot is not None and not self._blobs.exists(lane.snapshot.ref):
+            return f"its snapshot after operation {lane.snapshot.seq} is missing"
+        gone = (op for op in lane.replays() if op.body_ref and not self._blobs.exists(op.body_ref))
+        return next((f"the body of operation {op.seq} ({op.kind}) is missing" for op in gone), "")
+
+    def break_run(self, lane: RunLane, reason: str) -> None:
+        """The run cannot be had as it was: it does nothing more, and everybody who asks is told why and what is left.
+        This lasts."""
+        with self._database.read() as session:
+            why = broken_because(session, lane.run_id, reason)
+        log.error("%s", why)
+        self._break(lane, why, "server")
+        self.released.append(lane.run_id)
+        statement = update(tables.Run).where(tables.Run.id == lane.run_id).values(broken=why)
+        self._background(self._write_surely(statement))
+        self.wake()
+
+    async def _write_surely(self, statement: Update) -> None:
+        """Write, again and again while the database does not answer."""
+        pause_s = STORE_AGAIN_S[0]
+        while True:
+            try:
+                await self._database.write(lambda session: session.execute(statement))
+                return
+            except (DBAPIError, PoolTimeout) as error:
+                if isinstance(error, WRONG):
+                    raise
+                log.warning("the database does not answer; again in %.1f s: %s", pause_s, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, STORE_AGAIN_S[1])
+
+    def _break(self, lane: RunLane, why: str, category: str) -> None:
+        lane.broken, lane.broken_category = why, category
         self.train_queue.remove(lane.path)
         for op in lane.abandon():
-            self._fail(op, why, "user")
+            self._fail(op, why, category)
 
     # ---- what desks need
 
@@ -336,22 +455,33 @@ class Journal:
         """A trainer has written a run's whole state: bodies up to there and the older snapshot may go."""
         lane = self.runs.get(taken.run_id)
         if lane is None:
-            self._blobs.delete_tree(taken.ref)
+            self._delete(taken.ref)
             return
         older = lane.snapshot
         await self.flush()
-        values = {"snapshot_seq": taken.seq, "snapshot_ref": taken.ref}
-        statement = update(tables.Run).where(tables.Run.id == taken.run_id).values(values)
-        await self._database.write(lambda session: session.execute(statement))
-        for op in lane.saved(taken.seq, taken.ref):
+        if lane.broken is not None:
+            return
+        part = {"op": taken.part_op, "stop": taken.part_stop} if taken.part_op else None
+        values = {"snapshot_seq": taken.seq, "snapshot_ref": taken.ref, "snapshot_part": part}
+        await self._write_surely(update(tables.Run).where(tables.Run.id == taken.run_id).values(values))
+        for op in lane.saved(taken.seq, taken.ref, taken.part_op, taken.part_stop):
             self._drop_body(op)
-        if older is not None and older[1] != taken.ref:
-            self._blobs.delete_tree(older[1])
+        if older is not None and older.ref != taken.ref:
+            self._delete(older.ref)
 
     async def flush(self) -> None:
         """Wait until every result handed in so far is settled."""
         while self._settling:
             await asyncio.wait(list(self._settling))
+
+    async def stop(self, within_s: float) -> None:
+        """`flush`, but not for ever: what still cannot be stored stays queued, and is done again after a restart."""
+        for task in self._resuming:
+            task.cancel()
+        if self._settling:
+            await asyncio.wait(list(self._settling), timeout=within_s)
+        for task in list(self._settling):
+            task.cancel()
 
     def close_run(self, run_id: str) -> None:
         """Its session has ended: let queued work finish, then forget the run."""
@@ -368,10 +498,10 @@ class Journal:
         self.runs.pop(lane.run_id, None)
         self.versions.pop(lane.run_id, None)
         self.released.append(lane.run_id)
-        self._background(self._database.write(lambda session: session.execute(_closed(lane.run_id))))
+        self._background(self._write_surely(_closed(lane.run_id)))
         for op in lane.saved(lane.next_seq, ""):
             self._drop_body(op)
-        self._blobs.delete_tree(f"runs/{lane.run_id}")
+        self._delete(f"runs/{lane.run_id}")
 
     def cancel(self, org_id: str, request_id: str) -> bool:
         """Stop a sample: one that waits ends at once and empty, one that runs ends with the tokens it has."""

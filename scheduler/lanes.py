@@ -11,9 +11,11 @@ answers with the units that rebuild it (snapshot, then the log) followed by ever
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass
+from operator import itemgetter
 
-from scheduler.messages import MUTATING, OpKind, RunSpec, TrainOp
+from scheduler.messages import MUTATING, OpKind, RunSpec, Snapshot, TrainOp
 from scheduler.operations import INTERACTIVE, Operation
 
 
@@ -25,6 +27,12 @@ class Unit:
     base_model: str
     send: TrainOp
     tokens: int
+    alone: bool = False  # trainers were lost over the restore
+
+    @property
+    def suspect(self) -> bool:
+        """Whether a trainer was lost while it had this in its hands."""
+        return self.alone or (self.op is not None and (self.op.alone or self.op.attempts > 0))
 
     @property
     def light(self) -> bool:
@@ -32,11 +40,12 @@ class Unit:
         return self.send.kind not in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 
 
-def units_of(op: Operation, spec: RunSpec, replay: bool = False) -> list[Unit]:
-    """One unit per slice of a forward or forward_backward, else one unit."""
+def units_of(op: Operation, spec: RunSpec, *, replay: bool = False, again: bool = False, done: int = 0) -> list[Unit]:
+    """One unit per slice of a forward or forward_backward, else one unit. The data up to `done` are computed."""
     kind = OpKind(op.kind)
     plan = op.plan
     slices = plan.get("slices") or [[0, 0, op.tokens]]
+    slices = [cut for cut in slices if not done or cut[0] >= done]
     return [
         Unit(
             op=op,
@@ -52,6 +61,8 @@ def units_of(op: Operation, spec: RunSpec, replay: bool = False) -> list[Unit]:
                 stop=stop,
                 final=i == len(slices) - 1,
                 replay=replay,
+                again=again,
+                body_sha256=op.body_sha256,
                 source_ref=plan.get("source_ref", ""),
                 target_ref=plan.get("target_ref", ""),
                 with_optimizer=bool(plan.get("with_optimizer", False)),
@@ -70,7 +81,7 @@ class RunLane:
         org_id: str,
         spec: RunSpec,
         next_seq: int = 0,
-        snapshot: tuple[int, str] | None = None,
+        snapshot: Snapshot | None = None,
         priority: str = INTERACTIVE,
     ) -> None:
         self.run_id = spec.run_id
@@ -81,7 +92,10 @@ class RunLane:
         self.snapshot = snapshot
         self.resident = False  # a trainer holds the run, or units that rebuild it are queued
         self.broken: str | None = None  # why the run can do nothing more
+        self.broken_category = "user"
         self.closing = False
+        self.paused = ""  # why nothing of it is queued for now
+        self.setbacks = 0  # times that it was set aside, or a trainer lost over it, since it last got on
         self._parked: dict[int, Operation] = {}
         self._refused: set[int] = set()  # numbers ahead of next_seq that are spent without an operation
         self._pending: dict[str, Operation] = {}  # released, not answered; in order of seq
@@ -115,31 +129,65 @@ class RunLane:
                 ready.append(self._parked.pop(self.next_seq))
             self.next_seq += 1
         self._pending.update((o.id, o) for o in ready)
-        if not ready:
+        if not ready or self.paused:
             return []
-        return self._restore() + [u for o in ready for u in units_of(o, self.spec)]
+        if not self.resident:
+            return self._rebuild(ready)
+        return [u for o in ready for u in units_of(o, self.spec)]
 
     def remember(self, op: Operation) -> None:
         """At start-up: an answered operation that a rebuild must replay."""
-        self._log.append(op)
+        insort(self._log, op, key=lambda other: other.seq)
+
+    def is_past(self, op: Operation) -> bool:
+        """Whether something behind `op` has been answered already, as if `op` had changed the run."""
+        return any(other.seq > op.seq for other in self._log)
 
     def answered(self, op: Operation, ok: bool) -> None:
         self._pending.pop(op.id, None)
         if self._parked.get(op.seq) is op:
             del self._parked[op.seq]
+        op.attempts, op.reached, op.alone = 0, 0, False  # as a replay it has yet to show what it does
         if ok and op.kind in MUTATING:
-            self._log.append(op)
+            insort(self._log, op, key=lambda other: other.seq)
 
     def lost(self) -> list[Unit]:
         """The trainer is gone. Returns everything to queue again (the caller has emptied the run's queue)."""
         self.resident = False
-        if not self._pending:
-            return []
-        return self._restore() + [u for o in self._pending.values() for u in units_of(o, self.spec)]
+        return self._all_again()
 
-    def saved(self, seq: int, ref: str) -> list[Operation]:
-        """A snapshot taken right after `seq` is durable. Returns the operations that need no replay any more."""
-        self.snapshot = (seq, ref)
+    def pause(self, why: str, *, kept: bool) -> None:
+        """Queue nothing for now; `kept` says that a trainer holds the run. The caller has emptied the run's queue."""
+        self.paused, self.resident = why, self.resident and kept
+        self.setbacks += 1
+
+    def resume(self) -> list[Unit]:
+        """Try again. Returns everything to queue."""
+        self.paused = ""
+        return self._all_again()
+
+    def got_on(self) -> None:
+        self.setbacks = 0
+
+    def _all_again(self) -> list[Unit]:
+        if not self._pending or self.paused:
+            return []
+        if not self.resident:
+            return self._rebuild(list(self._pending.values()))
+        return [u for o in self._pending.values() for u in self._units(o)]
+
+    def _units(self, op: Operation, *, replay: bool = False) -> list[Unit]:
+        done = self.snapshot.part_stop if self.snapshot is not None and self.snapshot.part_op == op.id else 0
+        return units_of(op, self.spec, replay=replay, again=True, done=done)
+
+    def replays(self) -> list[Operation]:
+        """What rebuilds the run on top of its snapshot."""
+        return list(self._log)
+
+    def saved(self, seq: int, ref: str, part_op: str = "", part_stop: int = 0) -> list[Operation]:
+        """A snapshot taken right after `seq` is durable (`scheduler.messages.Snapshot`). Returns the operations that
+        need no replay any more."""
+        self.snapshot = Snapshot(self.run_id, seq, ref, part_op, part_stop)
         covered = [op for op in self._log if op.seq <= seq]
         self._log = [op for op in self._log if op.seq > seq]
         return covered
@@ -155,22 +203,22 @@ class RunLane:
         """The sequence number that a parked operation waits for, or None when it is not parked."""
         return self.next_seq if op.seq in self._parked else None
 
-    def _restore(self) -> list[Unit]:
-        if self.resident:
-            return []
+    def _rebuild(self, pending: list[Operation]) -> list[Unit]:
+        """What brings the run back on a trainer that knows nothing of it, and goes on with `pending`: all in the order
+        of their numbers, for one may have been answered before another that it follows."""
         self.resident = True
         units: list[Unit] = []
         if self.snapshot is not None:
-            seq, ref = self.snapshot
             restore = TrainOp(
                 op_id=f"restore-{self.run_id}",
                 run_id=self.run_id,
-                seq=seq,
+                seq=self.snapshot.seq,
                 kind=OpKind.CREATE,
                 replay=True,
-                source_ref=ref,
+                source_ref=self.snapshot.ref,
                 with_optimizer=True,
                 spec=self.spec,
             )
-            units.append(Unit(op=None, base_model=self.spec.base_model, send=restore, tokens=0))
-        return units + [u for o in self._log for u in units_of(o, self.spec, replay=True)]
+            units.append(Unit(None, self.spec.base_model, restore, tokens=0, alone=self.setbacks > 0))
+        ops = sorted([(o.seq, True, o) for o in self._log] + [(o.seq, False, o) for o in pending], key=itemgetter(0))
+        return units + [u for _, replay, o in ops for u in self._units(o, replay=replay)]

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from scheduler.timings import Timings
+from store import tables
 
 SAMPLE = "sample"
 
@@ -68,7 +69,9 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Gone:
-    """It had a result, which is no longer kept."""
+    """It had a result, which is no longer there, and why."""
+
+    why: str = "the result of this operation is no longer kept"
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,11 @@ class Operation:
     body_bytes: int = 0
     running: bool = False
     settling: bool = False  # a worker has answered; a second answer changes nothing
-    attempts: int = 0  # times a worker was lost while it ran
+    attempts: int = 0  # times a worker was lost while it ran, since it last got on
+    reached: int = 0  # data that are known to be computed: a trainer lost after more of them is not its fault
+    alone: bool = False  # a trainer was lost while it ran: it shares no pass any more
+    body_sha256: str = ""  # of the stored body
+    stuck: str = ""  # why its result cannot be stored yet
     charged: int = 0  # tokens that the fair order counts a sample as, until it ends
     outcome: Outcome | None = None
     timings: Timings = field(default_factory=Timings)
@@ -112,3 +119,24 @@ class Operation:
     def path(self) -> tuple[str, str, str, str]:
         """Where a sample is queued; the operations of a run are at its lane's path."""
         return (self.base_model, self.org_id, self.plan.get("priority", INTERACTIVE), self.lane)
+
+
+def from_row(row: tables.Operation) -> Operation:
+    """An operation that this process has not accepted itself."""
+    return Operation(
+        id=row.id,
+        org_id=row.org_id,
+        session_id=row.session_id,
+        lane=row.lane,
+        seq=row.seq,
+        kind=row.kind,
+        base_model=row.base_model,
+        tokens=row.tokens,
+        body_ref=row.body_ref,
+        plan=row.plan,
+        accepted_at=row.accepted_at,
+        key_id=row.key_id,
+        user_id=row.user_id,
+        project_id=row.project_id,
+        body_sha256=row.plan.get("stored_sha256", row.body_sha256) if row.body_ref else "",
+    )

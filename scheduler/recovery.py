@@ -13,8 +13,8 @@ from sqlalchemy.orm import Session
 
 from scheduler.journal import Journal
 from scheduler.lanes import RunLane
-from scheduler.messages import MUTATING, OpKind, RunSpec
-from scheduler.operations import INTERACTIVE, SAMPLE, Operation
+from scheduler.messages import MUTATING, OpKind, RunSpec, Snapshot
+from scheduler.operations import INTERACTIVE, SAMPLE, from_row
 from scheduler.versions import policy_of
 from store import tables
 from store.db import Database
@@ -41,9 +41,10 @@ def recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
     rows = session.scalars(query.order_by(tables.Operation.seq)).all()
     ended = {row.seq for row in rows if row.state != "queued"}
     next_seq = next(seq for seq in itertools.count() if seq not in ended)
-    snapshot = (run.snapshot_seq, run.snapshot_ref or "") if run.snapshot_seq is not None else None
+    snapshot = snapshot_of(run)
     priority = next((row.plan["priority"] for row in rows if "priority" in row.plan), INTERACTIVE)
     lane = RunLane(run.org_id, spec_of(run), next_seq=next_seq, snapshot=snapshot, priority=priority)
+    lane.broken, lane.broken_category = run.broken, "server"
     lane.closing = session.get_one(tables.Session, run.session_id).state != "active"
     journal.runs[run.id] = lane
     policy = policy_of(session, run.id, run.session_id)
@@ -53,14 +54,24 @@ def recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
     for seq in ended:
         lane.refuse(seq)
     for row in rows:
-        if row.state == "queued":
-            journal.enqueue(from_row(row))
-        elif row.state == "failed" and row.kind == OpKind.CREATE:
-            lane.broken = f"run {run.id} was never created: {row.error}"
-        elif row.state == "done" and row.kind in MUTATING and (snapshot is None or row.seq > snapshot[0]):
+        if row.state == "failed" and row.kind == OpKind.CREATE:
+            lane.broken, lane.broken_category = f"run {run.id} was never created: {row.error}", "user"
+        elif row.state == "done" and row.kind in MUTATING and (snapshot is None or row.seq > snapshot.seq):
             lane.remember(from_row(row))
+    if lane.broken is None and (missing := journal.missing_for(lane)):
+        journal.break_run(lane, missing)
+    for row in rows:
+        if row.state == "queued":  # what it may come before is known by now
+            journal.enqueue(from_row(row))
     if lane.closing:
         journal.close_run(run.id)
+
+
+def snapshot_of(run: tables.Run) -> Snapshot | None:
+    if run.snapshot_seq is None:
+        return None
+    part = run.snapshot_part or {}
+    return Snapshot(run.id, run.snapshot_seq, run.snapshot_ref or "", part.get("op", ""), part.get("stop", 0))
 
 
 def spec_of(run: tables.Run) -> RunSpec:
@@ -74,23 +85,4 @@ def spec_of(run: tables.Run) -> RunSpec:
         train_mlp=run.train_mlp,
         train_unembed=run.train_unembed,
         optimizer=run.optimizer,
-    )
-
-
-def from_row(row: tables.Operation) -> Operation:
-    return Operation(
-        id=row.id,
-        org_id=row.org_id,
-        session_id=row.session_id,
-        lane=row.lane,
-        seq=row.seq,
-        kind=row.kind,
-        base_model=row.base_model,
-        tokens=row.tokens,
-        body_ref=row.body_ref,
-        plan=row.plan,
-        accepted_at=row.accepted_at,
-        key_id=row.key_id,
-        user_id=row.user_id,
-        project_id=row.project_id,
     )

@@ -46,3 +46,18 @@ def _queries() -> Iterator[tuple[InstrumentedAttribute[str] | Any, Select[Any]]]
     # What a trainer writes before the checkpoint's row is there.
     target = tables.Operation.plan["target_ref"].as_string()
     yield target, select(target).where(tables.Operation.kind.in_(_SAVING), tables.Operation.state == "queued")
+
+
+def broken_because(session: Session, run_id: str, reason: str) -> str:
+    """What whoever uses a run is told that cannot be had as it was: why, and what is left of it."""
+    checkpoint = tables.Checkpoint
+    saved = select(checkpoint.name).where(checkpoint.run_id == run_id, checkpoint.kind == "weights")
+    with unrestricted(session):
+        name = session.scalar(saved.order_by(checkpoint.created_at.desc()).limit(1))
+    left = (
+        f"Go on from its last checkpoint, tinker://{run_id}/weights/{name}, in a new run "
+        "(create_training_client_from_state_with_optimizer)"
+        if name is not None
+        else "It has no checkpoint: start it again"
+    )
+    return f"run {run_id} cannot be rebuilt as it was and does nothing more: {reason}. {left}"[:4096]

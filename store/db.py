@@ -31,6 +31,7 @@ from sqlalchemy.orm import Session
 from store import audit
 from store.bulk import sent_together
 from store.caller import enter, lift
+from store.commit_mark import CommitMark
 from store.wal import BUSY_TIMEOUT_MS, use_wal
 
 T = TypeVar("T")
@@ -108,6 +109,7 @@ class Database:
         if sqlite:
             _prepare_sqlite(self._read_engine, begin="BEGIN", durable=durable, query_only=True)
             _prepare_sqlite(self._write_engine, begin="BEGIN IMMEDIATE", durable=durable, query_only=False)
+        self._mark = CommitMark.of(url)
         self._works: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._closed = False
@@ -115,7 +117,10 @@ class Database:
         self._writer.start()
 
     def migrate(self) -> None:
-        """Bring the tables up to date; nothing happens when they are. Safe when two processes start at once."""
+        """Bring the tables up to date; nothing happens when they are. Safe when two processes start at once. Raises
+        LostCommits when this is not the newest state that the database has had."""
+        if self._mark is not None:
+            self._mark.check()
         from store.migrate import upgrade
 
         upgrade(self.url)
@@ -167,6 +172,8 @@ class Database:
             self._closed = True
             self._works.put(None)
         self._writer.join()
+        if self._mark is not None:
+            self._mark.close()
         self._read_engine.dispose()
         self._write_engine.dispose()
 
@@ -210,8 +217,15 @@ class Database:
                     if works[0].error is not None and _lost(connection):
                         raise works[0].error
                 audit.seal(connection, [entry for work in group if work.error is None for entry in work.noted])
+                count = None
                 if transaction.is_active and all(work.error is not None for work in group):
                     transaction.rollback()
+                elif self._mark is not None:
+                    count = self._mark.next(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
+                    connection.exec_driver_sql(f"PRAGMA user_version = {count}")
+            if self._mark is not None and count is not None:
+                with suppress(OSError):  # the file stands behind, which is harmless
+                    self._mark.write(count)
         except BaseException as error:  # nobody may be left waiting for an answer
             return error
         return None

@@ -26,7 +26,7 @@ _OTHERS = {
     "budget_periods": (_BUDGET, _BUDGET),
 }
 #: What no request reads or writes: it is of all organisations together.
-SERVER_ONLY = ("alembic_version", "commits", "job_leases", "job_runs", "stripe_webhook_events")
+SERVER_ONLY = ("alembic_version", "job_leases", "job_runs", "stripe_webhook_events")
 
 
 def protect(connection: Connection) -> None:

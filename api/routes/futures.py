@@ -41,7 +41,7 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
     if outcome is None:
         raise NotFound(f"no request {quote(body.request_id)}", request_id=body.request_id)
     if isinstance(outcome, operations.Gone):
-        raise Gone("the result of this operation is no longer kept", request_id=body.request_id)
+        raise Gone(outcome.why, request_id=body.request_id)
     if isinstance(outcome, operations.Waiting):
         pending = {
             "type": "try_again",

@@ -1,5 +1,5 @@
-"""What tells of losses: how often a database has committed, runs that cannot be rebuilt, operations half done in a
-snapshot; and how large a result is, and since when its client has it."""
+"""Runs that cannot be rebuilt, operations half done in a snapshot; how large a result is, and since when its client has
+it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ depends_on = None
 
 
 def upgrade() -> None:
-    op.create_table(
-        "commits",
-        sa.Column("id", sa.Integer(), primary_key=True),
-        sa.Column("count", sa.BigInteger(), nullable=False),
-    )
     op.add_column("runs", sa.Column("broken", sa.String(4096), nullable=True))
     op.add_column("runs", sa.Column("snapshot_part", sa.JSON(), nullable=True))
     op.add_column("operations", sa.Column("result_bytes", sa.BigInteger(), nullable=True))
@@ -29,4 +24,3 @@ def downgrade() -> None:
     op.drop_column("operations", "result_bytes")
     op.drop_column("runs", "snapshot_part")
     op.drop_column("runs", "broken")
-    op.drop_table("commits")

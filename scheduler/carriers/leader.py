@@ -30,8 +30,8 @@ from scheduler.carriers.shared_journal import SharedJournal
 from scheduler.carriers.train_link import Joining, LeaderLink
 from scheduler.desks import TrainerDesk
 from scheduler.messages import Done, Failure
-from scheduler.operations import SAMPLE, Operation
-from scheduler.recovery import from_row, recover_runs
+from scheduler.operations import SAMPLE, Operation, from_row
+from scheduler.recovery import recover_runs
 from store import tables
 from store.blobs import Blobs
 from store.db import Database

@@ -12,8 +12,8 @@ from billing.prices import PriceList
 from scheduler.carriers.fence import Superseded
 from scheduler.journal import Journal
 from scheduler.messages import Done
-from scheduler.operations import Operation, Waiting
-from scheduler.recovery import from_row, recover_run
+from scheduler.operations import Operation, Waiting, from_row
+from scheduler.recovery import recover_run
 from store import tables
 from store.blobs import Blobs
 from store.db import Database

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from sqlalchemy import func, select
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from billing.prices import PriceList
@@ -39,8 +38,8 @@ from scheduler.operations import (
     Outcome,
     RunClosed,
     Waiting,
+    from_row,
 )
-from scheduler.recovery import from_row
 from scheduler.replicas import needed, samples_of
 from scheduler.samplers import Samplers
 from store import tables
@@ -99,20 +98,12 @@ class SharedJournal(Journal):
 
     # ---- accepting
 
-    async def accept(self, new: NewOperation, *rows: tables.Base) -> str:
-        try:
-            return await super().accept(new, *rows)
-        except IntegrityError:  # another replica has accepted it at the same moment
-            request_id = await self._intake.known(new, maybe_stored=True)
-            if request_id is None:
-                raise
-            return request_id
-
     def _admit(self, new: NewOperation) -> None:
         if self.draining:
             raise Draining("the server is restarting; another one takes it")
         if not self.reachable():
             raise Draining("the queue cannot be reached: nothing new is accepted until it is back; results can be had")
+        self._room.check()
         if new.kind not in (SAMPLE, OpKind.CREATE) and not self._open_run(new.lane):
             raise RunClosed(f"run {new.lane} is closed: its session has ended, or it is a copy of weights")
         self._backlog.take(new.org_id, len(new.body))
@@ -123,6 +114,9 @@ class SharedJournal(Journal):
         with self._database.read() as session:
             states = session.execute(query.where(tables.Run.id == run_id)).one_or_none()
         return states is not None and tuple(states) == ("live", "active")
+
+    def _adopt(self, request_id: str) -> None:
+        """The leader finds it."""
 
     def _enqueue(self, op: Operation) -> None:
         self._open[op.id] = op
@@ -155,6 +149,7 @@ class SharedJournal(Journal):
                 run_id=sampler.run_id or "",
                 inflight=sampler.inflight,
                 priority=int(op.plan.get("priority", INTERACTIVE) == INTERACTIVE),
+                body_sha256=op.body_sha256,
             )
             weight, needs = self._charges.weight(op.org_id), needed(op, sampler)
             item = Item(op.id, op.path, op.charged, _encode(send), samples_of(op), weight, needs)

@@ -28,7 +28,7 @@ from store.tables.payments import (
     StripeWebhookEvent,
 )
 from store.tables.people import ApiKey, AuditEntry, Membership, Organisation, Project, User
-from store.tables.work import Checkpoint, Commits, Operation, Run, Sampler, Session
+from store.tables.work import Checkpoint, Operation, Run, Sampler, Session
 
 __all__ = [
     "Alert",
@@ -41,7 +41,6 @@ __all__ = [
     "BudgetAlert",
     "BudgetPeriod",
     "Checkpoint",
-    "Commits",
     "CreditGrant",
     "Invoice",
     "JobLease",

@@ -130,11 +130,3 @@ class Operation(Base):
     finished_at: Mapped[datetime | None] = mapped_column(index=True)
     timings: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.timings
     policy: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.versions.row_of
-
-
-class Commits(Base):
-    """How often this database has committed, on SQLite: `store.losses` compares it with what a file beside it says."""
-
-    __tablename__ = "commits"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    count: Mapped[int] = mapped_column(BigInteger)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from billing import ledger
@@ -21,6 +20,7 @@ from scheduler.operations import NewOperation, Outcome
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
+from store.room import NoRoom
 from tests.rows import session_row
 from tests.servers import PostgresServer
 
@@ -56,7 +56,7 @@ async def accept(journal: Journal, seq: int) -> str:
     while True:
         try:
             return await journal.accept(sample(seq))
-        except OperationalError:
+        except NoRoom:
             await asyncio.sleep(0.05)
 
 
@@ -130,7 +130,7 @@ def test_a_full_disk_refuses_and_settles_when_there_is_room(
         while True:
             try:
                 accepted.append(await journal.accept(sample(len(accepted))))
-            except OperationalError as error:
+            except NoRoom as error:
                 refusals.append(str(error))
                 return accepted
 
@@ -138,7 +138,7 @@ def test_a_full_disk_refuses_and_settles_when_there_is_room(
         room(20)
         accepted = await fill()
         assert accepted
-        assert "database or disk is full" in refusals[0]
+        assert "the server's disk is full" in refusals[0]
         assert check(database) == []  # what did not fit has left nothing
         for request_id in accepted:
             journal.finish(Done(request_id, b"result", {"prefill": 10, "sample": 5}))

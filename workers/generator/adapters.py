@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from store.blobs import Damaged, check_folder
 from workers.model.adapter import Adapter, AdapterFileError
 
 log = logging.getLogger(__name__)
@@ -134,8 +135,9 @@ class AdapterCache:
         if folder is None or not folder.is_dir():
             raise AdapterUnusable(f"the sampler weights {name!r} are gone: save them again and make a new sampler")
         try:
+            check_folder(folder)
             return self._load(folder)
-        except AdapterFileError as error:
+        except (AdapterFileError, Damaged) as error:
             log.warning("sampler weights %r: %s", name, error)
             raise AdapterUnusable(f"the sampler weights {name!r} are damaged or of another base model") from error
 

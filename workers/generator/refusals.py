@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 
+from store.blobs import is_lasting
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import Finished, GenerateRequest, RequestError
 from workers.generator.stop import NoTokenizer
@@ -31,7 +32,8 @@ def failed(request_id: str, error: BaseException) -> Finished:
     if isinstance(error, NotFinite):
         return Finished(request_id, error=RequestError(str(error), "user" if error.adapted else "server"))
     message = f"generation failed ({type(error).__name__}); the generator's log has the details"
-    return Finished(request_id, error=RequestError(message, "server"))
+    # A disk that does not answer may answer the next one who tries.
+    return Finished(request_id, error=RequestError(message, "server", "" if is_lasting(error) else "again"))
 
 
 def refused(request_id: str, message: str) -> Finished:

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from scheduler.messages import Cancel, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
-from store.blobs import Blobs
+from scheduler.messages import Cancel, Declined, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
+from store.blobs import Blobs, is_lasting
 from workers.generator.engine import Engine, Finished
 from workers.generator.requests import Order, answer, failure, inflight_name, policy_name, read_order, record_stability
 
@@ -128,7 +128,9 @@ class Generator:
             order = read_order(op, self._blobs)
         except Exception as error:
             log.exception("sample %s: its body cannot be read", op.op_id)
-            self._link.send(failure(op.op_id, f"the request cannot be read: {type(error).__name__}"))
+            why = f"the request cannot be read: {type(error).__name__}"
+            # A disk that does not answer may answer the next one who tries.
+            self._link.send(failure(op.op_id, why) if is_lasting(error) else Declined(op.op_id, why, lost=True))
             return
         if op.inflight:
             self._follow(engine, policy_name(op), op.adapter_ref)
@@ -152,7 +154,8 @@ class Generator:
                 record_stability(order.op, finished.sequences, self._blobs)
             except OSError:
                 log.exception("sample %s: its logprobs cannot be recorded", finished.id)
-                self._link.send(failure(finished.id, "the sampled logprobs could not be recorded for training"))
+                why = "the sampled logprobs could not be recorded for training"
+                self._link.send(Declined(finished.id, why, lost=True))
                 return
         self._link.send(answer(order, finished))
 

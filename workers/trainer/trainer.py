@@ -351,8 +351,8 @@ class Trainer:
             traceback.print_exc(file=sys.stderr)
             return
         run.unsaved, run.unsaved_tokens, run.saved_at = False, 0, time.monotonic()
-        done = {} if part is None else {"part_op": part.op_id, "part_stop": part.stop}
-        send(Snapshot(run_id, run.last_seq, ref, **done))
+        part_op, part_stop = (part.op_id, part.stop) if part is not None else ("", 0)
+        send(Snapshot(run_id, run.last_seq, ref, part_op, part_stop))
 
     def _run(self, op: TrainOp) -> RunState:
         run = self.runs.get(op.run_id)

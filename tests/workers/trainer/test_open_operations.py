@@ -33,9 +33,7 @@ def whole(bench: Bench, *batches: list) -> float:
 
 
 @pytest.mark.parametrize("budget", [0, 1], ids=["in memory", "paged"])
-@pytest.mark.parametrize(
-    "next_kind", [OpKind.FORWARD_BACKWARD, OpKind.FORWARD], ids=["next trains", "next only looks"]
-)
+@pytest.mark.parametrize("next_kind", [OpKind.FORWARD_BACKWARD, OpKind.FORWARD], ids=["next trains", "next only looks"])
 def test_the_last_slice_shares_its_pass_with_the_next_operation(
     make_bench: MakeBench, next_kind: OpKind, budget: int
 ) -> None:

@@ -12,6 +12,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from store.blobs import Damaged, check_folder
 from workers.generator.adapters import AdapterUnusable
 from workers.model.adapter import Adapter, AdapterFileError, load_adapter, policy_version
 from workers.model.config import DecoderConfig
@@ -49,8 +50,9 @@ def convert(name: str, source: Path | None, target: Path, config: DecoderConfig,
     if source is None or not source.is_dir():
         raise AdapterUnusable(f"the sampler weights {name!r} are gone: save them again and make a new sampler")
     try:
+        check_folder(source)
         adapter = load_adapter(source, config).adapter
-    except AdapterFileError as error:
+    except (AdapterFileError, Damaged) as error:
         raise AdapterUnusable(f"the sampler weights {name!r} are damaged or of another base model") from error
     reason = not_servable(adapter, room)
     if reason is not None:

@@ -1,0 +1,89 @@
+"""How often an SQLite database has committed, kept in it and in a file beside it.
+
+SQLite says nothing when the end of its write-ahead log is missing, or an older copy was put back: it shows an earlier
+state. The count in the database is part of each commit (`PRAGMA user_version`); the file follows it. So a database
+that stands behind its file has lost something that somebody was told is durable.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+from sqlalchemy.engine import make_url
+
+#: SQLite keeps 32 bits, signed.
+_MOST = 2**31 - 1
+
+
+class LostCommits(RuntimeError):
+    """The database is not the newest that there was; the message says what to do."""
+
+
+class CommitMark:
+    def __init__(self, database: Path) -> None:
+        self._database = database
+        self._file = database.with_name(f"{database.name}-commits")
+        self._descriptor: int | None = None
+
+    @classmethod
+    def of(cls, url: str) -> CommitMark | None:
+        """That of a database by URL; None where the database looks after itself, or is in memory."""
+        parsed = make_url(url)
+        if parsed.get_backend_name() != "sqlite" or not parsed.database or parsed.database == ":memory:":
+            return None
+        return cls(Path(parsed.database))
+
+    @staticmethod
+    def next(count: int) -> int:
+        return count % _MOST + 1
+
+    def write(self, count: int) -> None:
+        """After a commit. One that is lost by a crash makes the file stand behind, which is harmless."""
+        if self._descriptor is None:
+            self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.pwrite(self._descriptor, f"{count:020d}\n".encode(), 0)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def check(self) -> None:
+        """Raise LostCommits if the database is gone, or stands behind. Other processes may be writing to it."""
+        marked = self._marked()  # before the database is asked: it only grows
+        if not marked:
+            return
+        folder = self._database.parent
+        if not self._database.is_file() or not self._database.stat().st_size:
+            raise LostCommits(
+                f"{self._database.name} is missing in {folder}, where a database of {marked} commits was: put it back "
+                "from a backup, or serve another folder"
+            )
+        count = self._count()
+        if 0 < (marked - count) % _MOST < _MOST // 2:
+            raise LostCommits(
+                f"the database in {folder} has lost commits: it stands at {count}, and {marked} were made (its "
+                f"write-ahead log was cut, or an older copy was put back). Put the right {self._database.name} and "
+                f"{self._database.name}-wal back; or accept the loss with `weftd repair --data-dir {folder}`, which "
+                "ends the runs that may have lost operations"
+            )
+
+    def accept(self) -> None:
+        """Take the database for the newest."""
+        self.write(self._count())
+
+    def _marked(self) -> int:
+        try:
+            return int(self._file.read_bytes() or b"0")
+        except (FileNotFoundError, ValueError):
+            return 0
+
+    def _count(self) -> int:
+        connection = sqlite3.connect(self._database)
+        try:
+            (count,) = connection.execute("PRAGMA user_version").fetchone()
+        finally:
+            connection.close()
+        return int(count)

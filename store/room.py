@@ -1,0 +1,68 @@
+"""Whether there is room on the disk for new work.
+
+Work that was accepted must be finished, and its results stored; so new work is turned away while a little is left. A
+disk may also refuse what it seems to have room for (a quota, a server that is away): then it has none until it takes
+something again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+#: Free bytes below which nothing new is taken: what is in flight, several times over.
+LEAST_FREE_BYTES = 256 << 20
+#: The disk is asked this often, and one that has refused something counts as full for as long.
+LOOK_EVERY_S = 1.0
+
+
+class NoRoom(Exception):
+    """Nothing new can be stored for now; the message says why. Try again later."""
+
+
+class Room:
+    """Of the file system of `folder`. `clock` is of time.monotonic."""
+
+    def __init__(
+        self, folder: Path, least_free_bytes: int = LEAST_FREE_BYTES, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._folder, self._least, self._clock = folder, least_free_bytes, clock
+        self._looked = -LOOK_EVERY_S
+        self._why = ""
+
+    def check(self) -> None:
+        """Raise NoRoom if new work cannot be taken."""
+        if self._clock() - self._looked >= LOOK_EVERY_S:
+            self._looked, self._why = self._clock(), self._look()
+        if self._why:
+            raise NoRoom(f"{self._why}: nothing new is accepted until there is room; results can be had")
+
+    def refused(self, error: BaseException) -> str:
+        """Something could not be stored: what is said of it. If it was the disk, it has no room until the next look."""
+        if isinstance(error, OSError):
+            self._looked, self._why = self._clock(), _said(error)
+        return _said(error)
+
+    def _look(self) -> str:
+        try:
+            free = shutil.disk_usage(self._folder).free
+            inodes = os.statvfs(self._folder)
+        except OSError as error:
+            return _said(error)
+        if free < self._least:
+            return f"the server's disk is nearly full ({free >> 20} MiB free, {self._least >> 20} are needed)"
+        if inodes.f_files and inodes.f_favail < 1000:
+            return f"the server's disk has room for {inodes.f_favail} more files only"
+        return ""
+
+
+def _said(error: BaseException) -> str:
+    if not isinstance(error, OSError):
+        return "the server's disk is full" if "disk is full" in str(error) else "the server's database does not answer"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the server's disk is full ({os.strerror(error.errno)})"
+    return f"the server's disk does not answer ({os.strerror(error.errno) if error.errno else type(error).__name__})"

@@ -1,0 +1,154 @@
+"""Files that are cut or gone: what is missing is named, to the operator and to the client, and nobody is given half of
+anything. A real server, the official SDK, and a hand on the files."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tinker
+
+from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+from tests.e2e.data import ADAM, supervised
+
+pytestmark = pytest.mark.server
+Start = Callable[..., Weftd]
+
+
+def train(run: Any, seeds: range) -> list[float]:
+    losses = []
+    for seed in seeds:
+        backward, step = run.forward_backward(supervised(seed=seed), "cross_entropy"), run.optim_step(ADAM)
+        losses.append(backward.result(timeout=60).metrics["loss:sum"])
+        step.result(timeout=60)
+    return losses
+
+
+def cut(path: Path, left: float = 0.5) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * left)])
+
+
+def rows(server: Weftd, query: str) -> list[Any]:
+    with sqlite3.connect(f"file:{server.data_dir / 'weft.db'}?mode=ro", uri=True) as db:
+        return db.execute(query).fetchall()
+
+
+def start_refused(server: Weftd) -> str:
+    command = [str(BIN / "weftd"), "serve", "--port", "0", "--data-dir", str(server.data_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    return line
+
+
+@pytest.fixture
+def trained(own_weftd: Start) -> Iterator[tuple[Weftd, Any]]:
+    server = own_weftd()
+    run = tinker.ServiceClient(base_url=server.url, api_key=server.key()).create_lora_training_client(
+        BASE_MODEL, rank=4, seed=5
+    )
+    train(run, range(2))
+    run.save_state("good").result(timeout=60)
+    train(run, range(2, 4))
+    yield server, run
+
+
+def broken_because(run: Any) -> str:
+    with pytest.raises(tinker.RequestFailedError) as found:
+        run.forward_backward(supervised(seed=9), "cross_entropy").result(timeout=60)
+    words = str(found.value)
+    assert f"tinker://{run.model_id}/weights/good" in words
+    return words
+
+
+def test_a_body_cut_short_breaks_the_run_and_says_so(trained: tuple[Weftd, Any]) -> None:
+    """The rebuilt run would go on with other weights."""
+    server, run = trained
+    (ref,) = rows(server, "select body_ref from operations where kind = 'forward_backward' order by seq limit 1")[0]
+    cut(server.data_dir / "blobs" / ref)
+    server.worker("trainer").kill()
+    words = broken_because(run)
+    assert "cannot be rebuilt as it was" in words
+    assert "damaged" in words
+    assert broken_because(run) in words or words  # again, and at once
+    server.stop()
+    server.start()
+    assert "cannot be rebuilt as it was" in broken_because(run)
+    service = tinker.ServiceClient(base_url=server.url, api_key=server.key())
+    again = service.create_training_client_from_state_with_optimizer(f"tinker://{run.model_id}/weights/good")
+    train(again, range(2, 4))
+
+
+def test_a_snapshot_cut_short_breaks_the_run_and_says_so(trained: tuple[Weftd, Any]) -> None:
+    server, run = trained
+    server.stop()
+    (ref,) = rows(server, "select snapshot_ref from runs")[0]
+    cut(server.data_dir / "blobs" / ref / "extra.safetensors")
+    server.start()
+    assert "its snapshot cannot be repeated: the checkpoint is damaged on the server's disk" in broken_because(run)
+
+
+def test_a_snapshot_that_is_gone_is_named_at_the_start(trained: tuple[Weftd, Any]) -> None:
+    server, run = trained
+    server.stop()
+    (ref,) = rows(server, "select snapshot_ref from runs")[0]
+    (server.data_dir / "blobs" / ref).rename(server.data_dir / "elsewhere")
+    server.start()
+    assert "its snapshot after operation" in server.log()
+    assert "is missing" in broken_because(run)
+
+
+def test_a_result_cut_short_is_given_to_nobody(trained: tuple[Weftd, Any]) -> None:
+    server, _ = trained
+    server.stop()
+    op_id, ref = rows(server, "select id, result_ref from operations where kind = 'forward_backward' limit 1")[0]
+    cut(server.data_dir / "blobs" / ref)
+    server.start()
+    headers = {"X-API-Key": server.key()}
+    answer = httpx.post(f"{server.url}/api/v1/retrieve_future", json={"request_id": op_id}, headers=headers)
+    assert answer.status_code == 410
+    assert "damaged on the server's disk" in answer.json()["detail"]
+
+
+def test_a_checkpoint_cut_short_is_neither_loaded_nor_handed_out(trained: tuple[Weftd, Any]) -> None:
+    server, run = trained
+    (ref,) = rows(server, "select ref from checkpoints")[0]
+    cut(server.data_dir / "blobs" / ref / "adapter.safetensors", 0.9)
+    path = f"tinker://{run.model_id}/weights/good"
+    with pytest.raises(tinker.RequestFailedError, match="damaged on the server's disk"):
+        run.load_state(path).result(timeout=60)
+    headers = {"X-API-Key": server.key()}
+    url = f"{server.url}/api/v1/training_runs/{run.model_id}/checkpoints/weights/good/archive"
+    answer = httpx.get(url, headers=headers)
+    assert answer.status_code == 410, answer.text
+    assert "damaged" in answer.json()["detail"]
+    train(run, range(4, 5))  # the run itself is as it was
+
+
+def test_a_log_cut_in_half_is_not_served(trained: tuple[Weftd, Any]) -> None:
+    server, run = trained
+    server.kill()
+    cut(server.data_dir / "weft.db-wal")
+    line = start_refused(server)
+    assert "has lost commits" in line
+    assert "weftd repair" in line
+    command = [str(BIN / "weftd"), "repair", "--data-dir", str(server.data_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() in ([], [run.model_id])
+    server.start()
+
+
+def test_a_database_that_is_gone_is_not_begun_anew(trained: tuple[Weftd, Any]) -> None:
+    server, _ = trained
+    server.stop()
+    (server.data_dir / "weft.db").rename(server.data_dir / "elsewhere.db")
+    assert "weft.db is missing" in start_refused(server)
+    (server.data_dir / "elsewhere.db").rename(server.data_dir / "weft.db")
+    server.start()
