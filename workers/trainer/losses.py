@@ -6,8 +6,11 @@ lp_P = log p(target) now, q_P = `logprobs` when sampled, A_P = `advantages`, r =
 Formulas: the "Losses" pages of the Tinker docs, whose thresholds are absolute bounds on r, except for
 stable_reinforce, which is ours. docs/losses.md has all of them, with their defaults.
 
-A position with zero advantage is outside an RL loss: it gives neither loss nor gradient, whatever its q (prompt
-positions often carry a placeholder for which exp(lp - q) overflows).
+A position that cannot matter is outside an RL loss, and its q reaches no exp (prompt positions often carry a
+placeholder for which exp(lp - q) overflows). In a loss whose every term has the factor A, that is a position with
+A = 0. In one with a quadratic term (dro, stable_reinforce), A = 0 leaves that term, as a group whose rewards are all
+equal must still be held to its sampler: outside is only what has A = 0 and q = 0, as the prompts of Tinker's recipes
+have, which nobody sampled.
 """
 
 from __future__ import annotations
@@ -34,50 +37,54 @@ def cross_entropy(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor,
 
 def importance_sampling(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str, Measure]]:
     """L = -sum r * A, the gradient through r."""
-    log_ratio_P = _log_ratio(lp_P, inputs)
+    inside_P = _pushed(inputs)
+    log_ratio_P = _log_ratio(lp_P, inputs, inside_P)
     loss = -(log_ratio_P.exp() * inputs["advantages"]).sum()
-    return loss, {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inputs)}
+    return loss, {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inside_P)}
 
 
 def ppo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str, Measure]]:
     """L = -sum min(r * A, clamp(r, low, high) * A). `clip_fraction`: positions where the clamped term is the smaller
     one, so that no gradient flows."""
-    log_ratio_P, advantages_P = _log_ratio(lp_P, inputs), inputs["advantages"]
+    advantages_P, inside_P = inputs["advantages"], _pushed(inputs)
+    log_ratio_P = _log_ratio(lp_P, inputs, inside_P)
     low, high = _bounds("ppo", inputs, config)
     free_P = log_ratio_P.exp() * advantages_P
     clamped_P = log_ratio_P.exp().clamp(low, high) * advantages_P
     loss = -torch.minimum(free_P, clamped_P).sum()
-    metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inputs)}
-    metrics["clip_fraction:mean"] = _mean_over_loss(clamped_P.detach() < free_P.detach(), inputs)
+    metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inside_P)}
+    metrics["clip_fraction:mean"] = _mean_over_loss(clamped_P.detach() < free_P.detach(), inside_P)
     return loss, metrics
 
 
 def cispo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str, Measure]]:
     """L = -sum detach(clamp(r, low, high)) * lp * A: clipping bounds a position's weight and never stops its gradient.
     `clip_fraction`: positions whose ratio is out of bounds."""
-    log_ratio_P = _log_ratio(lp_P, inputs)
+    inside_P = _pushed(inputs)
+    log_ratio_P = _log_ratio(lp_P, inputs, inside_P)
     low, high = _bounds("cispo", inputs, config)
     ratio_P = log_ratio_P.detach().exp()
     weight_P = ratio_P.clamp(low, high)
     loss = -(weight_P * lp_P * inputs["advantages"]).sum()
-    metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inputs)}
-    metrics["clip_fraction:mean"] = _mean_over_loss(weight_P != ratio_P, inputs)
+    metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inside_P)}
+    metrics["clip_fraction:mean"] = _mean_over_loss(weight_P != ratio_P, inside_P)
     return loss, metrics
 
 
 def dro(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str, Measure]]:
     """L = -sum [lp * A - beta / 2 * (lp - q)^2]: no ratio at all, a quadratic pull towards the sampler instead."""
-    log_ratio_P = _log_ratio(lp_P, inputs)
+    inside_P = _pushed_or_sampled(inputs)
+    log_ratio_P = _log_ratio(lp_P, inputs, inside_P)
     beta = _setting("dro", "beta", config)
     loss = -(lp_P * inputs["advantages"] - 0.5 * beta * log_ratio_P.square()).sum()
-    return loss, {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inputs)}
+    return loss, {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inside_P)}
 
 
 def gspo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str, Measure]]:
     """L = -sum min(s_t * A, clamp(s_t, low, high) * A), where s_t has the value of its sequence's ratio, the geometric
     mean of r over the positions that `sequence_ratio_mask` marks, and the gradient of its own lp (GSPO-token,
     arXiv 2507.18071). `sequence` [P] numbers the sequences; absent, all positions are one."""
-    advantages_P, marked_P = inputs["advantages"], inputs["sequence_ratio_mask"] != 0
+    advantages_P, inside_P, marked_P = inputs["advantages"], _pushed(inputs), inputs["sequence_ratio_mask"] != 0
     low, high = _bounds("gspo", inputs, config)
     log_ratio_P = torch.where(marked_P, lp_P.detach() - inputs["logprobs"], torch.zeros_like(lp_P.detach()))
     sequence_P = inputs["sequence"] if "sequence" in inputs else torch.zeros_like(lp_P, dtype=torch.int64)
@@ -85,13 +92,13 @@ def gspo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str
     sizes_S = torch.zeros_like(sums_S).index_add(0, sequence_P, marked_P.to(sums_S.dtype))
     mean_P = (sums_S / sizes_S.clamp(min=1))[sequence_P]
     # Outside the loss the value must not matter, even where exp would overflow.
-    mean_P = torch.where(advantages_P != 0, mean_P, torch.zeros_like(mean_P))
+    mean_P = torch.where(inside_P, mean_P, torch.zeros_like(mean_P))
     ratio_P = (mean_P + lp_P - lp_P.detach()).exp()
     free_P, clamped_P = ratio_P * advantages_P, ratio_P.clamp(low, high) * advantages_P
     loss = -torch.minimum(free_P, clamped_P).sum()
-    metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inputs)}
-    metrics["sequence_ratio:mean"] = _mean_over_loss(ratio_P.detach(), inputs)
-    metrics["clip_fraction:mean"] = _mean_over_loss(clamped_P.detach() < free_P.detach(), inputs)
+    metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inside_P)}
+    metrics["sequence_ratio:mean"] = _mean_over_loss(ratio_P.detach(), inside_P)
+    metrics["clip_fraction:mean"] = _mean_over_loss(clamped_P.detach() < free_P.detach(), inside_P)
     return loss, metrics
 
 
@@ -102,7 +109,8 @@ def stable_reinforce(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tens
     (IcePop's mask, applied to r), or its probability has moved by more than `prob_threshold` in the direction its
     advantage pushes it (DPPO's mask). Such a position still feels the quadratic pull towards the sampler. The
     combination and its defaults are ours: Tinker publishes no formula. docs/losses.md tells the reasons."""
-    log_ratio_P, advantages_P = _log_ratio(lp_P, inputs), inputs["advantages"]
+    advantages_P, inside_P = inputs["advantages"], _pushed_or_sampled(inputs)
+    log_ratio_P = _log_ratio(lp_P, inputs, inside_P)
     low, high = _bounds("stable_reinforce", inputs, config)
     limit = _setting("stable_reinforce", "prob_threshold", config)
     ratio_P = log_ratio_P.detach().exp()
@@ -112,9 +120,9 @@ def stable_reinforce(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tens
     pull_P = torch.where(keep_P, log_ratio_P, torch.zeros_like(log_ratio_P)).exp() * keep_P * advantages_P
     drift = log_ratio_P.square().sum()
     loss = -pull_P.sum() + _setting("stable_reinforce", "kl_coeff", config) * drift
-    metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inputs)}
-    metrics["mask_fraction:mean"] = _mean_over_loss(~keep_P, inputs)
-    metrics["squared_log_ratio:mean"] = _mean_over_loss(log_ratio_P.detach().square(), inputs)
+    metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inside_P)}
+    metrics["mask_fraction:mean"] = _mean_over_loss(~keep_P, inside_P)
+    metrics["squared_log_ratio:mean"] = _mean_over_loss(log_ratio_P.detach().square(), inside_P)
     return loss, metrics
 
 
@@ -129,9 +137,19 @@ LOSS_FUNCTIONS: dict[str, Loss] = {
 }
 
 
-def _log_ratio(lp_P: Tensor, inputs: Inputs) -> Tensor:
+def _pushed(inputs: Inputs) -> Tensor:
+    """bool [P]: what is inside a loss whose every term has the factor A."""
+    return inputs["advantages"] != 0
+
+
+def _pushed_or_sampled(inputs: Inputs) -> Tensor:
+    """bool [P]: what is inside a loss with a quadratic term, which an advantage of 0 does not end."""
+    return (inputs["advantages"] != 0) | (inputs["logprobs"] != 0)
+
+
+def _log_ratio(lp_P: Tensor, inputs: Inputs, inside_P: Tensor) -> Tensor:
     """lp - q, and 0 with no gradient outside the loss."""
-    return torch.where(inputs["advantages"] != 0, lp_P - inputs["logprobs"], torch.zeros_like(lp_P))
+    return torch.where(inside_P, lp_P - inputs["logprobs"], torch.zeros_like(lp_P))
 
 
 def _bounds(loss_fn: str, inputs: Inputs, config: Config) -> tuple[Tensor, Tensor]:
@@ -150,15 +168,15 @@ def _setting(loss_fn: str, name: str, config: Config) -> float:
     return float(config.get(name, LOSSES[loss_fn].settings[name]))
 
 
-def _ratio_metrics(log_ratio_P: Tensor, inputs: Inputs) -> dict[str, Measure]:
+def _ratio_metrics(log_ratio_P: Tensor, inside_P: Tensor) -> dict[str, Measure]:
     """`mismatch_kl` estimates KL(sampler || trainer) per token with the unbiased, never negative estimator
     r - 1 - log r (Schulman, "Approximating KL divergence", k3)."""
     log_ratio_P = log_ratio_P.detach()
     ratio_P = log_ratio_P.exp()
     return {
-        "mismatch_kl:mean": _mean_over_loss(ratio_P - 1 - log_ratio_P, inputs),
-        "ratio:mean": _mean_over_loss(ratio_P, inputs),
-        "tokens:sum": _total((inputs["advantages"] != 0).sum()),
+        "mismatch_kl:mean": _mean_over_loss(ratio_P - 1 - log_ratio_P, inside_P),
+        "ratio:mean": _mean_over_loss(ratio_P, inside_P),
+        "tokens:sum": _total(inside_P.sum()),
     }
 
 
@@ -166,6 +184,5 @@ def _total(value: Tensor) -> Measure:
     return Measure(float(value.detach()))
 
 
-def _mean_over_loss(values_P: Tensor, inputs: Inputs) -> Measure:
-    inside_P = inputs["advantages"] != 0
+def _mean_over_loss(values_P: Tensor, inside_P: Tensor) -> Measure:
     return Measure(float((values_P * inside_P).sum()), float(inside_P.sum()))

@@ -14,6 +14,8 @@ from workers.trainer.metrics import Measure, merge_measures, metric_values
 GOLDEN = json.loads((Path(__file__).parent / "data" / "tinker_losses.json").read_text())
 CLIPPING = sorted(name for name, spec in LOSSES.items() if spec.clip)
 RATIO_LOSSES = sorted(set(LOSSES) - {"cross_entropy"})
+#: Besides what has the factor A, these have a pull towards the sampler.
+QUADRATIC = ["dro", "stable_reinforce"]
 
 
 def rl(lp, q, advantages):
@@ -28,9 +30,11 @@ def rl(lp, q, advantages):
 
 @pytest.mark.parametrize("name", GOLDEN["cases"])
 def test_golden(name: str) -> None:
-    """stable_reinforce without its ratio band is prime-rl's DPPO loss; with the band alone it is INTELLECT-3's."""
+    """stable_reinforce without its ratio band is prime-rl's DPPO loss; with the band alone it is INTELLECT-3's.
+
+    What the golden values mask is a prompt here: A = 0 and q = 0, as Tinker's recipes send it."""
     case = GOLDEN["cases"][name]
-    q = GOLDEN[case.get("logprobs", "logprobs")]
+    q = [value * m for value, m in zip(GOLDEN[case.get("logprobs", "logprobs")], GOLDEN["mask"], strict=True)]
     lp_P, inputs = rl(GOLDEN["lp"], q, [case["adv"] * m for m in GOLDEN["mask"]])
     loss, metrics = LOSS_FUNCTIONS[case["loss_fn"]](lp_P, inputs, case["config"])
     loss.backward()
@@ -99,9 +103,15 @@ def test_thresholds_per_token_equal_config_position_by_position(loss_fn: str) ->
     assert whole.item() == pytest.approx(sum(parts), rel=1e-6)
 
 
-@pytest.mark.parametrize("loss_fn", RATIO_LOSSES)
-def test_placeholder_logprobs_at_zero_advantage_do_nothing(loss_fn: str) -> None:
-    lp_P, inputs = rl([-3.0, -1.0], [-99999.0, -1.0], [0.0, 2.0])
+@pytest.mark.parametrize(
+    ("loss_fn", "placeholder"),
+    [
+        *((name, 0.0) for name in RATIO_LOSSES),
+        *((name, -99999.0) for name in RATIO_LOSSES if name not in QUADRATIC),
+    ],
+)
+def test_placeholder_logprobs_at_zero_advantage_do_nothing(loss_fn: str, placeholder: float) -> None:
+    lp_P, inputs = rl([-3.0, -1.0], [placeholder, -1.0], [0.0, 2.0])
     loss, metrics = LOSS_FUNCTIONS[loss_fn](lp_P, inputs, {})
     loss.backward()
     assert lp_P.grad.tolist() == [0.0, -2.0]
@@ -117,6 +127,60 @@ def test_dro_pulls_towards_the_sampler() -> None:
     loss.backward()
     assert loss.item() == pytest.approx(0.5 + 0.5 * 0.1 * 4)
     assert lp_P.grad.item() == pytest.approx(-0.5 + 0.1 * 2)
+
+
+@pytest.mark.parametrize(("loss_fn", "config"), [("dro", {"beta": 0.5}), ("stable_reinforce", {"kl_coeff": 0.25})])
+def test_the_quadratic_pull_does_not_end_with_the_advantage(loss_fn: str, config: dict[str, float]) -> None:
+    """A group whose rewards are all equal: A = 0 everywhere, q = lp + 0.5. 16 positions of 0.25 * 0.5^2 each."""
+    lp = [-2.0 - 0.1 * i for i in range(16)]
+    lp_P, inputs = rl(lp, [value + 0.5 for value in lp], [0.0] * 16)
+    loss, metrics = LOSS_FUNCTIONS[loss_fn](lp_P, inputs, config)
+    loss.backward()
+    assert loss.item() == pytest.approx(1.0, rel=1e-5)
+    assert lp_P.grad.tolist() == pytest.approx([2 * 0.25 * -0.5] * 16, rel=1e-5)
+    values = metric_values(metrics)
+    assert values["tokens:sum"] == 16
+    assert values["ratio:mean"] == pytest.approx(math.exp(-0.5))
+    assert values["mismatch_kl:mean"] == pytest.approx(math.exp(-0.5) - 0.5)
+
+
+@pytest.mark.parametrize("loss_fn", QUADRATIC)
+def test_the_quadratic_pull_leaves_out_only_what_has_neither_advantage_nor_logprob(loss_fn: str) -> None:
+    """The prompt, a sampled token of no advantage, a token that was certain when it was sampled."""
+    coefficient = {"dro": 0.5 * 0.1, "stable_reinforce": 0.01}[loss_fn]
+    lp_P, inputs = rl([-3.0, -1.25, -0.25], [0.0, -1.0, 0.0], [0.0, 0.0, 1.0])
+    loss, metrics = LOSS_FUNCTIONS[loss_fn](lp_P, inputs, {})
+    loss.backward()
+    pushed, push = {"dro": (0.25, -1.0), "stable_reinforce": (-math.exp(-0.25), -math.exp(-0.25))}[loss_fn]
+    assert loss.item() == pytest.approx(pushed + coefficient * (0.25**2 + 0.25**2), rel=1e-5)
+    drift = -2 * coefficient * 0.25
+    assert lp_P.grad.tolist() == pytest.approx([0.0, drift, push + drift], rel=1e-5)
+    assert metrics["tokens:sum"].total == 2
+
+
+@pytest.mark.parametrize("loss_fn", sorted(set(RATIO_LOSSES) - set(QUADRATIC)))
+@pytest.mark.parametrize("q", [-3.0, -1.0, 0.0])
+def test_every_other_term_has_the_factor_advantage(loss_fn: str, q: float) -> None:
+    """What these leave out, their formulas count as 0 for any finite ratio."""
+    lp_P, inputs = rl([-2.0, -1.0], [q, -1.5], [0.0, 0.75])
+    inputs["sequence_ratio_mask"] = torch.tensor([0.0, 1.0])
+    alone_P, alone_inputs = rl([-1.0], [-1.5], [0.75])
+    config = {"clip_low_threshold": 0.5, "clip_high_threshold": 9.0} if LOSSES[loss_fn].clip else {}
+    loss, _ = LOSS_FUNCTIONS[loss_fn](lp_P, inputs, config)
+    alone, _ = LOSS_FUNCTIONS[loss_fn](alone_P, alone_inputs, config)
+    (loss + alone).backward()
+    assert loss.item() == alone.item()
+    assert lp_P.grad.tolist() == [0.0, *alone_P.grad.tolist()]
+
+
+def test_gspo_counts_marked_positions_of_no_advantage() -> None:
+    """s is the mean over what the mask marks: (0.5 + 0.25) / 2, although one of the two has A = 0."""
+    lp_P, inputs = rl([-1.0, -1.0], [-1.5, -1.25], [1.0, 0.0])
+    inputs["sequence_ratio_mask"] = torch.ones(2)
+    loss, _ = gspo(lp_P, inputs, {"clip_low_threshold": 0.0, "clip_high_threshold": 9.0})
+    loss.backward()
+    assert loss.item() == pytest.approx(-math.exp(0.375), rel=1e-6)
+    assert lp_P.grad.tolist() == pytest.approx([-math.exp(0.375), 0.0], rel=1e-6)
 
 
 def test_gspo_ratio_is_the_sequences_and_sequences_are_apart() -> None:
