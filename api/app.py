@@ -94,6 +94,7 @@ def create_app(
             await machines.stop()
             await holder.presence.flush()
             await holder.last_used.flush()
+            await holder.fetched.flush()
 
     return front(lifespan)
 

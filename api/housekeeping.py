@@ -1,5 +1,5 @@
-"""What each server process does on its own, now and then: write down who is alive, end idle sessions, forget old
-telemetry. What concerns the database alone is a job (`scheduler.jobs`)."""
+"""What each server process does on its own, now and then: write down who is alive and who has which results, end
+idle sessions, forget old telemetry. What concerns the database alone is a job (`scheduler.jobs`)."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ async def keep_house(service: Service) -> None:
         try:
             await service.presence.flush()
             await service.last_used.flush()
+            await service.fetched.flush()
             if asyncio.get_running_loop().time() - started > min(GRACE_S, idle_s):
                 await reap(service)
             await run_in_threadpool(service.telemetry.forget_old)

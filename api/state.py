@@ -11,6 +11,7 @@ from fastapi import Depends, Request
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
+from api.fetched import Fetched
 from api.last_used import LastUsed
 from api.polls import LongPolls
 from api.presence import Presence
@@ -63,6 +64,10 @@ class Service:
     @cached_property
     def last_used(self) -> LastUsed:
         return LastUsed(self.database)
+
+    @cached_property
+    def fetched(self) -> Fetched:
+        return Fetched(self.database)
 
     @cached_property
     def telemetry(self) -> Telemetry:

@@ -16,12 +16,11 @@ from sqlalchemy.orm import Session
 
 from billing import storage
 from scheduler.references import all_in_use
+from scheduler.results import RESULTS_LAST
 from store import audit, tables
 from store.blobs import Blobs
 from store.db import Database
 
-#: Results are kept for a day after they were written.
-RESULTS_LAST = timedelta(hours=24)
 #: Logprobs recorded for stable_reinforce are kept for a day after they were last trained on, and so are custom losses
 #: after they were made, or until their session is over.
 RECORDINGS_LAST = timedelta(hours=24)
@@ -54,7 +53,9 @@ class Reaper:
         return len(rows)
 
     def sweep(self) -> list[str]:
-        """Delete the files that nothing needs. Returns what was deleted."""
+        """Delete the files that nothing needs. Returns what was deleted.
+
+        Most results went before (`scheduler.results`): here are those that no row speaks of."""
         weights = {f"weights/{path.name}" for path in self._listed("weights")}
         snapshots = {f"runs/{path.name}": path.name for path in self._listed("runs")}
         bodies = {path.name: path for path in self._old("ops/*", RESULTS_LAST)}

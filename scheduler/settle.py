@@ -126,6 +126,7 @@ def _change(ending: Ending, outcome: Outcome, now: datetime) -> dict[str, Any]:
         "error_category": outcome.category if failed else None,
         "result_ref": None if failed else result_ref(op.id),
         "result_type": outcome.content_type,
+        "result_bytes": None if failed else len(outcome.payload),
         "finished_at": now,
         "timings": op.timings.row(op.accepted_at, datetime.now(UTC)),
         "policy": None if failed else row_of(ending.done),

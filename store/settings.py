@@ -112,6 +112,8 @@ class Limits(_Section):
     max_queued_bytes_per_org: Positive = 1 << 30
     #: A larger result is first announced with its size alone, to clients that allow it.
     inline_result_bytes: Positive = 1024 * 1024
+    #: Results that are kept of one organisation, all together; beyond, those go that were fetched, then the oldest.
+    result_bytes_per_org: Positive = 1 << 30
     #: Telemetry that is kept of one organisation in one day, and for how many days; what is beyond is dropped.
     telemetry_bytes_per_day: Positive = 16 * 1024 * 1024
     telemetry_days: Positive = 14

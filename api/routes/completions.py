@@ -29,7 +29,7 @@ from store import tables
 router = APIRouter(prefix="/api/v1")
 
 MAX_ACKNOWLEDGED = 10_000
-#: Results are kept for a day (`scheduler.reaper`); what ended before has no news for anybody.
+#: Results are kept for a day at most (`scheduler.results`); what ended before has no news for anybody.
 LOOK_BACK = timedelta(hours=24)
 #: A row is written a little before its completion gets a cursor.
 SLACK = timedelta(seconds=60)
@@ -64,6 +64,7 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
         await _follow(service, target, body.prev_cursor)
     if who.project_id is not None and told:
         told = await service.read(lambda session: _seen(session, who, told))
+    service.fetched.note(who.org_id, filter(plain_id, told))
     delete = journal.answers.retrieved(who.org_id, told)
     if delete:
         await run_in_threadpool(_delete, service, delete)

@@ -55,6 +55,7 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
     size = len(outcome.payload)
     if body.allow_metadata_only and size > service.settings.limits.inline_result_bytes:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
+    service.fetched.note(who.org_id, [body.request_id])
     if outcome.content_type == PROTOBUF and only_json(request.headers.get("accept", "")):
         return await run_in_threadpool(_as_json, service, body.request_id, outcome.payload)
     return Response(outcome.payload, media_type=outcome.content_type)

@@ -17,9 +17,17 @@ def upgrade() -> None:
     op.add_column("runs", sa.Column("snapshot_part", sa.JSON(), nullable=True))
     op.add_column("operations", sa.Column("result_bytes", sa.BigInteger(), nullable=True))
     op.add_column("operations", sa.Column("fetched_at", sa.DateTime(timezone=True), nullable=True))
+    op.create_index(
+        "ix_operations_kept",
+        "operations",
+        ["org_id", "fetched_at", "finished_at", "result_bytes"],
+        sqlite_where=sa.text("result_bytes IS NOT NULL"),
+        postgresql_where=sa.text("result_bytes IS NOT NULL"),
+    )
 
 
 def downgrade() -> None:
+    op.drop_index("ix_operations_kept", table_name="operations")
     op.drop_column("operations", "fetched_at")
     op.drop_column("operations", "result_bytes")
     op.drop_column("runs", "snapshot_part")

@@ -1,4 +1,4 @@
-"""Checkpoints whose time is over, files that nothing needs, and a sign of life."""
+"""Checkpoints and results whose time is over, files that nothing needs, and a sign of life."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from scheduler.jobs.registry import JobContext, Result, job
 from scheduler.reaper import Reaper
+from scheduler.results import Results
 
 #: One per data folder and process: it remembers what the last round found unneeded.
 _REAPERS: dict[Path, Reaper] = {}
@@ -27,6 +28,12 @@ def heartbeat(context: JobContext) -> Result:
 @job("expire_checkpoints", every_s=20)
 def expire_checkpoints(context: JobContext) -> Result:
     return {"expired": context.database.write_now(_reaper(context).expire)}
+
+
+@job("sweep_results", every_s=60)
+def sweep_results(context: JobContext) -> Result:
+    limit_bytes = context.settings.limits.result_bytes_per_org
+    return {"deleted": Results(context.database, context.blobs, limit_bytes, context.now).sweep()}
 
 
 @job("sweep_files", every_s=600)

@@ -40,6 +40,7 @@ EXPECTED: dict[str, dict[str, int]] = {
     "reconcile": {"differ": 1, "drift_nusd": 5},
     "send_meter_events": {"sent": 1},
     "sweep_files": {"deleted": 1},
+    "sweep_results": {"deleted": 1},
 }
 
 
@@ -80,6 +81,30 @@ def _checkpoint(world: Payments, org_id: str, expires_at: datetime | None) -> No
         )
 
     world.database.write_now(write)
+
+
+def _result(world: Payments, org_id: str, finished_at: datetime) -> None:
+    """An operation whose result is kept."""
+    operation = tables.Operation(
+        id="op",
+        org_id=org_id,
+        session_id="s",
+        lane="s:sample:0",
+        seq=0,
+        kind="sample",
+        base_model="m",
+        state="done",
+        tokens=0,
+        body_ref="",
+        body_sha256="",
+        plan={},
+        result_ref="results/op/op",
+        result_bytes=1,
+        accepted_at=finished_at,
+        finished_at=finished_at,
+    )
+    world.context.blobs.put("results/op/op", b"x")
+    world.database.write_now(lambda session: session.add(operation))
 
 
 def _prepare(world: Payments, job: str) -> None:
@@ -128,6 +153,8 @@ def _prepare(world: Payments, job: str) -> None:
         )
         event = world.fake.stripe.tell("payment_intent.succeeded", payment)
         world.database.write_now(lambda session: inbox.keep(session, event, START))
+    if job == "sweep_results":
+        _result(world, org_id, finished_at=START - timedelta(hours=25))
     if job == "sweep_files":
         unneeded = world.folder / "blobs" / "weights" / "nobody"
         unneeded.mkdir(parents=True)
