@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 from sqlalchemy import func, or_, select, update
 from sqlalchemy.orm import Session
@@ -63,7 +64,7 @@ class Results:
         """Organisations that have more than they may, and how much, in bytes."""
         kept = func.sum(_OP.result_bytes)
         query = select(_OP.org_id, kept).where(_KEPT).group_by(_OP.org_id).having(kept > self._limit_bytes)
-        return [(org_id, int(size)) for org_id, size in session.execute(query)]
+        return [(org_id, int(size or 0)) for org_id, size in session.execute(query)]
 
     def _excess(self, session: Session, org_id: str, kept_bytes: int) -> list[str]:
         """What of an organisation goes: fetched ones first, each kind from the oldest on."""
@@ -74,16 +75,15 @@ class Results:
             if kept_bytes <= self._limit_bytes:
                 break
             found.append(op_id)
-            kept_bytes -= size
+            kept_bytes -= size or 0
         return found
 
     def _delete(self, op_ids: Sequence[str]) -> int:
         deleted = 0
         for start in range(0, len(op_ids), BATCH):
             gone = [op_id for op_id in op_ids[start : start + BATCH] if self._delete_blob(op_id)]
-            statement = update(_OP).where(_OP.id.in_(sorted(gone))).values(result_bytes=None)
             if gone:
-                self._database.write_now(lambda session, statement=statement: session.execute(statement))
+                self._database.write_now(partial(_forget, gone))
             deleted += len(gone)
         return deleted
 
@@ -95,6 +95,10 @@ class Results:
             log.exception("the result of operation %s cannot be deleted", op_id)
             return False
         return True
+
+
+def _forget(op_ids: list[str], session: Session) -> None:
+    session.execute(update(_OP).where(_OP.id.in_(sorted(op_ids))).values(result_bytes=None))
 
 
 def _over(session: Session, now: datetime) -> list[str]:

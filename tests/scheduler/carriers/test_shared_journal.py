@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import redis
 from sqlalchemy import func, select
 
+from api.fetched import Fetched
 from billing.prices import load_prices
 from scheduler.carriers import election, fence, leader, policies, shared_journal, shared_limits
 from scheduler.carriers.answers import SampleAnswers
@@ -27,7 +28,8 @@ from scheduler.carriers.shared_journal import SharedJournal
 from scheduler.carriers.shared_limits import BacklogBoard
 from scheduler.carriers.train_link import TrainerLink
 from scheduler.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork
-from scheduler.operations import Draining, NewOperation, Outcome, QueueFull, RunClosed, SequenceReused, Waiting
+from scheduler.operations import Draining, Gone, NewOperation, Outcome, QueueFull, RunClosed, SequenceReused, Waiting
+from scheduler.results import FETCHED_LAST, Results
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
@@ -232,6 +234,28 @@ def test_one_operation_sent_to_both_replicas_at_once_is_one(
 
     play(scenario)
     assert count(postgres_database, tables.Operation) == 5
+
+
+def test_a_result_that_was_fetched_goes_for_all_replicas(
+    play: Play, url: str, blobs: Blobs, postgres_database: Database
+) -> None:
+    now = datetime.now(UTC)
+    results = Results(postgres_database, blobs, 10**9, lambda: now + FETCHED_LAST + timedelta(minutes=1))
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        async with generator(url, blobs):
+            ids = [await one.journal.accept(sample(seq)) for seq in range(2)]
+            for request_id in ids:
+                assert (await two.result(request_id)).payload == b"tokens"
+        fetched = Fetched(postgres_database, lambda: now)
+        fetched.note("org", ids[:1])
+        assert await fetched.flush() == 1
+        assert await asyncio.to_thread(results.sweep) == 1
+        for replica in (one, two):
+            assert isinstance(await replica.result(ids[0]), Gone)
+            assert (await replica.result(ids[1])).payload == b"tokens"
+
+    play(scenario)
 
 
 def test_what_any_replica_accepts_is_trained_in_order_by_the_one_that_leads(play: Play, url: str, blobs: Blobs) -> None:
