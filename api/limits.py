@@ -45,7 +45,14 @@ def limits_of(cards: Mapping[str, ModelCard], limits: Limits, chunk_data: int, c
 
 
 def _model(card: ModelCard, limits: Limits) -> ModelLimits:
-    return ModelLimits(vocab_size=card.vocab_size, context_length=min(card.context_length, limits.max_seq_len))
+    config = card.config
+    return ModelLimits(
+        vocab_size=card.vocab_size,
+        context_length=min(card.context_length, limits.max_seq_len),
+        num_experts=config.num_experts,
+        mixture_layers=len(config.mixture_layers),
+        experts_per_token=config.experts_per_token,
+    )
 
 
 def _loss(name: str, spec: LossSpec) -> LossLimits:

@@ -21,7 +21,7 @@ from weft.wire.request_codec import estimate_bytes
 
 #: What a custom loss reads is its own business, but that it needs targets.
 CUSTOM = LossLimits(required=["target_tokens"], multi_target=True, other_inputs=True)
-#: Its shape is [T, mixture layers, choices], which the server knows.
+#: Its shape is [T, mixture layers, choices].
 ROUTES = "routed_experts"
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 
@@ -92,12 +92,14 @@ def _datum(
         yield from length_and_ids(tokens, model, f"{where}.model_input")
     inputs = {}
     for name, tensor in datum.loss_fn_inputs.items():
-        inputs[name] = tensor.to_numpy()
+        inputs[name] = np.atleast_1d(tensor.to_numpy())  # on the wire, one without dimensions is one of one element
         yield from _numbers(inputs[name], f"{where}.loss_fn_inputs[{name!r}]")
     if loss is not None:
-        spans = datum.loss_fn_input_spans is not None
-        yield from _inputs(inputs, loss, config, loss.recorded if spans else (), where)
-    yield from _targets(inputs, loss, model, None if tokens is None else tokens.size, where)
+        yield from _inputs(inputs, loss, config, loss.recorded if datum.loss_fn_input_spans else (), where)
+    length = None if tokens is None else tokens.size
+    yield from _targets(inputs, loss, model, length, where)
+    if ROUTES in inputs and model is not None:
+        yield from _routes(inputs[ROUTES], model, length, f"{where}.loss_fn_inputs[{ROUTES!r}]")
     yield from span_problems(datum, inputs, loss, where)
 
 
@@ -180,10 +182,33 @@ def _targets(
         )
     elif length is not None and targets.shape[0] != length:
         yield Problem(at, "must have as many positions as the model input tokens", length, targets.shape[0])
+    elif targets.size == 0 and targets.shape[0]:
+        yield Problem(at, "no target at any position", "[T, K] with K of at least 1", list(targets.shape))
     for name, values in inputs.items():
         if not (loss and loss.other_inputs) and name not in ("target_tokens", ROUTES) and values.shape != targets.shape:
             other = f"{where}.loss_fn_inputs[{name!r}]"
             yield Problem(other, "another shape than target_tokens", list(targets.shape), list(values.shape))
+
+
+def _routes(routes: Array, model: ModelLimits, length: int | None, where: str) -> Iterator[Problem]:
+    """Problems of a replayed routing, int64 [T, mixture layers, choices]."""
+    experts, layers, choices = model.num_experts, model.mixture_layers, model.experts_per_token
+    if experts is None or layers is None or choices is None:
+        return
+    if experts == 0:
+        yield Problem(where, "this model has no experts")
+        return
+    if routes.dtype.kind not in "iu":
+        yield Problem(where, "must be integers", "int64", str(routes.dtype))
+    shape = (routes.shape[0] if length is None else length, layers, choices)
+    if routes.shape != shape:
+        yield Problem(where, "must be [tokens, mixture layers, choices]", list(shape), list(routes.shape))
+        return
+    free = (routes == -1).all(axis=2, keepdims=True)
+    bad = np.flatnonzero((~free & ((routes < 0) | (routes >= experts))).any(axis=(1, 2)))
+    if bad.size:
+        what = f"neither experts nor -1 in all choices of a layer, at {bad.size} tokens, the first {int(bad[0])}"
+        yield Problem(where, what, f"0 to {experts - 1}", routes[bad[0]].tolist())
 
 
 def _sizes(data: list[Datum], limits: LimitsResponse, where: str) -> Iterator[Problem]:

@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from weft import Datum, ModelInput, Plan, PlannedTrain
-from weft.types import PromptProvenanceSpan, SampledProvenanceSpan
+from weft.types import EncodedTextChunk, ImageChunk, PromptProvenanceSpan, SampledProvenanceSpan, TensorData
 from weft.validate import validate
 from weft.wire.codec import decode_train_request
+from weft.wire.error import WireError
 from weft.wire.request_codec import encode_forward_backward
 from weft.wire.training import ForwardBackwardInput, ForwardBackwardRequest
 
@@ -19,9 +21,10 @@ from api.errors import Invalid
 from api.limits import limits_of
 from api.validate.batches import check_batch
 from store.settings import Limits
+from tests.search import examples
 from workers.model.card import read_card
 from workers.model.tiny import TINY_PATH
-from workers.trainer.loss_inputs import LOSSES
+from workers.trainer.loss_inputs import LOSSES, ROUTES
 
 VOCAB, CONTEXT = 20, 6
 _CARD = read_card("tiny", TINY_PATH)
@@ -30,9 +33,53 @@ LIMITS = Limits(max_tokens_per_op=12)
 PUBLISHED = limits_of({"tiny": CARD}, LIMITS, 1024, 5_000_000)
 
 INPUTS = sorted(set().union(*(spec.accepted for spec in LOSSES.values())))
+LAYERS, CHOICES, EXPERTS = len(CARD.config.mixture_layers), CARD.config.experts_per_token, CARD.config.num_experts
 numbers = st.sampled_from([0.0, 0.5, 0.9, 1.0, 1.0, 1.0])
 wrong_numbers = st.sampled_from([-1.0, 3.0, float("nan"), float("inf")])
 rarely = st.integers(0, 15).map(lambda drawn: drawn == 0)
+#: Settings and elements of arrays that are seldom right.
+odd_numbers = st.sampled_from([float("nan"), float("inf"), -float("inf"), -1, 0, 19, 20, 2.0**31, 2.0**53, 1e300])
+dtypes = st.sampled_from(["int64", "int32", "uint8", "bool", "float32", "float64", "float16"])
+
+
+@st.composite
+def shapes(draw: st.DrawFn, length: int) -> tuple[int, ...]:
+    """Of an input of that many tokens: near what it should be, or empty in some dimension."""
+    sizes = st.sampled_from([length, length, 0, 1, 2, LAYERS, CHOICES])
+    return tuple(draw(st.lists(sizes, min_size=0, max_size=3)))
+
+
+@st.composite
+def arrays(draw: st.DrawFn, length: int) -> Any:
+    """Any array that can be sent."""
+    shape, dtype = draw(shapes(length)), draw(dtypes)
+    values = np.full(shape, draw(numbers | odd_numbers), np.float64)
+    if values.size and draw(st.booleans()):
+        values.reshape(-1)[-1] = draw(odd_numbers)
+    kind = np.dtype(dtype).kind
+    values = np.clip(np.nan_to_num(values), -(2.0**31), 2.0**53) if kind in "iub" else values
+    with np.errstate(all="ignore"):
+        array = np.asarray(values).astype(dtype)
+    return TensorData.from_dense(array) if draw(st.booleans()) else array
+
+
+@st.composite
+def routes(draw: st.DrawFn, length: int) -> Any:
+    """What `routed_experts` should be, in which now and then an element is another."""
+    values = np.full((length, LAYERS, CHOICES), draw(st.sampled_from([0, EXPERTS - 1, -1])))
+    if values.size and draw(st.booleans()):
+        values.reshape(-1)[draw(st.integers(0, values.size - 1))] = draw(st.sampled_from([-2, -1, 0, EXPERTS]))
+    return values
+
+
+@st.composite
+def spans(draw: st.DrawFn, length: int) -> list[PromptProvenanceSpan | SampledProvenanceSpan]:
+    """Mostly those of a prompt and what was sampled behind it."""
+    prompt = draw(st.sampled_from([0, 0, 1, length]))
+    lengths = [prompt, length - prompt] if not draw(rarely) else draw(st.lists(st.integers(-1, 3), max_size=3))
+    kinds = [PromptProvenanceSpan, SampledProvenanceSpan, PromptProvenanceSpan]
+    name, offset = ("q", 0) if not draw(rarely) else draw(st.sampled_from([("", 0), ("q", -1), ("q", 2**40)]))
+    return [kind(name, offset, size) for kind, size in zip(kinds, lengths, strict=False)]
 
 
 @st.composite
@@ -53,41 +100,119 @@ def data(draw: st.DrawFn, loss: str) -> Datum:
         inputs[name] = finite.astype(np.int64) if integers else np.array(values, dtype=np.float32)
         if draw(rarely):
             inputs[name] = np.stack([inputs[name]] * 2, axis=-1)
+    if draw(st.integers(0, 3)) == 3:
+        inputs[ROUTES] = draw(routes(length))
+    if draw(st.integers(0, 7)) == 7:
+        inputs[draw(st.sampled_from(sorted(inputs) or [ROUTES]))] = draw(arrays(length))
+    if draw(rarely) and "target_tokens" in inputs:  # all of one odd shape
+        shape = draw(shapes(length))
+        inputs = {name: np.zeros(shape, np.int64 if name == "target_tokens" else np.float32) for name in inputs}
     top = VOCAB if draw(rarely) else VOCAB - 1
     prompt = ModelInput.from_ints([top] * length)
-    spans = None
+    if draw(rarely):
+        text, picture = EncodedTextChunk(tokens=[1] * length), ImageChunk(data=b"", format="png")
+        prompt = ModelInput(chunks=draw(st.lists(st.sampled_from([text, picture, EncodedTextChunk(tokens=[])]))))
+    origin = None
     if not draw(st.integers(0, 3)):
-        kind = draw(st.sampled_from([PromptProvenanceSpan, SampledProvenanceSpan, SampledProvenanceSpan]))
-        spans = [kind("q", 0, length + draw(rarely))]
-    return Datum(prompt, inputs, spans, spans)
+        origin = draw(spans(length))
+    return Datum(prompt, inputs, origin, origin if not draw(rarely) or origin is None else draw(spans(length)))
 
 
 @st.composite
-def operations(draw: st.DrawFn) -> tuple[str, dict[str, float], list[Datum]]:
+def operations(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[Datum]]:
     loss = "hinge" if draw(rarely) else draw(st.sampled_from(sorted(LOSSES)))
-    config = {}
+    config: dict[str, Any] = {}
     if draw(st.booleans()) and loss in LOSSES:
         known = sorted(LOSSES[loss].settings) or ["beta"]
         config = draw(st.dictionaries(st.sampled_from(known), numbers | wrong_numbers, max_size=2))
+        if draw(rarely):
+            config[draw(st.sampled_from([*known, "gamma", ""]))] = draw(odd_numbers | st.sampled_from(["", "1", "a"]))
     return loss, config, draw(st.lists(data(loss), min_size=0 if draw(rarely) else 1, max_size=3))
 
 
-@given(operations())
-@settings(max_examples=600, deadline=None)
-def test_validate_agrees_with_what_is_refused(operation: tuple[str, dict[str, float], list[Datum]]) -> None:
-    loss, config, batch = operation
-    problems = validate(Plan("tiny", [PlannedTrain(batch, loss, config)]), PUBLISHED)
+def refused(loss: str, config: dict[str, Any], batch: list[Datum]) -> str:
+    """Why the server refuses this; empty: it does not."""
     request = ForwardBackwardRequest(ForwardBackwardInput(batch, loss, dict(config)), "run", 1)
-    decoded = decode_train_request(encode_forward_backward(request))
-    for index, datum in enumerate(decoded.data):
-        # What the sampler recorded is filled in before the check.
-        if loss == "stable_reinforce" and "logprobs" not in datum.inputs and datum.loss_fn_input_spans:
-            zeros = np.zeros(datum.inputs.get("target_tokens", datum.tokens).shape, np.float32)
-            decoded.data[index] = replace(datum, inputs={**datum.inputs, "logprobs": zeros})
-    refusal = ""
     try:
+        decoded = decode_train_request(encode_forward_backward(request))
+        for index, datum in enumerate(decoded.data):
+            # What the sampler recorded is filled in before the check.
+            if loss == "stable_reinforce" and "logprobs" not in datum.inputs and datum.loss_fn_input_spans:
+                zeros = np.zeros(datum.inputs.get("target_tokens", datum.tokens).shape, np.float32)
+                decoded.data[index] = replace(datum, inputs={**datum.inputs, "logprobs": zeros})
         check_batch(decoded, CARD, LIMITS)
-    except Invalid as error:
-        refusal = str(error)
-    event(f"refused: {bool(refusal)}")
+    except (Invalid, WireError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def check_agreement(loss: str, config: dict[str, Any], batch: list[Datum]) -> bool:
+    problems = validate(Plan("tiny", [PlannedTrain(batch, loss, config)]), PUBLISHED)
+    refusal = refused(loss, config, batch)
     assert bool(problems) == bool(refusal), refusal or [str(problem) for problem in problems]
+    return bool(refusal)
+
+
+@given(operations())
+@settings(max_examples=examples(600), deadline=None)
+def test_validate_agrees_with_what_is_refused(operation: tuple[str, dict[str, Any], list[Datum]]) -> None:
+    event(f"refused: {check_agreement(*operation)}")
+
+
+def datum(length: int = 2, origin: Any = None, **inputs: Any) -> Datum:
+    """Good for cross_entropy but for what is given."""
+    good = {"target_tokens": np.ones(length, np.int64), "weights": np.ones(length, np.float32)}
+    mine, targets = origin if isinstance(origin, tuple) else (origin, origin)
+    return Datum(ModelInput.from_ints([1] * length), good | inputs, mine, targets)
+
+
+def routed(*shape: int, fill: int = 0, last: int = 0, dtype: str = "int64") -> Datum:
+    """`routed_experts` of this shape, whose last element is another."""
+    values = np.full(shape, fill)
+    values.reshape(-1)[-1:] = last
+    return datum(**{ROUTES: values.astype(dtype)})
+
+
+def span(length: int, offset: int = 0, name: str = "q") -> SampledProvenanceSpan:
+    return SampledProvenanceSpan(name, offset, length)
+
+
+#: All that the search has ever found, and its siblings: a datum, and whether the server refuses it.
+FOUND = {
+    "routes-empty": (routed(0, 2), True),
+    "routes-none": (routed(0), True),
+    "routes-of-no-token": (routed(0, LAYERS, CHOICES), True),
+    "routes-of-no-layer": (routed(2, 0, CHOICES), True),
+    "routes-of-tokens": (routed(2), True),
+    "routes-of-one-layer": (routed(2, CHOICES), True),
+    "routes-of-more-tokens": (routed(3, LAYERS, CHOICES), True),
+    "routes-as-floats": (routed(2, LAYERS, CHOICES, dtype="float32"), True),
+    "routes-to-no-expert": (routed(2, LAYERS, CHOICES, last=EXPERTS), True),
+    "routes-below-none": (routed(2, LAYERS, CHOICES, last=-2), True),
+    "routes-free-in-part": (routed(2, LAYERS, CHOICES, last=-1), True),
+    "routes-free": (routed(2, LAYERS, CHOICES, fill=-1, last=-1), False),
+    "routes": (routed(2, LAYERS, CHOICES, last=EXPERTS - 1), False),
+    "no-targets-per-position": (
+        datum(target_tokens=np.ones((2, 0), np.int64), weights=np.ones((2, 0), np.float32)),
+        True,
+    ),
+    "no-dimensions": (datum(1, target_tokens=np.array(1), weights=np.array(1.0)), False),
+    "no-dimensions-of-two": (datum(2, target_tokens=np.array(1), weights=np.array(1.0)), True),
+    "no-spans": (datum(origin=[]), False),
+    "spans-of-one-side": (datum(origin=([], [span(2)])), True),
+    "spans-below-zero": (datum(origin=[span(3), span(-1)]), True),
+    "a-span-before-the-start": (datum(origin=[span(2, offset=-1)]), True),
+    "a-span-of-nothing": (datum(origin=[span(2, name="")]), True),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("loss", ["cross_entropy", "stable_reinforce"])
+def test_what_was_found(name: str, loss: str) -> None:
+    found, wrong = FOUND[name]
+    if loss == "stable_reinforce":
+        targets = found.loss_fn_inputs["target_tokens"].to_numpy()
+        rl = {key: np.ones(targets.shape, np.float32) for key in ("logprobs", "advantages")}
+        inputs = {key: value for key, value in found.loss_fn_inputs.items() if key != "weights"} | rl
+        found = replace(found, loss_fn_inputs=inputs)
+    assert check_agreement(loss, {}, [datum() if loss == "cross_entropy" else found, found]) == wrong

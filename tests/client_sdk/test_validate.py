@@ -222,3 +222,27 @@ def test_saves() -> None:
 def test_a_problem_is_one_line() -> None:
     assert str(Problem("rank", "too much", 16, 17)) == "rank: too much (got 17; limit 16)"
     assert str(Problem("steps", "none")) == "steps: none"
+
+
+ROUTES = f"{INPUT}['routed_experts']"
+
+
+@pytest.mark.parametrize(
+    ("experts", "shape", "last", "wrong"),
+    [
+        pytest.param(8, (2, 3, 2), 7, False, id="right"),
+        pytest.param(8, (2, 3, 2), 8, True, id="no-such-expert"),
+        pytest.param(8, (0, 2), 0, True, id="empty"),
+        pytest.param(0, (2, 3, 2), 0, True, id="a-model-without-experts"),
+        pytest.param(None, (0, 2), 0, False, id="a-server-that-does-not-say"),
+    ],
+)
+def test_replayed_routes(experts: int | None, shape: tuple[int, ...], last: int, wrong: bool) -> None:
+    known = {"num_experts": experts, "mixture_layers": 3, "experts_per_token": 2} if experts is not None else {}
+    model = ModelLimits(vocab_size=100, context_length=8, **known)
+    loss = LossLimits(required=["target_tokens", "weights"], optional=["routed_experts"])
+    limits = LIMITS.model_copy(update={"models": {"org/tiny": model}, "losses": {"cross_entropy": loss}})
+    routes = np.zeros(shape, np.int64)
+    routes.reshape(-1)[-1:] = last
+    plan = Plan("org/tiny", [PlannedTrain([datum([1, 2], routed_experts=routes)])])
+    assert [problem.where for problem in validate(plan, limits)] == [ROUTES] * wrong

@@ -15,6 +15,10 @@ class ModelLimits(Response):
 
     vocab_size: int
     context_length: int
+    #: What `routed_experts` [T, mixture layers, choices] are made of; 0 experts: a model that has none.
+    num_experts: int | None = None
+    mixture_layers: int | None = None
+    experts_per_token: int | None = None
 
 
 class LossLimits(Response):
