@@ -13,10 +13,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 ROOMS := api billing migrations scheduler store workers client_sdk/weft examples bench tests
 
-.PHONY: help setup vllm demo test compat cookbook lint format clean
+.PHONY: help setup vllm demo test soak compat cookbook lint format clean
 
 help:
-	@echo "make setup | vllm | demo | test | compat | cookbook | lint | format | clean"
+	@echo "make setup | vllm | demo | test | soak | compat | cookbook | lint | format | clean"
 
 setup: $(STAMP)
 
@@ -52,6 +52,13 @@ demo: setup
 # tests/order.py says how two processes share the tests.
 test: setup
 	$(BIN)/python -m pytest -n 2
+
+# Every random search with seeds of its own, and TIMES as many examples (tests/search.py); then the model of the service.
+# What they find becomes a plain test.
+TIMES ?= 20
+soak: setup
+	WEFT_SOAK=$(TIMES) $(BIN)/python -m pytest --timeout=0 -m "hypothesis or search"
+	if test -f tests/truth/soak.py; then $(BIN)/python -m tests.truth.soak; fi
 
 # Every version of the official SDK against a real server; writes docs/compatibility.md.
 compat: setup

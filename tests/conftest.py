@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from store.blobs import Blobs
 from store.db import Database
 from tests.order import ByFile, place
+from tests.search import load_profile
 from tests.servers import PostgresServer, postgres_server, redis_server
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported: one of several processes that share the cores. Threads that spin would take them away.
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+load_profile()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

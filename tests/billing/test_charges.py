@@ -21,6 +21,7 @@ from billing.usage import UsageRow
 from store import tables
 from store.db import Database
 from tests.billing.conftest import START, Till, add_organisations
+from tests.search import examples
 
 CHANGE = START + timedelta(days=10)
 TWO_PRICES = load_prices(
@@ -287,7 +288,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(operations)
 def test_a_summary_is_the_sum_of_first_endings(calls: list[tuple[str, str, int, dict[str, int], int]]) -> None:
     expected: Counter[tuple[str, str, str]] = Counter()

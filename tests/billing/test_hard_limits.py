@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from billing.accounts import Payer
 from billing.budgets import Scope, set_budget
 from store import tables
 from tests.billing.conftest import Till
+from tests.search import chance
 
 PAYER = Payer("a", "p", 1)
 LIMIT = 10_000
@@ -66,10 +66,11 @@ def test_200_threads_in_4_processes_do_not_overspend(till: Till, by: str) -> Non
     assert till.agrees()
 
 
+@pytest.mark.search
 def test_nothing_stays_held_after_kill_9(till: Till) -> None:
     """Processes are killed at any moment of their work; what they had accepted is then ended by another."""
     limit(till, "key")
-    luck = random.Random(3)
+    luck = chance(3)
     for _ in range(4):
         (process,) = spenders(till, 1, threads=20, times=10_000, amount=1)
         before = count(till)

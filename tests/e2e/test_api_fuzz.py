@@ -20,6 +20,7 @@ from weft.wire.codec import ArrayDatum
 from tests.e2e.api_document import PREFIX, document
 from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.raw import Post, RawClient, train_post
+from tests.search import examples
 
 pytestmark = pytest.mark.server
 
@@ -78,11 +79,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 @API.parametrize()
 @settings(
-    max_examples=EXAMPLES,
+    max_examples=examples(EXAMPLES),
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
-    derandomize=True,
 )
 def test_no_request_is_a_fault_of_the_server(case: schemathesis.Case, target: Target) -> None:
     case.body = target.fill_in(case.body)
@@ -94,7 +94,7 @@ def test_no_request_is_a_fault_of_the_server(case: schemathesis.Case, target: Ta
         assert reply.content, "the SDK takes a 400 without a body for a proxy's, and retries"
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_broken_protobuf_is_refused(target: Target, seed: int, changes: int) -> None:
     """A valid forward_backward with bytes changed, taken out and put in."""

@@ -19,6 +19,7 @@ from weft.wire.codec import ArrayDatum, decode_train_output
 
 from tests.e2e.conftest import Weftd
 from tests.e2e.raw import Post, RawClient, optim_post, train_post
+from tests.search import examples
 
 pytestmark = pytest.mark.server
 
@@ -59,7 +60,7 @@ def in_order(client: RawClient) -> Callable[[tuple[Step, ...]], list[Any]]:
     return results
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(deliveries())
 def test_a_run_ends_as_if_each_operation_came_once_in_order(
     client: RawClient,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +14,7 @@ from scheduler.fair import FairTree
 from scheduler.lanes import RunLane, Unit
 from scheduler.messages import OpKind, RunSpec
 from scheduler.operations import Operation
+from tests.search import chance
 
 
 def spec(run: str = "run") -> RunSpec:
@@ -172,8 +173,9 @@ def test_what_was_running_when_a_trainer_died_travels_alone() -> None:
     assert sorted(name for taken in passes for name in taken) == ["a-1", "b-1", "b-2"]
 
 
+@pytest.mark.search
 def test_nothing_is_lost_or_reordered_by_composing() -> None:
-    rng = random.Random(0)
+    rng = chance(0)
     tree: FairTree[Unit] = FairTree()
     expected: dict[str, list[str]] = {}
     for i in range(12):

@@ -20,6 +20,7 @@ from billing.payments.sender import RESEND_WINDOW
 from scheduler.jobs.payments import compare_with_stripe, put_meter_events, send_meter_events
 from store.tables import Alert, UsageEvent
 from tests.billing.payments.kit import START, Payments
+from tests.search import examples
 
 HOUR = 3600.0
 
@@ -74,7 +75,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(STEPS, min_size=3, max_size=15), lag_s=st.sampled_from([0.0, 60.0, 5 * HOUR]))
 def test_every_micro_dollar_is_counted_once(payments: Payments, steps: list[tuple[Any, ...]], lag_s: float) -> None:
     payments.forget_others()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,6 +22,7 @@ from store.tables import Alert, Organisation, StripeWebhookEvent
 from tests.billing.payments.kit import Payments
 from tests.fakestripe.server import WEBHOOK_SECRET
 from tests.fakestripe.webhooks import signed
+from tests.search import chance
 
 
 class Door:
@@ -108,6 +108,7 @@ def test_every_order_and_repetition_credits_once(door: Door) -> None:
     assert door.ledger() == [("topup", 25 * USD)]
 
 
+@pytest.mark.search
 def test_a_topup_a_refund_and_a_dispute_in_any_order(door: Door) -> None:
     stripe = door.payments.fake.stripe
     first, second = door.paid("10"), door.paid("20")
@@ -117,7 +118,7 @@ def test_a_topup_a_refund_and_a_dispute_in_any_order(door: Door) -> None:
     stripe.change("charge.dispute.closed", dispute, status="lost")
     stripe.change("refund.updated", refund)
     events = door.told * 2
-    random.Random(7).shuffle(events)
+    chance(7).shuffle(events)
     door.deliver(*events)
     assert sorted(door.ledger()) == [
         ("chargeback", -20 * USD),

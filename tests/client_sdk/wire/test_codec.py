@@ -24,6 +24,8 @@ from weft.wire.codec import (
     encode_train_request,
 )
 
+from tests.search import examples
+
 
 def int64(*values: int) -> bytes:
     return np.array(values, np.int64).tobytes()
@@ -212,7 +214,7 @@ MESSAGES = [
 
 @pytest.mark.parametrize(("decode", "good"), MESSAGES)
 @given(edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=6), cut=st.integers(0, 200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_damaged_bytes_raise_only_wire_errors(
     decode: object, good: bytes, edits: list[tuple[int, int]], cut: int
 ) -> None:
@@ -228,7 +230,7 @@ def test_damaged_bytes_raise_only_wire_errors(
 
 @pytest.mark.parametrize("decode", [decode_train_request, decode_train_output, decode_sample_response])
 @given(body=st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_random_bytes_raise_only_wire_errors(decode: object, body: bytes) -> None:
     try:
         decode(body)  # type: ignore[operator]
@@ -247,7 +249,7 @@ dims = st.integers(-2, 4) | st.sampled_from([2**31, 2**62, -(2**63), 2**63 - 1])
     values=st.binary(max_size=24),
     sparse=st.booleans(),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_any_tensor_reads_to_its_shape_or_raises(
     shape: list[int], dtype: int, crow: list[int], col: list[int], values: bytes, sparse: bool
 ) -> None:

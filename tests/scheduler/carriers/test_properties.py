@@ -15,9 +15,12 @@ from scheduler.carriers.contract import LEFT_S, LIVES, Expired, FairQueue, Item
 from scheduler.carriers.local_queue import LocalQueue
 from scheduler.carriers.redis_queue import RedisQueue
 from tests.scheduler.carriers.conftest import Clock, Make
+from tests.search import examples
 
 quick = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 paths = st.tuples(
@@ -131,7 +134,7 @@ _corrected_twice = [
 ]
 
 
-@settings(quick, max_examples=100)
+@settings(quick, max_examples=examples(100))
 @example(script=_corrected_twice)
 @given(script=calls | calls_with_room)
 def test_both_carriers_say_the_same_to_any_calls(make_redis: Callable[[Clock], RedisQueue], script: list) -> None:  # type: ignore[type-arg]
@@ -164,7 +167,7 @@ def test_the_bound_between_two_organisations(
             assert abs(served["a"] / weights[0] - served["b"] / weights[1]) <= bound + 1e-9
 
 
-@settings(quick, max_examples=20)
+@settings(quick, max_examples=examples(20))
 @given(
     costs=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=6, max_size=24),
     asks=st.lists(st.tuples(st.sampled_from("AB"), st.integers(1, 12)), min_size=4, max_size=40),

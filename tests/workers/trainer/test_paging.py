@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule, run_state_machine_as_test
 
 from scheduler.messages import OpKind, Pass, TrainOp
+from tests.search import examples
 from tests.workers.trainer.kit import MODEL, Bench, arenas, ce_data, run_spec, sliced
 from workers.model.decoder import Decoder
 from workers.trainer.arena import Arena, Arenas
@@ -280,6 +281,7 @@ class World(RuleBasedStateMachine):
             assert set(self.paged.trainer.runs) == set(self.optimizers)
 
 
+@pytest.mark.search
 def test_any_order_of_work(decoder: Decoder, tmp_path: Path) -> None:
     count = iter(range(10**6))
     World.make_bench = staticmethod(lambda **given: Bench(decoder, tmp_path / f"world{next(count)}", **given))
@@ -287,7 +289,7 @@ def test_any_order_of_work(decoder: Decoder, tmp_path: Path) -> None:
     run_state_machine_as_test(
         World,
         settings=settings(
-            max_examples=12, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples(12), stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
