@@ -200,15 +200,17 @@ def _routes(routes: Array, model: ModelLimits, length: int | None, where: str) -
         return
     if routes.dtype.kind not in "iu":
         yield Problem(where, "must be integers", "int64", str(routes.dtype))
+        return
     shape = (routes.shape[0] if length is None else length, layers, choices)
     if routes.shape != shape:
         yield Problem(where, "must be [tokens, mixture layers, choices]", list(shape), list(routes.shape))
         return
-    free = (routes == -1).all(axis=2, keepdims=True)
-    bad = np.flatnonzero((~free & ((routes < 0) | (routes >= experts))).any(axis=(1, 2)))
+    chosen = routes.astype(np.int64)
+    free = (chosen == -1).all(axis=2, keepdims=True)
+    bad = np.flatnonzero((~free & ((chosen < 0) | (chosen >= experts))).any(axis=(1, 2)))
     if bad.size:
         what = f"neither experts nor -1 in all choices of a layer, at {bad.size} tokens, the first {int(bad[0])}"
-        yield Problem(where, what, f"0 to {experts - 1}", routes[bad[0]].tolist())
+        yield Problem(where, what, f"0 to {experts - 1}", chosen[bad[0]].tolist())
 
 
 def _sizes(data: list[Datum], limits: LimitsResponse, where: str) -> Iterator[Problem]:
