@@ -26,10 +26,11 @@ async def run_health(
 ) -> RunHealthResponse:
     """The run's last `window_s` seconds."""
 
-    def read(session: Session) -> Health:
-        return health_of(session, run_by_id(session, who, run_id), datetime.now(UTC), timedelta(seconds=window_s))
+    def read(session: Session) -> tuple[Health, str | None]:
+        run = run_by_id(session, who, run_id)
+        return health_of(session, run, datetime.now(UTC), timedelta(seconds=window_s)), run.broken
 
-    health = await service.read(read)
+    health, broken = await service.read(read)
     stall, reason = health.stall, ""
     if stall.oldest_request_id is not None:
         waiting = await service.journal.outcome(who.org_id, stall.oldest_request_id, 0)
@@ -37,6 +38,6 @@ async def run_health(
     generator = service.stats().get("generator", {})
     offered = generator.get("slots_offered", 0)
     facts = asdict(health)
-    facts["stall"] = StallReport(**facts["stall"], reason=reason, sentence=stall.sentence(reason))
+    facts["stall"] = StallReport(**facts["stall"], reason=broken or reason, sentence=broken or stall.sentence(reason))
     occupancy = generator.get("slots_busy", 0) / offered if offered else 0.0
     return RunHealthResponse(run_id=run_id, generator_occupancy=occupancy, **facts)

@@ -61,6 +61,11 @@ class Run(Base):
     created_at: Mapped[datetime]
     last_request_at: Mapped[datetime]
 
+    @property
+    def shown_state(self) -> str:
+        """For people: live | broken | closed."""
+        return "broken" if self.broken is not None and self.state == "live" else self.state
+
 
 class Sampler(Base):
     """What a sampling client samples from: a base model, with the adapter in `adapter_ref` where there is one.

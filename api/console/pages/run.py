@@ -58,7 +58,7 @@ async def run_live(service: ServiceDep, viewer: ViewerDep, run_id: str) -> JSONR
         (line,) = run_lines(session, viewer.org_id, [run])
         steps = _operations(session, run_id).get("optim_step", 0)
         return {
-            "state": run.state,
+            "state": run.shown_state,
             "cost_usd": usd(line.spent.amount_nusd),
             "cost_text": usd_text(line.spent.amount_nusd),
             "tokens": line.spent.tokens,
