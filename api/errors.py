@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from store.blobs import is_lasting
 from store.people import NoSuch, PeopleError
 
 log = logging.getLogger("weft.api")
@@ -231,6 +232,13 @@ def install(app: FastAPI) -> None:
     async def database_error(_request: Request, error: Exception) -> Response:
         log.warning("the database does not answer: %s", error)
         return CannotStore("the server's database does not answer; send the request again").response()
+
+    @app.exception_handler(OSError)
+    async def disk_error(_request: Request, error: OSError) -> Response:
+        if is_lasting(error):
+            raise error
+        log.error("the disk does not answer: %s", error)
+        return CannotStore("the server's disk is full, or does not answer; send the request again").response()
 
     @app.exception_handler(RequestValidationError)
     async def bad_parameters(_request: Request, error: RequestValidationError) -> Response:
