@@ -11,6 +11,7 @@ from billing.prices import PriceList
 from scheduler.desks import GeneratorDesk, TrainerDesk
 from scheduler.journal import Journal
 from scheduler.link import ServerLink
+from scheduler.messages import Drain
 from scheduler.recovery import recover
 from store.blobs import Blobs
 from store.db import Database
@@ -43,7 +44,9 @@ class Machines:
         self.supervisor.start()
 
     def drain(self) -> None:
-        """From now on nothing new is accepted; workers finish what they have and are not restarted."""
+        """From now on nothing new is accepted; workers finish what they have and are not restarted. Told once."""
+        if self.journal.draining:
+            return
         self.journal.draining = True
         self.supervisor.retire()
         self._trainer.drain()
@@ -67,6 +70,8 @@ class Machines:
 
     async def _attach(self, role: str, sock: socket.socket) -> None:
         link = await ServerLink.over(sock)
+        if self.journal.draining:  # it came after the others were told
+            link.send(Drain())
         try:
             await (self._trainer.serve(link) if role == "trainer" else self._generator.serve(link, role))
         finally:
