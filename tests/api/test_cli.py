@@ -31,6 +31,8 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from api import supervisor as s
 s.START_ATTEMPTS = 2
+from api import worker_process
+worker_process.start_ahead = lambda programs: {}  # the real ones
 mode = os.environ.get("MODE", "")
 WORKER = '''
 import socket, sys, time

@@ -26,7 +26,6 @@ from typing import Protocol
 import msgspec
 import torch
 
-from scheduler.carriers.train_link import TrainerLink
 from scheduler.link import WorkerLink
 from scheduler.messages import Drain, Pass, PullPass
 from store.blobs import Blobs
@@ -102,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         shutil.rmtree(pages_dir, ignore_errors=True)  # of a lost trainer: the journal rebuilds what was in them
         trainer = Trainer(models, blobs, settings, pages_dir)
         return 0 if work(trainer, WorkerLink(args.link_fd), stop) else 1
+    from scheduler.carriers.train_link import TrainerLink  # with all that it needs of database and Redis
+
     while not stop.is_set:
         with tempfile.TemporaryDirectory(prefix="weft-pages-") as pages:
             trainer = Trainer(models, blobs, settings, Path(pages))
