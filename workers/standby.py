@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from workers.leave import leave
+
 #: What `ps` and `top` call a process that waits.
 WAITING = "weft-standby"
 
@@ -38,4 +40,4 @@ def _rename(name: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

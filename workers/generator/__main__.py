@@ -34,6 +34,7 @@ from workers.generator.torch_engine import (
 )
 from workers.generator.vllm import process as vllm
 from workers.generator.worker import Generator
+from workers.leave import leave
 from workers.model.card import read_card
 from workers.model.device import Target, add_arguments, target_of
 from workers.model.isolation import settle
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if args.engine == "torch":  # it has nothing to finish yet, and no vLLM to stop
+        signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))
     if args.threads:
         torch.set_num_threads(args.threads)
     target, blobs = target_of(args), Blobs(args.data_dir / "blobs")
@@ -93,7 +96,7 @@ def _engine(name: str, path: Path, args: argparse.Namespace, target: Target) -> 
     began = time.monotonic()
     card = read_card(name, path)
     decoder = load_decoder(path, target.dtype, target.device)
-    log.info("%s: tenants are computed %s", name, settle(decoder))
+    log.info("%s: tenants are computed %s", name, settle(decoder, args.data_dir / "isolation"))
     engine = TorchEngine(
         decoder,
         card.eos_token_ids,
@@ -138,4 +141,4 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
