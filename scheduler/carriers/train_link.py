@@ -141,7 +141,7 @@ class LeaderLink:
         while True:
             try:
                 was_alive = await self._run(self._alive)
-                parcel = await self._run(self._next)
+                parcel = await self._run(self._next if was_alive else self._left)
                 if parcel is None and not was_alive:
                     return
             except QueueUnreachable:
@@ -199,6 +199,12 @@ class LeaderLink:
         with reaching():
             found: Any = self._reader.blpop([_key("up", self.name)], BEAT_S)
         return found[1] if found else None
+
+    def _left(self) -> bytes | None:
+        """What one that is gone has sent before."""
+        with reaching():
+            found: Any = self._redis.lpop(_key("up", self.name))
+        return found
 
     async def _run(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
