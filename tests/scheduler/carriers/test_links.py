@@ -263,9 +263,7 @@ def test_a_trainer_that_is_killed_is_gone_before_its_lease_is(url: str, blobs: B
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_a_trainer_that_loses_its_connections_goes_on(
-    url: str, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_that_loses_its_connections_goes_on(url: str, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_link, "CLOSED_S", 10)
 
     async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
