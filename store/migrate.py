@@ -44,7 +44,7 @@ def is_at_head(engine: Engine) -> bool:
     """Whether nothing is to be done."""
     with engine.connect() as connection:
         try:
-            return connection.scalar(text("SELECT version_num FROM alembic_version")) == head()
+            return bool(connection.scalar(text("SELECT version_num FROM alembic_version")) == head())
         except DatabaseError:  # there are no tables at all, or what reads worse will be told by the upgrade
             return False
 

@@ -203,8 +203,8 @@ class LeaderLink:
     def _left(self) -> bytes | None:
         """What one that is gone has sent before."""
         with reaching():
-            found: Any = self._redis.lpop(_key("up", self.name))
-        return found
+            parcel: Any = self._redis.lpop(_key("up", self.name))
+        return bytes(parcel) if parcel is not None else None
 
     async def _run(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from scheduler.link import ServerLink
-from scheduler.messages import Drain, Pass, Snapshot
+from scheduler.messages import Drain, Pass
 
 COUNT = 2000
 
@@ -25,6 +25,12 @@ for number in range({COUNT}):
 """
 
 
+def started(script: str, link: socket.socket) -> subprocess.Popen[bytes]:
+    """A worker process with this end of the link, which is its alone from now on."""
+    with link:
+        return subprocess.Popen([sys.executable, "-c", script, str(link.fileno())], pass_fds=(link.fileno(),))
+
+
 @pytest.mark.parametrize("unread", [0, 1, 500], ids=["all-read", "one-unread", "more-than-the-link-takes"])
 def test_everything_a_worker_has_sent_is_read_though_writing_to_it_fails(unread: int) -> None:
     async def run() -> list[int]:
@@ -32,8 +38,7 @@ def test_everything_a_worker_has_sent_is_read_though_writing_to_it_fails(unread:
         link, found = await ServerLink.over(ours), []
         for _ in range(unread):
             link.send(Pass(1, "y" * 10_000, []))
-        worker = subprocess.Popen([sys.executable, "-c", LEAVES, str(theirs.fileno())], pass_fds=(theirs.fileno(),))
-        theirs.close()
+        worker = started(LEAVES, theirs)
         async for message in link.messages():
             if not message.seq % 100:  # it is slow to read, as when it writes to its database in between
                 await asyncio.sleep(0.01)
@@ -55,8 +60,7 @@ def test_messages_longer_than_the_link_takes_arrive_whole() -> None:
     async def run() -> list[list[str]]:
         ours, theirs = socket.socketpair()
         link = await ServerLink.over(ours)
-        worker = subprocess.Popen([sys.executable, "-c", echo, str(theirs.fileno())], pass_fds=(theirs.fileno(),))
-        theirs.close()
+        worker = started(echo, theirs)
         for word in "abc":
             link.send(Pass(1, word * 3_000_000, []))
         found = [[name[:1] + str(len(name)) for name in message.models] async for message in link.messages()]

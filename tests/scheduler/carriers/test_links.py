@@ -238,8 +238,9 @@ time.sleep(3600)
 
 
 def test_a_trainer_that_is_killed_is_gone_before_its_lease_is(url: str, blobs: Blobs) -> None:
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, url, str(blobs.root)])
+
     async def run() -> None:
-        trainer = subprocess.Popen([sys.executable, "-c", TRAINER, url, str(blobs.root)])
         joining = Joining(url, uuid.uuid4().hex)
         joining.lead(60)
         try:
@@ -272,8 +273,7 @@ def test_a_trainer_that_loses_its_connections_goes_on(url: str, blobs: Blobs, mo
         await asyncio.sleep(1)  # a look or two at the connection
         server.client_kill_filter(_id=own)
         sign = f"{{weft:train}}:alive:{leader.name}"
-        while server.get(sign) in (None, str(own).encode()):
-            await asyncio.sleep(0.1)
+        await asyncio.to_thread(eventually, lambda: server.get(sign) not in (None, str(own).encode()))
         await asyncio.sleep(2)
         assert not reading.done()
         trainer.send(PullPass(["m"]))
