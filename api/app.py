@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
@@ -45,9 +46,8 @@ from api.routes import (
     weft,
     weights,
 )
-from api.shared_machines import SharedMachines
-from api.shared_rates import SharedRates
 from api.state import Service
+from api.worker_process import WorkerProcess
 from billing.gauges import MoneyGauges, read_gauges
 from billing.prices import PriceList
 from scheduler.jobs.catalogue import JOBS
@@ -58,17 +58,22 @@ from store.db import Database
 from store.settings import Settings
 from workers.model.card import ModelCard
 
+if TYPE_CHECKING:
+    from api.shared_machines import SharedMachines
+
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
 def create_app(
     settings: Settings, cards: dict[str, ModelCard], database: Database, blobs: Blobs, prices: PriceList
 ) -> FastAPI:
-    """The whole service. `app.state` has `supervisor`, and `stopping`, to be called when a shutdown begins."""
+    """The whole service. `app.state` has `supervisor`, and `stopping`, to be called when a shutdown begins. It may be
+    given `ahead`: worker processes that were started before it."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        machines, rates = parts_of(settings, cards, database, blobs, prices)
+        ahead = getattr(app.state, "ahead", None)
+        machines, rates = parts_of(settings, cards, database, blobs, prices, ahead)
         holder = Service(settings, cards, database, blobs, prices, machines.journal, machines.stats, rates=rates)
 
         def stopping() -> None:
@@ -117,12 +122,20 @@ def _metrics(
 
 
 def parts_of(
-    settings: Settings, cards: dict[str, ModelCard], database: Database, blobs: Blobs, prices: PriceList
+    settings: Settings,
+    cards: dict[str, ModelCard],
+    database: Database,
+    blobs: Blobs,
+    prices: PriceList,
+    ahead: dict[str, WorkerProcess] | None = None,
 ) -> tuple[Machines | SharedMachines, Rates]:
     """Those of the embedded service, or those of one replica of several."""
-    if settings.redis_url:
+    if settings.redis_url:  # imported here, with Redis
+        from api.shared_machines import SharedMachines
+        from api.shared_rates import SharedRates
+
         return SharedMachines(settings, database, blobs, prices), SharedRates(settings.redis_url)
-    return Machines(settings, cards, database, blobs, prices), LocalRates()
+    return Machines(settings, cards, database, blobs, prices, ahead), LocalRates()
 
 
 def front(lifespan: Lifespan | None = None) -> FastAPI:

@@ -6,30 +6,50 @@ prints one key. Everything else, logs and errors, goes to stderr. A mistake of t
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from pathlib import Path
 
 import click
 
-from api.commands.adapter import adapter
-from api.commands.audit import audit
-from api.commands.credit import billing, budget, credit
-from api.commands.jobs import jobs
-from api.commands.key import key
-from api.commands.login_link import login_link
-from api.commands.org import org
-from api.commands.payments import payments
 from api.commands.places import refuse, settings_of, where
-from api.commands.project import project
-from api.commands.repair import repair
-from api.commands.simulate import simulate
-from api.commands.tco import tco
-from api.commands.user import user
-from api.commands.worker import migrate, worker
+
+#: Where the commands are. Only the one that runs is imported: a server that starts again needs no other.
+COMMANDS = {
+    "adapter": "adapter",
+    "audit": "audit",
+    "billing": "credit",
+    "budget": "credit",
+    "credit": "credit",
+    "jobs": "jobs",
+    "key": "key",
+    "migrate": "worker",
+    "org": "org",
+    "payments": "payments",
+    "project": "project",
+    "repair": "repair",
+    "simulate": "simulate",
+    "tco": "tco",
+    "user": "user",
+    "worker": "worker",
+}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Those defined here, and those of COMMANDS, imported when they are looked at."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *COMMANDS})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        found: click.Command = getattr(importlib.import_module(f"api.commands.{COMMANDS[cmd_name]}"), cmd_name)
+        return found
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def weftd() -> None:
     """Serve Weft, and hand out its keys."""
 
@@ -74,25 +94,6 @@ def serve(
     except (server.CannotServe, PriceError) as error:
         refuse(str(error))
     sys.exit(code)
-
-
-weftd.add_command(adapter)
-weftd.add_command(audit)
-weftd.add_command(billing)
-weftd.add_command(budget)
-weftd.add_command(credit)
-weftd.add_command(jobs)
-weftd.add_command(key)
-weftd.add_command(org)
-weftd.add_command(payments)
-weftd.add_command(project)
-weftd.add_command(repair)
-weftd.add_command(user)
-user.add_command(login_link)
-weftd.add_command(migrate)
-weftd.add_command(worker)
-weftd.add_command(simulate)
-weftd.add_command(tco)
 
 
 def main() -> None:

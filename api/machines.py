@@ -7,10 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from api.supervisor import Supervisor, embedded_workers
+from api.worker_process import WorkerProcess
 from billing.prices import PriceList
 from scheduler.desks import GeneratorDesk, TrainerDesk
 from scheduler.journal import Journal
 from scheduler.link import ServerLink
+from scheduler.messages import Drain
 from scheduler.recovery import recover
 from store.blobs import Blobs
 from store.db import Database
@@ -22,10 +24,17 @@ STORE_WITHIN_S = 10.0
 
 
 class Machines:
-    """One journal with its desks and workers, from `start` to `stop`. Built inside the event loop it lives in."""
+    """One journal with its desks and workers, from `start` to `stop`. Built inside the event loop it lives in.
+    `ahead` are workers that were started before it."""
 
     def __init__(
-        self, settings: Settings, cards: dict[str, ModelCard], database: Database, blobs: Blobs, prices: PriceList
+        self,
+        settings: Settings,
+        cards: dict[str, ModelCard],
+        database: Database,
+        blobs: Blobs,
+        prices: PriceList,
+        ahead: dict[str, WorkerProcess] | None = None,
     ) -> None:
         self._settings = settings
         self._database = database
@@ -35,7 +44,7 @@ class Machines:
         self._trainer = TrainerDesk(self.journal, settings.trainer.pass_tokens)
         self._generator = GeneratorDesk(self.journal, len(settings.generator.kinds))
         models = {name: card.path for name, card in cards.items()}
-        self.supervisor = Supervisor(embedded_workers(settings, models), self._attach)
+        self.supervisor = Supervisor(embedded_workers(settings, models), self._attach, ahead)
 
     def start(self) -> None:
         """Take up what the last process left, then start the workers."""
@@ -43,7 +52,9 @@ class Machines:
         self.supervisor.start()
 
     def drain(self) -> None:
-        """From now on nothing new is accepted; workers finish what they have and are not restarted."""
+        """From now on nothing new is accepted; workers finish what they have and are not restarted. Told once."""
+        if self.journal.draining:
+            return
         self.journal.draining = True
         self.supervisor.retire()
         self._trainer.drain()
@@ -67,6 +78,8 @@ class Machines:
 
     async def _attach(self, role: str, sock: socket.socket) -> None:
         link = await ServerLink.over(sock)
+        if self.journal.draining:  # it came after the others were told
+            link.send(Drain())
         try:
             await (self._trainer.serve(link) if role == "trainer" else self._generator.serve(link, role))
         finally:

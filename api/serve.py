@@ -1,42 +1,32 @@
 """One server on one data folder: locked, bound, served until a signal, and drained.
 
-What goes wrong before the server answers is a `CannotServe` with one line for the operator.
+What goes wrong before the server answers is a `CannotServe` with one line for the operator. Little is imported here:
+what takes long to import comes after the address and the workers, which need not wait for it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
-import logging
+import gc
 import os
-import signal
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import uvicorn
-from sqlalchemy.exc import SQLAlchemyError
-
-from api.supervisor import Supervisor, WorkerFailed, embedded_workers
+from api.supervisor import embedded_workers
+from api.worker_process import WorkerProcess, WorkerProgram, start_ahead
 from billing.prices import load_prices
-from billing.wallets import set_default
-from store.blobs import Blobs
-from store.commit_mark import LostCommits
-from store.db import Database
 from store.settings import PaymentsSettings, Settings, SettingsError
 from workers.model.card import ModelCard, UnsupportedModel, read_card
 from workers.model.tiny import TINY_NAME, TINY_PATH
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from store.db import Database
 
-log = logging.getLogger(__name__)
-
-#: Requests that are being answered when a signal comes have this long; long polls are answered at once.
-FINISH_REQUESTS_S = 5
-_MAX_HEADERS_BYTES = 64 * 1024
+#: Connections that wait to be taken, as during a start.
+BACKLOG = 4096
 
 
 class CannotServe(RuntimeError):
@@ -44,17 +34,25 @@ class CannotServe(RuntimeError):
 
 
 def serve(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit code: 0 after a graceful drain."""
-    from api.app import create_app
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 0 after a graceful drain.
 
+    What takes long is begun first: clients that come while a server starts are kept waiting by the kernel instead of
+    refused, and the workers import torch while this process imports the rest of itself."""
     prices = load_prices(settings.prices)
     if settings.payments.enabled:
         check_payments(settings.payments)
     cards = read_cards(settings.models)
-    if not settings.redis_url:
-        check_workers(settings, cards)
+    programs = [] if settings.redis_url else worker_programs(settings, cards)
     alone = nullcontext() if settings.redis_url else only_one(settings.data_dir)
-    with alone, _bound(settings.host, settings.port) as sock:
+    with alone, _listening(settings.host, settings.port) as sock, _ahead(programs) as ahead:
+        gc.disable()  # what is imported stays: looking through it again and again takes a tenth of the time
+        from api.app import create_app
+        from api.server import Server
+        from billing.wallets import set_default
+        from store.blobs import Blobs
+
+        gc.freeze()
+        gc.enable()
         database = open_database(settings)
         try:
             database.write_now(lambda session: set_default(session, settings.billing))
@@ -62,8 +60,12 @@ def serve(settings: Settings) -> int:
             if not settings.redis_url:
                 blobs.clear_unfinished()
             app = create_app(settings, cards, database, blobs, prices)
-            server = _Server(app, _url(settings.host, sock))
-            return server.run_until_signal(sock)
+            app.state.ahead = ahead
+            server = Server(app, _url(settings.host, sock))
+            code = server.run_until_signal(sock)
+            if server.failure is not None:
+                raise CannotServe(str(server.failure))
+            return code
         finally:
             database.close()
 
@@ -85,16 +87,21 @@ def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:
         raise CannotServe(str(error)) from None
 
 
-def check_workers(settings: Settings, cards: Mapping[str, ModelCard]) -> None:
-    """Raises CannotServe when the worker processes that the settings ask for cannot be started here."""
+def worker_programs(settings: Settings, cards: Mapping[str, ModelCard]) -> list[WorkerProgram]:
+    """The worker processes that the settings ask for. Raises CannotServe when they cannot be started here."""
     try:
-        embedded_workers(settings, {name: card.path for name, card in cards.items()})
+        return embedded_workers(settings, {name: card.path for name, card in cards.items()})
     except SettingsError as error:
         raise CannotServe(str(error)) from None
 
 
 def open_database(settings: Settings) -> Database:
     """The database of the settings, with its tables up to date."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from store.commit_mark import LostCommits
+    from store.db import Database
+
     database = None
     try:
         settings.data_dir.mkdir(parents=True, exist_ok=True)
@@ -135,8 +142,19 @@ def only_one(data_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket bound to the address, not listening yet: it is taken before anything slow starts."""
+def _ahead(programs: Sequence[WorkerProgram]) -> Iterator[dict[str, WorkerProcess]]:
+    """Workers that wait for their turn, by role; those whose turn has not come at the end are ended."""
+    started = start_ahead(programs)
+    try:
+        yield started
+    finally:
+        for process in started.values():
+            process.discard()
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket at the address that takes connections, which nobody answers yet."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -148,6 +166,7 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(address)
+            sock.listen(BACKLOG)
         except OSError as error:
             raise CannotServe(f"cannot listen on {host} port {port}: {error.strerror}") from None
         yield sock
@@ -155,62 +174,3 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
 
 def _url(host: str, sock: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-
-
-class _Server(uvicorn.Server):
-    """Uvicorn that says when it is ready, has the app drain first, and exits with 0 after a signal.
-
-    The app keeps in its state `supervisor`, and optionally `stopping`, called when the drain begins (to answer long
-    polls)."""
-
-    def __init__(self, app: FastAPI, url: str) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                lifespan="on",
-                backlog=4096,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=FINISH_REQUESTS_S,
-                h11_max_incomplete_event_size=_MAX_HEADERS_BYTES,
-            )
-        )
-        self._app = app
-        self._url = url
-        self._ready: asyncio.Task[None] | None = None
-        self._failure: WorkerFailed | None = None
-
-    def run_until_signal(self, sock: socket.socket) -> int:
-        # Uvicorn raises a signal again once it has shut down; by then it must not kill the process.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.handle_exit)
-        with suppress(SystemExit):  # the app could not start: uvicorn has logged why
-            self.run(sockets=[sock])
-        if self._failure is not None:
-            raise CannotServe(str(self._failure))
-        return 0 if self.started else 1
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        if self.started:
-            self._ready = asyncio.create_task(self._say_when_ready())
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        log.info("draining")
-        if self._ready is not None:
-            self._ready.cancel()
-        if stopping := getattr(self._app.state, "stopping", None):
-            stopping()
-        await super().shutdown(sockets=sockets)
-
-    async def _say_when_ready(self) -> None:
-        supervisor: Supervisor = self._app.state.supervisor
-        try:
-            await supervisor.wait_attached()
-        except WorkerFailed as error:
-            self._failure = error
-            self.should_exit = True
-        else:
-            print(f"ready {self._url}", flush=True)

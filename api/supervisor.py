@@ -4,13 +4,13 @@ Each worker is a child process with a socket pair to this one. A worker counts a
 word on the link: then its model is loaded. Nothing here knows what the words mean; `attach` does.
 
 No worker outlives the server. On Linux the kernel kills it with its parent, and everywhere it ends when its link
-closes. A worker that dies is started again, soon at first and then with growing pauses.
+closes. A worker that dies is started again, soon at first and then with growing pauses. Behind each worker that
+knows how, a successor stands by: it has imported everything and has not read the model.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import signal
@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from api.worker_process import WorkerProcess, WorkerProgram
 from store.settings import GeneratorSettings, Settings, SettingsError, TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -35,10 +36,10 @@ START_ATTEMPTS = 5
 LINGER_S = 5.0
 #: Between SIGTERM and SIGKILL.
 TERMINATE_S = 3.0
+#: So long after a worker has attached its successor is started: the imports take a core for some two seconds.
+STANDBY_AFTER_S = 1.0
 
 _ROOT = Path(__file__).resolve().parents[1]
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class WorkerFailed(RuntimeError):
@@ -47,26 +48,18 @@ class WorkerFailed(RuntimeError):
 
 @dataclass
 class Backoff:
-    """The pause before a restart: it doubles with every short life and begins anew after a healthy one."""
+    """The pause before a restart: it doubles with every short life and begins anew after a healthy one. A worker lives
+    from when it has attached: a long start is no life."""
 
     first_s: float = 0.1
     most_s: float = 5.0
-    healthy_s: float = 30.0
+    healthy_s: float = 5.0
     _next_s: float = field(default=0.0, init=False)
 
     def pause_s(self, lived_s: float) -> float:
         pause = self.first_s if lived_s >= self.healthy_s or not self._next_s else self._next_s
         self._next_s = min(2 * pause, self.most_s)
         return pause
-
-
-@dataclass(frozen=True)
-class WorkerProgram:
-    """What to run for a role: trainer, generator, generator-2, ... `--link-fd N` is added to the command."""
-
-    role: str
-    command: Sequence[str]
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,26 +114,34 @@ def vllm_program(settings: Settings) -> Path:
 
 def _python_worker(role: str, settings: TrainerSettings | GeneratorSettings, arguments: Sequence[str]) -> WorkerProgram:
     # -P: a folder named `workers` in the working directory must not be taken for ours.
-    command = [sys.executable, "-P", "-m", f"workers.{role.partition('-')[0]}", *arguments]
-    command += ["--device", settings.device, "--dtype", settings.dtype, "--threads", str(settings.threads)]
+    python, module = [sys.executable, "-P", "-m"], f"workers.{role.partition('-')[0]}"
+    arguments = [*arguments, "--device", settings.device, "--dtype", settings.dtype, "--threads", str(settings.threads)]
+    standby = [*python, "workers.standby", module, *arguments]
+    if "--vllm-folder" in arguments:  # what takes long there is not this process
+        standby = []
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return WorkerProgram(
         role,
-        command,
+        [*python, module, *arguments],
         {
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": str(settings.threads),
             "OMP_WAIT_POLICY": "PASSIVE",
         },
+        standby,
     )
 
 
 class Supervisor:
-    """Keeps one process alive for each program, from `start` to `stop`, within one event loop."""
+    """Keeps one process alive for each program, from `start` to `stop`, within one event loop. `ahead` are processes
+    that were started before it, by role; they are taken out of it, and are the first to be used."""
 
-    def __init__(self, programs: Sequence[WorkerProgram], attach: Attach) -> None:
-        self._keepers = [_Keeper(program, attach) for program in programs]
+    def __init__(
+        self, programs: Sequence[WorkerProgram], attach: Attach, ahead: dict[str, WorkerProcess] | None = None
+    ) -> None:
+        waiting = ahead if ahead is not None else {}
+        self._keepers = [_Keeper(program, attach, waiting.pop(program.role, None)) for program in programs]
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -154,7 +155,7 @@ class Supervisor:
     def retire(self) -> None:
         """Do not restart from now on: call it before workers are told to drain."""
         for keeper in self._keepers:
-            keeper.retired.set()
+            keeper.retire()
 
     async def stop(self, grace_s: float) -> None:
         """Give workers that were told to drain `grace_s` to exit, then terminate, then kill. None is left after."""
@@ -181,17 +182,19 @@ class Supervisor:
 
 
 class _Keeper:
-    """One worker and its successors."""
+    """One worker and its successors. `standby` is one that was started ahead."""
 
-    def __init__(self, program: WorkerProgram, attach: Attach) -> None:
+    def __init__(self, program: WorkerProgram, attach: Attach, standby: WorkerProcess | None) -> None:
         self.program = program
         self.retired = asyncio.Event()
         self.attached = False
         self.loading = False
         self._attach = attach
+        self._standby = standby
         self._ever_attached = asyncio.Event()
         self._failed = asyncio.Event()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: WorkerProcess | None = None
+        self._attached_at: float | None = None
         self._starts = 0
         self._last_exit: str | None = None
 
@@ -199,14 +202,15 @@ class _Keeper:
         backoff = Backoff()
         while not self.retired.is_set():
             self._starts += 1
-            started = time.monotonic()
+            self._attached_at = None
             self._last_exit = await self._live()
             if self.retired.is_set():
                 log.info("%s %s", self.program.role, self._last_exit)
                 return
             if self._starts == START_ATTEMPTS and not self._ever_attached.is_set():
                 self._failed.set()
-            pause_s = backoff.pause_s(time.monotonic() - started)
+            lived_s = 0.0 if self._attached_at is None else time.monotonic() - self._attached_at
+            pause_s = backoff.pause_s(lived_s)
             log.warning("%s %s; it is started again in %.1f s", self.program.role, self._last_exit, pause_s)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.retired.wait(), pause_s)
@@ -223,11 +227,17 @@ class _Keeper:
                 f"the {self.program.role} did not come up in {self._starts} starts: it {self._last_exit}"
             )
 
+    def retire(self) -> None:
+        """No successor from now on."""
+        self.retired.set()
+        if self._standby is not None:
+            self._standby.discard()
+            self._standby = None
+
     def signal(self, number: signal.Signals) -> None:
         """To the worker and all that it has started."""
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+            self._process.signal(number)
 
     def status(self) -> WorkerStatus:
         pid = self._process.pid if self._process is not None else None
@@ -235,80 +245,65 @@ class _Keeper:
 
     async def _live(self) -> str:
         """One life of the worker, until process and link have both ended. Returns how it ended."""
-        ours, theirs = socket.socketpair()
         try:
-            self._process = process = await self._spawn(theirs.fileno())
+            self._process = process = self._next()
         except OSError as error:
-            ours.close()
             return f"could not be started: {error}"
-        finally:
-            theirs.close()
         self.loading = True
-        output = asyncio.create_task(self._pass_on(process.stdout))
-        link = asyncio.create_task(self._talk(ours))
-        exited = asyncio.create_task(process.wait())
+        output = asyncio.create_task(process.pass_output_on())
+        link = asyncio.create_task(self._talk(process))
+        exited = asyncio.create_task(process.ended())
         try:
             await asyncio.wait({link, exited}, return_when=asyncio.FIRST_COMPLETED)
-            if not exited.done():
-                await asyncio.wait({exited}, timeout=LINGER_S)
-            self.signal(signal.SIGKILL)  # also what it may have left behind
+            await asyncio.wait({exited}, timeout=LINGER_S)
+            if self.retired.is_set():  # it may have much to write yet: `stop` says how long
+                await asyncio.wait({exited})
+            process.signal(signal.SIGKILL)  # also what it may have left behind
             code = await exited
             self._process = None
             await asyncio.gather(link, output)
         finally:
-            self.signal(signal.SIGKILL)
+            process.signal(signal.SIGKILL)
             self._process = None
         return _how_it_ended(code)
 
-    async def _spawn(self, link_fd: int) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *self.program.command,
-            "--link-fd",
-            str(link_fd),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **self.program.environment},
-            pass_fds=(link_fd,),
-            start_new_session=True,  # Ctrl-C at a terminal reaches the server only, which then drains
-            preexec_fn=_die_with_parent,
-        )
+    def _next(self) -> WorkerProcess:
+        """The one that stands by, or a new one."""
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            if standby.begin():
+                return standby
+            standby.discard()
+        return WorkerProcess(self.program)
 
-    async def _talk(self, sock: socket.socket) -> None:
+    async def _stand_by(self) -> None:
+        """Have a successor, once the worker has lived for a moment."""
+        await asyncio.sleep(STANDBY_AFTER_S)
+        if self.program.standby and self._standby is None and not self.retired.is_set():
+            try:
+                self._standby = WorkerProcess(self.program, ahead=True)
+            except OSError as error:
+                log.warning("a second %s could not be started to stand by: %s", self.program.role, error)
+
+    async def _talk(self, process: WorkerProcess) -> None:
         """Wait for the worker's first word, then hand the link over until it closes."""
+        sock = process.link
         sock.setblocking(False)
         if not await _has_spoken(sock):
             sock.close()
             return
         self.attached, self.loading = True, False
+        self._attached_at = time.monotonic()
         self._ever_attached.set()
-        log.info("%s attached (pid %s)", self.program.role, self._process.pid if self._process else "?")
+        log.info("%s attached (pid %s)", self.program.role, process.pid)
+        successor = asyncio.create_task(self._stand_by())
         try:
             await self._attach(self.program.role, sock)
         except Exception:
             log.exception("the link to the %s failed", self.program.role)
         finally:
             self.attached = False
-
-    async def _pass_on(self, stream: asyncio.StreamReader | None) -> None:
-        """What the worker prints goes to this process's stderr, each line with the worker's name."""
-        assert stream is not None
-        rest = b""
-        while chunk := await stream.read(1 << 16):
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                self._print(line)
-        if rest:
-            self._print(rest)
-
-    def _print(self, line: bytes) -> None:
-        print(f"[{self.program.role}] {line.decode(errors='replace')}", file=sys.stderr, flush=True)
-
-
-def _die_with_parent() -> None:
-    """In the child, before it runs its program: have the kernel kill it when the server dies, even by SIGKILL."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            successor.cancel()
 
 
 async def _has_spoken(sock: socket.socket) -> bool:

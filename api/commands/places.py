@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from store.db import Database
 from store.settings import Settings, SettingsError, load_settings
+
+if TYPE_CHECKING:
+    from store.db import Database
 
 
 def where(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,6 +8,7 @@ import click
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, check_org_name, organisation
+from api.commands.login_link import login_link
 from api.commands.places import database_of, refuse, where
 from store import people
 from store.roles import ROLES
@@ -16,6 +17,9 @@ from store.roles import ROLES
 @click.group()
 def user() -> None:
     """Members of organisations."""
+
+
+user.add_command(login_link)
 
 
 @user.command()

@@ -18,18 +18,16 @@ from api.commands.places import database_of, refuse, settings_of, where
 @click.option("--redis", metavar="URL", help="The Redis of the API replicas (default: redis_url of the settings).")
 def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | None) -> None:
     """Work as ROLE until SIGTERM, which lets it finish what it has. Whatever supervises it starts it again."""
-    from api.serve import CannotServe, check_workers, read_cards
-    from api.supervisor import embedded_workers
+    from api.serve import CannotServe, read_cards, worker_programs
 
     settings = settings_of(config, data_dir, redis_url=redis)
     if not settings.redis_url:
         refuse("there is no Redis to come to: give --redis URL, or redis_url in the settings")
     try:
         cards = read_cards(settings.models)
-        check_workers(settings, cards)
+        programs = worker_programs(settings, cards)
     except CannotServe as error:
         refuse(str(error))
-    programs = embedded_workers(settings, {name: card.path for name, card in cards.items()})
     program = next(program for program in programs if program.role == role)
     command = [*program.command, "--redis", settings.redis_url]
     if "--vllm-folder" in command:  # its own: the data folder is for all

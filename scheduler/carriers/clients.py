@@ -43,3 +43,15 @@ def blocking(url: str) -> Client:
         max_connections=2,
         retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 0),
     )
+
+
+def held(url: str) -> Client:
+    """One connection that is kept open: while Redis has it, the process at its other end is there, however busy."""
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=COMMAND_S,
+        socket_connect_timeout=COMMAND_S,
+        socket_keepalive=True,
+        single_connection_client=True,
+        retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 0),
+    )

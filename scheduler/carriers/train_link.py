@@ -5,6 +5,9 @@ A trainer finds the leader's token, makes up a link of its own and joins. From t
 carry the messages; `alive:<link>` is the trainer's sign of life and lasts for LEASE_S. Either end is gone for the other
 when its sign is: the trainer then gets EOFError and forgets its runs, the leader rebuilds them elsewhere. A link is
 never taken up again, so what a trainer sends after it was given up reaches nobody.
+
+A trainer that is killed need not be waited for that long: the sign names a connection that it holds open, which the
+kernel closes with the process, and never because the machine is busy.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+import redis
 
-from scheduler.carriers.clients import LONGEST_BLOCK_S, blocking, pooled
+from scheduler.carriers.clients import LONGEST_BLOCK_S, blocking, held, pooled
 from scheduler.carriers.contract import QueueUnreachable
 from scheduler.carriers.parcels import pack, unpack
 from scheduler.carriers.redis_queue import reaching
@@ -30,6 +34,8 @@ from store.blobs import Blobs
 
 log = logging.getLogger(__name__)
 
+#: A trainer whose connection is closed, and that has not said in so long that it has another one, is dead.
+CLOSED_S = 2.0
 _PREFIX = "{weft:train}:"
 LEADER = f"{_PREFIX}leader"
 #: Messages of a link that is over are forgotten after this.
@@ -48,7 +54,7 @@ class TrainerLink:
 
     def __init__(self, url: str, blobs: Blobs, stopped: Callable[[], bool] = lambda: False) -> None:
         self._blobs = blobs
-        self._redis, self._reader = pooled(url), blocking(url)
+        self._redis, self._reader, self._held = pooled(url), blocking(url), held(url)
         self._over = threading.Event()
         self._link = worker_name("trainer")
         self._leader = self._join(stopped)
@@ -95,18 +101,23 @@ class TrainerLink:
             with suppress(QueueUnreachable), reaching():
                 leader: Any = self._redis.get(LEADER)
                 if leader:
-                    self._redis.set(_key("alive", self._link), "1", px=int(LEASE_S * 1000))
+                    self._redis.set(_key("alive", self._link), self._held.client_id(), px=int(LEASE_S * 1000))
                     self._redis.rpush(_key("joining", leader.decode()), self._link)
                     return bytes(leader)
             time.sleep(BEAT_S / 4)
         raise EOFError("told to stop before there was a leader")
 
     def _beat(self) -> None:
-        while not self._over.wait(BEAT_S):
+        pause_s = BEAT_S
+        while not self._over.wait(pause_s):
+            pause_s = BEAT_S / 5  # unless Redis answers: who has lost the connection says soon that there is another
             with suppress(QueueUnreachable), reaching():
-                alive = self._redis.set(_key("alive", self._link), "1", px=int(LEASE_S * 1000), xx=True)
-                if not alive or self._redis.get(LEADER) != self._leader:
+                sign = self._held.client_id()
+                alive = self._held.set(_key("alive", self._link), sign, px=int(LEASE_S * 1000), xx=True)
+                if not alive or self._held.get(LEADER) != self._leader:
                     self._over.set()
+                pause_s = BEAT_S
+        self._held.close()
 
 
 class LeaderLink:
@@ -118,6 +129,8 @@ class LeaderLink:
         self._redis, self._reader = pooled(url), blocking(url)
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._pump = asyncio.create_task(self._send_all())
+        self._sign: bytes | None = None  # the trainer's last one, and since when its connection is closed
+        self._closed_since: float | None = None
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message. Lost silently when the trainer is gone; the loop over `messages` then ends."""
@@ -128,7 +141,7 @@ class LeaderLink:
         while True:
             try:
                 was_alive = await self._run(self._alive)
-                parcel = await self._run(self._next)
+                parcel = await self._run(self._next if was_alive else self._left)
                 if parcel is None and not was_alive:
                     return
             except QueueUnreachable:
@@ -165,12 +178,33 @@ class LeaderLink:
 
     def _alive(self) -> bool:
         with reaching():
-            return bool(self._redis.exists(_key("alive", self.name)))
+            sign: Any = self._redis.get(_key("alive", self.name))
+            if sign is None:
+                return False
+            if sign != self._sign or self._is_open(sign):
+                self._sign, self._closed_since = sign, None
+                return True
+        now = time.monotonic()
+        self._closed_since = self._closed_since or now
+        return now - self._closed_since < CLOSED_S
+
+    def _is_open(self, sign: bytes) -> bool:
+        """Whether Redis has the connection that the sign names. One that does not tell leaves it to the lease."""
+        try:
+            return bool(self._redis.client_list(client_id=[int(sign)]))
+        except redis.ResponseError:
+            return True
 
     def _next(self) -> bytes | None:
         with reaching():
             found: Any = self._reader.blpop([_key("up", self.name)], BEAT_S)
         return found[1] if found else None
+
+    def _left(self) -> bytes | None:
+        """What one that is gone has sent before."""
+        with reaching():
+            parcel: Any = self._redis.lpop(_key("up", self.name))
+        return bytes(parcel) if parcel is not None else None
 
     async def _run(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

@@ -14,23 +14,27 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from store import keys
 from store.db import Database
+from tests.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: A worker that says hello after a while and leaves when told; `MODE` is what the test wants to go wrong.
+#: A worker that says hello after a while and leaves when told; `MODE` is what the test wants to go wrong, or a file
+#: that the server waits for before it is built.
 STAND_IN = """
-import asyncio, os, sys, types
+import asyncio, os, sys, time, types
 from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from api import supervisor as s
 s.START_ATTEMPTS = 2
+from api import worker_process
+worker_process.start_ahead = lambda programs: {}  # the real ones
 mode = os.environ.get("MODE", "")
 WORKER = '''
 import socket, sys, time
@@ -43,6 +47,8 @@ if mode == "worker":
     WORKER = "raise SystemExit(9)"
 
 def create_app(settings, cards, database, blobs, prices):
+    while mode and not mode[:1].isalpha() and not os.path.exists(mode):
+        time.sleep(0.05)
     links = []
     async def attach(role, sock):
         links.append(sock)
@@ -125,6 +131,30 @@ def test_serves_until_sigterm_and_drains(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "")
     assert "drained ['exited with code 0', 'exited with code 0']" in err
+
+
+def test_a_client_that_comes_while_the_server_starts_is_kept_waiting(tmp_path: Path) -> None:
+    """A refusal would send it away for as long as its patience doubles."""
+    port, go = free_port(), tmp_path / "go"
+    process = weftd("serve", "--data-dir", str(tmp_path / "data"), "--port", str(port), mode=str(go))
+    try:
+        client, deadline = None, time.monotonic() + 60
+        while client is None:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            with suppress(ConnectionRefusedError):
+                client = socket.create_connection(("127.0.0.1", port))
+        client.sendall(b"GET /models HTTP/1.1\r\nHost: weft\r\nConnection: close\r\n\r\n")
+        go.touch()
+        client.settimeout(60)
+        answer = b""
+        while chunk := client.recv(4096):
+            answer += chunk
+        client.close()
+        assert answer.endswith(b'["weft/tiny-moe"]')
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_ctrl_c_drains_too(tmp_path: Path) -> None:

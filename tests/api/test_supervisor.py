@@ -13,9 +13,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from api.supervisor import Backoff, Supervisor, WorkerFailed, WorkerProgram, embedded_workers
+from api.supervisor import Backoff, Supervisor, WorkerFailed, embedded_workers
+from api.worker_process import WorkerProgram, start_ahead
 from store.settings import SettingsError, load_settings
 
 #: Says hello, then leaves when it reads "leave", hangs on "hang", crashes on "crash", exits when the link closes.
@@ -163,6 +165,117 @@ def test_a_worker_that_takes_long_to_exit_after_its_link_has_closed_is_left_in_p
     run(main, program(slow))
 
 
+def test_a_worker_that_drains_has_all_the_time_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when its link is closed already: it may be writing, on a machine that is busy."""
+    monkeypatch.setattr("api.supervisor.LINGER_S", 0.1)
+    slow = WORKER.replace("sys.exit(0)", "link.close(); time.sleep(1.5); sys.exit(0)")
+
+    async def main(supervisor: Supervisor, server: Server) -> None:
+        await supervisor.wait_attached()
+        supervisor.retire()
+        server.links[0].send(b"leave")
+        await supervisor.stop(grace_s=20)
+        assert supervisor.status()[0].last_exit == "exited with code 0"
+
+    run(main, program(slow))
+
+
+def standing_by(script: str = WORKER) -> WorkerProgram:
+    """One that can be started ahead: it waits for a line before it does anything else."""
+    command = [sys.executable, "-u", "-c"]
+    return WorkerProgram("trainer", [*command, script], standby=[*command, f"import sys\nsys.stdin.read(1){script}"])
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
+
+
+def test_a_successor_stands_by_and_is_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.supervisor.STANDBY_AFTER_S", 0)
+    before = children()
+
+    async def main(supervisor: Supervisor, server: Server) -> None:
+        await supervisor.wait_attached()
+        for life in range(3):
+            await until(lambda: len(children() - before) == 2)
+            [status] = supervisor.status()
+            [successor] = children() - before - {status.pid}
+            assert len(server.heard) == life + 1  # the one that waits says nothing
+            server.links[-1].send(b"crash")
+            await until(lambda life=life: len(server.heard) == life + 2)
+            assert supervisor.status()[0].pid == successor
+        supervisor.retire()
+        server.links[-1].send(b"leave")
+        await supervisor.stop(grace_s=20)
+        assert children() == before
+
+    run(main, standing_by())
+
+
+def test_one_that_died_while_it_stood_by_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.supervisor.STANDBY_AFTER_S", 0)
+    before = children()
+
+    async def main(supervisor: Supervisor, server: Server) -> None:
+        await supervisor.wait_attached()
+        await until(lambda: len(children() - before) == 2)
+        [successor] = children() - before - {supervisor.status()[0].pid}
+        os.kill(successor, signal.SIGKILL)
+        await until(lambda: successor not in children())
+        server.links[-1].send(b"crash")
+        await until(lambda: len(server.heard) == 2)
+        assert supervisor.status()[0].restarts == 1
+
+    run(main, standing_by())
+
+
+def test_a_worker_that_was_started_ahead_waits_for_the_start() -> None:
+    before = children()
+    programs = [standing_by(), program(role="generator")]
+    ahead = start_ahead(programs)
+    assert set(ahead) == {"trainer"}
+    [waiting] = children() - before
+
+    async def main() -> None:
+        server = Server()
+        supervisor = Supervisor(programs, server.attach, ahead)
+        assert ahead == {}
+        supervisor.start()
+        try:
+            await supervisor.wait_attached()
+            trainer, generator = supervisor.status()
+            assert trainer.pid == waiting != generator.pid
+        finally:
+            await supervisor.stop(grace_s=0)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert children() == before
+
+
+def test_one_that_stands_by_leaves_when_it_is_not_wanted() -> None:
+    [process] = start_ahead([standing_by()]).values()
+    assert not gone(process.pid)
+    process.discard()
+    assert gone(process.pid)
+
+
+def test_a_real_trainer_stands_by_without_a_model_and_ends_with_the_server(tmp_path: Path) -> None:
+    settings = load_settings(None, data_dir=tmp_path)
+    trainer, _ = embedded_workers(settings, {"m": Path("/nonexistent")})
+    theirs, ours = os.pipe()
+    process = subprocess.Popen(
+        [*trainer.standby, "--link-fd", "0"],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | trainer.environment,
+    )
+    os.close(theirs)
+    os.close(ours)  # nobody will ever say that its turn has come
+    out, _ = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, b"")
+
+
 def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("api.supervisor.TERMINATE_S", 0.2)
 
@@ -226,7 +339,8 @@ def test_a_link_that_fails_costs_the_worker_its_life_and_not_the_server(monkeypa
 
 PARENT = f"""
 import asyncio, sys
-from api.supervisor import Supervisor, WorkerProgram
+from api.supervisor import Supervisor
+from api.worker_process import WorkerProgram
 async def attach(role, sock):
     await asyncio.sleep(60)
 async def main():

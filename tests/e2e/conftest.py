@@ -58,8 +58,13 @@ class Weftd:
 
     def worker(self, role: str) -> psutil.Process:
         """The child process that is the `trainer` or the `generator` now."""
+        return self.workers(role)[0]
+
+    def workers(self, role: str, *, waiting: bool = False) -> list[psutil.Process]:
+        """All of that role that work or load, or instead those that wait for their turn."""
         children = psutil.Process(self.process.pid).children()
-        return next(p for p in children if f"workers.{role}" in " ".join(p.cmdline()))
+        found = [p for p in children if f"workers.{role}" in " ".join(p.cmdline())]
+        return [p for p in found if (p.name() == "weft-standby") == waiting]
 
     def key(self, organisation: str = "acme") -> str:
         if organisation not in self._keys:

@@ -7,10 +7,12 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import tinker
 from tinker import types
@@ -160,3 +162,75 @@ def test_sigterm_drains_and_a_restart_goes_on(own_weftd: Start) -> None:
     np.testing.assert_array_equal(fingerprint(run), before)
     children = server.process.pid
     assert children
+
+
+def test_whenever_it_stops_nothing_is_left_to_be_replayed(own_weftd: Start) -> None:
+    """Every run's last state is in a snapshot that the database knows."""
+    server = own_weftd()
+    service = client(server)
+    runs = [service.create_lora_training_client(BASE_MODEL, rank=4, seed=seed).result() for seed in (5, 6)]
+    for tries in range(5):
+        for run in runs:
+            train(run, 1)
+        assert server.stop() == 0, server.log()
+        with sqlite3.connect(server.data_dir / "weft.db") as db:
+            states = db.execute(
+                "select runs.id, snapshot_seq, max(seq) from runs join operations on lane = runs.id group by runs.id"
+            ).fetchall()
+        assert len(states) == 2
+        assert all(saved == last for _, saved, last in states), (tries, states)
+        server.start()
+    assert "Traceback" not in server.log()
+
+
+def test_polls_are_held_while_no_worker_is_there(own_weftd: Start) -> None:
+    """The front answers as soon as the journal is recovered; the workers are held back until it has."""
+    server = own_weftd()
+    key = server.key()
+    server.worker("trainer").suspend()  # what is accepted now is for the next one
+    with httpx.Client(base_url=server.url, headers={"X-API-Key": key}, timeout=30) as http:
+        created = http.post("/api/v1/create_session", json={"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"})
+        body = {
+            "session_id": created.json()["session_id"],
+            "model_seq_id": 0,
+            "base_model": BASE_MODEL,
+            "lora_config": {"rank": 2},
+        }
+        made = http.post("/api/v1/create_model", json=body).json()["request_id"]
+    server.kill()
+    (server.data_dir / "weft.toml").write_text("long_poll_s = 0.2\n")
+    server.options = ("--config", str(server.data_dir / "weft.toml"))
+    ready = threading.Thread(target=server.start)
+    ready.start()
+    eventually(lambda: server.process.poll() is None and len(server.workers("trainer", waiting=True)) == 1)
+    [trainer] = server.workers("trainer", waiting=True)
+    trainer.suspend()
+    try:
+        with httpx.Client(base_url=server.url, headers={"X-API-Key": key}, timeout=60) as http:
+            asked: list[httpx.Response] = []
+
+            def answered() -> bool:
+                with suppress(httpx.TransportError):
+                    asked.append(http.post("/api/v1/retrieve_future", json={"request_id": made}))
+                return bool(asked)
+
+            eventually(answered)
+            assert asked[0].status_code == 408
+            assert asked[0].json()["queue_state_reason"].startswith("waiting for the trainer, which is starting")
+            assert ready.is_alive()  # "ready" is said when the workers are there
+            trainer.resume()
+            ready.join(60)
+            while (reply := http.post("/api/v1/retrieve_future", json={"request_id": made})).status_code == 408:
+                pass
+            assert "error" not in reply.json()
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            trainer.resume()
+        ready.join(60)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

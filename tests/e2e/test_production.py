@@ -92,6 +92,7 @@ def test_nothing_is_lost_or_billed_twice_whoever_is_killed(production: Productio
     (billed,) = production.query("select count(distinct operation_id) from usage_events where kind = 'train'")[0]
     assert (failed, doubled) == ([], [])
     assert trained == billed
+    assert [stop(worker, PATIENCE_S) for worker in (standby, generators[1])] == [0, 0], production.log()
     assert stop(replicas[other], PATIENCE_S) == 0, production.log()
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import tinker
 from tinker import types
@@ -19,11 +18,6 @@ from tests.e2e.data import prompt
 
 pytestmark = pytest.mark.server
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def generators(server: Weftd) -> list[psutil.Process]:
-    children = psutil.Process(server.process.pid).children()
-    return [process for process in children if "workers.generator" in " ".join(process.cmdline())]
 
 
 def sampler(server: Weftd) -> Any:
@@ -56,7 +50,7 @@ def test_replicas_share_the_work_and_one_that_is_killed_loses_nothing(
     client = sampler(server)
     calm = tokens(ask(client, 8))
     futures = ask(client, 8)
-    victims = generators(server)
+    victims = server.workers("generator")
     assert len(victims) == 2
     deadline = time.monotonic() + 30
     while not all(one["held"] for one in replicas(server).values()):

@@ -19,10 +19,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 
-from scheduler.carriers.sample_link import SampleLink
 from scheduler.link import WorkerLink
 from store.blobs import Blobs
 from workers.generator.tokenizer import text_decoder
@@ -33,12 +33,16 @@ from workers.generator.torch_engine import (
     TorchEngine,
 )
 from workers.generator.vllm import process as vllm
-from workers.generator.vllm.engine import VllmEngine
 from workers.generator.worker import Generator
+from workers.leave import leave
 from workers.model.card import read_card
 from workers.model.device import Target, add_arguments, target_of
 from workers.model.isolation import settle
 from workers.model.weights import load_decoder
+
+if TYPE_CHECKING:
+    from scheduler.carriers.sample_link import SampleLink
+    from workers.generator.vllm.engine import VllmEngine
 
 log = logging.getLogger("generator")
 
@@ -50,17 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if args.engine == "torch":  # it has nothing to finish yet, and no vLLM to stop
+        signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))
     if args.threads:
         torch.set_num_threads(args.threads)
     target, blobs = target_of(args), Blobs(args.data_dir / "blobs")
     engines = {name: _engine(name, path, args, target) for name, path in args.model}
-    link = WorkerLink(args.link_fd) if args.redis is None else SampleLink(args.redis, blobs)
-    generator = Generator(engines, blobs, link, slots=args.slots)
+    shared = _shared(args.redis, blobs) if args.redis is not None else None
+    generator = Generator(engines, blobs, shared or WorkerLink(args.link_fd), slots=args.slots)
 
     def drain(signum: int, frame: FrameType | None) -> None:
         generator.drain()
-        if isinstance(link, SampleLink):
-            link.drain()
+        if shared is not None:
+            shared.drain()
 
     signal.signal(signal.SIGTERM, drain)
     log.info("ready on %s, with %d slots and %d threads", target, args.slots, torch.get_num_threads())
@@ -72,9 +78,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         for engine in engines.values():
             engine.close()
-    if isinstance(link, SampleLink):
-        link.close()
+    if shared is not None:
+        shared.close()
     return 0
+
+
+def _shared(url: str, blobs: Blobs) -> SampleLink:
+    """Imported here with all that it needs of database and Redis."""
+    from scheduler.carriers.sample_link import SampleLink
+
+    return SampleLink(url, blobs)
 
 
 def _engine(name: str, path: Path, args: argparse.Namespace, target: Target) -> TorchEngine | VllmEngine:
@@ -83,7 +96,7 @@ def _engine(name: str, path: Path, args: argparse.Namespace, target: Target) -> 
     began = time.monotonic()
     card = read_card(name, path)
     decoder = load_decoder(path, target.dtype, target.device)
-    log.info("%s: tenants are computed %s", name, settle(decoder))
+    log.info("%s: tenants are computed %s", name, settle(decoder, args.data_dir / "isolation"))
     engine = TorchEngine(
         decoder,
         card.eos_token_ids,
@@ -128,4 +141,4 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -6,13 +6,15 @@ threads and look at the alignment of memory; vectorised functions round the ends
 is documented, so it is tried: for every distinct weight shape of the loaded decoder,
 in both directions, on the threads in use. Where all agree the trainer packs ("padded": base_mm); where anything
 differs, every group is computed alone ("per-segment"), which is exact whatever the library does, and slower.
-Runs once per process: `settle` after the threads are set and the weights are loaded.
+Runs once per process: `settle` after the threads are set and the weights are loaded; what it has found may be kept for
+the next process (`tried`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.base_mm import MIN_ROWS, base_mm
+from workers.model.native.gemm import packed
+from workers.model.tried import Finding, once
 
 if TYPE_CHECKING:
     from workers.model.decoder import Decoder
@@ -54,11 +58,25 @@ class Isolation:
         return f"group by group, which is slower ({self.reason})"
 
 
-def settle(decoder: Decoder) -> Isolation:
-    """Test the decoder's shapes and set `decoder.isolation`."""
-    found = choose(decoder)
+def settle(decoder: Decoder, kept: Path | None = None) -> Isolation:
+    """Test the decoder's shapes, or find in the folder `kept` what such a test has found on this machine, and set
+    `decoder.isolation`."""
+    found = choose(decoder) if kept is None or decoder.device.type != "cpu" else _kept(decoder, kept)
     decoder.isolation = found.mode
     return found
+
+
+def _kept(decoder: Decoder, folder: Path) -> Isolation:
+    config = decoder.config
+    weights = [(list(w.shape), str(w.dtype), packed(w) is not None) for w in _shapes(decoder)]
+    widths = (config.moe_intermediate_size, config.intermediate_size)
+
+    def trial() -> Finding:
+        found = choose(decoder)
+        return Finding(found.mode, found.shapes, found.reason)
+
+    found = once(folder, f"{weights} {widths}", trial)
+    return Isolation(found.mode, found.shapes, found.reason)
 
 
 def choose(decoder: Decoder) -> Isolation:

@@ -26,10 +26,10 @@ from typing import Protocol
 import msgspec
 import torch
 
-from scheduler.carriers.train_link import TrainerLink
 from scheduler.link import WorkerLink
 from scheduler.messages import Drain, Pass, PullPass
 from store.blobs import Blobs
+from workers.leave import leave
 from workers.model.decoder import Decoder
 from workers.model.device import Target, add_arguments, target_of
 from workers.model.isolation import settle
@@ -72,8 +72,8 @@ def serve(trainer: Trainer, link: Link, stop: StopFlag) -> None:
     trainer.drain(link.send)
 
 
-def load_models(models: Sequence[str], target: Target) -> dict[str, Decoder]:
-    """Decoders by name from NAME=PATH pairs."""
+def load_models(models: Sequence[str], target: Target, tried: Path | None = None) -> dict[str, Decoder]:
+    """Decoders by name from NAME=PATH pairs. `tried`: where findings about this machine are kept."""
     decoders: dict[str, Decoder] = {}
     for pair in models:
         name, separator, path = pair.partition("=")
@@ -82,7 +82,7 @@ def load_models(models: Sequence[str], target: Target) -> dict[str, Decoder]:
         began = time.monotonic()
         decoders[name] = load_decoder(Path(path), target.dtype, target.device)
         _log(f"loaded {name} in {time.monotonic() - began:.1f} s")
-        _log(f"{name}: tenants are computed {settle(decoders[name])}")
+        _log(f"{name}: tenants are computed {settle(decoders[name], tried)}")
     return decoders
 
 
@@ -90,18 +90,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     stop = StopFlag()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, stop.set)
+    signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))  # it has nothing to finish yet
     if args.threads:
         torch.set_num_threads(args.threads)
     settings = TrainerSettings(args.microbatch_tokens, args.snapshot_every_tokens, args.resident_bytes, args.host_bytes)
     target = target_of(args)
-    models, blobs = load_models(args.model, target), Blobs(args.data_dir / "blobs")
+    models, blobs = load_models(args.model, target, args.data_dir / "isolation"), Blobs(args.data_dir / "blobs")
+    signal.signal(signal.SIGTERM, stop.set)
     _log(f"loaded on {target}, with {torch.get_num_threads()} threads")
     if args.redis is None:
         pages_dir = args.data_dir / "pages"
         shutil.rmtree(pages_dir, ignore_errors=True)  # of a lost trainer: the journal rebuilds what was in them
         trainer = Trainer(models, blobs, settings, pages_dir)
         return 0 if work(trainer, WorkerLink(args.link_fd), stop) else 1
+    from scheduler.carriers.train_link import TrainerLink  # with all that it needs of database and Redis
+
     while not stop.is_set:
         with tempfile.TemporaryDirectory(prefix="weft-pages-") as pages:
             trainer = Trainer(models, blobs, settings, Path(pages))
@@ -147,4 +150,4 @@ def _log(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

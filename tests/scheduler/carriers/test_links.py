@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -217,6 +219,65 @@ def test_a_trainer_that_is_silent_is_gone(url: str, blobs: Blobs, monkeypatch: p
     async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
         trainer.send(PullPass(["m"]))
         assert [message async for message in leader.messages()] == [PullPass(["m"])]
+
+    with_trainer(url, blobs, scenario)
+
+
+#: Joins, with a lease that outlasts any test, says that it did, and works on.
+TRAINER = """
+import sys, time
+from pathlib import Path
+from scheduler.carriers import train_link
+from scheduler.messages import PullPass
+from store.blobs import Blobs
+train_link.LEASE_S = 3600
+link = train_link.TrainerLink(sys.argv[1], Blobs(Path(sys.argv[2])))
+link.send(PullPass(["m"]))
+time.sleep(3600)
+"""
+
+
+def test_a_trainer_that_is_killed_is_gone_before_its_lease_is(url: str, blobs: Blobs) -> None:
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, url, str(blobs.root)])
+
+    async def run() -> None:
+        joining = Joining(url, uuid.uuid4().hex)
+        joining.lead(60)
+        try:
+            with ThreadPoolExecutor(4) as threads:
+                name = None
+                while name is None:
+                    name = await asyncio.to_thread(joining.next, 5)
+                leader = LeaderLink(url, name, blobs, threads)
+                found = []
+                async for message in leader.messages():
+                    found.append(message)
+                    trainer.kill()
+                assert found == [PullPass(["m"])]
+                assert redis.Redis.from_url(url).pttl(f"{{weft:train}}:alive:{name}") > 600_000
+                leader.close()
+        finally:
+            trainer.kill()
+            trainer.wait()
+            joining.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_trainer_that_loses_its_connections_goes_on(url: str, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_link, "CLOSED_S", 10)
+
+    async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
+        server, own = redis.Redis.from_url(url), trainer._held.client_id()
+        reading = asyncio.create_task(anext(leader.messages()))
+        await asyncio.sleep(1)  # a look or two at the connection
+        server.client_kill_filter(_id=own)
+        sign = f"{{weft:train}}:alive:{leader.name}"
+        await asyncio.to_thread(eventually, lambda: server.get(sign) not in (None, str(own).encode()))
+        await asyncio.sleep(2)
+        assert not reading.done()
+        trainer.send(PullPass(["m"]))
+        assert await reading == PullPass(["m"])
 
     with_trainer(url, blobs, scenario)
 

@@ -112,3 +112,35 @@ def test_positions_have_the_same_angles_in_any_batch(tmp_path: Path) -> None:
             assert torch.equal(one[0], many[at])
     exact = torch.tensor([700.0])[:, None] * decoder.inverse_wavelengths
     torch.testing.assert_close(late[0][0, 0, : exact.shape[1]], exact[0].cos())
+
+
+def test_what_was_found_is_kept_for_the_same_weights_and_threads_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials: list[int] = []
+
+    def trial(decoder: Decoder) -> isolation.Isolation:
+        trials.append(torch.get_num_threads())
+        return isolation.Isolation("per-segment", 3, "a difference")
+
+    monkeypatch.setattr(isolation, "choose", trial)
+    before, kept = torch.get_num_threads(), tmp_path / "kept"
+    try:
+        torch.set_num_threads(1)
+        decoder = ours(reference("moe"), tmp_path / "one")
+        first = settle(decoder, kept)
+        decoder.isolation = ""
+        assert settle(decoder, kept) == first == isolation.Isolation("per-segment", 3, "a difference")
+        assert decoder.isolation == "per-segment"
+        assert len(trials) == 1
+        settle(ours(reference("moe", moe_intermediate_size=40), tmp_path / "two"), kept)
+        torch.set_num_threads(2)
+        settle(decoder, kept)
+        assert trials == [1, 1, 2]
+        torch.set_num_threads(1)
+        for file in kept.iterdir():
+            file.write_bytes(file.read_bytes()[:10])
+        assert settle(decoder, kept) == first
+        assert trials == [1, 1, 2, 1]
+    finally:
+        torch.set_num_threads(before)

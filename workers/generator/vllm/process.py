@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from workers.generator.tokenizer import text_decoder
 from workers.generator.vllm.adapters import RANKS, Room, targets
-from workers.generator.vllm.engine import VllmEngine
-from workers.generator.vllm.server import Launch
 from workers.model.card import read_card
 from workers.model.device import Target
+
+if TYPE_CHECKING:
+    from workers.generator.vllm.engine import VllmEngine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def vllm_engine(name: str, path: Path, args: argparse.Namespace, target: Target) -> VllmEngine:
     """An engine whose vLLM has answered its first requests. Raises VllmFailed."""
+    # Its HTTP client is imported where there is a vLLM only.
+    from workers.generator.vllm.engine import VllmEngine
+    from workers.generator.vllm.server import Launch
+
     card = read_card(name, path)
     room = Room(args.vllm_adapters, args.vllm_rank)
     context = min(args.context, card.context_length)

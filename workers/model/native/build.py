@@ -45,7 +45,7 @@ def library(source: Path | None = None) -> ctypes.CDLL | None:
 
 def _compiled(compiler: str, file: Path) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    facts = "\n".join((file.read_text(), _HEADER.read_text(), *_FLAGS, version, _processor()))
+    facts = "\n".join((file.read_text(), _HEADER.read_text(), *_FLAGS, version, processor()))
     target = _cache_folder() / f"{file.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
     if not target.exists():
         handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
@@ -66,7 +66,7 @@ def _compile(compiler: str, file: Path, target: str) -> None:
         subprocess.run(command, capture_output=True, text=True, check=True)
 
 
-def _processor() -> str:
+def processor() -> str:
     """What -march=native looks at."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
