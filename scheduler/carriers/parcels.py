@@ -6,6 +6,7 @@ import secrets
 
 import msgspec
 
+from scheduler.carriers.contract import QueueUnreachable
 from scheduler.messages import Done, FromGenerator, FromTrainer
 from store.blobs import Blobs
 
@@ -24,10 +25,14 @@ _decode = msgspec.msgpack.Decoder(Parcel).decode
 
 
 def pack(message: FromTrainer | FromGenerator, blobs: Blobs) -> bytes:
+    """QueueUnreachable when the folder that all share takes nothing for now."""
     if not isinstance(message, Done) or len(message.payload) <= INLINE_BYTES:
         return _encode(Parcel(message))
     ref = f"handoff/{message.op_id}.{secrets.token_hex(4)}"
-    blobs.put(ref, message.payload)
+    try:
+        blobs.put(ref, message.payload)
+    except OSError as error:
+        raise QueueUnreachable(f"the result of {message.op_id} cannot be handed over: {error}") from error
     return _encode(Parcel(msgspec.structs.replace(message, payload=b""), ref))
 
 

@@ -163,7 +163,7 @@ class SampleLink:
     def _answer(self, done: Done) -> None:
         epoch = self._let_go(done.op_id)
         if epoch is not None:
-            self._late.append(partial(self._queue.answer, done.op_id, epoch, pack(done, self._blobs)))
+            self._late.append(lambda: self._queue.answer(done.op_id, epoch, pack(done, self._blobs)))
 
     def _lose(self, op_id: str) -> None:
         """The engine died over a sample. It is anybody's: this one's engine may take long to be back."""

@@ -62,9 +62,10 @@ class TrainerLink:
         self._beats.start()
 
     def send(self, message: Any) -> None:
-        parcel = pack(message, self._blobs)
+        parcel: bytes | None = None
         while not self._over.is_set():
             with suppress(QueueUnreachable), reaching():
+                parcel = parcel or pack(message, self._blobs)
                 self._redis.rpush(_key("up", self._link), parcel)
                 return
             self._over.wait(0.2)
