@@ -18,6 +18,7 @@ import pytest
 import tinker
 from tinker import types
 
+from store.blobs import Blobs
 from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.data import ADAM, prompt, supervised
 
@@ -131,8 +132,8 @@ def test_what_sequences_were_sampled_with_is_recorded(official: Official, weftd:
     params = types.SamplingParams(max_tokens=5, stop=[])
     session = sampler._sampling_session_id.split(":")[0]
     for sequence in sampler.sample(prompt(), 2, params).result().sequences:
-        blob = weftd.data_dir / "blobs" / "stability" / session / sequence.sequence_id
-        assert np.frombuffer(blob.read_bytes(), "<f4").tolist() == sequence.logprobs
+        blob = Blobs(weftd.data_dir / "blobs").get(f"stability/{session}/{sequence.sequence_id}")
+        assert np.frombuffer(blob, "<f4").tolist() == sequence.logprobs
 
 
 # -- the prefix cache and the bill

@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from scheduler.carriers import train_link
-from scheduler.carriers.contract import LIVES, Item
+from scheduler.carriers.contract import LEFT_S, LIVES, Item
 from scheduler.carriers.news import Ended, Listener, News
 from scheduler.carriers.parcels import INLINE_BYTES, unpack
 from scheduler.carriers.redis_queue import RedisQueue
@@ -119,10 +119,14 @@ def test_a_generator_that_waits_gets_what_needs_its_adapter_and_nobody_waits_for
     came: list[str] = []
     waits = threading.Thread(target=lambda: came.extend(op.op_id for op in holder.recv(30).ops))  # type: ignore[union-attr]
     waits.start()
+    began = time.monotonic()
     push(queue, "a", "x")
-    assert other.recv(0) is None or came
+    if other.recv(0) is not None:  # on a machine so busy that it was anybody's by then
+        assert time.monotonic() - began > LEFT_S
+        other.send(Done("a", b"result"))
+        push(queue, "a2", "x")
     waits.join()
-    assert came == ["a"]
+    assert came in (["a"], ["a2"])
     push(queue, "b", "x")  # and now the holder is busy with something
     work = other.recv(30)
     assert isinstance(work, SampleWork)
