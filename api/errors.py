@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from store.blobs import is_lasting
 from store.people import NoSuch, PeopleError
+from store.room import what_failed
 
 log = logging.getLogger("weft.api")
 
@@ -231,14 +232,14 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(PoolTimeout)
     async def database_error(_request: Request, error: Exception) -> Response:
         log.warning("the database does not answer: %s", error)
-        return CannotStore("the server's database does not answer; send the request again").response()
+        return CannotStore(f"{what_failed(error)}; send the request again").response()
 
     @app.exception_handler(OSError)
     async def disk_error(_request: Request, error: OSError) -> Response:
         if is_lasting(error):
             raise error
         log.error("the disk does not answer: %s", error)
-        return CannotStore("the server's disk is full, or does not answer; send the request again").response()
+        return CannotStore(f"{what_failed(error)}; send the request again").response()
 
     @app.exception_handler(RequestValidationError)
     async def bad_parameters(_request: Request, error: RequestValidationError) -> Response:

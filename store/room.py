@@ -44,15 +44,15 @@ class Room:
     def refused(self, error: BaseException) -> str:
         """Something could not be stored: what is said of it. If it was the disk, it has no room until the next look."""
         if isinstance(error, OSError):
-            self._looked, self._why = self._clock(), _said(error)
-        return _said(error)
+            self._looked, self._why = self._clock(), what_failed(error)
+        return what_failed(error)
 
     def _look(self) -> str:
         try:
             free = shutil.disk_usage(self._folder).free
             inodes = os.statvfs(self._folder)
         except OSError as error:
-            return _said(error)
+            return what_failed(error)
         if free < self._least:
             return f"the server's disk is nearly full ({free >> 20} MiB free, {self._least >> 20} are needed)"
         if inodes.f_files and inodes.f_favail < 1000:
@@ -60,7 +60,8 @@ class Room:
         return ""
 
 
-def _said(error: BaseException) -> str:
+def what_failed(error: BaseException) -> str:
+    """For people: why something was not stored."""
     if not isinstance(error, OSError):
         return "the server's disk is full" if "disk is full" in str(error) else "the server's database does not answer"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -7,6 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -234,3 +235,31 @@ def eventually(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def snapshot_of(server: Weftd, run_id: str) -> str:
+    with sqlite3.connect(f"file:{server.data_dir / 'weft.db'}?mode=ro", uri=True) as db:
+        return str(db.execute("select snapshot_ref from runs where id = ?", [run_id]).fetchone()[0])
+
+
+def test_trainers_that_do_not_live_long_get_a_large_operation_done(own_weftd: Start) -> None:
+    """Killed as soon as it has got any further, more often than an operation has lives."""
+    server = own_weftd()
+    service = client(server)
+    data = supervised(sequences=40, length=240)  # some 10,000 tokens in one operation
+    calm = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result()
+    expected = calm.forward_backward(data, "cross_entropy").result(timeout=250)
+    calm.optim_step(ADAM).result(timeout=60)
+    shaken = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result()
+    with ThreadPoolExecutor() as pool:
+        future = pool.submit(lambda: shaken.forward_backward(data, "cross_entropy").result(timeout=250))
+        time.sleep(1.0)
+        for _ in range(5):
+            before = snapshot_of(server, shaken.model_id)
+            server.worker("trainer").kill()
+            while snapshot_of(server, shaken.model_id) == before and not future.done():
+                time.sleep(0.05)
+        found = future.result()
+    assert found.metrics == expected.metrics
+    shaken.optim_step(ADAM).result(timeout=60)
+    np.testing.assert_array_equal(fingerprint(shaken), fingerprint(calm))

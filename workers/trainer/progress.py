@@ -91,7 +91,6 @@ class Progress:
     ) -> None:
         """Take the results of one part; parts come in data order."""
         self.parts.append(part)
-        self.run.unsaved = True
         self.run.unsaved_tokens += part.tokens if self.trains else 0
         self.experts_LE = experts_LE if self.experts_LE is None else self.experts_LE + experts_LE
         self.tokens += part.tokens

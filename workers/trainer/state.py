@@ -59,8 +59,8 @@ class PartDone:
 
 @dataclass(eq=False)
 class RunState:
-    """`step` counts optimizer steps made. `last_seq` is the last operation that changed the run; `unsaved` is set while
-    no snapshot holds that change, and `unsaved_tokens` counts the tokens trained since the last snapshot.
+    """`step` counts optimizer steps made. `last_seq` is the last operation that changed the run, `saved_seq`
+    the last whose change needs no replay, and `unsaved_tokens` counts the tokens trained since the last snapshot.
 
     `arena` is None while the run is paged out (residency.py); what needs it may be asked only when it is there. The
     gradient's section holds the accumulated gradient, with `has_grad`, or gathers that of the operation `gathering`.
@@ -77,13 +77,17 @@ class RunState:
     gathering: str = ""
     apart: dict[str, Adapter] = field(default_factory=dict)
     last_seq: int = 0
-    unsaved: bool = False
+    saved_seq: int = -1
     unsaved_tokens: int = 0
     saved_at: float = field(default_factory=time.monotonic)
     dirty: bool = True
     paged_gradient: bool = False
     paged_apart: tuple[str, ...] = ()
     part: PartDone | None = None
+
+    @property
+    def unsaved(self) -> bool:
+        return self.last_seq != self.saved_seq
 
     @property
     def adapter(self) -> Adapter:

@@ -154,7 +154,7 @@ class Trainer:
     def drain(self, send: Send) -> None:
         """Snapshot every changed run."""
         for run in sorted(self.runs.values(), key=lambda run: not self.residency.is_here(run.spec.run_id)):
-            if run.unsaved:
+            if self._is_changed(run):
                 self.residency.hold([run.spec.run_id])
                 self.residency.need(run)
                 self._snapshot(run, send)
@@ -237,12 +237,12 @@ class Trainer:
         fresh = not op.source_ref
         run = create_run(spec, decoder.config, self.residency.take) if fresh else self._load_run(spec, op)
         run.last_seq = op.seq
-        run.unsaved = not fresh and not op.replay
+        run.saved_seq = op.seq if fresh or op.replay else -1
         self._add(run)
 
     def _load(self, op: TrainOp) -> None:
         run = self._load_run(self._run(op).spec, op)
-        run.last_seq, run.unsaved = op.seq, True
+        run.last_seq = op.seq
         self._add(run)
 
     def _add(self, run: RunState) -> None:
@@ -301,7 +301,7 @@ class Trainer:
         if failure is not None and op.replay:
             self._aside.setdefault(op.run_id, SetAside(op.run_id, _cannot_replay(op, failure), lasting=True))
         if failure is None and op.kind is OpKind.FORWARD_BACKWARD:
-            run.last_seq, run.unsaved = op.seq, True
+            run.last_seq = op.seq
         if op.run_id not in self._aside or self._aside[op.run_id].kept:
             _answer(op, send, payload, {"tokens": progress.tokens}, failure)
 
@@ -325,7 +325,7 @@ class Trainer:
             if isinstance(result, Exception):
                 self._failed(op, result, send)
                 continue
-            run.last_seq, run.unsaved = op.seq, True
+            run.last_seq = op.seq
             _answer(op, send, result, {"version": run.step}, None)
             if self._is_due(run, op.replay or op.again):
                 self._snapshot(run, send)
@@ -334,9 +334,11 @@ class Trainer:
         """Whether the run's state is to be saved; `again` says that it was lost with a trainer before."""
         if any(progress.failure is not None for progress in self._begun(run.spec.run_id)):
             return False  # it is about to end, and leaves nothing behind
-        if run.unsaved_tokens >= self.settings.snapshot_every_tokens:
-            return run.unsaved
-        return again and run.unsaved and time.monotonic() - run.saved_at >= SAVE_AGAIN_S
+        often = again and time.monotonic() - run.saved_at >= SAVE_AGAIN_S
+        return self._is_changed(run) and (often or run.unsaved_tokens >= self.settings.snapshot_every_tokens)
+
+    def _is_changed(self, run: RunState) -> bool:
+        return run.unsaved or any(progress.parts for progress in self._begun(run.spec.run_id))
 
     def _snapshot(self, run: RunState, send: Send) -> None:
         run_id = run.spec.run_id
@@ -350,7 +352,7 @@ class Trainer:
             # The older snapshot still holds; the next step tries again.
             traceback.print_exc(file=sys.stderr)
             return
-        run.unsaved, run.unsaved_tokens, run.saved_at = False, 0, time.monotonic()
+        run.saved_seq, run.unsaved_tokens, run.saved_at = run.last_seq, 0, time.monotonic()
         part_op, part_stop = (part.op_id, part.stop) if part is not None else ("", 0)
         send(Snapshot(run_id, run.last_seq, ref, part_op, part_stop))
 
