@@ -20,7 +20,7 @@ import numpy as np
 
 #: Of the base model that programs are played on.
 VOCAB = 96
-CONTEXT = 64
+CONTEXT = 128
 #: `alpha / rank` scales what an adapter adds; it is the service's choice.
 ALPHA = 32.0
 #: Sessions take turns at these.
@@ -303,6 +303,11 @@ class _Planner:
     optimizers: dict[int, str] = field(default_factory=dict)
 
     def add(self, op: Operation, session: int, **facts: Any) -> None:
+        """Plan an operation. A client uses a run once it knows that the run was taken."""
+        made = [
+            e.place for e in self.planned if isinstance(e.op, Create | Resume) and e.op.run == getattr(op, "run", -1)
+        ]
+        facts["accepted"] = facts.get("accepted", frozenset()) | frozenset(made)
         self.planned.append(Planned(len(self.planned), op, session, **facts))
 
     def places(self, session: int) -> frozenset[int]:
