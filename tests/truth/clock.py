@@ -57,7 +57,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     asyncio.set_event_loop(loop)
     loop.set_exception_handler(lambda _loop, _context: None)
     try:
-        with inline_threads():
+        with inline_threads(), mock.patch("time.monotonic", loop.time):
             return loop.run_until_complete(main)
     finally:
         with inline_threads():
@@ -72,7 +72,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def inline_threads() -> Iterator[None]:
-    """What is handed to a thread of the pool is done at once instead, so that the order of things is always the same."""
+    """What is handed to a thread of the pool is done at once instead, so that things always come in one order."""
 
     async def run_sync(work: Callable[..., T], *arguments: Any, **_options: Any) -> T:
         await asyncio.sleep(0)

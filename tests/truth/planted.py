@@ -91,10 +91,10 @@ def applied_twice() -> AbstractContextManager[Any]:
             before = {op.id for op in self._open.values()}
             request_id: str = await real(self, new, *rows)
             op, lane = self._open.get(request_id), self.runs.get(new.lane)
-            if request_id in before and op is not None and lane is not None and op.kind == OpKind.FORWARD_BACKWARD:
-                if lane.missing(op) is None and not op.settling:
-                    self._queue_units(lane, units_of(op, lane.spec))
-                    self.wake()
+            waits = op is not None and lane is not None and lane.missing(op) is None and not op.settling
+            if request_id in before and waits and op.kind == OpKind.FORWARD_BACKWARD:
+                self._queue_units(lane, units_of(op, lane.spec))
+                self.wake()
             return request_id
 
         return accept

@@ -11,7 +11,9 @@ import hashlib
 import io
 import json
 import logging
+import random
 import shutil
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,8 +37,8 @@ from workers.trainer import computing
 
 @dataclass
 class Found:
-    """What a play has left. `outcomes` by place of the operation and part of it; `checkpoints` by path, with a digest of
-    the bits of each tensor; `bill` by (organisation, run or sampler, operation, kind); `charged_nusd` by organisation."""
+    """What a play has left. `outcomes` by place of the operation and part of it; `checkpoints` by path, with a digest
+    of the bits of each tensor; `bill` by (organisation, run, operation, kind); `charged_nusd` by organisation."""
 
     steps: Sequence[Planned]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -51,7 +53,7 @@ def play(ground: Ground, folder: Path, program: Sequence[Operation], schedule: S
     """Play a program in a new data folder, which is deleted afterwards."""
     steps = steps_of(program)
     try:
-        with quiet(), little_memory(schedule.most_tokens) as splits:
+        with quiet(), same_ids(schedule.seed), little_memory(schedule.most_tokens) as splits:
             found = clock.run(_play(ground, folder, steps, schedule))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -194,6 +196,14 @@ def little_memory(most_tokens: int) -> Iterator[Counter[str]]:
 
     with mock.patch.object(computing, "run_microbatch", run):
         yield counts
+
+
+@contextmanager
+def same_ids(seed: int) -> Iterator[None]:
+    """Ids are drawn from `seed`: what is sorted by them comes in the same order in each play."""
+    rng = random.Random(seed)
+    with mock.patch("uuid.uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4)):
+        yield
 
 
 @contextmanager

@@ -56,6 +56,7 @@ SLICE_TOKENS = 16
 PATIENT = Schedule()
 
 
+TRACE = None
 @dataclass
 class Seams:
     """Counts the seams of one role, over all its lives."""
@@ -73,6 +74,7 @@ class Seams:
     def touch(self, kind: str, *, can_fail: bool) -> Kind | None:
         """The process is at a seam of this kind (`blob`, `commit`, `message`, `request`). What befalls it."""
         self.count += 1
+        if TRACE is not None: TRACE.append((self.role, kind))
         if self._failing.get(kind, 0) > 0 and can_fail:
             self._failing[kind] -= 1
             self.met[f"{self.role}: {kind} fails"] += 1

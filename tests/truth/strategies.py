@@ -7,6 +7,7 @@ any of them can be taken away and the rest is still a program.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
@@ -38,12 +39,10 @@ LONGEST = 24
 #: What may befall a role at most: an operation that was in the hands of a worker three times when it died is given up.
 MOST_DEATHS = 2
 
-_runs = st.integers(0, 2)
 _sessions = st.integers(0, 2)
 _names = st.integers(0, 1)
 _samplers = st.integers(0, 3)
 _seeds = st.integers(0, 50)
-_sources = st.tuples(_runs, _names)
 _losses = st.sampled_from(["cross_entropy", "cross_entropy", "cross_entropy", *RL_LOSSES, CUSTOM])
 
 
@@ -75,15 +74,6 @@ def _creates(run: int) -> st.SearchStrategy[Create]:
     )
 
 
-_steps = st.builds(
-    Step,
-    _runs,
-    learning_rate=st.sampled_from([1e-2, 1e-3, 0.1, 0.0]),
-    beta1=st.sampled_from([0.9, 0.5, 0.0]),
-    beta2=st.sampled_from([0.95, 0.999]),
-    weight_decay=st.sampled_from([0.0, 0.1]),
-    grad_clip_norm=st.sampled_from([0.0, 1.0]),
-)
 _samples = st.builds(
     Sample,
     st.one_of(_samplers, st.none()),
@@ -94,37 +84,53 @@ _samples = st.builds(
     max_tokens=st.integers(1, 5),
     num_samples=st.integers(1, 2),
 )
-_backwards = st.builds(ForwardBackward, _runs, batches(), st.sampled_from([1, 1, 1, 2, 3]))
 
-operations: st.SearchStrategy[Operation] = st.one_of(
-    _backwards,
-    _steps,
-    _backwards,
-    _steps,
-    st.builds(Forward, _runs, batches(), st.sampled_from([1, 2])),
-    _backwards,
-    st.builds(SaveState, _runs, _names, st.booleans()),
-    st.one_of(st.builds(Load, _runs, _sources, st.booleans()), st.builds(TwoPass, _runs, batches())),
-    st.builds(SaveSampler, _runs, _samplers, st.sampled_from(["snapshot", "named", "inflight", "inflight"])),
-    _samples,
-    st.builds(Bad, _runs, st.sampled_from(FAULTS)),
-    st.one_of(
-        st.builds(Resume, st.integers(3, 4), _sessions, _sources, st.booleans()),
-        st.builds(EndSession, st.integers(1, 2)),
-    ),
-)
+
+@cache
+def operations(count: int) -> st.SearchStrategy[Operation]:
+    """Any operation, where there are `count` runs."""
+    runs = st.integers(0, count - 1)
+    sources = st.tuples(runs, _names)
+    steps = st.builds(
+        Step,
+        runs,
+        learning_rate=st.sampled_from([1e-2, 1e-3, 0.1, 0.0]),
+        beta1=st.sampled_from([0.9, 0.5, 0.0]),
+        beta2=st.sampled_from([0.95, 0.999]),
+        weight_decay=st.sampled_from([0.0, 0.1]),
+        grad_clip_norm=st.sampled_from([0.0, 1.0]),
+    )
+    backwards = st.builds(ForwardBackward, runs, batches(), st.sampled_from([1, 1, 1, 2, 3]))
+    return st.one_of(
+        backwards,
+        steps,
+        backwards,
+        steps,
+        st.builds(Forward, runs, batches(), st.sampled_from([1, 2])),
+        backwards,
+        st.builds(SaveState, runs, _names, st.booleans()),
+        st.one_of(st.builds(Load, runs, sources, st.booleans()), st.builds(TwoPass, runs, batches())),
+        st.builds(SaveSampler, runs, _samplers, st.sampled_from(["snapshot", "named", "inflight", "inflight"])),
+        _samples,
+        st.builds(Bad, runs, st.sampled_from(FAULTS)),
+        st.one_of(
+            st.builds(Resume, st.integers(3, 4), _sessions, sources, st.booleans()),
+            st.builds(EndSession, st.integers(1, 2)),
+        ),
+    )
 
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
     """Up to three runs, and some operations of theirs."""
-    creates = [draw(_creates(run)) for run in range(draw(st.integers(1, 3)))]
-    body = [op for _ in range(3) for op in draw(st.lists(operations, max_size=12))]
+    count = draw(st.integers(1, 3))
+    creates = [draw(_creates(run)) for run in range(count)]
+    body = [op for _ in range(3) for op in draw(st.lists(operations(count), max_size=12))]
     return (*creates, *body)
 
 
 def _mishaps(role: Role, kinds: Iterable[Kind], most: int) -> st.SearchStrategy[list[Mishap]]:
-    far = {"server": 350, "trainer": 150, "generator": 25}[role]
+    far = {"server": 200, "trainer": 80, "generator": 12}[role]
     one: Any = st.builds(
         Mishap, st.just(role), st.integers(1, far), st.sampled_from(list(kinds)), times=st.sampled_from([1, 2, 5])
     )
@@ -145,7 +151,7 @@ def schedules(draw: st.DrawFn, faults: bool = True) -> Schedule:
         pass_tokens=pick(24, 17, 40, 100),
         microbatch_tokens=pick(32, 64),
         snapshot_every_tokens=pick(1 << 30, 1, 20, 60),
-        resident_runs=pick(0, 2),
+        resident_runs=pick(0, 2, 1),
         most_tokens=pick(0, LONGEST, 40),
         prefix_cache=pick(False, True),
         slots=pick(4, 2),

@@ -191,7 +191,7 @@ class Server:
 
     def __init__(self, world: World) -> None:
         self.life = Life(world.seams["server"], self._killed)
-        self.tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: dict[asyncio.Task[Any], None] = {}  # in the order in which they were made
         self.world = world
         self.database = LivingDatabase(f"sqlite:///{world.folder / 'weft.db'}", self.life, world.loop)
         self.journal: Any = None
@@ -214,15 +214,17 @@ class Server:
         cards = {MODEL: world.ground.card}
         state = world.ground.app.state
         state.service = Service(settings, cards, self.database, blobs, world.ground.prices, self.journal, dict)
-        state.keys = KeyCache()
+        state.keys = KeyCache(world.loop.time)
         recover(self.journal, self.database)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """A task of this server's: it, and all tasks that it makes, end when the server dies."""
         context = copy_context()
         context.run(_LIFE.set, self.life)
-        task = self.world.loop.create_task(work, context=context)
-        return task
+        return self.world.loop.create_task(work, context=context)
+
+    def forget(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.pop(task, None)
 
     def _killed(self) -> None:
         current = asyncio.current_task()
@@ -263,8 +265,8 @@ class World:
         task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, context=context)
         life = (context or copy_context()).get(_LIFE)
         if life is not None and self.server is not None and self.server.life is life:
-            self.server.tasks.add(task)
-            task.add_done_callback(self.server.tasks.discard)
+            self.server.tasks[task] = None
+            task.add_done_callback(self.server.forget)
         return task
 
     async def open(self) -> None:
@@ -335,7 +337,7 @@ class World:
             raise ServerLost(path)
         key = self.ground.keys[organisation]
         task = server.spawn(self._serve(server, method, path, body, content_type, key))
-        done, _ = await asyncio.wait({task})
+        await asyncio.wait({task})
         if task.cancelled() or isinstance(task.exception(), Killed) or not server.life.alive:
             raise ServerLost(path)
         reply: Reply = task.result()
