@@ -132,8 +132,8 @@ class Clients:
         for place in sorted(each.accepted):
             await self._accepted[place].wait()
         if not self._world.schedule.patient:
-            jitter = self._world.schedule.jitter_s
-            await asyncio.sleep(0.01 * each.place + self._world.random.uniform(0, jitter))
+            schedule = self._world.schedule
+            await asyncio.sleep(schedule.pace_s * each.place + self._world.random.uniform(0, schedule.jitter_s))
         await self._perform(each)
         self._accepted[each.place].set()
         self._answered[each.place].set()

@@ -3,20 +3,22 @@ ordinary slip would bring."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import msgspec
 
+from scheduler import settle
 from scheduler.journal import Journal
 from scheduler.lanes import RunLane, units_of
 from scheduler.messages import OpKind
-from scheduler.settle import Settlement
 from workers.trainer.progress import Progress
 from workers.trainer.residency import Residency
 from workers.trainer.state import RunState
+from workers.trainer.trainer import Trainer
 
 
 def _patched(owner: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
@@ -24,18 +26,20 @@ def _patched(owner: Any, name: str, change: Callable[[Callable[..., Any]], Calla
 
 
 def lost_gradient() -> AbstractContextManager[Any]:
-    """The gradient of the slices that an earlier pass has computed is forgotten when the operation goes on."""
+    """When the next operation of a run begins, what earlier passes have computed of the one before is forgotten."""
 
     def change(real: Callable[..., Any]) -> Callable[..., Any]:
-        def resume(self: Progress) -> None:
-            parked = self._parked
-            real(self)
-            if parked and self.grad is not None and self.run.own_grad is self.grad:
-                self.grad.flat.zero_()
+        def begin(self: Trainer, op: Any) -> Progress:
+            progress: Progress = real(self, op)
+            for other in [other for other in self._open.values() if other.run is progress.run and other.parts]:
+                self._bring(other.run)
+                if other.grad is not None:
+                    other.grad.flat.zero_()
+            return progress
 
-        return resume
+        return begin
 
-    return _patched(Progress, "resume", change)
+    return _patched(Trainer, "_begin", change)
 
 
 def snapshot_too_new() -> AbstractContextManager[Any]:
@@ -117,27 +121,17 @@ def half_a_page() -> AbstractContextManager[Any]:
     return _patched(Residency, "need", change)
 
 
-def billed_for_nothing() -> AbstractContextManager[Any]:
-    """What was held for an operation that failed stays held."""
+def failures_billed() -> AbstractContextManager[Any]:
+    """An operation that failed is billed as if it had not."""
 
-    @contextmanager
-    def planted() -> Iterator[None]:
-        from scheduler import settle
-
-        real = settle._charge
-
+    def change(real: Callable[..., Any]) -> Callable[..., Any]:
         def charge(row: Any, ending: Any, outcome: Any) -> Any:
             found = real(row, ending, outcome)
-            if outcome.error is not None and ending.done.failure is not None:
-                found = msgspec.structs.replace(found) if isinstance(found, msgspec.Struct) else found
-                return type(found)(**{**found.__dict__, "quantities": {"train": ending.op.tokens}})
-            return found
+            return found if outcome.error is None else replace(found, quantities={"train": ending.op.tokens})
 
-        assert Settlement
-        with mock.patch.object(settle, "_charge", charge):
-            yield
+        return charge
 
-    return planted()
+    return _patched(settle, "_charge", change)
 
 
 PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -147,5 +141,5 @@ PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "added twice": added_twice,
     "applied twice": applied_twice,
     "half a page": half_a_page,
-    "billed for nothing": billed_for_nothing,
+    "failures billed": failures_billed,
 }

@@ -202,7 +202,7 @@ def little_memory(most_tokens: int) -> Iterator[Counter[str]]:
 def same_ids(seed: int) -> Iterator[None]:
     """Ids are drawn from `seed`: what is sorted by them comes in the same order in each play."""
     rng = random.Random(seed)
-    with mock.patch("uuid.uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4)):
+    with mock.patch("uuid.uuid4", side_effect=lambda: uuid.UUID(int=rng.getrandbits(128), version=4)):
         yield
 
 

@@ -45,6 +45,7 @@ class Schedule:
     slots: int = 4
     patient: bool = True  # each operation alone, when the one before has been answered
     seed: int = 0  # of delays, duplicates and the order of requests
+    pace_s: float = 0.0  # from one operation to the next
     jitter_s: float = 0.0  # how far requests fall behind their turn
     duplicates: float = 0.0  # share of requests that are sent again
     lost_replies: float = 0.0  # share of requests whose answer never comes
@@ -56,7 +57,6 @@ SLICE_TOKENS = 16
 PATIENT = Schedule()
 
 
-TRACE = None
 @dataclass
 class Seams:
     """Counts the seams of one role, over all its lives."""
@@ -74,7 +74,6 @@ class Seams:
     def touch(self, kind: str, *, can_fail: bool) -> Kind | None:
         """The process is at a seam of this kind (`blob`, `commit`, `message`, `request`). What befalls it."""
         self.count += 1
-        if TRACE is not None: TRACE.append((self.role, kind))
         if self._failing.get(kind, 0) > 0 and can_fail:
             self._failing[kind] -= 1
             self.met[f"{self.role}: {kind} fails"] += 1

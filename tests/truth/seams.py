@@ -67,9 +67,9 @@ class LivingBlobs(Blobs):
         with self._life.seam("blob", OSError(*_WRITING.args)):
             super().put(ref, data)
 
-    def get(self, ref: str) -> bytes:
+    def get(self, ref: str, sha256: str = "") -> bytes:
         with self._life.seam("blob", OSError(*_READING.args)):
-            return super().get(ref)
+            return super().get(ref, sha256)
 
     def delete(self, ref: str) -> None:
         with self._life.seam("blob"):

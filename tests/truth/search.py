@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from pprint import pformat
@@ -40,16 +41,34 @@ class Bench:
         self.statistics += found.statistics
         return found
 
-    def compare(self, program: Program, schedule: Schedule) -> None:
-        """Raises Difference."""
+    def compare(
+        self, program: Program, schedule: Schedule, plant: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        """Play a program patiently, and as the schedule has it with the fault that `plant` puts into the code. Raises
+        Difference."""
         self.statistics["programs"] += 1
         try:
-            patient, eager = self.play(program), self.play(program, schedule)
+            patient = self.play(program)
+            with plant():
+                eager = self.play(program, schedule)
         except (Stuck, AssertionError) as error:
             raise Difference(f"{type(error).__name__}: {error}") from error
         found = differences(patient, eager)
         if found:
             raise Difference("\n".join(found))
+
+    def brief(self) -> str:
+        found = self.statistics
+        deaths = sum(count for name, count in found.items() if " dies " in name)
+        faults = sum(count for name, count in found.items() if " fails" in name)
+        return (
+            f"{found['programs']} programs, {found['operations']} operations, {deaths} deaths, {faults} faults, "
+            f"{found['duplicates']} duplicates"
+        )
+
+    def report(self) -> str:
+        """What was played, by kind."""
+        return "\n".join([self.brief(), *(f"  {count:8}  {name}" for name, count in sorted(self.statistics.items()))])
 
 
 @dataclass(frozen=True)
@@ -89,12 +108,12 @@ def search(
     until_s: float | None = None,
     faults: bool = True,
     shrink: bool = True,
-    compare: Callable[[Program, Schedule], None] | None = None,
+    plant: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Failure | None:
     """Play random programs. Returns the smallest that was found to differ; None when none of `examples`, or of those
-    that were played until the time `until_s`, does. Without a `seed_number` the examples are always the same."""
+    that were played until the time `until_s` (of time.monotonic), does. Without a `seed_number` the examples are always
+    the same."""
     last: list[Failure] = []
-    compare = compare or bench.compare
 
     def attempt(program: Program, schedule: Schedule) -> None:
         if until_s is not None and not last and time.monotonic() > until_s:
@@ -102,7 +121,7 @@ def search(
         if not steps_of(program):
             return
         try:
-            compare(program, schedule)
+            bench.compare(program, schedule, plant)
         except Difference as difference:
             last.append(Failure(program, schedule, str(difference)))
             raise

@@ -125,7 +125,7 @@ def programs(draw: st.DrawFn) -> Program:
     """Up to three runs, and some operations of theirs."""
     count = draw(st.integers(1, 3))
     creates = [draw(_creates(run)) for run in range(count)]
-    body = [op for _ in range(3) for op in draw(st.lists(operations(count), max_size=12))]
+    body = [op for _ in range(4) for op in draw(st.lists(operations(count), max_size=12))]
     return (*creates, *body)
 
 
@@ -157,6 +157,7 @@ def schedules(draw: st.DrawFn, faults: bool = True) -> Schedule:
         slots=pick(4, 2),
         patient=False,
         seed=draw(st.integers(0, 1000)),
+        pace_s=pick(0.0, 0.01, 0.1),
         jitter_s=pick(0.0, 0.05, 0.3, 2.0),
         duplicates=pick(0.0, 0.3),
         lost_replies=pick(0.0, 0.2),
