@@ -94,7 +94,7 @@ def _collect(found: Found, world: World, clients: Clients) -> None:
             found.bill[key] += event.quantity
         for org_id, total in session.execute(
             select(tables.UsageEvent.org_id, func.sum(tables.UsageEvent.amount_nusd)).group_by(tables.UsageEvent.org_id)
-        ).tuples():
+        ):
             found.charged_nusd[names[org_id]] = total
         _check_money(found, session, names)
         for op in session.scalars(select(tables.Operation).where(tables.Operation.state == "queued")):

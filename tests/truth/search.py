@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from pprint import pformat
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
-
 from tests.truth.clock import Stuck
+from tests.truth.drawing import draw
 from tests.truth.plays import Found, differences, play
 from tests.truth.programs import Program, steps_of
 from tests.truth.schedules import PATIENT, Schedule
-from tests.truth.strategies import programs, schedules
+from tests.truth.shrinking import Case, shrink
 from tests.truth.world import Ground
 
 
@@ -73,14 +71,17 @@ class Bench:
 
 @dataclass(frozen=True)
 class Failure:
+    """What was drawn for `number` differs; program and schedule are what is left of it."""
+
+    number: int
     program: Program
     schedule: Schedule
     what: str
 
-    def as_test(self, name: str) -> str:
+    def as_test(self) -> str:
         """A plain test, to be pasted into tests/truth/found/."""
         return TEMPLATE.format(
-            name=name,
+            number=self.number,
             what="\n    ".join(self.what.splitlines()[:3]).replace('"""', "'''"),
             program=_indented(self.program),
             schedule=_indented(self.schedule),
@@ -88,7 +89,7 @@ class Failure:
 
 
 TEMPLATE = '''
-def test_{name}(bench: Bench) -> None:
+def test_number_{number}(bench: Bench) -> None:
     """{what}"""
     program = {program}
     schedule = {schedule}
@@ -102,46 +103,28 @@ def _indented(value: object) -> str:
 
 def search(
     bench: Bench,
+    numbers: Iterable[int],
     *,
-    examples: int,
-    seed_number: int | None = None,
-    until_s: float | None = None,
     faults: bool = True,
-    shrink: bool = True,
+    tries: int = 150,
     plant: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Failure | None:
-    """Play random programs. Returns the smallest that was found to differ; None when none of `examples`, or of those
-    that were played until the time `until_s` (of time.monotonic), does. Without a `seed_number` the examples are always
-    the same."""
-    last: list[Failure] = []
+    """Play what is drawn for these numbers until one differs: that one, made smaller within so many `tries`."""
+    for number in numbers:
+        case = draw(number, faults=faults)
+        what = _difference(bench, case, plant)
+        if what is None:
+            continue
+        small = shrink(case, lambda smaller: _difference(bench, smaller, plant) is not None, tries)
+        return Failure(number, *small, _difference(bench, small, plant) or what)
+    return None
 
-    def attempt(program: Program, schedule: Schedule) -> None:
-        if until_s is not None and not last and time.monotonic() > until_s:
-            return
-        if not steps_of(program):
-            return
-        try:
-            bench.compare(program, schedule, plant)
-        except Difference as difference:
-            last.append(Failure(program, schedule, str(difference)))
-            raise
 
-    phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
-    run: Any = given(programs(), schedules(faults))(attempt)
-    run = settings(
-        max_examples=examples,
-        derandomize=seed_number is None,
-        database=None,
-        deadline=None,
-        phases=phases,
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
-    )(run)
-    if seed_number is not None:
-        run = seed(seed_number)(run)
+def _difference(bench: Bench, case: Case, plant: Callable[[], AbstractContextManager[Any]]) -> str | None:
+    if not steps_of(case[0]):
+        return None
     try:
-        run()
-    except Difference:
-        return last[-1]
+        bench.compare(*case, plant)
+    except Difference as difference:
+        return str(difference)
     return None

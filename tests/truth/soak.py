@@ -18,7 +18,7 @@ from tests.truth.planted import PLANTED
 from tests.truth.search import Bench, Failure, search
 from tests.truth.world import Ground
 
-#: Programs between two lines of progress; each such round has a seed of its own.
+#: Programs between two lines of progress.
 ROUND = 25
 
 
@@ -36,17 +36,19 @@ def soak(bench: Bench, seed: int, args: argparse.Namespace) -> int:
     began = time.monotonic()
     until_s = began + 60 * args.minutes if args.minutes else None
     found: list[Failure] = []
-    number = 0
+    number = said = seed
     while _goes_on(bench, until_s, args.operations):
-        failure = search(bench, examples=ROUND, seed_number=seed + number, until_s=until_s, faults=not args.no_faults)
+        failure = search(bench, [number], faults=not args.no_faults)
+        number += 1
         if failure is not None:
             found.append(failure)
-            _keep(failure, seed + number, len(found), args.out)
-        number += 1
-        minutes = (time.monotonic() - began) / 60
-        print(f"{minutes:6.1f} min  seed {seed + number - 1}  {bench.brief()}  differences {len(found)}", flush=True)
+            _keep(failure, args.out)
+        if number - said == ROUND or failure is not None:
+            said = number
+            minutes = (time.monotonic() - began) / 60
+            print(f"{minutes:6.1f} min  {bench.brief()}, {len(found)} differences; next: {number}", flush=True)
     print(bench.report())
-    print(f"seeds {seed} to {seed + number - 1}, {len(found)} differences")
+    print(f"programs {seed} to {number - 1}, {len(found)} differences: {[failure.number for failure in found]}")
     return 1 if found else 0
 
 
@@ -56,21 +58,21 @@ def _goes_on(bench: Bench, until_s: float | None, operations: int) -> bool:
     return bench.statistics["operations"] < operations
 
 
-def _keep(failure: Failure, seed: int, number: int, out: Path | None) -> None:
-    text = failure.as_test(f"seed_{seed}")
-    print(f"\nDIFFERENCE {number}, seed {seed}:\n{failure.what}\n{text}", flush=True)
+def _keep(failure: Failure, out: Path | None) -> None:
+    text = failure.as_test()
+    print(f"\nDIFFERENCE in program {failure.number}:\n{failure.what}\n{text}", flush=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / f"seed_{seed}.py").write_text(text)
+        (out / f"number_{failure.number}.py").write_text(text)
 
 
 def planted(bench: Bench) -> int:
-    """Each planted fault must be found, with the examples of the quick run and then others."""
+    """Each planted fault must be found, with the programs of the quick run and then others."""
     missed = 0
     for name, plant in PLANTED.items():
         own = Bench(bench.ground, bench.folder / name.replace(" ", "-"))
         began = time.monotonic()
-        failure = search(own, examples=100, faults=False, shrink=False, plant=plant)
+        failure = search(own, range(100), faults=False, tries=0, plant=plant)
         missed += failure is None
         verdict = "found" if failure is not None else "NOT FOUND"
         line = f"{name}: {verdict} after {own.statistics['programs']} programs, {time.monotonic() - began:.0f} s"
@@ -83,7 +85,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--minutes", type=float, default=0.0, help="how long")
     length.add_argument("--operations", type=int, default=10_000, help="how many operations, in all plays")
-    parser.add_argument("--seed", type=int, help="of the first round; the next rounds count on")
+    parser.add_argument("--seed", type=int, help="number of the first program; the next ones count on")
     parser.add_argument("--out", type=Path, help="a folder for what is found")
     parser.add_argument("--no-faults", action="store_true", help="deaths only: disks and databases always work")
     parser.add_argument("--planted", action="store_true", help="show that planted faults are found")
