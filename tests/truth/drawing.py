@@ -141,10 +141,13 @@ def draw_schedule(rng: Random, faults: bool) -> Schedule:
     """An eager one."""
     mishaps: list[Mishap] = []
     for role, seams in SEAMS.items():
-        for _ in range(rng.choice((0, 1, MOST_DEATHS))):
+        deaths = rng.choice((0, 1, MOST_DEATHS))
+        for _ in range(deaths):
             mishaps.append(Mishap(role, rng.randint(1, seams), rng.choice(DEATHS)))
-        for _ in range(rng.choice((0, 1, 2)) if faults else 0):
-            mishaps.append(Mishap(role, rng.randint(1, seams), rng.choice(FAILURES), rng.choice((1, 2, 5))))
+        # A generator that cannot read has not had the sample: that counts as a death.
+        times = (1, 2, 5) if role != "generator" else (1,)
+        for _ in range(rng.choice((0, 1, 2)) if faults and (role != "generator" or not deaths) else 0):
+            mishaps.append(Mishap(role, rng.randint(1, seams), rng.choice(FAILURES), rng.choice(times)))
     return Schedule(
         pass_tokens=rng.choice((24, 17, 40, 100)),
         microbatch_tokens=rng.choice((32, 64)),

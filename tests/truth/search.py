@@ -6,9 +6,8 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from pprint import pformat
 from typing import Any
 
 from tests.truth.clock import Stuck
@@ -83,8 +82,8 @@ class Failure:
         return TEMPLATE.format(
             number=self.number,
             what="\n    ".join(self.what.splitlines()[:3]).replace('"""', "'''"),
-            program=_indented(self.program),
-            schedule=_indented(self.schedule),
+            program=_written(self.program),
+            schedule=_written(self.schedule),
         )
 
 
@@ -97,8 +96,16 @@ def test_number_{number}(bench: Bench) -> None:
 '''
 
 
-def _indented(value: object) -> str:
-    return pformat(value, width=110).replace("\n", "\n    ")
+def _written(value: object, indent: str = "    ") -> str:
+    """A value as it would be typed: fields at their defaults are left out."""
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+        inner = "".join(f"{indent}    {_written(item, indent)},\n" for item in value)
+        return f"(\n{inner}{indent})"
+    if not is_dataclass(value):
+        return repr(value)
+    given = [(field, getattr(value, field.name)) for field in fields(value)]
+    shown = [f"{field.name}={_written(item, indent)}" for field, item in given if item != field.default]
+    return f"{type(value).__name__}({', '.join(shown)})"
 
 
 def search(

@@ -38,7 +38,7 @@ def soak(bench: Bench, seed: int, args: argparse.Namespace) -> int:
     found: list[Failure] = []
     number = said = seed
     while _goes_on(bench, until_s, args.operations):
-        failure = search(bench, [number], faults=not args.no_faults)
+        failure = search(bench, [number], faults=not args.no_faults, tries=args.tries)
         number += 1
         if failure is not None:
             found.append(failure)
@@ -87,6 +87,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     length.add_argument("--operations", type=int, default=10_000, help="how many operations, in all plays")
     parser.add_argument("--seed", type=int, help="number of the first program; the next ones count on")
     parser.add_argument("--out", type=Path, help="a folder for what is found")
+    parser.add_argument("--tries", type=int, default=150, help="how often a difference is tried to be made smaller")
     parser.add_argument("--no-faults", action="store_true", help="deaths only: disks and databases always work")
     parser.add_argument("--planted", action="store_true", help="show that planted faults are found")
     return parser.parse_args(argv)

@@ -35,6 +35,7 @@ from scheduler.messages import Occupancy, RunSpec
 from scheduler.recovery import recover
 from store.db import Database
 from store.keys import create_key
+from store.room import Room
 from store.settings import Limits, Settings
 from store.settings import TrainerSettings as TrainerLimits
 from tests.truth import programs
@@ -198,9 +199,12 @@ class Server:
 
     def start(self) -> None:
         world, schedule = self.world, self.world.schedule
+        assert self.database._mark is not None
+        self.database._mark.check()
         blobs = LivingBlobs(world.folder / "blobs", self.life)
         blobs.clear_unfinished()
-        self.journal = Journal(self.database, blobs, world.ground.prices)
+        room = Room(world.folder, clock=world.loop.time)
+        self.journal = Journal(self.database, blobs, world.ground.prices, room=room)
         self.desks = {
             "trainer": TrainerDesk(self.journal, schedule.pass_tokens),
             "generator": GeneratorDesk(self.journal),
