@@ -367,8 +367,7 @@ class World:
                 await worker.run()
             finally:
                 self.statistics[f"{role} lives"] += 1
-                with suppress(BaseException):
-                    await asyncio.wait({serving}, timeout=5)
+                await asyncio.wait({serving})  # a supervisor starts the next one when the link has ended as well
 
     def note(self, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, Killed | EOFError):
