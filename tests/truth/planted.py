@@ -1,0 +1,145 @@
+"""Faults that the model must find, planted into the code that it plays: each is one that has been there, or that an
+ordinary slip would bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from scheduler import settle
+from scheduler.journal import Journal
+from scheduler.lanes import RunLane, units_of
+from scheduler.messages import OpKind
+from workers.trainer.progress import Progress
+from workers.trainer.residency import Residency
+from workers.trainer.state import RunState
+from workers.trainer.trainer import Trainer
+
+
+def _patched(owner: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    return mock.patch.object(owner, name, change(getattr(owner, name)))
+
+
+def lost_gradient() -> AbstractContextManager[Any]:
+    """When the next operation of a run begins, what earlier passes have computed of the one before is forgotten."""
+
+    def change(real: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(self: Trainer, op: Any) -> Progress:
+            progress: Progress = real(self, op)
+            for other in [other for other in self._open.values() if other.run is progress.run and other.parts]:
+                self._bring(other.run)
+                if other.grad is not None:
+                    other.grad.flat.zero_()
+            return progress
+
+        return begin
+
+    return _patched(Trainer, "_begin", change)
+
+
+def snapshot_too_new() -> AbstractContextManager[Any]:
+    """A snapshot is taken for one that holds the operation after it as well."""
+
+    def change(real: Callable[..., Any]) -> Callable[..., Any]:
+        async def snapshot(self: Journal, taken: Any) -> None:
+            await real(self, msgspec.structs.replace(taken, seq=taken.seq + 1))
+
+        return snapshot
+
+    return _patched(Journal, "snapshot", change)
+
+
+def short_replay() -> AbstractContextManager[Any]:
+    """The last operation that was answered is not replayed."""
+
+    def change(real: Callable[..., Any]) -> Callable[..., Any]:
+        def restore(self: RunLane) -> Any:
+            log = self._log
+            self._log = log[:-1] if len(log) > 1 else log
+            try:
+                return real(self)
+            finally:
+                self._log = log
+
+        return restore
+
+    return _patched(RunLane, "_restore", change)
+
+
+def added_twice() -> AbstractContextManager[Any]:
+    """What was computed before memory ran out stays in the gradient when it is computed again."""
+
+    def change(real: Callable[..., Any]) -> Callable[..., Any]:
+        def restart(self: Progress) -> Any:
+            kept = None if self.grad is None else self.grad.flat.clone()
+            parts = real(self)
+            if kept is not None and self.grad is not None:
+                self.grad.flat.copy_(kept)
+            return parts
+
+        return restart
+
+    return _patched(Progress, "restart", change)
+
+
+def applied_twice() -> AbstractContextManager[Any]:
+    """A request that comes again while its operation waits is queued again."""
+
+    def change(real: Callable[..., Any]) -> Callable[..., Any]:
+        async def accept(self: Journal, new: Any, *rows: Any) -> str:
+            before = {op.id for op in self._open.values()}
+            request_id: str = await real(self, new, *rows)
+            op, lane = self._open.get(request_id), self.runs.get(new.lane)
+            waits = op is not None and lane is not None and lane.missing(op) is None and not op.settling
+            if request_id in before and waits and op.kind == OpKind.FORWARD_BACKWARD:
+                self._queue_units(lane, units_of(op, lane.spec))
+                self.wake()
+            return request_id
+
+        return accept
+
+    return _patched(Journal, "accept", change)
+
+
+def half_a_page() -> AbstractContextManager[Any]:
+    """A run that was paged out comes back without its second moments."""
+
+    def change(real: Callable[..., Any]) -> Callable[..., Any]:
+        def need(self: Residency, run: RunState) -> None:
+            away = run.arena is None
+            real(self, run)
+            if away and run.arena is not None:
+                run.v.zero_()
+
+        return need
+
+    return _patched(Residency, "need", change)
+
+
+def failures_billed() -> AbstractContextManager[Any]:
+    """An operation that failed is billed as if it had not."""
+
+    def change(real: Callable[..., Any]) -> Callable[..., Any]:
+        def charge(row: Any, ending: Any, outcome: Any) -> Any:
+            found = real(row, ending, outcome)
+            return found if outcome.error is None else replace(found, quantities={"train": ending.op.tokens})
+
+        return charge
+
+    return _patched(settle, "_charge", change)
+
+
+PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "lost gradient": lost_gradient,
+    "snapshot too new": snapshot_too_new,
+    "short replay": short_replay,
+    "added twice": added_twice,
+    "applied twice": applied_twice,
+    "half a page": half_a_page,
+    "failures billed": failures_billed,
+}

@@ -1,0 +1,218 @@
+"""One play of a program under a schedule, all that can be seen of it afterwards, and the comparison of two.
+
+Two plays of one program must agree to the bit, whatever their schedules: in what clients were told, in the weights,
+moments and step counts that were saved, and in the bill. `differences` names what does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import random
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.numpy import load_file
+from sqlalchemy import func, select
+
+from store import tables
+from tests.truth import clock
+from tests.truth.clients import Clients, Outcome
+from tests.truth.programs import Operation, Planned, steps_of
+from tests.truth.schedules import PATIENT, Schedule
+from tests.truth.world import Ground, World
+from workers.trainer import computing
+
+
+@dataclass
+class Found:
+    """What a play has left. `outcomes` by place of the operation and part of it; `checkpoints` by path, with a digest
+    of the bits of each tensor; `bill` by (organisation, run, operation, kind); `charged_nusd` by organisation."""
+
+    steps: Sequence[Planned]
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    checkpoints: dict[str, dict[str, str]] = field(default_factory=dict)
+    bill: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
+    charged_nusd: dict[str, int] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)  # what no play may leave
+    statistics: Counter[str] = field(default_factory=Counter)
+
+
+def play(ground: Ground, folder: Path, program: Sequence[Operation], schedule: Schedule = PATIENT) -> Found:
+    """Play a program in a new data folder, which is deleted afterwards."""
+    steps = steps_of(program)
+    try:
+        with quiet(), same_ids(schedule.seed), little_memory(schedule.most_tokens) as splits:
+            found = clock.run(_play(ground, folder, steps, schedule))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    found.statistics["out of memory"] += splits["refused"]
+    return found
+
+
+async def _play(ground: Ground, folder: Path, steps: Sequence[Planned], schedule: Schedule) -> Found:
+    world = World(ground, folder, schedule)
+    clients = Clients(world, steps)
+    await world.open()
+    await clients.play()
+    await world.quiet()
+    found = Found(steps, clients.outcomes)
+    _collect(found, world, clients)
+    await world.close()
+    found.statistics += clients.counts + world.statistics
+    found.wrong += [f"a worker ended with {error!r}" for error in world.faults]
+    for seams in world.seams.values():
+        found.statistics += seams.met
+        found.statistics[f"{seams.role} seams"] += seams.count
+    return found
+
+
+def _collect(found: Found, world: World, clients: Clients) -> None:
+    assert world.server is not None
+    database, root = world.server.database, world.folder / "blobs"
+    with database.read() as session:
+        names = {row.id: row.name for row in session.scalars(select(tables.Organisation))}
+        for row in session.scalars(select(tables.Checkpoint)):
+            path = clients.plain(f"{row.run_id}/{row.kind}/{row.name}")
+            found.checkpoints[path] = bits_of(root / row.ref)
+        for event in session.scalars(select(tables.UsageEvent)):
+            label = clients.request_ids.get(event.operation_id, event.operation_id)
+            key = (names[event.org_id], clients.plain(event.run_id or ""), label, event.kind)
+            if key in found.bill:
+                found.wrong.append(f"billed twice: {key}")
+            found.bill[key] += event.quantity
+        for org_id, total in session.execute(
+            select(tables.UsageEvent.org_id, func.sum(tables.UsageEvent.amount_nusd)).group_by(tables.UsageEvent.org_id)
+        ):
+            found.charged_nusd[names[org_id]] = total
+        _check_money(found, session, names)
+        for op in session.scalars(select(tables.Operation).where(tables.Operation.state == "queued")):
+            found.wrong.append(f"operation {clients.request_ids.get(op.id, op.id)} ({op.kind}) never ended")
+
+
+def _check_money(found: Found, session: Any, names: dict[str, str]) -> None:
+    """Ledger, wallet and events agree, and nothing is held any more."""
+    for wallet in session.scalars(select(tables.Wallet)):
+        entries = select(func.coalesce(func.sum(tables.LedgerEntry.amount_nusd), 0)).filter_by(org_id=wallet.org_id)
+        ledger, charged = session.scalar(entries), found.charged_nusd.get(names[wallet.org_id], 0)
+        if not ledger == wallet.balance_nusd == -charged:
+            found.wrong.append(
+                f"{names[wallet.org_id]}: ledger {ledger}, wallet {wallet.balance_nusd}, events {charged}"
+            )
+        if wallet.held_nusd:
+            found.wrong.append(f"{names[wallet.org_id]}: {wallet.held_nusd} nUSD are held for nothing")
+
+
+def bits_of(folder: Path) -> dict[str, str]:
+    """A digest of every tensor in a checkpoint's folder, and what its config says."""
+    if not folder.is_dir():
+        return {"folder": "is missing"}
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            found[f"{file.stem}/{name}"] = hashlib.sha256(tensor.tobytes()).hexdigest()[:16]
+    config = folder / "adapter_config.json"
+    if config.exists():
+        found["config"] = json.dumps(json.loads(config.read_text()), sort_keys=True)
+    return found
+
+
+def differences(one: Found, other: Found) -> list[str]:
+    """What the second play has otherwise than the first, and what is wrong with either; empty when they agree."""
+    lines = [f"first: {line}" for line in one.wrong] + [f"second: {line}" for line in other.wrong]
+    for label in sorted({*one.outcomes, *other.outcomes}, key=_by_place):
+        mine, theirs = one.outcomes.get(label), other.outcomes.get(label)
+        if mine != theirs:
+            op = one.steps[int(label.partition(".")[0])].op
+            lines.append(f"operation {label}, {op}: {_brief(mine)} against {_brief(theirs)}")
+    for path in sorted({*one.checkpoints, *other.checkpoints}):
+        mine_, theirs_ = one.checkpoints.get(path, {}), other.checkpoints.get(path, {})
+        apart = sorted(name for name in {*mine_, *theirs_} if mine_.get(name) != theirs_.get(name))
+        if apart:
+            lines.append(f"checkpoint {path}: {len(apart)} of {len(mine_)} tensors differ: {', '.join(apart[:4])}")
+    return lines + _unequal_bills(one, other)
+
+
+def _unequal_bills(one: Found, other: Found) -> list[str]:
+    """Prompts may come from the prefix cache, which costs less, when others came before: only together are tokens of
+    prompts what they are, and only without a cache is the sum of money."""
+    lines = []
+    mine, theirs = _joined(one.bill), _joined(other.bill)
+    for key in sorted({*mine, *theirs}):
+        if mine[key] != theirs[key]:
+            lines.append(f"bill of {key}: {mine[key]} against {theirs[key]}")
+    cached = any(kind == "cached_prefill" for found in (one, other) for *_, kind in found.bill)
+    if not cached and one.charged_nusd != other.charged_nusd:
+        lines.append(f"charged {one.charged_nusd} against {other.charged_nusd}")
+    return lines
+
+
+def _joined(bill: Counter[tuple[str, str, str, str]]) -> Counter[tuple[str, str, str, str]]:
+    joined: Counter[tuple[str, str, str, str]] = Counter()
+    for (organisation, run, label, kind), quantity in bill.items():
+        joined[organisation, run, label, kind.removeprefix("cached_")] += quantity
+    return joined
+
+
+def _by_place(label: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in label.split("."))
+
+
+def _brief(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return "nothing"
+    shown = outcome[-1]
+    if isinstance(shown, bytes):
+        shown = f"{len(shown)} bytes {hashlib.sha256(shown).hexdigest()[:8]}"
+    return f"{outcome[0]} {shown}"[:240]
+
+
+@contextmanager
+def little_memory(most_tokens: int) -> Iterator[Counter[str]]:
+    """Computing more than `most_tokens` at once (0: anything goes) runs out of memory, when part of a gradient is there
+    already: half of the parts are computed, and nothing is right any more."""
+    counts: Counter[str] = Counter()
+    real = computing.run_microbatch
+
+    def run(decoder: Any, parts: Any, *, trains: bool) -> None:
+        if most_tokens and len(parts) > 1 and sum(part.tokens for part in parts) > most_tokens:
+            counts["refused"] += 1
+            for part in parts:
+                if part.progress.grad is not None:
+                    part.progress.grad.flat.add_(1.0)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        real(decoder, parts, trains=trains)
+
+    with mock.patch.object(computing, "run_microbatch", run):
+        yield counts
+
+
+@contextmanager
+def same_ids(seed: int) -> Iterator[None]:
+    """Ids are drawn from `seed`: what is sorted by them comes in the same order in each play."""
+    rng = random.Random(seed)
+    with mock.patch("uuid.uuid4", side_effect=lambda: uuid.UUID(int=rng.getrandbits(128), version=4)):
+        yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What workers and server would log about mishaps that are meant to be."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)

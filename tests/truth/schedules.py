@@ -1,0 +1,90 @@
+"""What befalls the service while a program is played: how work is cut and mixed, who dies where, what fails.
+
+A *seam* is a place where one process touches something outside of it: a message, a blob, a commit, a request. The seams
+of each role are counted; a mishap names one by its number. So a schedule is plain data, and the fewer mishaps it has,
+the simpler it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+Role = Literal["server", "trainer", "generator"]
+ROLES: tuple[Role, ...] = ("server", "trainer", "generator")
+
+#: At its seam the process dies: before anything happens there, or after it has; or what it touches does not work:
+#: before it took effect, or, for the database, after (blobs: a full disk, or one that cannot be read).
+Kind = Literal["dies before", "dies after", "fails", "fails after"]
+DEATHS: tuple[Kind, ...] = ("dies before", "dies after")
+FAULTS: tuple[Kind, ...] = ("fails", "fails after")
+
+
+@dataclass(frozen=True, order=True)
+class Mishap:
+    """At seam `at` of `role`, counted over all its lives. A fault lasts for `times` seams of its kind."""
+
+    role: Role
+    at: int
+    kind: Kind = "dies before"
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`slice_tokens` defines sums and is part of the service's meaning: it must be the same in two plays that are
+    compared, and so must nothing else."""
+
+    pass_tokens: int = 100_000
+    microbatch_tokens: int = 4096
+    snapshot_every_tokens: int = 1 << 30
+    resident_runs: int = 0  # what memory there is for, in runs of rank 4; 0: all
+    most_tokens: int = 0  # what fits in memory at once; more raises out of memory. 0: anything
+    prefix_cache: bool = False
+    slots: int = 4
+    patient: bool = True  # each operation alone, when the one before has been answered
+    seed: int = 0  # of delays, duplicates and the order of requests
+    pace_s: float = 0.0  # from one operation to the next
+    jitter_s: float = 0.0  # how far requests fall behind their turn
+    duplicates: float = 0.0  # share of requests that are sent again
+    lost_replies: float = 0.0  # share of requests whose answer never comes
+    mishaps: tuple[Mishap, ...] = ()
+
+
+SLICE_TOKENS = 16
+
+PATIENT = Schedule()
+
+
+@dataclass
+class Seams:
+    """Counts the seams of one role, over all its lives."""
+
+    role: Role
+    mishaps: tuple[Mishap, ...]
+    met: Counter[str] = field(default_factory=Counter)
+    count: int = 0
+    _failing: dict[str, int] = field(default_factory=dict)  # seams of this kind that fail from now on
+    _due: list[Mishap] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._due = sorted(m for m in self.mishaps if m.role == self.role)
+
+    def touch(self, kind: str, *, can_fail: bool) -> Kind | None:
+        """The process is at a seam of this kind (`blob`, `commit`, `message`, `request`). What befalls it."""
+        self.count += 1
+        if self._failing.get(kind, 0) > 0 and can_fail:
+            self._failing[kind] -= 1
+            self.met[f"{self.role}: {kind} fails"] += 1
+            return "fails"
+        if not self._due or self._due[0].at > self.count:
+            return None
+        mishap = self._due[0]
+        if mishap.kind in FAULTS and not can_fail:
+            return None  # the next seam that can
+        self._due.pop(0)
+        if mishap.kind in FAULTS:
+            self._failing[kind] = mishap.times - 1
+        self.met[f"{self.role}: {kind} {mishap.kind}"] += 1
+        return mishap.kind

@@ -1,0 +1,112 @@
+"""A worker process as a strand: the worker's own blocking loop, which runs only when told and stops at every message.
+
+It is a thread, but never at the same time as anything else, so where it stops is where the schedule may end it. Its
+link carries real bytes: what is sent is encoded and decoded as on a socket.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from scheduler.link import _to_server, _to_worker  # the decoders of both ends
+
+_encoder = msgspec.msgpack.Encoder()
+
+#: Why a strand has stopped: it has sent a message, it waits for one, it has looked for one, or it is over.
+Stop = Literal["sent", "waits", "looks", "over"]
+
+
+class Killed(BaseException):
+    """The process that runs this is gone. Not an Exception: nobody survives kill -9."""
+
+
+class Strand:
+    """`body(strand)` is the process: it uses the strand as its link (`send`, `recv`)."""
+
+    def __init__(self, body: Callable[[Strand], None]) -> None:
+        self.sent: Any = None  # what it has stopped to send
+        self.error: BaseException | None = None
+        self._body = body
+        self._inbox: deque[bytes] = deque()
+        self._server_gone = self._killed = False
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._why: Stop = "waits"
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    # -- for the schedule
+
+    def resume(self) -> Stop:
+        """Let it run until it stops again."""
+        if self._why != "over":
+            self._go.release()
+            self._stopped.acquire()
+        return self._why
+
+    def give(self, message: msgspec.Struct) -> None:
+        self._inbox.append(_encoder.encode(message))
+
+    @property
+    def has_mail(self) -> bool:
+        return bool(self._inbox)
+
+    def hang_up(self) -> None:
+        """The server is gone: the strand learns it at its next message."""
+        self._server_gone = True
+
+    def kill(self) -> None:
+        """kill -9: it runs no further than here."""
+        self._killed = True
+        while self.resume() != "over":
+            pass
+        self._thread.join()
+
+    # -- the worker's link
+
+    def send(self, message: msgspec.Struct) -> None:
+        if self._server_gone:
+            raise EOFError("the server is gone")
+        self.sent = _to_server.decode(_encoder.encode(message))
+        self._stop("sent")
+        if self._server_gone:
+            raise EOFError("the server is gone")
+
+    def recv(self, timeout_s: float | None = None) -> Any:
+        while True:
+            if self._inbox:
+                return _to_worker.decode(self._inbox.popleft())
+            if self._server_gone:
+                raise EOFError("the server is gone")
+            self._stop("looks" if timeout_s == 0 else "waits")
+            if timeout_s == 0 and not self._inbox:
+                return None
+
+    # -- inside
+
+    def check(self) -> None:
+        """Whether it still lives: for seams that are no messages."""
+        if self._killed:
+            raise Killed
+
+    def _stop(self, why: Stop) -> None:
+        self._why = why
+        self._stopped.release()
+        self._go.acquire()
+        self.check()
+
+    def _run(self) -> None:
+        self._go.acquire()
+        torch.set_num_threads(1)
+        try:
+            self.check()
+            self._body(self)
+        except BaseException as error:
+            self.error = error
+        self._why = "over"
+        self._stopped.release()
