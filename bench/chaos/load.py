@@ -15,7 +15,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 # Before the official SDK is imported: nothing is fetched, nothing is reported.
@@ -23,6 +22,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TINKER_TELEMETRY="0", TINKER_API_KEY="tml-
 
 import tinker
 from tinker import types
+
+from bench.chaos.pauses import Answer
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 logging.getLogger("tinker").setLevel(logging.CRITICAL)
@@ -33,16 +34,6 @@ PATIENCE_S = 180.0
 #: Steps of a trainer's cycle, and samples of a sampler's.
 STEPS, SAMPLES = 12, 24
 ADAM = types.AdamParams(learning_rate=2e-3)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """`place` is the operation's in its cycle; `value` a digest of all that the answer holds, or what went wrong."""
-
-    at: float
-    place: int
-    value: str
-    failed: bool = False
 
 
 class Client(threading.Thread):

@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from bench.chaos.load import Answer
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client was told, `at` which second. `place` is the operation's in its cycle; `value` a digest of all that
+    the answer holds, or what went wrong."""
+
+    at: float
+    place: int
+    value: str
+    failed: bool = False
+
 
 Answers = Mapping[str, Sequence[Answer]]
 #: (client, place in the cycle) -> digest of the calm answer.

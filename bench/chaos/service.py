@@ -270,6 +270,8 @@ def production(tree: Path, folder: Path) -> Iterator[Production]:
         redis = OwnRedis()
         stack.callback(redis.stop)
         database = postgres.create()
+        # As PostgreSQL is everywhere but in tests: what it has committed survives its own death.
+        postgres.execute(f'ALTER DATABASE "{database}" SET synchronous_commit = on')
         config = SHARED.format(database=postgres.url(database), redis=redis.url) + CONFIG
         programs = Programs(tree, folder, config)
         stack.callback(programs.close)
