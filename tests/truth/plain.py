@@ -1,8 +1,8 @@
 """What the service promises, in plain torch: transformers' own model, a LoRA written by hand, textbook losses and
 optimizers. It imports nothing of ours, and knows of us only what docs/ publish: the files of an export, the formulas.
 
-One `Plain` is one run, trained alone and patiently: no passes, no slices, no paging, no neighbours. Data are plain
-dictionaries of lists: `tokens`, and the inputs of its loss by their names.
+One `Plain` is one run, trained alone and patiently: no passes, no slices, no paging, no neighbours. A datum is a
+dictionary of lists or arrays: `tokens` [T], `target_tokens` [T] or [T, targets], and the other inputs of its loss.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-Datum = Mapping[str, Sequence[float]]
+Datum = Mapping[str, Any]
 Factors = dict[str, Tensor]
+Loss = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
 
 #: Sequences that are computed at once; it bounds memory and changes nothing else.
 BATCH = 64
@@ -67,7 +68,7 @@ def folded(model: Any, factors: Factors, scale: float) -> Factors:
     return weights
 
 
-# ---- losses: lp is the targets' log-probability, all others are inputs, one number for each position
+# ---- losses: lp is the targets' log-probability; `datum` holds the other inputs, of the same shape
 
 
 def cross_entropy(lp: Tensor, datum: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
@@ -105,14 +106,25 @@ def gspo(lp: Tensor, datum: Mapping[str, Tensor], config: Mapping[str, float]) -
     return -torch.minimum(ratio * datum["advantages"], clipped * datum["advantages"]).sum()
 
 
-LOSSES: dict[str, Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]] = {
-    loss.__name__: loss for loss in (cross_entropy, importance_sampling, ppo, cispo, dro, gspo)
+def stable_reinforce(lp: Tensor, datum: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """As docs/losses.md defines it; whether a position with A = 0 is inside goes by the rule for dro."""
+    advantages, q = datum["advantages"], datum["logprobs"]
+    ratio, moved = torch.exp(lp - q), torch.exp(lp.detach()) - torch.exp(q)
+    low, high = config.get("clip_low_threshold", 0.125), config.get("clip_high_threshold", 8.0)
+    outside = (ratio < low) | (ratio > high) | (moved * advantages.sign() > config.get("prob_threshold", 0.2))
+    terms = -torch.where(outside, 0.0, ratio) * advantages + config.get("kl_coeff", 0.01) * (lp - q) ** 2
+    return terms[(advantages != 0) | (q != 0)].sum()
+
+
+LOSSES: dict[str, Loss] = {
+    loss.__name__: loss for loss in (cross_entropy, importance_sampling, ppo, cispo, dro, gspo, stable_reinforce)
 }
 
 
 def loss_of(datum: Datum, lp: Tensor, loss_fn: str, config: Mapping[str, float] | None = None) -> Tensor:
     """The loss of one datum whose targets have these log-probabilities."""
-    inputs = {name: torch.tensor(x) for name, x in datum.items() if name not in ("tokens", "target_tokens")}
+    names = datum.keys() - {"tokens", "target_tokens"}
+    inputs = {name: torch.as_tensor(datum[name], dtype=lp.dtype) for name in names}
     return LOSSES[loss_fn](lp, inputs, config or {})
 
 
@@ -140,12 +152,12 @@ class Computed:
 
 
 class Plain:
-    """A run that starts from an export's factors. `tie`: differences of router logits that round-off may turn over."""
+    """A run that starts from these factors; `scale` is alpha / rank. `tie`: by how much router logits may differ and
+    round-off still turn them over."""
 
-    def __init__(self, model: Any, export: Path, *, tie: float = 1e-5) -> None:
-        self.model, self.tie = model, tie
-        factors, self.scale = load_factors(export)
-        self.state = State({name: tensor.requires_grad_() for name, tensor in factors.items()})
+    def __init__(self, model: Any, factors: Factors, scale: float, *, tie: float = 1e-5) -> None:
+        self.model, self.scale, self.tie = model, scale, tie
+        self.state = copied(State(factors))
         self.saved: dict[str, State] = {}
 
     def forward(self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None = None) -> Computed:
@@ -191,36 +203,42 @@ class Plain:
         total, logprobs, unsure = 0.0, [], []
         for first in range(0, len(data), BATCH):
             batch = data[first : first + BATCH]
-            seen_NT, doubt_NT = self._logprobs(batch)
-            loss = torch.zeros(())
-            for datum, seen_T, doubt_T in zip(batch, seen_NT, doubt_NT, strict=True):
-                size = len(datum["tokens"])
-                loss = loss + loss_of(datum, seen_T[:size], loss_fn, config)
-                logprobs.append(seen_T[:size].detach())
-                unsure.append(doubt_T[:size])
+            loss = torch.zeros((), dtype=self.model.dtype)
+            for datum, (lp, doubt_T) in zip(batch, self._logprobs(batch), strict=True):
+                loss = loss + loss_of(datum, lp, loss_fn, config)
+                logprobs.append(lp.detach())
+                unsure.append(doubt_T)
             if torch.is_grad_enabled():
                 loss.backward()
             total += loss.item()
         return Computed(total, logprobs, unsure)
 
-    def _logprobs(self, batch: Sequence[Datum]) -> tuple[Tensor, Tensor]:
-        """[data, tokens]: the targets' log-probabilities, and `unsure`. Shorter data are padded at their end, which
-        causal attention does not see."""
-        longest = max(len(datum["tokens"]) for datum in batch)
-        tokens_NT, targets_NT = (
-            torch.tensor([[*datum[name], *[0] * (longest - len(datum[name]))] for datum in batch])
-            for name in ("tokens", "target_tokens")
-        )
+    def _logprobs(self, batch: Sequence[Datum]) -> list[tuple[Tensor, Tensor]]:
+        """Of each datum, the log-probabilities of its targets, in their shape, and `unsure`. Shorter data are padded at
+        their end, which causal attention does not see."""
+        sizes = [len(datum["tokens"]) for datum in batch]
+        tokens_NT = torch.zeros(len(batch), max(sizes), dtype=torch.int64)
+        for row_T, datum, size in zip(tokens_NT, batch, sizes, strict=True):
+            row_T[:size] = torch.as_tensor(datum["tokens"])
         weights = folded(self.model, self.state.factors, self.scale)
         arguments = {"input_ids": tokens_NT, "use_cache": False, "output_router_logits": True}
         out = torch.func.functional_call(self.model, weights, (), arguments)
-        logprobs_NT = torch.log_softmax(out.logits, -1).gather(-1, targets_NT[..., None])[..., 0]
+        unsure_NT = self._unsure(out.router_logits, tokens_NT.shape)
+        found = []
+        for logits_TV, unsure_T, datum, size in zip(out.logits, unsure_NT, batch, sizes, strict=True):
+            targets = torch.as_tensor(datum["target_tokens"], dtype=torch.int64)
+            lp = torch.log_softmax(logits_TV[:size], -1).gather(1, targets.view(size, -1)).view(targets.shape)
+            found.append((lp, unsure_T[:size]))
+        return found
+
+    def _unsure(self, router_logits: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        """[data, tokens]: whether at the token or before it the last expert to be chosen hardly was."""
         chosen = self.model.config.num_experts_per_tok
-        doubt_NT = torch.zeros(tokens_NT.shape, dtype=torch.bool)
-        for logits in out.router_logits:
-            sorted_NTE = logits.detach().view(*tokens_NT.shape, -1).sort(descending=True).values
-            doubt_NT |= sorted_NTE[..., chosen - 1] - sorted_NTE[..., chosen] < self.tie
-        return logprobs_NT, doubt_NT.cumsum(1) > 0
+        unsure_NT = torch.zeros(shape, dtype=torch.bool)
+        for logits in router_logits:
+            sorted_NTE = logits.detach().view(*shape, -1).sort(descending=True).values
+            unsure_NT |= sorted_NTE[..., chosen - 1] - sorted_NTE[..., chosen] < self.tie
+        return unsure_NT.cumsum(1) > 0
 
     def _adamw(self, name: str, weight: Tensor, grad: Tensor, params: Mapping[str, Any]) -> None:
         """Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2."""
@@ -243,14 +261,13 @@ def orthogonal(m: Tensor) -> Tensor:
     """U V^T of every matrix [.., rows, columns] by five of Muon's quintic steps and four cubic ones."""
     if m.shape[-2] > m.shape[-1]:
         return orthogonal(m.mT).mT
-    x = m.double()
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-300)
+    x = m.double() / m.double().norm(dim=(-2, -1), keepdim=True).clamp(min=1e-300)
     for _ in range(5):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     for _ in range(4):
         x = 1.5 * x - 0.5 * (x @ x.mT) @ x
-    return x.float()
+    return x.to(m.dtype)
 
 
 def copied(state: State) -> State:

@@ -225,7 +225,7 @@ def twin(server: Weftd, model: Any, differences: Differences, tmp_path: Path) ->
             return export
 
         client = service.create_lora_training_client(BASE_MODEL, **options).result(timeout=PATIENCE_S)
-        return Twin(service, client, Plain(model, download(client, "start")), download, differences)
+        return Twin(service, client, Plain(model, *load_factors(download(client, "start"))), download, differences)
 
     return make
 
