@@ -199,8 +199,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weftd]:
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return load_base(BASE_FOLDER)
+def model() -> Iterator[Any]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for the cores that the service computes on
+    yield load_base(BASE_FOLDER)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
