@@ -64,9 +64,9 @@ soak: setup
 KILLS ?= 5
 
 chaos: setup
-	$(BIN)/python -m bench.chaos --kills $(KILLS)
-	$(BIN)/python -m bench.chaos --kills $(KILLS) --production
-	$(BIN)/python -m bench.chaos --damage
+	$(BIN)/python -m bench.chaos --kills $(KILLS) --into docs/recovery.md
+	$(BIN)/python -m bench.chaos --kills $(KILLS) --production --into docs/recovery.md
+	$(BIN)/python -m bench.chaos --damage --into docs/recovery.md
 
 # Every version of the official SDK against a real server; writes docs/compatibility.md.
 compat: setup

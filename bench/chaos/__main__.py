@@ -1,13 +1,13 @@
 """Kill the parts of a real service while clients work, and measure what the clients see of it.
 
-    python -m bench.chaos [--production] [--tree PATH] [--kills N] [--kinds WORD] [--json FILE]
-    python -m bench.chaos --damage [--tree PATH] [--json FILE]
+    python -m bench.chaos [--production] [--tree PATH] [--kills N] [--kinds WORD] [--json FILE] [--into FILE]
+    python -m bench.chaos --damage [--tree PATH] [--json FILE] [--into FILE]
 
 Clients of the official SDK train and sample in cycles with the same answers each time; two calm cycles come first and
 tell what the answers are. Then every kind of kill is done N times, in turns, and every answer is compared with the calm
 one to the bit. The pause of a kill is the longest time that any client had no answer, less that client's usual gap. One
 kill follows another when all clients work again, and a worker is not killed again within the 30 s in which its server
-would wait longer and longer to start it. Prints a markdown table; docs/recovery.md has the last one.
+would wait longer and longer to start it. Prints a markdown table; `--into docs/recovery.md` puts it there.
 
 --production: two API replicas, two trainers, two generators, PostgreSQL and Redis instead of one embedded server.
 --damage: fill the disk and damage files instead, one fresh service for each, and print who was told what.
@@ -28,7 +28,7 @@ from typing import Any
 
 from bench.chaos import damage
 from bench.chaos.load import Client, Sampler, Trainer
-from bench.chaos.pauses import Calm, Kind, add_kill, compare, table, usual_gaps_s
+from bench.chaos.pauses import Calm, Kind, add_kill, compare, replaced, table, usual_gaps_s
 from bench.chaos.service import HERE, Service, embedded, production
 
 #: Without a kill, before the first: where usual gaps are taken.
@@ -152,20 +152,24 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--kinds", default="", metavar="WORD", help="only kinds with this in their name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
+    parser.add_argument("--into", type=Path, metavar="FILE", help="put the table into this document, where its name is")
     arguments = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="weft-chaos-") as folder:
         os.chmod(folder, 0o755)
         if arguments.damage:
             found: Any = damage.all_of(arguments.tree.absolute(), Path(folder), arguments.kinds)
-            say("\n" + damage.table(found))
+            shown = damage.table(found)
         else:
             with (production if arguments.production else embedded)(arguments.tree.absolute(), Path(folder)) as service:
                 found = shake(service, arguments.kills, arguments.kinds)
-            say("\n" + table(found))
-    say(f"\n{time.monotonic() - started:.0f} s, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+            shown = table(found)
+    say(f"\n{shown}\n\n{time.monotonic() - started:.0f} s, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(each) for each in found], indent=2) + "\n")
+    if arguments.into is not None:
+        what = "damage" if arguments.damage else "production" if arguments.production else "embedded"
+        arguments.into.write_text(replaced(arguments.into.read_text(), what, shown))
 
 
 if __name__ == "__main__":

@@ -100,3 +100,12 @@ def _row(kind: Kind) -> tuple[str, ...]:
     pauses = (f"{median(kind.pauses_s):.1f} s", f"{max(kind.pauses_s):.1f} s") if kind.pauses_s else ("", "")
     counts = (kind.answers, kind.differences, len(kind.errors), kind.misbilled)
     return (kind.name, str(len(kind.pauses_s)), *pauses, *(f"{number:,}" for number in counts))
+
+
+def replaced(document: str, name: str, text: str) -> str:
+    """The document with `text` between the comments that begin and end what is called `name`."""
+    before, begin, rest = document.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
+    if not end:
+        raise ValueError(f"the document has no place for {name}")
+    return f"{before}{begin}\n{text}\n\n{end}{after}"
