@@ -3,7 +3,8 @@ be the same to round-off.
 
 How much that is depends on the program: Adam divides by the size of gradients, a router decides between near equals.
 So plain torch does everything twice, in float32 and in float64, and what the service says may be `SLACK` times as far
-from the one as the other is.
+from the one as the other is. Where those two do not agree any more, nothing can be said of that run: an optimizer has
+divided rounding by rounding.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ from tests.truth.search import Bench
 #: The name of the checkpoint that holds a run's first weights.
 START = 89
 SLACK = 20.0
+#: Where float32 and float64 differ by more than this (log-probabilities; else relative), a run is lost to rounding.
+LOST = 1e-2
 #: What is allowed in any case: of log-probabilities; and of losses, norms and weights, relative.
 LOGPROB, RELATIVE = 1e-4, 1e-4
 
@@ -134,6 +137,8 @@ class InPlain:
     found: plays.Found
     differences: list[str] = field(default_factory=list)
     compared: Counter[str] = field(default_factory=Counter)
+    #: Runs of which nothing more can be said.
+    lost: set[int] = field(default_factory=set)
     #: How much of what is allowed was used, at most, by kind.
     used: dict[str, float] = field(default_factory=dict)
     _runs: dict[int, Pair] = field(default_factory=dict)
@@ -148,11 +153,13 @@ class InPlain:
             case Create():
                 self._create(each, each.op)
             case Resume() if self._ended_well(each):
+                self._follow(each.op.run, each.op.source[0])
                 self._runs[each.op.run] = self._runs[each.op.source[0]].resumed(
                     each.op.source[1], optimizer=each.op.optimizer
                 )
             case Load() if self._ended_well(each):
                 source = self._runs[each.op.source[0]]
+                self._follow(each.op.run, each.op.source[0])
                 self._runs[each.op.run].load(each.op.source[1], source, optimizer=each.op.optimizer)
             case SaveState() if self._ended_well(each):
                 self._save(each, each.op)
@@ -238,10 +245,18 @@ class InPlain:
         size = max(exact, 1e-3)
         self._hold(each, "norm", abs(got - exact) / size, abs(rough - exact) / size, RELATIVE)
 
+    def _follow(self, run: int, source: int) -> None:
+        if source in self.lost:
+            self.lost.add(run)
+
     def _ended_well(self, each: Planned) -> bool:
         return bool(self.found.outcomes[f"{each.place}.0"][0] == "result")
 
     def _hold(self, each: Planned, what: str, apart: float, rounding: float, least: float) -> None:
+        run = each.op.run  # type: ignore[union-attr]
+        if run in self.lost or not rounding < LOST:
+            self.lost.add(run)
+            return
         allowed = least + SLACK * rounding
         kind = what.partition(" ")[0]
         self.compared[kind] += 1
