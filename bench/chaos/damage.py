@@ -31,7 +31,7 @@ DISK_BYTES = 1 << 30
 FULL_S = 8.0
 STEPS = 6
 #: Of the lines of a log: what says that something is wrong; and what makes two equal complaints look different.
-LOUD = ("WARN", "ERROR", "CRITICAL", "rror:", "weftd:")
+LOUD = ("WARN", "ERROR", "CRITICAL", "rror:", "failed", "weftd:")
 TIME = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ ")
 NUMBERS = re.compile(r"\b[0-9a-f]{16,}\b|\b\d+\.\d+ s\b|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -111,10 +111,9 @@ class Case:
     def close(self) -> Finding:
         """With what the operator could read since the damage."""
         lines = self.service.log()[self._read :].splitlines()
-        loud = [
-            line for line in lines if any(word in line for word in ("WARN", "ERROR", "CRITICAL", "rror:", "weftd:"))
-        ]
-        self.finding.operator = [line.strip()[:400] for line in dict.fromkeys(loud or lines[-1:])]
+        loud = [line for line in lines if any(word in line for word in LOUD) and "SIGKILL" not in line]
+        said = [NUMBERS.sub("..", TIME.sub("", line)).strip()[:400] for line in loud]
+        self.finding.operator = list(dict.fromkeys(said))
         self.finding.client = list(dict.fromkeys(self.finding.client))
         return self.finding
 
@@ -152,8 +151,8 @@ def wal_cut(case: Case) -> None:
 
 def database_deleted(case: Case) -> None:
     case.service.kill()
-    for file in case.service.data.glob("weft.db*"):
-        file.unlink()
+    for name in ("weft.db", "weft.db-wal", "weft.db-shm"):
+        (case.service.data / name).unlink(missing_ok=True)
     if case.start():
         case.go_on()
 
@@ -183,26 +182,29 @@ def checkpoint_cut(case: Case) -> None:
 
 
 def result_cut(case: Case) -> None:
-    """Of an operation that is done, before its client has asked."""
-    headers = {"X-API-Key": case.service.key("acme")}
+    """Of an operation that is done; its client asks once more after the server's death."""
     run = case.steps.run.model_id
     (seq,) = case.service.rows("select max(seq) + 1 from operations")[0]
-    data = [plain(datum) for datum in supervised(9)]
-    body = {"model_id": run, "seq_id": seq, "forward_backward_input": {"data": data, "loss_fn": "cross_entropy"}}
+    inputs = {"data": [plain(datum) for datum in supervised(9)], "loss_fn": "cross_entropy"}
+    headers = {"X-API-Key": case.service.key("acme")}
     with httpx.Client(base_url=case.service.url(0), headers=headers, timeout=PATIENCE_S) as http:
-        accepted = http.post("/api/v1/forward_backward", json=body)
-        operation = accepted.raise_for_status().json()["request_id"]
-        done = f"select result_ref from operations where lane = '{run}' and seq = {seq} and state != 'queued'"  # noqa: S608
-        deadline = time.monotonic() + PATIENCE_S
-        while not case.service.rows(done) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        cut(case.file(done))
-        reply = http.post("/api/v1/retrieve_future", json={"request_id": operation})
-    said = reply.text[:200] if "json" in reply.headers.get("content-type", "") else f"{len(reply.content)} bytes"
+        body = {"model_id": run, "seq_id": seq, "forward_backward_input": inputs}
+        accepted = http.post("/api/v1/forward_backward", json=body).raise_for_status().json()
+        asked = {"request_id": accepted["request_id"]}
+        whole = http.post("/api/v1/retrieve_future", json=asked).raise_for_status()
+    stored = case.file(f"select result_ref from operations where lane = '{run}' and seq = {seq}")  # noqa: S608
+    case.service.kill()
+    cut(stored)
+    if not case.start():
+        return
+    with httpx.Client(base_url=case.service.url(0), headers=headers, timeout=PATIENCE_S) as http:
+        reply = http.post("/api/v1/retrieve_future", json=asked)
+    told = reply.status_code != 200 or reply.content.startswith(b'{"error')
+    case.finding.right += reply.content == whole.content
+    case.finding.wrong += reply.content != whole.content and not told
+    case.finding.none += told
+    said = " ".join(reply.text.split())[:200] if told else f"{len(reply.content)} bytes of {len(whole.content)}"
     case.finding.client.append(f"HTTP {reply.status_code}: {said}")
-    failed = "error" in said
-    case.finding.wrong += not failed and reply.status_code == 200
-    case.finding.none += failed or reply.status_code != 200
 
 
 def plain(datum: Any) -> dict[str, Any]:
@@ -272,7 +274,7 @@ DAMAGE: dict[str, Callable[[Case], None]] = {
     "weft.db deleted, the server killed": database_deleted,
     "a snapshot cut in half, the server stopped": snapshot_cut,
     "a saved state cut in half": checkpoint_cut,
-    "a result cut in half": result_cut,
+    "a result cut in half, the server killed": result_cut,
 }
 
 
