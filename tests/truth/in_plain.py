@@ -54,8 +54,8 @@ START = 89
 SLACK = 20.0
 #: Where float32 and float64 differ by more than this (log-probabilities; else relative), a run is lost to rounding.
 LOST = 1e-2
-#: What is allowed in any case: of log-probabilities; and of losses, norms and weights, relative.
-LOGPROB, RELATIVE = 1e-4, 1e-4
+#: What is allowed in any case: of log-probabilities; relative, of losses and norms, and of a weight tensor's change.
+LOGPROB, RELATIVE, WEIGHTS = 1e-4, 1e-4, 1e-3
 
 
 def custom(lp: Tensor, datum: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
@@ -198,7 +198,7 @@ class InPlain:
             exact = double[name].detach()
             size = float(max((exact - start[name].detach()).norm(), 1e-3 * exact.norm(), torch.tensor(1e-9)))
             apart = float((factor - exact).norm()) / size
-            self._hold(each, f"weights {name}", apart, float((single[name] - exact).detach().norm()) / size, RELATIVE)
+            self._hold(each, f"weights {name}", apart, float((single[name] - exact).detach().norm()) / size, WEIGHTS)
 
     def _compute(self, each: Planned, part: int, batch: Batch, data: Sequence[Datum], trains: bool) -> None:
         outcome = self.found.outcomes[f"{each.place}.{part}"]
