@@ -13,10 +13,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 ROOMS := api billing migrations scheduler store workers client_sdk/weft examples bench tests
 
-.PHONY: help setup vllm demo test soak compat cookbook lint format clean
+.PHONY: help setup vllm demo test soak chaos compat cookbook lint format clean
 
 help:
-	@echo "make setup | vllm | demo | test | soak | compat | cookbook | lint | format | clean"
+	@echo "make setup | vllm | demo | test | soak | chaos | compat | cookbook | lint | format | clean"
 
 setup: $(STAMP)
 
@@ -59,6 +59,14 @@ TIMES ?= 20
 soak: setup
 	WEFT_SOAK=$(TIMES) $(BIN)/python -m pytest --timeout=0 -m "hypothesis or search"
 	if test -f tests/truth/soak.py; then $(BIN)/python -m tests.truth.soak; fi
+
+# Kills, full disks and damaged files, on real services: docs/recovery.md has the tables.
+KILLS ?= 5
+
+chaos: setup
+	$(BIN)/python -m bench.chaos --kills $(KILLS) --into docs/recovery.md
+	$(BIN)/python -m bench.chaos --kills $(KILLS) --production --into docs/recovery.md
+	$(BIN)/python -m bench.chaos --damage --into docs/recovery.md
 
 # Every version of the official SDK against a real server; writes docs/compatibility.md.
 compat: setup

@@ -1,0 +1,111 @@
+"""What is made of the answers: the clients' pauses, the differences from a calm cycle, and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client was told, `at` which second. `place` is the operation's in its cycle; `value` a digest of all that
+    the answer holds, or what went wrong."""
+
+    at: float
+    place: int
+    value: str
+    failed: bool = False
+
+
+Answers = Mapping[str, Sequence[Answer]]
+#: (client, place in the cycle) -> digest of the calm answer.
+Calm = Mapping[tuple[str, int], str]
+
+
+@dataclass
+class Kind:
+    """All kills of one kind. `pauses_s`: of each kill, the longest of any client. `misbilled`: operations that were
+    billed twice, or are done and not billed."""
+
+    name: str
+    pauses_s: list[float] = field(default_factory=list)
+    answers: int = 0
+    differences: int = 0
+    errors: list[str] = field(default_factory=list)
+    misbilled: int = 0
+
+
+def longest_gap_s(times: Iterable[float], start: float, end: float) -> float:
+    """The longest time without an answer that ended, or had not ended, in (start, end]."""
+    longest, before = 0.0, start
+    for at in times:
+        if at > end:
+            break
+        if at > start:
+            longest = max(longest, at - before)
+        before = at
+    return max(longest, end - before)
+
+
+def median_gap_s(times: Sequence[float]) -> float:
+    return median(later - earlier for earlier, later in pairwise(times))
+
+
+def usual_gaps_s(answers: Answers) -> dict[str, float]:
+    """Of each client, while nothing happens."""
+    return {name: median_gap_s([answer.at for answer in given if not answer.failed]) for name, given in answers.items()}
+
+
+def add_kill(kind: Kind, answers: Answers, calm: Calm, usual_s: Mapping[str, float], start: float, end: float) -> None:
+    """Count a kill at `start` whose consequences were over at `end`."""
+    pauses = []
+    for name, given in answers.items():
+        good = [answer.at for answer in given if not answer.failed]
+        pauses.append(longest_gap_s(good, start, end) - usual_s[name])
+        compare(kind, name, given, calm, start, end)
+    kind.pauses_s.append(max(pauses))
+
+
+def compare(kind: Kind, name: str, given: Sequence[Answer], calm: Calm, start: float, end: float) -> None:
+    """One client's answers of (start, end] with the calm ones."""
+    for answer in given:
+        if not start < answer.at <= end:
+            continue
+        if answer.failed:
+            kind.errors.append(f"{name}: {answer.value}")
+            continue
+        kind.answers += 1
+        kind.differences += answer.value != calm[name, answer.place]
+
+
+def table(kinds: Sequence[Kind]) -> str:
+    """In markdown."""
+    heads = (
+        "killed",
+        "kills",
+        "median pause",
+        "longest",
+        "answers compared",
+        "differences",
+        "errors",
+        "billed twice or never",
+    )
+    rows = [heads, ("---", *["---:"] * (len(heads) - 1)), *(_row(kind) for kind in kinds)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _row(kind: Kind) -> tuple[str, ...]:
+    pauses = (f"{median(kind.pauses_s):.1f} s", f"{max(kind.pauses_s):.1f} s") if kind.pauses_s else ("", "")
+    counts = (kind.answers, kind.differences, len(kind.errors), kind.misbilled)
+    return (kind.name, str(len(kind.pauses_s)), *pauses, *(f"{number:,}" for number in counts))
+
+
+def replaced(document: str, name: str, text: str) -> str:
+    """The document with `text` between the comments that begin and end what is called `name`."""
+    before, begin, rest = document.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
+    if not end:
+        raise ValueError(f"the document has no place for {name}")
+    return f"{before}{begin}\n{text}\n\n{end}{after}"
