@@ -157,8 +157,10 @@ class RunLane:
         return self._all_again()
 
     def pause(self, why: str, *, kept: bool) -> None:
-        """Queue nothing for now; `kept` says that a trainer holds the run. The caller has emptied the run's queue."""
-        self.paused, self.resident = why, self.resident and kept
+        """Queue nothing for now; `kept` says that a trainer holds the run. The caller has emptied the run's queue, and
+        with it what was still to be repeated behind an operation that is not answered: then it is rebuilt."""
+        first = min((op.seq for op in self._pending.values()), default=self.next_seq)
+        self.paused, self.resident = why, self.resident and kept and not any(op.seq > first for op in self._log)
         self.setbacks += 1
 
     def resume(self) -> list[Unit]:

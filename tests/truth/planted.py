@@ -58,17 +58,17 @@ def short_replay() -> AbstractContextManager[Any]:
     """The last operation that was answered is not replayed."""
 
     def change(real: Callable[..., Any]) -> Callable[..., Any]:
-        def restore(self: RunLane) -> Any:
+        def rebuild(self: RunLane, pending: Any) -> Any:
             log = self._log
             self._log = log[:-1] if len(log) > 1 else log
             try:
-                return real(self)
+                return real(self, pending)
             finally:
                 self._log = log
 
-        return restore
+        return rebuild
 
-    return _patched(RunLane, "_restore", change)
+    return _patched(RunLane, "_rebuild", change)
 
 
 def added_twice() -> AbstractContextManager[Any]:
