@@ -131,7 +131,7 @@ class TrainerDesk:
             await self._journal.snapshot(message)
         elif isinstance(message, SetAside):
             self._aside.add(message.run_id)
-            self._journal.set_aside(message)
+            self._journal.setbacks.set_aside(message)
         elif isinstance(message, PullPass):
             self._models = message.models
             self._got_on(self._end())
@@ -180,13 +180,17 @@ class TrainerDesk:
         if replayed:
             lane.setbacks += 1
         if lane.setbacks >= LIVES:
-            self._journal.pause(lane, f"the trainer stopped {lane.setbacks} times while it rebuilt the run")
+            self._journal.setbacks.pause(lane, f"the trainer stopped {lane.setbacks} times while it rebuilt the run")
         for op in {u.op.id: u.op for u in units if u.op is not None and not u.send.replay}.values():
             if op.outcome is not None:
                 continue
             op.running, op.alone = False, True
             op.attempts += 1
-            if op.attempts >= LIVES:
+            if op.attempts < LIVES:
+                continue
+            if lane.is_past(op):  # what is behind it was computed on a run that it had changed
+                self._journal.setbacks.break_run(lane, _gave_up("trainer", op))
+            else:
                 self._journal.finish(Done(op.id, failure=Failure(_gave_up("trainer", op))))
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from sqlalchemy import Update, update
-from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, OperationalError, ProgrammingError
+from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from billing.prices import PriceList
@@ -29,7 +29,7 @@ from scheduler.fair import FairTree
 from scheduler.in_flight import InFlight
 from scheduler.intake import Intake
 from scheduler.lanes import RunLane, Unit
-from scheduler.messages import MUTATING, Done, Failure, OpKind, PolicyMoved, RunSpec, SetAside, Snapshot
+from scheduler.messages import MUTATING, Done, Failure, OpKind, PolicyMoved, RunSpec, Snapshot
 from scheduler.meters import Meters
 from scheduler.operations import (
     INTERACTIVE,
@@ -43,26 +43,16 @@ from scheduler.operations import (
     Waiting,
     from_row,
 )
-from scheduler.references import broken_because
 from scheduler.samplers import Samplers
+from scheduler.setbacks import Setbacks
 from scheduler.settle import Ending, Settled, Settlement, result_of
+from scheduler.storing import until_stored
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
 from store.room import NoRoom, Room
 
 log = logging.getLogger(__name__)
-
-#: The first and the longest pause before something is stored again that could not be: it is tried until it can.
-STORE_AGAIN_S = (0.1, 5.0)
-#: The same before a run that was set aside has its turn again.
-RESUME_S = (0.5, 60.0)
-#: What the database says when a statement is wrong, not the moment: asking again would not help.
-WRONG = (IntegrityError, DataError, ProgrammingError)
-
-
-class Unrecorded(Exception):
-    """How an operation ended cannot be written down, however often it is tried."""
 
 
 class Desk(Protocol):
@@ -110,8 +100,8 @@ class Journal:
         self.samplers = Samplers(database)
         self.versions: dict[str, int] = {}  # optimizer steps of runs
         self._settling: set[asyncio.Task[Any]] = set()
-        self._resuming: set[asyncio.Task[None]] = set()
         self._room = room or Room(blobs.root)
+        self.setbacks = Setbacks(self, database, blobs)
 
     # ---- accepting
 
@@ -166,7 +156,7 @@ class Journal:
         self._intake.forget(op)
         lane = self.runs.get(op.lane)
         if lane is not None:
-            self._queue_units(lane, lane.refuse(op.seq))
+            self.queue_units(lane, lane.refuse(op.seq))
             self.wake()
 
     def _admit(self, new: NewOperation) -> None:
@@ -196,10 +186,10 @@ class Journal:
             if lane.broken:
                 self._fail(op, lane.broken, lane.broken_category)
                 return
-            self._queue_units(lane, lane.arrive(op))
+            self.queue_units(lane, lane.arrive(op))
         self.wake()
 
-    def _queue_units(self, lane: RunLane, units: list[Unit]) -> None:
+    def queue_units(self, lane: RunLane, units: list[Unit]) -> None:
         for unit in units:
             self.train_queue.push(lane.path, unit, unit.tokens, weight=self._charges.weight(lane.org_id))
 
@@ -264,9 +254,9 @@ class Journal:
         op.timings.done(datetime.now(UTC))
         if op.kind == SAMPLE and done.failure is None:
             self.sample_queue.correct(op.path, self._charges.ended(op, done.facts))
-        self._background(self._settle(op, done))
+        self.in_background(self._settle(op, done))
 
-    def _background(self, work: Coroutine[Any, Any, Any]) -> None:
+    def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
@@ -287,33 +277,40 @@ class Journal:
                 await self._write_end(op, done, op.outcome)
             lane = self.runs.get(op.lane)
             if lane is not None and op.kind in MUTATING and done.failure is None:
-                self.break_run(lane, f"operation {op.seq} was computed and cannot be recorded ({type(error).__name__})")
+                self.setbacks.break_run(
+                    lane, f"operation {op.seq} was computed and cannot be recorded ({type(error).__name__})"
+                )
         self._close(op, freed)
         if op.outcome.error is None and "version" in done.facts:
             self._moved(op, done.facts["version"])
 
     async def _write_end(self, op: Operation, done: Done, result: Outcome) -> Settled:
-        """Store the result and settle, again and again while disk or database do not answer: what a trainer has applied
-        is never answered as failed. After a failure it may have been settled all the same."""
-        tried = False
-        pause_s = STORE_AGAIN_S[0]
-        while True:
-            try:
-                if result.error is None:  # stored before the commit that promises it
-                    self._blobs.put(result_ref(op.id), result.payload)
-                ending = Ending(op, done, result, self.samplers.facts(op.lane).run_id if op.kind == SAMPLE else op.lane)
-                settled: Settled = await self._database.write_batched(self._settlement.settle, ending, lock=op.org_id)
-                op.stuck = ""
-                return self._settled_before(op) if settled is None and tried else settled
-            except WRONG as error:
-                raise Unrecorded(str(error)) from error
-            except (OSError, DBAPIError, PoolTimeout) as error:
-                tried = True
-                what = self._room.refused(error)
-                op.stuck = f"computed; {what}; it is tried again until it can be stored"
-                log.warning("operation %s: %s; again in %.1f s", op.id, what, pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, STORE_AGAIN_S[1])
+        """Store the result and settle, however often it takes: what was applied is never answered as failed."""
+        tried = 0
+
+        async def attempt() -> Settled:
+            nonlocal tried
+            tried += 1
+            if result.error is None:  # stored before the commit that promises it
+                self._blobs.put(result_ref(op.id), result.payload)
+            ending = Ending(op, done, result, self.samplers.facts(op.lane).run_id if op.kind == SAMPLE else op.lane)
+            settled: Settled = await self._database.write_batched(self._settlement.settle, ending, lock=op.org_id)
+            return self._settled_before(op) if settled is None and tried > 1 else settled
+
+        def refused(error: Exception, pause_s: float) -> None:
+            what = self._room.refused(error)
+            op.stuck = f"computed; {what}; it is tried again until it can be stored"
+            log.warning("operation %s: %s; again in %.1f s", op.id, what, pause_s)
+
+        return await until_stored(attempt, refused)
+
+    async def write_surely(self, statement: Update) -> None:
+        """Write, however often it takes."""
+
+        def refused(error: Exception, pause_s: float) -> None:
+            log.warning("%s; again in %.1f s", self._room.refused(error), pause_s)
+
+        await until_stored(lambda: self._database.write(lambda session: session.execute(statement)), refused)
 
     def _settled_before(self, op: Operation) -> Settled:
         stored = self.answers.stored(op.org_id, op.id)
@@ -340,9 +337,7 @@ class Journal:
         if lane is not None:
             lane.answered(op, ok)
             if op.kind == OpKind.CREATE and not ok:
-                self._break(lane, f"run {op.lane} was never created: {op.outcome.error}", "user")
-            elif op.kind in MUTATING and not ok and lane.broken is None and lane.is_past(op):
-                self.break_run(lane, f"operation {op.seq} failed after others behind it had succeeded")
+                self.close_for_good(lane, f"run {op.lane} was never created: {op.outcome.error}", "user")
             if lane.closing and lane.idle:
                 self._forget(lane)
         if ok and op.kind == OpKind.SAVE_SAMPLER and op.plan.get("sampler_kind") == "inflight":
@@ -358,84 +353,22 @@ class Journal:
 
     def _drop_body(self, op: Operation) -> None:
         if op.body_ref:
-            self._delete(op.body_ref)
+            self._delete(op.body_ref, self._blobs.delete)
 
-    def _delete(self, ref: str) -> None:
+    def _delete(self, ref: str, delete: Callable[[str], None] | None = None) -> None:
         """What cannot be deleted for now is left to the reaper."""
         try:
-            self._blobs.delete_tree(ref)
+            (delete or self._blobs.delete_tree)(ref)
         except OSError as error:
             log.warning("%s cannot be deleted: %s", ref, error)
 
     def rebuild(self, lane: RunLane) -> None:
         """The trainer that held this run is gone: queue what rebuilds the run, and all it had left to do."""
         self.train_queue.remove(lane.path)
-        self._queue_units(lane, lane.lost())
+        self.queue_units(lane, lane.lost())
 
-    # ---- runs that are not what they should be
-
-    def set_aside(self, told: SetAside) -> None:
-        """A trainer has left out what a run had to do."""
-        lane = self.runs.get(told.run_id)
-        if lane is None:
-            return
-        log.warning("run %s is set aside: %s", told.run_id, told.reason)
-        if told.lasting:
-            self.break_run(lane, told.reason)
-        else:
-            self.pause(lane, told.reason, kept=told.kept)
-
-    def pause(self, lane: RunLane, why: str, *, kept: bool = False) -> None:
-        """Leave a run out for a while, longer each time until it gets on; nobody else waits for it."""
-        self.train_queue.remove(lane.path)
-        already = bool(lane.paused)
-        lane.pause(why, kept=kept)
-        if not already:
-            task = asyncio.get_running_loop().create_task(self._resume(lane))
-            self._resuming.add(task)
-            task.add_done_callback(self._resuming.discard)
-
-    async def _resume(self, lane: RunLane) -> None:
-        await asyncio.sleep(min(RESUME_S[0] * 2 ** (lane.setbacks - 1), RESUME_S[1]))
-        await self.flush()  # what is answered is not done again on a run that is still held
-        if self.runs.get(lane.run_id) is lane and lane.broken is None:
-            self._queue_units(lane, lane.resume())
-            self.wake()
-
-    def missing_for(self, lane: RunLane) -> str:
-        """What is not on the disk of that from which the run would be rebuilt; "" when all is there."""
-        if lane.snapshot is not None and not self._blobs.exists(lane.snapshot.ref):
-            return f"its snapshot after operation {lane.snapshot.seq} is missing"
-        gone = (op for op in lane.replays() if op.body_ref and not self._blobs.exists(op.body_ref))
-        return next((f"the body of operation {op.seq} ({op.kind}) is missing" for op in gone), "")
-
-    def break_run(self, lane: RunLane, reason: str) -> None:
-        """The run cannot be had as it was: it does nothing more, and everybody who asks is told why and what is left.
-        This lasts."""
-        with self._database.read() as session:
-            why = broken_because(session, lane.run_id, reason)
-        log.error("%s", why)
-        self._break(lane, why, "server")
-        self.released.append(lane.run_id)
-        statement = update(tables.Run).where(tables.Run.id == lane.run_id).values(broken=why)
-        self._background(self._write_surely(statement))
-        self.wake()
-
-    async def _write_surely(self, statement: Update) -> None:
-        """Write, again and again while the database does not answer."""
-        pause_s = STORE_AGAIN_S[0]
-        while True:
-            try:
-                await self._database.write(lambda session: session.execute(statement))
-                return
-            except (DBAPIError, PoolTimeout) as error:
-                if isinstance(error, WRONG):
-                    raise
-                log.warning("the database does not answer; again in %.1f s: %s", pause_s, error)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, STORE_AGAIN_S[1])
-
-    def _break(self, lane: RunLane, why: str, category: str) -> None:
+    def close_for_good(self, lane: RunLane, why: str, category: str) -> None:
+        """The run does nothing more: all that it had left to do fails with `why`."""
         lane.broken, lane.broken_category = why, category
         self.train_queue.remove(lane.path)
         for op in lane.abandon():
@@ -463,7 +396,7 @@ class Journal:
             return
         part = {"op": taken.part_op, "stop": taken.part_stop} if taken.part_op else None
         values = {"snapshot_seq": taken.seq, "snapshot_ref": taken.ref, "snapshot_part": part}
-        await self._write_surely(update(tables.Run).where(tables.Run.id == taken.run_id).values(values))
+        await self.write_surely(update(tables.Run).where(tables.Run.id == taken.run_id).values(values))
         for op in lane.saved(taken.seq, taken.ref, taken.part_op, taken.part_stop):
             self._drop_body(op)
         if older is not None and older.ref != taken.ref:
@@ -471,13 +404,12 @@ class Journal:
 
     async def flush(self) -> None:
         """Wait until every result handed in so far is settled."""
-        while self._settling:
+        if self._settling:
             await asyncio.wait(list(self._settling))
 
     async def stop(self, within_s: float) -> None:
         """`flush`, but not for ever: what still cannot be stored stays queued, and is done again after a restart."""
-        for task in self._resuming:
-            task.cancel()
+        self.setbacks.stop()
         if self._settling:
             await asyncio.wait(list(self._settling), timeout=within_s)
         for task in list(self._settling):
@@ -498,7 +430,7 @@ class Journal:
         self.runs.pop(lane.run_id, None)
         self.versions.pop(lane.run_id, None)
         self.released.append(lane.run_id)
-        self._background(self._write_surely(_closed(lane.run_id)))
+        self.in_background(self.write_surely(_closed(lane.run_id)))
         for op in lane.saved(lane.next_seq, ""):
             self._drop_body(op)
         self._delete(f"runs/{lane.run_id}")

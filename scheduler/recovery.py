@@ -58,8 +58,8 @@ def recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
             lane.broken, lane.broken_category = f"run {run.id} was never created: {row.error}", "user"
         elif row.state == "done" and row.kind in MUTATING and (snapshot is None or row.seq > snapshot.seq):
             lane.remember(from_row(row))
-    if lane.broken is None and (missing := journal.missing_for(lane)):
-        journal.break_run(lane, missing)
+    if lane.broken is None and (missing := journal.setbacks.missing_for(lane)):
+        journal.setbacks.break_run(lane, missing)
     for row in rows:
         if row.state == "queued":  # what it may come before is known by now
             journal.enqueue(from_row(row))

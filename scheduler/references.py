@@ -54,10 +54,13 @@ def broken_because(session: Session, run_id: str, reason: str) -> str:
     saved = select(checkpoint.name).where(checkpoint.run_id == run_id, checkpoint.kind == "weights")
     with unrestricted(session):
         name = session.scalar(saved.order_by(checkpoint.created_at.desc()).limit(1))
-    left = (
-        f"Go on from its last checkpoint, tinker://{run_id}/weights/{name}, in a new run "
-        "(create_training_client_from_state_with_optimizer)"
-        if name is not None
-        else "It has no checkpoint: start it again"
-    )
-    return f"run {run_id} cannot be rebuilt as it was and does nothing more: {reason}. {left}"[:4096]
+    if name is None:
+        return nothing_left(run_id, reason, "It has no checkpoint: start it again")
+    path = f"tinker://{run_id}/weights/{name}"
+    how = f"Go on from its last checkpoint, {path}, in a new run (create_training_client_from_state_with_optimizer)"
+    return nothing_left(run_id, reason, how)
+
+
+def nothing_left(run_id: str, reason: str, remedy: str = "Go on from its last checkpoint, if it has one") -> str:
+    """The same for whoever knows the remedy."""
+    return f"run {run_id} cannot be rebuilt as it was and does nothing more: {reason}. {remedy}"[:4096]

@@ -18,7 +18,7 @@ SLOW = (
     "tests/e2e/test_production.py",
     "tests/scheduler/jobs/test_celery.py",
     "tests/console/test_browser.py",
-    "tests/truth/test_plain.py",
+    "tests/truth/",
     "tests/e2e/",
     "tests/console/test_weftd.py",
 )

@@ -51,7 +51,7 @@ class LeadingJournal(Journal):
         if row.state == "queued":
             self.enqueue(from_row(row))
         else:
-            self._queue_units(lane, lane.refuse(row.seq))
+            self.queue_units(lane, lane.refuse(row.seq))
             self.wake()
         return None
 
@@ -65,4 +65,4 @@ class LeadingJournal(Journal):
 
     def _close(self, op: Operation, freed: list[str]) -> None:
         super()._close(op, freed)
-        self._background(self._announce(op))
+        self.in_background(self._announce(op))

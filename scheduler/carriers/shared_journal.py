@@ -121,11 +121,11 @@ class SharedJournal(Journal):
     def _enqueue(self, op: Operation) -> None:
         self._open[op.id] = op
         self.in_flight.add(op)
-        self._background(self._hand_over(op))
+        self.in_background(self._hand_over(op))
 
     def _refuse(self, op: Operation, why: str) -> None:
         super()._refuse(op, why)
-        self._background(self._tell(Accepted(op.id)))
+        self.in_background(self._tell(Accepted(op.id)))
 
     async def _hand_over(self, op: Operation) -> None:
         if op.kind == SAMPLE:
@@ -303,7 +303,7 @@ class SharedJournal(Journal):
 
     def _close(self, op: Operation, freed: list[str]) -> None:
         super()._close(op, freed)
-        self._background(self.announce(op))
+        self.in_background(self.announce(op))
 
     async def announce(self, op: Operation) -> None:
         """Tell every replica that `op` has its outcome."""
@@ -316,7 +316,7 @@ class SharedJournal(Journal):
         op = self.queued_row(request_id)
         if op is None or op.org_id != org_id or op.kind != SAMPLE:
             return False
-        self._background(self._cancel(op))
+        self.in_background(self._cancel(op))
         return True
 
     async def _cancel(self, op: Operation) -> None:
@@ -326,7 +326,7 @@ class SharedJournal(Journal):
             await self.reach(self._news.cancel, worker, op.id)
 
     def close_run(self, run_id: str) -> None:
-        self._background(self._tell(Accepted(closed_run=run_id)))
+        self.in_background(self._tell(Accepted(closed_run=run_id)))
 
     def working_sessions(self) -> set[str]:
         row = tables.Operation

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from scheduler import journal as journal_module
+from scheduler import setbacks, storing
 from scheduler.desks import LIVES
 from scheduler.link import ServerLink, WorkerLink
 from scheduler.messages import Done, Pass, PassOver, PullPass, SetAside, Snapshot
@@ -44,8 +44,8 @@ LARGE = {"slices": [[n, n + 1, 10] for n in range(10)]}
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "STORE_AGAIN_S", (0.02, 0.05))
-    monkeypatch.setattr(journal_module, "RESUME_S", (0.02, 0.05))
+    monkeypatch.setattr(storing, "AGAIN_S", (0.02, 0.05))
+    monkeypatch.setattr(setbacks, "RESUME_S", (0.02, 0.05))
 
 
 async def until(holds: Callable[[], bool]) -> None:

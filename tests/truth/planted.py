@@ -97,7 +97,7 @@ def applied_twice() -> AbstractContextManager[Any]:
             op, lane = self._open.get(request_id), self.runs.get(new.lane)
             waits = op is not None and lane is not None and lane.missing(op) is None and not op.settling
             if request_id in before and waits and op.kind == OpKind.FORWARD_BACKWARD:
-                self._queue_units(lane, units_of(op, lane.spec))
+                self.queue_units(lane, units_of(op, lane.spec))
                 self.wake()
             return request_id
 
