@@ -274,12 +274,12 @@ class Clients:
         name = f"s{op.sampler}"
         await self._operate(each, [_json("save_weights_for_sampler", address | {"path": name})])
         path = f"tinker://{self.run_id(op.run)}/sampler_weights/{name}"
-        await self._new_sampler(each.session, each.sampler_seq, {"model_path": path})
+        reply = await self._new_sampler(each.session, each.sampler_seq, {"model_path": path})
+        self.outcomes[f"{each.place}.1"] = ("result" if reply.status == 200 else "refused", reply.status)
 
-    async def _new_sampler(self, session: int, number: int, of: dict[str, str]) -> None:
+    async def _new_sampler(self, session: int, number: int, of: dict[str, str]) -> Reply:
         body = {"session_id": self.sessions[session], "sampling_session_seq_id": number}
-        reply = await self._send(session, "create_sampling_session", body | of | {"type": "create_sampling_session"})
-        assert reply.status == 200, reply.body
+        return await self._send(session, "create_sampling_session", body | of | {"type": "create_sampling_session"})
 
     async def _sample(self, each: Planned, op: Sample) -> None:
         if op.sampler is None:

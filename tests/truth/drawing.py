@@ -37,7 +37,7 @@ LONGEST = 24
 #: What may befall a worker at most: an operation that was in its hands three times when it died is given up.
 MOST_DEATHS = 2
 #: About how many seams a role has in a play.
-SEAMS: dict[Role, int] = {"trainer": 130, "server": 300, "generator": 14}
+SEAMS: dict[Role, int] = {"trainer": 130, "server": 450, "generator": 14}
 
 #: Kinds of operations, and how often each comes among them.
 _KINDS = {
@@ -148,6 +148,10 @@ def draw_schedule(rng: Random, faults: bool) -> Schedule:
         times = (1, 2, 5) if role != "generator" else (1,)
         for _ in range(rng.choice((0, 1, 2)) if faults and (role != "generator" or not deaths) else 0):
             mishaps.append(Mishap(role, rng.randint(1, seams), rng.choice(FAILURES), rng.choice(times)))
+    if faults and rng.random() < 0.2:
+        for _ in range(rng.choice((1, 1, 3))):
+            role = rng.choice(("trainer", "server"))
+            mishaps.append(Mishap(role, rng.randint(1, SEAMS[role]), "cuts"))  # type: ignore[arg-type,index]
     return Schedule(
         pass_tokens=rng.choice((24, 17, 40, 100)),
         microbatch_tokens=rng.choice((32, 64)),

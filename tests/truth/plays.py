@@ -23,13 +23,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from sqlalchemy import func, select
 
 from store import tables
 from tests.truth import clock
 from tests.truth.clients import Clients, Outcome
-from tests.truth.programs import Operation, Planned, steps_of
+from tests.truth.programs import Operation, Planned, SaveSampler, steps_of
 from tests.truth.schedules import PATIENT, Schedule
 from tests.truth.world import Ground, World
 from workers.trainer import computing
@@ -120,7 +121,11 @@ def bits_of(folder: Path) -> dict[str, str]:
         return {"folder": "is missing"}
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
-        for name, tensor in load_file(file).items():
+        try:
+            tensors = load_file(file)
+        except SafetensorError:
+            return {"folder": "is damaged"}
+        for name, tensor in tensors.items():
             found[f"{file.stem}/{name}"] = hashlib.sha256(tensor.tobytes()).hexdigest()[:16]
     config = folder / "adapter_config.json"
     if config.exists():
@@ -128,20 +133,48 @@ def bits_of(folder: Path) -> dict[str, str]:
     return found
 
 
-def differences(one: Found, other: Found) -> list[str]:
-    """What the second play has otherwise than the first, and what is wrong with either; empty when they agree."""
+def differences(one: Found, other: Found, *, damaged: bool = False) -> list[str]:
+    """What the second play has otherwise than the first, and what is wrong with either; empty when they agree.
+
+    Where files were `damaged`, a client may be told so instead; what comes after that in the same run, and in what is
+    made of it, is another story. A number that is told all the same must be the right one."""
     lines = [f"first: {line}" for line in one.wrong] + [f"second: {line}" for line in other.wrong]
+    excused = _excused(one, other) if damaged else set()
     for label in sorted({*one.outcomes, *other.outcomes}, key=_by_place):
         mine, theirs = one.outcomes.get(label), other.outcomes.get(label)
-        if mine != theirs:
-            op = one.steps[int(label.partition(".")[0])].op
-            lines.append(f"operation {label}, {op}: {_brief(mine)} against {_brief(theirs)}")
+        each = one.steps[int(label.partition(".")[0])]
+        if mine != theirs and each.place not in excused:
+            lines.append(f"operation {label}, {each.op}: {_brief(mine)} against {_brief(theirs)}")
+    if damaged:
+        return lines
     for path in sorted({*one.checkpoints, *other.checkpoints}):
         mine_, theirs_ = one.checkpoints.get(path, {}), other.checkpoints.get(path, {})
         apart = sorted(name for name in {*mine_, *theirs_} if mine_.get(name) != theirs_.get(name))
         if apart:
             lines.append(f"checkpoint {path}: {len(apart)} of {len(mine_)} tensors differ: {', '.join(apart[:4])}")
     return lines + _unequal_bills(one, other)
+
+
+def _excused(one: Found, other: Found) -> set[int]:
+    """Places of operations whose client was told, with them or before, that something of their run was lost."""
+    told: set[int] = set()  # runs and, as -1 - number, samplers
+    excused: set[int] = set()
+    for each in one.steps:
+        op: Any = each.op
+        about = {getattr(op, "run", None), (getattr(op, "source", None) or (None,))[0]} - {None}
+        if getattr(op, "sampler", None) is not None:
+            about.add(-1 - op.sampler)
+        labels = [label for label in {*one.outcomes, *other.outcomes} if label.startswith(f"{each.place}.")]
+        lost = any(
+            other.outcomes.get(label, ("nothing",))[0] != "result"
+            and one.outcomes.get(label) != other.outcomes.get(label)
+            for label in labels
+        )
+        if lost or about & told:
+            excused.add(each.place)
+            made = {getattr(op, "run", None)} - {None}
+            told |= made | ({-1 - op.sampler} if isinstance(op, SaveSampler) else set())
+    return excused
 
 
 def _unequal_bills(one: Found, other: Found) -> list[str]:

@@ -15,8 +15,8 @@ Role = Literal["server", "trainer", "generator"]
 ROLES: tuple[Role, ...] = ("server", "trainer", "generator")
 
 #: At its seam the process dies: before anything happens there, or after it has; or what it touches does not work:
-#: before it took effect, or, for the database, after (blobs: a full disk, or one that cannot be read).
-Kind = Literal["dies before", "dies after", "fails", "fails after"]
+#: before it took effect, or after; or the file that is written there is cut short, for good.
+Kind = Literal["dies before", "dies after", "fails", "fails after", "cuts"]
 DEATHS: tuple[Kind, ...] = ("dies before", "dies after")
 FAULTS: tuple[Kind, ...] = ("fails", "fails after")
 
@@ -51,6 +51,10 @@ class Schedule:
     lost_replies: float = 0.0  # share of requests whose answer never comes
     mishaps: tuple[Mishap, ...] = ()
 
+    @property
+    def damages(self) -> bool:
+        return any(mishap.kind == "cuts" for mishap in self.mishaps)
+
 
 SLICE_TOKENS = 16
 
@@ -71,7 +75,7 @@ class Seams:
     def __post_init__(self) -> None:
         self._due = sorted(m for m in self.mishaps if m.role == self.role)
 
-    def touch(self, kind: str, *, can_fail: bool) -> Kind | None:
+    def touch(self, kind: str, *, can_fail: bool, can_cut: bool = False) -> Kind | None:
         """The process is at a seam of this kind (`blob`, `commit`, `message`, `request`). What befalls it."""
         self.count += 1
         if self._failing.get(kind, 0) > 0 and can_fail:
@@ -81,7 +85,7 @@ class Seams:
         if not self._due or self._due[0].at > self.count:
             return None
         mishap = self._due[0]
-        if mishap.kind in FAULTS and not can_fail:
+        if (mishap.kind in FAULTS and not can_fail) or (mishap.kind == "cuts" and not can_cut):
             return None  # the next seam that can
         self._due.pop(0)
         if mishap.kind in FAULTS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,10 +39,11 @@ class Life:
             self._on_death()
 
     @contextmanager
-    def seam(self, kind: str, fault: Exception | None = None) -> Iterator[None]:
-        """Something outside is touched in this block. Raises Killed, or `fault`, where the schedule says so."""
+    def seam(self, kind: str, fault: Exception | None = None, cut: Callable[[], None] | None = None) -> Iterator[None]:
+        """Something outside is touched in this block. Raises Killed, or `fault`, or does `cut` afterwards, where the
+        schedule says so."""
         self.check()
-        what = self.seams.touch(kind, can_fail=fault is not None)
+        what = self.seams.touch(kind, can_fail=fault is not None, can_cut=cut is not None)
         if what == "dies before":
             self.die()
             raise Killed
@@ -49,11 +51,18 @@ class Life:
             assert fault is not None
             raise fault
         yield
+        if what == "cuts" and cut is not None:
+            cut()
         if what == "dies after":
             self.die()
             raise Killed
         if what == "fails after" and fault is not None:
             raise fault
+
+
+def _cut(file: Path) -> None:
+    """Half of it is lost."""
+    os.truncate(file, file.stat().st_size // 2)
 
 
 class LivingBlobs(Blobs):
@@ -64,7 +73,7 @@ class LivingBlobs(Blobs):
         super().__init__(root)
 
     def put(self, ref: str, data: bytes) -> None:
-        with self._life.seam("blob", OSError(*_WRITING.args)):
+        with self._life.seam("blob", OSError(*_WRITING.args), lambda: _cut(self.path(ref))):
             super().put(ref, data)
 
     def get(self, ref: str, sha256: str = "") -> bytes:
@@ -81,7 +90,8 @@ class LivingBlobs(Blobs):
 
     @contextmanager
     def new_folder(self, ref: str) -> Iterator[Path]:
-        with self._life.seam("blob", OSError(*_WRITING.args)), super().new_folder(ref) as folder:
+        fault, cut = OSError(*_WRITING.args), lambda: _cut(max(self.path(ref).glob("*.safetensors")))
+        with self._life.seam("blob", fault, cut), super().new_folder(ref) as folder:
             yield folder
 
 
@@ -119,7 +129,8 @@ class LivingDatabase(Database):
 
     @contextmanager
     def read(self) -> Iterator[Any]:
-        self._life.check()
+        with self._life.seam("read", OperationalError("SELECT", {}, Exception("disk I/O error"))):
+            pass  # who reads has the session before it touches the disk
         with super().read() as session:
             yield session
 

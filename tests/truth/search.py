@@ -50,7 +50,7 @@ class Bench:
                 eager = self.play(program, schedule)
         except (Stuck, AssertionError) as error:
             raise Difference(f"{type(error).__name__}: {error}") from error
-        found = differences(patient, eager)
+        found = differences(patient, eager, damaged=schedule.damages)
         if found:
             raise Difference("\n".join(found))
 

@@ -17,6 +17,9 @@ from tests.truth.search import Bench, search
 #: Played by the quick run, which is to take a minute or two.
 PROGRAMS = 40
 
+#: However busy the machine is.
+pytestmark = pytest.mark.timeout(1200)
+
 
 def test_however_a_program_is_played_it_means_the_same(bench: Bench) -> None:
     failure = search(bench, range(PROGRAMS), faults=False)

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 import orjson
 import torch
+from sqlalchemy.exc import OperationalError
 
 from api.app import front
 from api.auth import KeyCache
@@ -313,6 +314,10 @@ class World:
             await asyncio.gather(server.spawn(start()))
         except (Killed, asyncio.CancelledError):
             return  # `server_died` is on its way
+        except (OSError, OperationalError):  # it says why and exits, and is started again
+            self.statistics["server starts that failed"] += 1
+            server.life.die()
+            return
         except Exception as error:
             self.note(error)
             server.life.die()
