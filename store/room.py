@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 #: Free bytes below which nothing new is taken: what is in flight, several times over.
-LEAST_FREE_BYTES = 256 << 20
+LEAST_FREE_BYTES = 128 << 20
 #: The disk is asked this often, and one that has refused something counts as full for as long.
 LOOK_EVERY_S = 1.0
 
