@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler import journal as journal_module
+from scheduler import storing
 from scheduler.messages import Done, PullPass
 from store import tables
 from tests.scheduler.test_journal import Service, first_pass, folder, go, outcome, save  # noqa: F401
@@ -20,7 +20,7 @@ def test_saves_under_one_name_are_settled_in_their_order(
 ) -> None:
     """The disk refuses the first one's result for a moment. The second one must not become lasting before it: the name
     would then be the older weights' for good."""
-    monkeypatch.setattr(journal_module, "STORE_AGAIN_S", (0.02, 0.05))
+    monkeypatch.setattr(storing, "AGAIN_S", (0.02, 0.05))
 
     async def scenario() -> None:
         service = Service(folder)
