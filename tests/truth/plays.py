@@ -68,6 +68,8 @@ async def _play(ground: Ground, folder: Path, steps: Sequence[Planned], schedule
     await world.open()
     await clients.play()
     await world.quiet()
+    for seams in world.seams.values():
+        seams.close()
     found = Found(steps, clients.outcomes)
     _collect(found, world, clients)
     await world.close()

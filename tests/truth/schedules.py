@@ -75,6 +75,11 @@ class Seams:
     def __post_init__(self) -> None:
         self._due = sorted(m for m in self.mishaps if m.role == self.role)
 
+    def close(self) -> None:
+        """Nothing befalls it any more."""
+        self._due.clear()
+        self._failing.clear()
+
     def touch(self, kind: str, *, can_fail: bool, can_cut: bool = False) -> Kind | None:
         """The process is at a seam of this kind (`blob`, `commit`, `message`, `request`). What befalls it."""
         self.count += 1

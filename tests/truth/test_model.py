@@ -15,7 +15,7 @@ from tests.truth.schedules import Schedule
 from tests.truth.search import Bench, search
 
 #: Played by the quick run, which is to take a minute or two.
-PROGRAMS = 40
+PROGRAMS = 32
 
 #: However busy the machine is.
 pytestmark = pytest.mark.timeout(1200)
