@@ -54,6 +54,8 @@ from store.room import NoRoom, Room
 
 log = logging.getLogger(__name__)
 
+SAVES = frozenset({OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER, OpKind.SAVE_EXTERNAL})
+
 
 class Desk(Protocol):
     """Where workers come for work (`scheduler.desks`)."""
@@ -100,6 +102,7 @@ class Journal:
         self.samplers = Samplers(database)
         self.versions: dict[str, int] = {}  # optimizer steps of runs
         self._settling: set[asyncio.Task[Any]] = set()
+        self._last_save: dict[str, asyncio.Task[Any]] = {}  # the latest save of a run that is being settled
         self._room = room or Room(blobs.root)
         self.setbacks = Setbacks(self, database, blobs)
 
@@ -254,12 +257,29 @@ class Journal:
         op.timings.done(datetime.now(UTC))
         if op.kind == SAMPLE and done.failure is None:
             self.sample_queue.correct(op.path, self._charges.ended(op, done.facts))
-        self.in_background(self._settle(op, done))
+        saves = op.kind in SAVES
+        before = self._last_save.get(op.lane) if saves else None
+        task = self.in_background(self._settle_after(before, op, done))
+        if saves:
+            self._last_save[op.lane] = task
+            task.add_done_callback(lambda ended: self._saved(op.lane, ended))
 
-    def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+    async def _settle_after(self, before: asyncio.Task[Any] | None, op: Operation, done: Done) -> None:
+        """Saves of one run become lasting in their order: who has a name, and what samplers follow, is what the last
+        one has made."""
+        if before is not None:
+            await asyncio.wait({before})
+        await self._settle(op, done)
+
+    def _saved(self, lane: str, ended: asyncio.Task[Any]) -> None:
+        if self._last_save.get(lane) is ended:
+            del self._last_save[lane]
+
+    def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
+        return task
 
     def _fail(self, op: Operation, message: str, category: str) -> None:
         self.finish(Done(op_id=op.id, failure=Failure(message, category)))
