@@ -25,7 +25,7 @@ from sqlalchemy.orm import Session
 from billing.accounts import Accounts, OutOfMoney, Payer
 from billing.estimates import most_for_sample, most_for_tokens
 from billing.prices import Kind, PriceList
-from scheduler.messages import OpKind
+from scheduler.messages import SAVES, OpKind
 from scheduler.operations import SAMPLE, NewOperation, Operation, SequenceReused
 from store import tables
 from store.blobs import Blobs
@@ -41,7 +41,6 @@ SMALL_BODY_BYTES = 1 << 18
 TRAIN_KINDS: dict[OpKind, Kind] = {OpKind.FORWARD_BACKWARD: "train", OpKind.FORWARD: "prefill"}
 #: Pauses before an operation is inserted again while the database does not answer; its client waits meanwhile.
 INSERT_AGAIN_S = (0.1, 0.3, 1.0, 3.0, 5.0)
-_SAVES = (OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER, OpKind.SAVE_EXTERNAL)
 
 
 @dataclass
@@ -198,7 +197,7 @@ def _operation(new: NewOperation, request_id: str, sent_sha256: str) -> Operatio
     if new.sent is not None and new.sent != new.body:
         body_sha256 = plan["stored_sha256"] = hashlib.sha256(new.body).hexdigest()
     has_body = bool(new.body) and new.refused is None
-    if new.kind in _SAVES:
+    if new.kind in SAVES:
         plan["target_ref"] = f"weights/{request_id}"
     return Operation(
         id=request_id,

@@ -29,7 +29,7 @@ from scheduler.fair import FairTree
 from scheduler.in_flight import InFlight
 from scheduler.intake import Intake
 from scheduler.lanes import RunLane, Unit
-from scheduler.messages import MUTATING, Done, Failure, OpKind, PolicyMoved, RunSpec, Snapshot
+from scheduler.messages import MUTATING, SAVES, Done, Failure, OpKind, PolicyMoved, RunSpec, Snapshot
 from scheduler.meters import Meters
 from scheduler.operations import (
     INTERACTIVE,
@@ -53,8 +53,6 @@ from store.db import Database
 from store.room import NoRoom, Room
 
 log = logging.getLogger(__name__)
-
-SAVES = frozenset({OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER, OpKind.SAVE_EXTERNAL})
 
 
 class Desk(Protocol):
@@ -101,6 +99,7 @@ class Journal:
         self._open: dict[str, Operation] = {}
         self.samplers = Samplers(database)
         self.versions: dict[str, int] = {}  # optimizer steps of runs
+        self._moved_by: dict[str, int] = {}  # the latest operation that told of them
         self._settling: set[asyncio.Task[Any]] = set()
         self._last_save: dict[str, asyncio.Task[Any]] = {}  # the latest save of a run that is being settled
         self._room = room or Room(blobs.root)
@@ -338,7 +337,9 @@ class Journal:
 
     def _moved(self, op: Operation, version: int) -> None:
         """The policy of a run has moved, or its inflight samplers have."""
-        self.versions[op.lane] = version
+        if op.seq < self._moved_by.get(op.lane, 0):
+            return  # settled late: a later operation has moved it further
+        self.versions[op.lane], self._moved_by[op.lane] = version, op.seq
         inflight = op.plan.get("sampler_kind") == "inflight"
         moved = PolicyMoved(op.lane, version, op.plan["target_ref"] if inflight else "", op.seq)
         for desk in self.desks:
@@ -449,6 +450,7 @@ class Journal:
     def _forget(self, lane: RunLane) -> None:
         self.runs.pop(lane.run_id, None)
         self.versions.pop(lane.run_id, None)
+        self._moved_by.pop(lane.run_id, None)
         self.released.append(lane.run_id)
         self.in_background(self.write_surely(_closed(lane.run_id)))
         for op in lane.saved(lane.next_seq, ""):

@@ -31,6 +31,9 @@ class OpKind(StrEnum):
 #: Operations that change a run. They are replayed, in order, to rebuild a run on a fresh trainer.
 MUTATING = frozenset({OpKind.CREATE, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.LOAD_STATE})
 
+#: Operations that make something lasting of a run, under a name or for a sampler.
+SAVES = frozenset({OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER, OpKind.SAVE_EXTERNAL})
+
 
 class RunSpec(msgspec.Struct, frozen=True):
     """What a trainer must know to hold a run. `alpha / rank` scales the adapter's output; `optimizer` is the family of
