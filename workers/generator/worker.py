@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
-from scheduler.messages import Cancel, Declined, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
+from scheduler.messages import Cancel, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
 from store.blobs import Blobs, is_lasting
 from workers.generator.engine import Engine, Finished
 from workers.generator.requests import Order, answer, failure, inflight_name, policy_name, read_order, record_stability
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 #: Seconds of work between two Occupancy reports.
 REPORT_S = 0.5
 
-#: How often an idle generator looks whether it was told to stop by a signal.
+#: How often an idle generator looks whether it was told to stop by a signal, and tries again what a disk has refused.
 IDLE_POLL_S = 0.5
 
 
@@ -54,6 +55,8 @@ class Generator:
         self._inflight: dict[str, str] = {}  # weights that inflight samplers are on, by the name engines know
         self._offered = 0  # slots that the server may still fill without asking
         self._draining = False
+        self._again: dict[str, Callable[[], None]] = {}  # what a disk has refused for now, by operation
+        self._tried, self._clock = clock(), clock
         self._meter = _OccupancyMeter(link, clock)
 
     def drain(self) -> None:
@@ -65,6 +68,7 @@ class Generator:
         while not (self._draining and not self._orders):
             self._pull()
             self._receive()
+            self._try_again()
             self._meter.begin()
             self._step()
             self._meter.observe(self._engines.values())
@@ -100,6 +104,8 @@ class Generator:
                 finished = self._engines[order.op.base_model].cancel(message.op_id) if order is not None else None
                 if finished is not None:
                     self._finish(finished)
+                elif order is None and self._again.pop(message.op_id, None) is not None:
+                    self._link.send(failure(message.op_id, "cancelled before it started", "user"))
             case PolicyMoved():
                 self._moved(message)
             case Drain():
@@ -128,9 +134,10 @@ class Generator:
             order = read_order(op, self._blobs)
         except Exception as error:
             log.exception("sample %s: its body cannot be read", op.op_id)
-            why = f"the request cannot be read: {type(error).__name__}"
-            # A disk that does not answer may answer the next one who tries.
-            self._link.send(failure(op.op_id, why) if is_lasting(error) else Declined(op.op_id, why, lost=True))
+            if is_lasting(error):
+                self._link.send(failure(op.op_id, f"the request cannot be read: {type(error).__name__}"))
+            else:
+                self._again[op.op_id] = partial(self._add, op)
             return
         if op.inflight:
             self._follow(engine, policy_name(op), op.adapter_ref)
@@ -149,15 +156,25 @@ class Generator:
         order = self._orders.pop(finished.id, None)
         if order is None:  # an id that came twice: the first one's request has ended with it
             return
+        self._answer(order, finished)
+
+    def _answer(self, order: Order, finished: Finished) -> None:
         if order.record_stability:
             try:
                 record_stability(order.op, finished.sequences, self._blobs)
             except OSError:
-                log.exception("sample %s: its logprobs cannot be recorded", finished.id)
-                why = "the sampled logprobs could not be recorded for training"
-                self._link.send(Declined(finished.id, why, lost=True))
+                log.exception("sample %s: its logprobs cannot be recorded; it is tried again", finished.id)
+                self._again[finished.id] = partial(self._answer, order, finished)
                 return
         self._link.send(answer(order, finished))
+
+    def _try_again(self) -> None:
+        if not self._again or self._clock() - self._tried < IDLE_POLL_S:
+            return
+        self._tried = self._clock()
+        works, self._again = self._again, {}
+        for work in works.values():
+            work()
 
 
 class _OccupancyMeter:

@@ -65,6 +65,38 @@ def generator(decoder: Decoder, blobs: Blobs, link: ScriptedLink, slots: int = 4
     return Generator({"base": TorchEngine(decoder, (), slots=slots, context=64)}, blobs, link, slots=slots)
 
 
+@pytest.mark.parametrize("call", ["get", "put"])
+def test_a_disk_that_does_not_answer_delays_a_sample(
+    decoder: Decoder, blobs: Blobs, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Its body cannot be read, or what it was sampled with not be recorded, more often than it has lives."""
+    monkeypatch.setattr("workers.generator.worker.IDLE_POLL_S", 0.0)
+    op = msgspec.structs.replace(put_op(blobs, "a"), session_id="s")
+    body = msgspec.json.decode(blobs.get(op.body_ref)) | {"record_stability_info": True}
+    blobs.put(op.body_ref, msgspec.json.encode(body))
+    real, refusals = getattr(blobs, call), iter(range(5))
+
+    def refused(*arguments: Any) -> Any:
+        if next(refusals, None) is not None:
+            raise OSError(5, "Input/output error")
+        return real(*arguments)
+
+    monkeypatch.setattr(blobs, call, refused)
+    link = ScriptedLink([[op]], drain=False)
+    serving = generator(decoder, blobs, link)
+    send = link.send
+
+    def drained_at_the_end(message: msgspec.Struct) -> None:
+        send(message)
+        if isinstance(message, Done):
+            serving.drain()
+
+    monkeypatch.setattr(link, "send", drained_at_the_end)
+    serving.serve()
+    assert [(done.op_id, done.failure) for done in link.of(Done)] == [("a", None)]
+    assert next(refusals, None) is None
+
+
 def test_pulls_serves_and_drains(decoder: Decoder, blobs: Blobs) -> None:
     link = ScriptedLink([[put_op(blobs, "a", samples=3)], [put_op(blobs, "b", max_tokens=9), put_op(blobs, "c")]])
     generator(decoder, blobs, link).serve()
