@@ -64,6 +64,7 @@ soak: setup
 KILLS ?= 5
 
 chaos: setup
+	$(BIN)/python -m bench.chaos --idle --kills $(KILLS) --into docs/recovery.md
 	$(BIN)/python -m bench.chaos --kills $(KILLS) --into docs/recovery.md
 	$(BIN)/python -m bench.chaos --kills $(KILLS) --production --into docs/recovery.md
 	$(BIN)/python -m bench.chaos --damage --into docs/recovery.md

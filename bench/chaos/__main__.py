@@ -1,6 +1,7 @@
 """Kill the parts of a real service while clients work, and measure what the clients see of it.
 
     python -m bench.chaos [--production] [--tree PATH] [--kills N] [--kinds WORD] [--json FILE] [--into FILE]
+    python -m bench.chaos --idle [--tree PATH] [--kills N] [--kinds WORD] [--json FILE] [--into FILE]
     python -m bench.chaos --damage [--tree PATH] [--json FILE] [--into FILE]
 
 Clients of the official SDK train and sample in cycles with the same answers each time; two calm cycles come first and
@@ -10,6 +11,7 @@ kill follows another when all clients work again, and a worker is not killed aga
 would wait longer and longer to start it. Prints a markdown table; `--into docs/recovery.md` puts it there.
 
 --production: two API replicas, two trainers, two generators, PostgreSQL and Redis instead of one embedded server.
+--idle: one client with one operation under way, on an embedded service that has nothing else to do.
 --damage: fill the disk and damage files instead, one fresh service for each, and print who was told what.
 --tree: the service of another checkout. The clients and this script are always those of this one.
 """
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.chaos import damage
+from bench.chaos.idle import idle_pauses, idle_table
 from bench.chaos.load import Client, Sampler, Trainer
 from bench.chaos.pauses import Calm, Kind, add_kill, compare, replaced, table, usual_gaps_s
 from bench.chaos.service import HERE, Service, embedded, production
@@ -147,6 +150,7 @@ def main() -> None:
         prog="bench.chaos", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--production", action="store_true")
+    parser.add_argument("--idle", action="store_true")
     parser.add_argument("--damage", action="store_true")
     parser.add_argument("--tree", type=Path, default=HERE)
     parser.add_argument("--kills", type=int, default=5)
@@ -160,15 +164,19 @@ def main() -> None:
         if arguments.damage:
             found: Any = damage.all_of(arguments.tree.absolute(), Path(folder), arguments.kinds)
             shown = damage.table(found)
+        elif arguments.idle:
+            with embedded(arguments.tree.absolute(), Path(folder)) as service:
+                found = idle_pauses(service, arguments.kills, arguments.kinds)
+            shown = idle_table(found)
         else:
-            with (production if arguments.production else embedded)(arguments.tree.absolute(), Path(folder)) as service:
-                found = shake(service, arguments.kills, arguments.kinds)
+            with (production if arguments.production else embedded)(arguments.tree.absolute(), Path(folder)) as harmed:
+                found = shake(harmed, arguments.kills, arguments.kinds)
             shown = table(found)
     say(f"\n{shown}\n\n{time.monotonic() - started:.0f} s, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(each) for each in found], indent=2) + "\n")
     if arguments.into is not None:
-        what = "damage" if arguments.damage else "production" if arguments.production else "embedded"
+        what = next((name for name in ("damage", "idle", "production") if getattr(arguments, name)), "embedded")
         arguments.into.write_text(replaced(arguments.into.read_text(), what, shown))
 
 
