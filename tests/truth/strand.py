@@ -31,6 +31,7 @@ class Strand:
 
     def __init__(self, body: Callable[[Strand], None]) -> None:
         self.sent: Any = None  # what it has stopped to send
+        self.patience_s: float | None = None  # how long it waits for a message
         self.error: BaseException | None = None
         self._body = body
         self._inbox: deque[bytes] = deque()
@@ -83,8 +84,9 @@ class Strand:
                 return _to_worker.decode(self._inbox.popleft())
             if self._server_gone:
                 raise EOFError("the server is gone")
+            self.patience_s = timeout_s
             self._stop("looks" if timeout_s == 0 else "waits")
-            if timeout_s == 0 and not self._inbox:
+            if timeout_s is not None and not self._inbox and not self._server_gone:
                 return None
 
     # -- inside

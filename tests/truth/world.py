@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import random
 import shutil
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
@@ -47,7 +48,7 @@ from tests.truth.seams import Life, LivingBlobs, LivingDatabase
 from tests.truth.strand import Killed, Strand
 from tests.workers.model.models import ours, reference
 from workers.generator.torch_engine import TorchEngine
-from workers.generator.worker import Generator
+from workers.generator.worker import DISK_AGAIN_S, Generator
 from workers.model.card import ModelCard
 from workers.model.isolation import settle
 from workers.trainer.__main__ import StopFlag, serve
@@ -155,6 +156,13 @@ class Worker:
         self._strand.hang_up()
         self._mail.set()
 
+    async def _waits(self, patience_s: float | None) -> None:
+        """For a message. Who only looks now and then whether it is to stop is not woken for that: it would look for
+        ever, and nobody would be found to be stuck."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._mail.wait(), patience_s if patience_s == DISK_AGAIN_S else None)
+        self._mail.clear()
+
     async def run(self) -> None:
         """Until it dies, or its server has."""
         try:
@@ -169,8 +177,7 @@ class Worker:
                 elif stop == "looks":
                     await asyncio.sleep(0)
                 else:
-                    await self._mail.wait()
-                    self._mail.clear()
+                    await self._waits(self._strand.patience_s)
         except Killed:
             return
         finally:
@@ -413,7 +420,7 @@ class World:
         engine._adapters._thread.shutdown()
         engine._adapters._thread = _AtOnce()  # type: ignore[assignment]
         blobs = LivingBlobs(self.folder / "blobs", life)
-        Generator({MODEL: engine}, blobs, strand, slots=schedule.slots, clock=lambda: 0.0).serve()
+        Generator({MODEL: engine}, blobs, strand, slots=schedule.slots, clock=lambda: time.monotonic()).serve()
 
 
 class _AtOnce:

@@ -23,8 +23,10 @@ log = logging.getLogger(__name__)
 #: Seconds of work between two Occupancy reports.
 REPORT_S = 0.5
 
-#: How often an idle generator looks whether it was told to stop by a signal, and tries again what a disk has refused.
+#: How often an idle generator looks whether it was told to stop by a signal.
 IDLE_POLL_S = 0.5
+#: Between two attempts at what a disk has refused.
+DISK_AGAIN_S = 0.2
 
 
 class Link(Protocol):
@@ -88,7 +90,7 @@ class Generator:
 
     def _receive(self) -> None:
         """Take everything the server has sent; wait for it when there is nothing else to do."""
-        message = self._link.recv(0 if self._orders else IDLE_POLL_S)
+        message = self._link.recv(0 if self._orders else DISK_AGAIN_S if self._again else IDLE_POLL_S)
         while message is not None:
             self._on(message)
             message = self._link.recv(0)
@@ -169,7 +171,7 @@ class Generator:
         self._link.send(answer(order, finished))
 
     def _try_again(self) -> None:
-        if not self._again or self._clock() - self._tried < IDLE_POLL_S:
+        if not self._again or self._clock() - self._tried < DISK_AGAIN_S:
             return
         self._tried = self._clock()
         works, self._again = self._again, {}

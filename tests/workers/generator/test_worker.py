@@ -70,7 +70,7 @@ def test_a_disk_that_does_not_answer_delays_a_sample(
     decoder: Decoder, blobs: Blobs, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Its body cannot be read, or what it was sampled with not be recorded, more often than it has lives."""
-    monkeypatch.setattr("workers.generator.worker.IDLE_POLL_S", 0.0)
+    monkeypatch.setattr("workers.generator.worker.DISK_AGAIN_S", 0.0)
     op = msgspec.structs.replace(put_op(blobs, "a"), session_id="s")
     body = msgspec.json.decode(blobs.get(op.body_ref)) | {"record_stability_info": True}
     blobs.put(op.body_ref, msgspec.json.encode(body))
