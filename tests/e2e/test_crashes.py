@@ -256,7 +256,9 @@ def test_trainers_that_do_not_live_long_get_a_large_operation_done(own_weftd: St
         time.sleep(1.0)
         for _ in range(5):
             before = snapshot_of(server, shaken.model_id)
-            server.worker("trainer").kill()
+            while not (working := server.workers("trainer")):
+                time.sleep(0.05)
+            working[0].kill()
             while snapshot_of(server, shaken.model_id) == before and not future.done():
                 time.sleep(0.05)
         found = future.result()

@@ -167,12 +167,13 @@ def test_what_one_kind_declines_another_takes(folder: Path) -> None:
         service = Service(folder)
         service.generator._expected = 2
         async with service.worker(service.generator) as picky:
-            picky.send(PullSamples(["m"], 9))
+            await offer(service, picky, 9)
             first, second = [await service.journal.accept(sample(seq)) for seq in range(2)]
             for request in (first, second):
                 assert [o.op_id for o in (await heard(picky)).ops] == [request]
                 picky.send(Declined(request, "these weights train lm_head", adapter=True))
                 picky.send(PullSamples(["m"], 9))
+            await until(lambda: len(service.generator._aside) == 2)
             async with service.worker(service.generator) as other:  # the second of the two that were expected
                 other.send(PullSamples(["m"], 9))
                 work = await heard(other)
