@@ -37,14 +37,15 @@ def serve(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 0 after a graceful drain.
 
     What takes long is begun first: clients that come while a server starts are kept waiting by the kernel instead of
-    refused, and the workers import torch while this process imports the rest of itself."""
+    refused, and the first worker imports torch while this process imports the rest of itself. The others follow then:
+    on two cores they would only keep both from being there."""
     prices = load_prices(settings.prices)
     if settings.payments.enabled:
         check_payments(settings.payments)
     cards = read_cards(settings.models)
     programs = [] if settings.redis_url else worker_programs(settings, cards)
     alone = nullcontext() if settings.redis_url else only_one(settings.data_dir)
-    with alone, _listening(settings.host, settings.port) as sock, _ahead(programs) as ahead:
+    with alone, _listening(settings.host, settings.port) as sock, _ahead(programs[:1]) as ahead:
         gc.disable()  # what is imported stays: looking through it again and again takes a tenth of the time
         from api.app import create_app
         from api.server import Server
@@ -53,6 +54,7 @@ def serve(settings: Settings) -> int:
 
         gc.freeze()
         gc.enable()
+        ahead.update(start_ahead(programs[1:]))
         database = open_database(settings)
         try:
             database.write_now(lambda session: set_default(session, settings.billing))

@@ -25,7 +25,7 @@ def failure_of(error: Exception) -> Failure:
     if not isinstance(error, NotResident):
         traceback.print_exception(error, file=sys.stderr)
     if isinstance(error, Damaged):
-        return Failure("what this operation needs is damaged on the server's disk; nothing was changed")
+        return Failure("what this operation needs is damaged on the server's disk")
     if isinstance(error, BadRef | OSError):
         return Failure(f"the trainer could not read or write what the operation needs ({type(error).__name__})")
     return Failure(f"{type(error).__name__}: {error}")
