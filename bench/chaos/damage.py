@@ -334,5 +334,11 @@ def table(findings: list[Finding]) -> str:
 def _row(finding: Finding) -> tuple[str, ...]:
     if finding.skipped:
         return (finding.name, "", f"skipped: {finding.skipped}", "")
-    told = ("; ".join(line.replace("|", "/") for line in lines[:3]) for lines in (finding.client, finding.operator))
+    told = (_shown(lines[0]) if lines else "" for lines in (finding.client, finding.operator))
     return (finding.name, f"{finding.right}, {finding.wrong}, {finding.none}", *told)
+
+
+def _shown(line: str) -> str:
+    """Without what is of this one run, and of what the SDK adds."""
+    line = re.sub(r"\S*/weft-chaos-\w+/\d+/data", "DATA_DIR", line).partition(" for self.request_id=")[0]
+    return re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}|[0-9a-f]{32}", "ID", line).replace("|", "/")
