@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,12 @@ class Weftd:
 
     def workers(self, role: str, *, waiting: bool = False) -> list[psutil.Process]:
         """All of that role that work or load, or instead those that wait for their turn."""
-        children = psutil.Process(self.process.pid).children()
-        found = [p for p in children if f"workers.{role}" in " ".join(p.cmdline())]
-        return [p for p in found if (p.name() == "weft-standby") == waiting]
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess):  # it has died meanwhile
+                if f"workers.{role}" in " ".join(child.cmdline()) and (child.name() == "weft-standby") == waiting:
+                    found.append(child)
+        return found
 
     def key(self, organisation: str = "acme") -> str:
         if organisation not in self._keys:
