@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from weft.wire import CreateCustomLossRequest
 from weft.wire.codec import TrainBatch
 
 from api.errors import Invalid, quote
-from store.blobs import BadRef, Blobs
+from store.blobs import BadRef, Blobs, Damaged
 from workers.trainer.custom_format import (
     CustomLoss,
     CustomLossError,
@@ -16,6 +18,8 @@ from workers.trainer.custom_format import (
     parse_custom_loss,
 )
 from workers.trainer.loss_inputs import CUSTOM, LossInputError, loss_id_of
+
+log = logging.getLogger(__name__)
 
 #: Of one session. A loss is some kilobytes, and a session makes each of its losses once.
 MAX_LOSSES = 256
@@ -48,4 +52,10 @@ def uploaded_loss(batch: TrainBatch, session_id: str, blobs: Blobs) -> CustomLos
         raise Invalid(
             f"loss_id: no custom loss {quote(batch.loss_fn_config['loss_id'])} in this session; "
             "losses are made with create_custom_loss, for the session that makes them"
+        ) from None
+    except Damaged as error:
+        log.error("custom loss %s: %s", loss_id, error)
+        raise Invalid(
+            f"loss_id: the custom loss {quote(loss_id)} is damaged on the server's disk: make it again with "
+            "create_custom_loss"
         ) from None
