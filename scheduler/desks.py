@@ -177,9 +177,8 @@ class TrainerDesk:
         replayed = [u for u in units if u.op is None or u.send.replay]
         for op in (u.op for u in replayed if u.op is not None):
             op.alone = True
-        if replayed:
-            lane.setbacks += 1
-        if lane.setbacks >= LIVES:
+        lane.setbacks += bool(replayed)
+        if replayed and lane.setbacks >= LIVES:
             self._journal.setbacks.pause(lane, f"the trainer stopped {lane.setbacks} times while it rebuilt the run")
         for op in {u.op.id: u.op for u in units if u.op is not None and not u.send.replay}.values():
             if op.outcome is not None:

@@ -10,12 +10,12 @@ from typing import Any
 from sqlalchemy import Select, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from scheduler.messages import OpKind
+from scheduler.messages import SAVES, OpKind
 from store import tables
 from store.caller import unrestricted
 
 _LOADING = (OpKind.CREATE.value, OpKind.LOAD_STATE.value)
-_SAVING = (OpKind.SAVE_STATE.value, OpKind.SAVE_SAMPLER.value, OpKind.SAVE_EXTERNAL.value)
+_SAVING = sorted(kind.value for kind in SAVES)
 
 
 def in_use(session: Session, ref: str) -> bool:
