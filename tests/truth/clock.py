@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import selectors
+import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from datetime import datetime, timedelta, tzinfo
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -39,16 +42,28 @@ class _Jumping(selectors.SelectSelector):
 
 
 class Loop(asyncio.SelectorEventLoop):
+    """`ahead_s` is how far the wall clock has been set forward."""
+
     def __init__(self) -> None:
         self._jumping = _Jumping()
+        self.ahead_s = 0.0
+        self._late_s = 0.0
         super().__init__(self._jumping)
 
     def time(self) -> float:
         return self._jumping.now_s
 
     def jump(self, seconds: float) -> None:
-        """The clock is set forward."""
+        """Time passes, and nobody does anything."""
         self._jumping.now_s += seconds
+
+    def be_late(self, seconds: float) -> None:
+        """What is done in a thread at present takes so much longer: whoever waits for it calls `take_late`."""
+        self._late_s += seconds
+
+    def take_late(self) -> float:
+        late_s, self._late_s = self._late_s, 0.0
+        return late_s
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -57,7 +72,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     asyncio.set_event_loop(loop)
     loop.set_exception_handler(lambda _loop, _context: None)
     try:
-        with inline_threads(), mock.patch("time.monotonic", loop.time):
+        with inline_threads(), mock.patch("time.monotonic", loop.time), _wall_clock(loop):
             return loop.run_until_complete(main)
     finally:
         with inline_threads():
@@ -76,7 +91,36 @@ def inline_threads() -> Iterator[None]:
 
     async def run_sync(work: Callable[..., T], *arguments: Any, **_options: Any) -> T:
         await asyncio.sleep(0)
-        return contextvars.copy_context().run(work, *arguments)
+        loop = asyncio.get_running_loop()
+        try:
+            return contextvars.copy_context().run(work, *arguments)
+        finally:
+            if isinstance(loop, Loop) and (late_s := loop.take_late()):
+                await asyncio.sleep(late_s)
 
     with mock.patch("anyio.to_thread.run_sync", run_sync):
+        yield
+
+
+@contextmanager
+def _wall_clock(loop: Loop) -> Iterator[None]:
+    """What our own modules take for the date is `loop.ahead_s` ahead."""
+
+    class AsDatetime(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, datetime)
+
+    class Wall(datetime, metaclass=AsDatetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Any:
+            return datetime.now(tz) + timedelta(seconds=loop.ahead_s)
+
+    time_ns = time.time_ns
+    rooms = ("api", "billing", "scheduler", "store", "workers")
+    ours = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in rooms]
+    with ExitStack() as patches:
+        for module in ours:
+            if getattr(module, "datetime", None) is datetime:
+                patches.enter_context(mock.patch.object(module, "datetime", Wall))
+        patches.enter_context(mock.patch("time.time_ns", lambda: time_ns() + int(loop.ahead_s * 1e9)))
         yield

@@ -29,7 +29,7 @@ from tests.truth.programs import (
     Step,
     TwoPass,
 )
-from tests.truth.schedules import DEATHS, Mishap, Role, Schedule
+from tests.truth.schedules import DEATHS, PAUSES, ROLES, Mishap, Role, Schedule
 from tests.truth.schedules import FAULTS as FAILURES
 
 #: No slice is longer, so none is cut by what fits in memory.
@@ -38,6 +38,8 @@ LONGEST = 24
 MOST_DEATHS = 2
 #: About how many seams a role has in a play.
 SEAMS: dict[Role, int] = {"trainer": 130, "server": 450, "generator": 14}
+#: And about how many statements its server sends to the database.
+STATEMENTS = 1500
 
 #: Kinds of operations, and how often each comes among them.
 _KINDS = {
@@ -144,14 +146,14 @@ def draw_schedule(rng: Random, faults: bool) -> Schedule:
         deaths = rng.choice((0, 1, MOST_DEATHS))
         for _ in range(deaths):
             mishaps.append(Mishap(role, rng.randint(1, seams), rng.choice(DEATHS)))
-        # A generator that cannot read has not had the sample: that counts as a death.
-        times = (1, 2, 5) if role != "generator" else (1,)
-        for _ in range(rng.choice((0, 1, 2)) if faults and (role != "generator" or not deaths) else 0):
-            mishaps.append(Mishap(role, rng.randint(1, seams), rng.choice(FAILURES), rng.choice(times)))
+        for _ in range(rng.choice((0, 1, 2)) if faults else 0):
+            mishaps.append(Mishap(role, rng.randint(1, seams), rng.choice(FAILURES), rng.choice((1, 2, 5))))
     if faults and rng.random() < 0.2:
         for _ in range(rng.choice((1, 1, 3))):
             role = rng.choice(("trainer", "server"))
             mishaps.append(Mishap(role, rng.randint(1, SEAMS[role]), "cuts"))  # type: ignore[arg-type,index]
+    if faults:
+        mishaps += _lesser(rng)
     return Schedule(
         pass_tokens=rng.choice((24, 17, 40, 100)),
         microbatch_tokens=rng.choice((32, 64)),
@@ -168,3 +170,19 @@ def draw_schedule(rng: Random, faults: bool) -> Schedule:
         lost_replies=rng.choice((0.0, 0.2)),
         mishaps=tuple(mishaps),
     )
+
+
+def _lesser(rng: Random) -> list[Mishap]:
+    """Statements that fail, reads that come short, disks that are slow, and clocks."""
+    mishaps = [
+        Mishap("database", rng.randint(1, STATEMENTS), rng.choice(FAILURES), rng.choice((1, 1, 2, 5)))
+        for _ in range(rng.choice((0, 1, 2, 3)))
+    ]
+    for role, seams in SEAMS.items():
+        if rng.random() < 0.3:
+            mishaps.append(Mishap(role, rng.randint(1, seams), "reads short"))
+        if rng.random() < 0.5:
+            mishaps.append(Mishap(role, rng.randint(1, seams), rng.choice(PAUSES), rng.choice((1, 5, 40, 3600))))
+    if rng.random() < 0.3:
+        mishaps.append(Mishap(rng.choice(ROLES), rng.randint(1, 130), "sets clock", rng.choice((-3600, -5, 86400))))
+    return mishaps

@@ -11,19 +11,26 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-Role = Literal["server", "trainer", "generator"]
-ROLES: tuple[Role, ...] = ("server", "trainer", "generator")
+#: Who touches something. The statements that the server sends to its database are counted apart from what else it does.
+Role = Literal["server", "trainer", "generator", "database"]
+ROLES: tuple[Role, ...] = ("server", "trainer", "generator", "database")
 
 #: At its seam the process dies: before anything happens there, or after it has; or what it touches does not work:
-#: before it took effect, or after; or the file that is written there is cut short, for good.
-Kind = Literal["dies before", "dies after", "fails", "fails after", "cuts"]
+#: before it took effect, or after; or the file that is written there is cut short, for good, or read short, once.
+#: Or it is slow: what it touches takes `times` seconds; or the whole machine stands still for as long; or its wall clock
+#: is set forward or back by them.
+Kind = Literal[
+    "dies before", "dies after", "fails", "fails after", "cuts", "reads short", "is slow", "stands still", "sets clock"
+]
 DEATHS: tuple[Kind, ...] = ("dies before", "dies after")
 FAULTS: tuple[Kind, ...] = ("fails", "fails after")
+PAUSES: tuple[Kind, ...] = ("is slow", "stands still", "sets clock")
 
 
 @dataclass(frozen=True, order=True)
 class Mishap:
-    """At seam `at` of `role`, counted over all its lives. A fault lasts for `times` seams of its kind."""
+    """At seam `at` of `role`, counted over all its lives. A fault lasts for `times` seams of its kind, a pause for as
+    many seconds."""
 
     role: Role
     at: int
@@ -80,20 +87,21 @@ class Seams:
         self._due.clear()
         self._failing.clear()
 
-    def touch(self, kind: str, *, can_fail: bool, can_cut: bool = False) -> Kind | None:
-        """The process is at a seam of this kind (`blob`, `commit`, `message`, `request`). What befalls it."""
+    def touch(self, kind: str, can: frozenset[Kind]) -> Mishap | None:
+        """The process is at a seam of this kind (`blob`, `commit`, `message`, `request`, ...), where this can befall
+        it. What does."""
         self.count += 1
-        if self._failing.get(kind, 0) > 0 and can_fail:
+        if self._failing.get(kind, 0) > 0 and "fails" in can:
             self._failing[kind] -= 1
             self.met[f"{self.role}: {kind} fails"] += 1
-            return "fails"
+            return Mishap(self.role, self.count, "fails")
         if not self._due or self._due[0].at > self.count:
             return None
         mishap = self._due[0]
-        if (mishap.kind in FAULTS and not can_fail) or (mishap.kind == "cuts" and not can_cut):
-            return None  # the next seam that can
+        if mishap.kind not in can:
+            return None  # the next seam where it can
         self._due.pop(0)
         if mishap.kind in FAULTS:
             self._failing[kind] = mishap.times - 1
         self.met[f"{self.role}: {kind} {mishap.kind}"] += 1
-        return mishap.kind
+        return mishap

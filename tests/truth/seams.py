@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
 from store.blobs import Blobs
 from store.db import Database, _answer, _Blocked
-from tests.truth.schedules import DEATHS, Seams
+from tests.truth.clock import Loop
+from tests.truth.schedules import DEATHS, FAULTS, Kind, Mishap, Role, Seams
 from tests.truth.strand import Killed
 
 _WRITING = OSError(errno.ENOSPC, "No space left on device")
@@ -22,12 +24,15 @@ _READING = OSError(errno.EIO, "Input/output error")
 
 
 class Life:
-    """One process, from its start to its end: `die` is what ends it, `check` raises when it has ended."""
+    """One process, from its start to its end: `die` is what ends it, `check` raises when it has ended. `slow` has it
+    wait for that many seconds where it stands, while the others go on."""
 
-    def __init__(self, seams: Seams, on_death: Callable[[], None]) -> None:
+    def __init__(
+        self, role: Role, seams: dict[Role, Seams], loop: Loop, die: Callable[[], None], slow: Callable[[float], None]
+    ) -> None:
         self.alive = True
-        self.seams = seams
-        self._on_death = on_death
+        self._seams, self._role = seams, role
+        self._loop, self._on_death, self._slow = loop, die, slow
 
     def check(self) -> None:
         if not self.alive:
@@ -38,19 +43,47 @@ class Life:
             self.alive = False
             self._on_death()
 
-    @contextmanager
-    def seam(self, kind: str, fault: Exception | None = None, cut: Callable[[], None] | None = None) -> Iterator[None]:
-        """Something outside is touched in this block. Raises Killed, or `fault`, or does `cut` afterwards, where the
-        schedule says so."""
+    def touch(self, kind: str, *more: Kind, by: Role | None = None) -> Kind | None:
+        """Something outside is touched, where pauses and `more` can befall the process. What has, but for pauses,
+        which are over. Raises Killed when it was its end."""
         self.check()
-        what = self.seams.touch(kind, can_fail=fault is not None, can_cut=cut is not None)
-        if what == "dies before":
+        mishap = self._seams[by or self._role].touch(kind, frozenset(more) | {"stands still", "sets clock"})
+        if mishap is None:
+            return None
+        if mishap.kind == "dies before":
             self.die()
             raise Killed
+        self._pause(mishap)
+        return mishap.kind
+
+    def _pause(self, mishap: Mishap) -> None:
+        if mishap.kind == "is slow":
+            self._slow(mishap.times)
+        elif mishap.kind == "stands still":
+            self._loop.jump(mishap.times)
+        elif mishap.kind == "sets clock":
+            self._loop.ahead_s += mishap.times
+
+    @contextmanager
+    def seam(
+        self,
+        kind: str,
+        fault: Exception | None = None,
+        cut: Callable[[], None] | None = None,
+        *,
+        short: bool = False,
+    ) -> Iterator[Kind | None]:
+        """Something outside is touched in this block. Raises Killed, or `fault`, or does `cut` afterwards, where the
+        schedule says so; what else befalls it is given. What can fail can also be slow."""
+        can: list[Kind] = [*DEATHS]
+        can += [*FAULTS, "is slow"] if fault else []
+        can += ["cuts"] if cut else []
+        can += ["reads short"] if short else []
+        what = self.touch(kind, *can)
         if what == "fails":
             assert fault is not None
             raise fault
-        yield
+        yield what
         if what == "cuts" and cut is not None:
             cut()
         if what == "dies after":
@@ -70,6 +103,7 @@ class LivingBlobs(Blobs):
 
     def __init__(self, root: Path, life: Life) -> None:
         self._life = life
+        self._short = False  # the next file is read short, once
         super().__init__(root)
 
     def put(self, ref: str, data: bytes) -> None:
@@ -77,8 +111,14 @@ class LivingBlobs(Blobs):
             super().put(ref, data)
 
     def get(self, ref: str, sha256: str = "") -> bytes:
-        with self._life.seam("blob", OSError(*_READING.args)):
+        with self._life.seam("blob", OSError(*_READING.args), short=True) as what:
+            self._short = what == "reads short"
             return super().get(ref, sha256) if sha256 else super().get(ref)
+
+    def _stored(self, ref: str) -> bytes:
+        stored = super()._stored(ref)
+        cut, self._short = self._short, False
+        return stored[: len(stored) // 2] if cut else stored
 
     def delete(self, ref: str) -> None:
         with self._life.seam("blob"):
@@ -97,12 +137,26 @@ class LivingBlobs(Blobs):
 
 class LivingDatabase(Database):
     """The database of one server, written in the loop's own thread: works that are handed in before the loop comes
-    round again are one group, as in the real writer."""
+    round again are one group, as in the real writer. Each statement may fail, alone."""
 
-    def __init__(self, url: str, life: Life, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, url: str, life: Life, loop: Loop) -> None:
         self._life, self._loop = life, loop
         self._gathered: list[Any] = []
+        self._busy_until_s = 0.0
         super().__init__(url)
+        for engine in (self._read_engine, self._write_engine):
+            event.listen(engine, "before_cursor_execute", self._before)
+            event.listen(engine, "after_cursor_execute", self._after)
+
+    def _before(self, _connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+        self._fails(statement, "fails")
+
+    def _after(self, _connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+        self._fails(statement, "fails after")
+
+    def _fails(self, statement: str, kind: Kind) -> None:
+        if self._life.alive and self._life.touch("statement", kind, by="database") == kind:
+            raise OperationalError(statement, {}, Exception("disk I/O error"))
 
     def _submit(self, work: Any) -> None:
         self._life.check()
@@ -114,6 +168,10 @@ class LivingDatabase(Database):
             self._loop.call_soon(self._write_gathered)
 
     def _write_gathered(self) -> None:
+        left_s = self._busy_until_s - self._loop.time()
+        if left_s > 0:
+            self._loop.call_later(left_s, self._write_gathered)
+            return
         group, self._gathered = self._gathered, []
         if not self._life.alive or not group:
             return
@@ -125,7 +183,16 @@ class LivingDatabase(Database):
             return
         except OperationalError as fault:
             error = fault
-        _answer(group, error)
+        late_s = self._loop.take_late()
+        self._busy_until_s = self._loop.time() + late_s
+        if late_s:
+            self._loop.call_later(late_s, self._answer_if_alive, group, error)
+        else:
+            _answer(group, error)
+
+    def _answer_if_alive(self, group: list[Any], error: BaseException | None) -> None:
+        if self._life.alive:
+            _answer(group, error)
 
     @contextmanager
     def read(self) -> Iterator[Any]:

@@ -18,8 +18,9 @@ from scheduler.link import _to_server, _to_worker  # the decoders of both ends
 
 _encoder = msgspec.msgpack.Encoder()
 
-#: Why a strand has stopped: it has sent a message, it waits for one, it has looked for one, or it is over.
-Stop = Literal["sent", "waits", "looks", "over"]
+#: Why a strand has stopped: it has sent a message, it waits for one, it has looked for one, its disk is slow, or it is
+#: over.
+Stop = Literal["sent", "waits", "looks", "slow", "over"]
 
 
 class Killed(BaseException):
@@ -95,6 +96,11 @@ class Strand:
         """Whether it still lives: for seams that are no messages."""
         if self._killed:
             raise Killed
+
+    def wait(self, seconds: float) -> None:
+        """What it touches takes so long."""
+        self.patience_s = seconds
+        self._stop("slow")
 
     def _stop(self, why: Stop) -> None:
         self._why = why

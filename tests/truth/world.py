@@ -43,7 +43,7 @@ from store.settings import TrainerSettings as TrainerLimits
 from tests.truth import programs
 from tests.truth.clock import Loop
 from tests.truth.programs import ALPHA, CONTEXT, ORGANISATIONS
-from tests.truth.schedules import SLICE_TOKENS, Role, Schedule, Seams
+from tests.truth.schedules import ROLES, SLICE_TOKENS, Role, Schedule, Seams
 from tests.truth.seams import Life, LivingBlobs, LivingDatabase
 from tests.truth.strand import Killed, Strand
 from tests.workers.model.models import ours, reference
@@ -133,13 +133,13 @@ class Worker:
 
     def __init__(self, world: World, role: Role, server_life: Life) -> None:
         self.role, self.server_life = role, server_life
-        self.life = Life(world.seams[role], lambda: None)
+        body = world.trainer_body if role == "trainer" else world.generator_body
+        self._strand = Strand(lambda strand: body(strand, self.life))
+        self.life = Life(role, world.seams, world.loop, lambda: None, self._strand.wait)
         self.link = Link(self)
         self._world = world
         self._mail = asyncio.Event()
         self._doomed = False
-        body = world.trainer_body if role == "trainer" else world.generator_body
-        self._strand = Strand(lambda strand: body(strand, self.life))
 
     def deliver(self, message: msgspec.Struct) -> None:
         """A message of the server's, which may be the last thing that the worker sees, or not even that."""
@@ -176,6 +176,8 @@ class Worker:
                     await self._world.breathe()
                 elif stop == "looks":
                     await asyncio.sleep(0)
+                elif stop == "slow":
+                    await asyncio.sleep(self._strand.patience_s or 0.0)
                 else:
                     await self._waits(self._strand.patience_s)
         except Killed:
@@ -199,7 +201,7 @@ class Server:
     """One life of the server."""
 
     def __init__(self, world: World) -> None:
-        self.life = Life(world.seams["server"], self._killed)
+        self.life = Life("server", world.seams, world.loop, self._killed, world.loop.be_late)
         self.tasks: dict[asyncio.Task[Any], None] = {}  # in the order in which they were made
         self.world = world
         self.database = LivingDatabase(f"sqlite:///{world.folder / 'weft.db'}", self.life, world.loop)
@@ -260,9 +262,7 @@ class World:
         assert isinstance(loop, Loop)
         self.loop = loop
         self.random = random.Random(schedule.seed)
-        self.seams: dict[Role, Seams] = {
-            role: Seams(role, schedule.mishaps) for role in ("server", "trainer", "generator")
-        }
+        self.seams: dict[Role, Seams] = {role: Seams(role, schedule.mishaps) for role in ROLES}
         self.statistics: Counter[str] = Counter()
         self.faults: list[BaseException] = []  # of workers, that were no deaths
         self.server: Server | None = None
