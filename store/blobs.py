@@ -85,7 +85,7 @@ class Blobs:
 
     def get(self, ref: str, sha256: str = "") -> bytes:
         """The bytes of a file blob, and with `sha256` (hex) only these. FileNotFoundError when there is none, Damaged
-        when it is not what was put: what is read once too short, as a network file system may have it, is read again."""
+        when it is not what was put, both times that it is read: network file systems may read short once."""
         try:
             return self._whole(ref, sha256)
         except Damaged:

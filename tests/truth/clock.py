@@ -116,11 +116,15 @@ def _wall_clock(loop: Loop) -> Iterator[None]:
             return datetime.now(tz) + timedelta(seconds=loop.ahead_s)
 
     time_ns = time.time_ns
+
+    def ahead_ns() -> int:
+        return time_ns() + int(loop.ahead_s * 1e9)
+
     rooms = ("api", "billing", "scheduler", "store", "workers")
     ours = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in rooms]
     with ExitStack() as patches:
         for module in ours:
             if getattr(module, "datetime", None) is datetime:
                 patches.enter_context(mock.patch.object(module, "datetime", Wall))
-        patches.enter_context(mock.patch("time.time_ns", lambda: time_ns() + int(loop.ahead_s * 1e9)))
+        patches.enter_context(mock.patch("time.time_ns", ahead_ns))
         yield

@@ -17,8 +17,8 @@ ROLES: tuple[Role, ...] = ("server", "trainer", "generator", "database")
 
 #: At its seam the process dies: before anything happens there, or after it has; or what it touches does not work:
 #: before it took effect, or after; or the file that is written there is cut short, for good, or read short, once.
-#: Or it is slow: what it touches takes `times` seconds; or the whole machine stands still for as long; or its wall clock
-#: is set forward or back by them.
+#: Or it is slow: what it touches takes `times` seconds; or the whole machine stands still for as long; or its wall
+#: clock is set forward or back by them.
 Kind = Literal[
     "dies before", "dies after", "fails", "fails after", "cuts", "reads short", "is slow", "stands still", "sets clock"
 ]
