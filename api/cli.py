@@ -82,7 +82,7 @@ def serve(
     engine: tuple[str, ...],
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. Without --model it serves a tiny model that comes with Weft."""
-    from api import serve as server
+    from api.server import serve as server
     from billing.prices import PriceError
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -43,10 +43,10 @@ from billing.budgets import set_budget
 from billing.prices import load_prices
 from billing.reconcile import check
 from billing.wallets import set_mode
-from scheduler.intake import Taking, insert_all
-from scheduler.messages import Done
-from scheduler.operations import SAMPLE, Operation, Outcome
-from scheduler.settle import Ending, Settlement
+from scheduler.journal.acceptance import Taking, insert_all
+from scheduler.journal.settlement import Ending, Settlement
+from scheduler.links.messages import Done
+from scheduler.order.operations import SAMPLE, Operation, Outcome
 from store import tables
 from store.db import Database
 from tests.servers import postgres_server

@@ -28,7 +28,7 @@ from serving import BASE_MODEL, claim, machine, make_key, serve
 from weft.wire import AdamParams, OptimStepRequest
 from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
 
-from scheduler.messages import Done, OpKind, Pass, RunSpec, TrainOp
+from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
 from store.blobs import Blobs
 from workers.model.weights import load_decoder
 from workers.trainer.trainer import Trainer, TrainerSettings

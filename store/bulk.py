@@ -1,7 +1,8 @@
 """Many rows in few round trips. On PostgreSQL rows travel as one JSON document in one statement, and statements whose
 results nobody reads go out together; on SQLite there is no trip, and `executemany` is as good.
 
-For what every operation passes through (`scheduler.intake`, `scheduler.settle`, `billing.charges`).
+For what every operation passes through (`scheduler.journal.acceptance`, `scheduler.journal.settlement`,
+`billing.charges`).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def import_(data_dir: Path | None, config: Path | None, org: str, model: str | N
     them."""
     from api.errors import ApiError
     from api.paths import check_name
-    from api.serve import CannotServe, read_cards
+    from api.server.serve import CannotServe, read_cards
 
     settings = settings_of(config, data_dir)
     try:

@@ -34,7 +34,7 @@ def settings_of(config: Path | None, data_dir: Path | None, **overrides: Any) ->
 
 @contextmanager
 def database_of(config: Path | None, data_dir: Path | None) -> Iterator[Database]:
-    from api.serve import CannotServe, open_database
+    from api.server.serve import CannotServe, open_database
 
     settings = settings_of(config, data_dir)
     try:

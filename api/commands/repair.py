@@ -9,7 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.commands.places import database_of, refuse, settings_of, where
-from scheduler.references import broken_because
+from scheduler.journal.references import broken_because
 from store import tables
 from store.commit_mark import CommitMark
 
@@ -23,7 +23,7 @@ def repair(data_dir: Path | None, config: Path | None) -> None:
 
     Only for a server that does not start because of it, and when the right files cannot be put back. Every run that was
     live is ended; whoever uses it is told why, and its last checkpoint. Prints the runs."""
-    from api.serve import CannotServe, only_one
+    from api.server.serve import CannotServe, only_one
 
     settings = settings_of(config, data_dir)
     mark = CommitMark.of(settings.effective_database_url)

@@ -18,7 +18,7 @@ from api.commands.places import database_of, refuse, settings_of, where
 @click.option("--redis", metavar="URL", help="The Redis of the API replicas (default: redis_url of the settings).")
 def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | None) -> None:
     """Work as ROLE until SIGTERM, which lets it finish what it has. Whatever supervises it starts it again."""
-    from api.serve import CannotServe, read_cards, worker_programs
+    from api.server.serve import CannotServe, read_cards, worker_programs
 
     settings = settings_of(config, data_dir, redis_url=redis)
     if not settings.redis_url:

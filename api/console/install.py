@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import FileResponse, RedirectResponse
 
-from api.access import declare
 from api.console.pages import (
     audit,
     billing,
@@ -25,6 +24,7 @@ from api.console.pages import (
 from api.console.render import STATIC, ConsoleRoute
 from api.console.security import PREFIX, SecurityHeaders
 from api.errors import NotFound, quote
+from api.http.access import declare
 
 router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 

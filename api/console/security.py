@@ -19,11 +19,11 @@ from fastapi.responses import RedirectResponse, Response
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.auth import admit
 from api.console import sessions
 from api.errors import Forbidden, TooLarge, Unauthenticated
-from api.principal import Principal
-from api.state import service_of
+from api.http.auth import admit
+from api.state.service import service_of
+from api.who.principal import Principal
 from store.caller import Caller, become
 from store.secret import derive
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
-from api.principal import Principal, RateLimit, principal_of
+from api.who.principal import Principal, RateLimit, principal_of
 from store import audit
 from store.caller import acting_as, caller
 from store.keys import find, is_good

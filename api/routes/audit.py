@@ -9,10 +9,10 @@ from fastapi import APIRouter
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
-from api.access import declare
-from api.auth import PrincipalDep
-from api.state import ServiceDep
-from api.tokens import owner_urn
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.state.service import ServiceDep
+from api.who.tokens import owner_urn
 from store import tables
 from store.audit import GROUPS
 

@@ -14,19 +14,19 @@ from weft.wire import weft_wire_pb2 as pb
 from weft.wire.arrays import write_tensor
 from weft.wire.codec import WireError, decode_train_request
 
-from api.access import declare
-from api.auth import PrincipalDep
-from api.bodies import parse_json, read_body
+from api.checks.batches import check_batch, slices
+from api.checks.custom_losses import uploaded_loss
+from api.checks.provenance import with_recorded_logprobs
 from api.errors import Invalid, Unreadable, quote
-from api.json_forms import PROTOBUF, train_body
-from api.lookup import served_model
-from api.principal import Principal
-from api.state import Service, ServiceDep
-from api.submit import Address, Checked, submit
-from api.validate.batches import check_batch, slices
-from api.validate.custom_losses import uploaded_loss
-from api.validate.provenance import with_recorded_logprobs
-from scheduler.messages import OpKind
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import parse_json, read_body
+from api.http.json_forms import PROTOBUF, train_body
+from api.operations.submit import Address, Checked, submit
+from api.state.service import Service, ServiceDep
+from api.who.lookup import served_model
+from api.who.principal import Principal
+from scheduler.links.messages import OpKind
 from store import tables
 
 router = APIRouter(prefix="/api/v1")

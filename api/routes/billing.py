@@ -15,15 +15,15 @@ from pydantic import AwareDatetime
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from api.access import declare
-from api.auth import PrincipalDep
+from api.checks.runs import check_text
+from api.checks.times import check_utc
 from api.errors import Invalid
-from api.lookup import live_checkpoints
-from api.session_search import DEFAULT_PROJECT, text_values
-from api.state import ServiceDep
-from api.tokens import owner_urn
-from api.validate.runs import check_text
-from api.validate.times import check_utc
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.state.service import ServiceDep
+from api.who.lookup import live_checkpoints
+from api.who.session_search import DEFAULT_PROJECT, text_values
+from api.who.tokens import owner_urn
 from billing.hourly import HOUR, CheckpointRow, GroupRow, checkpoint_rows, hour_of, usage_rows
 from billing.prices import ANY_MODEL, STORAGE
 from store import tables

@@ -16,22 +16,22 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire import SetTtlRequest
 
-from api.access import LOOKING, declare
-from api.auth import PrincipalDep
-from api.bodies import read_json
-from api.client_versions import readable_kinds
+from api.checks.runs import check_ttl
 from api.errors import Gone, Invalid
-from api.exports import LINKS_LAST, make_archive
-from api.lookup import checkpoint_at, live_checkpoints, run_by_id, visible
-from api.own import own_checkpoint
+from api.http.access import LOOKING, declare
+from api.http.archives import LINKS_LAST, make_archive
+from api.http.auth import PrincipalDep
+from api.http.bodies import read_json
+from api.http.client_versions import readable_kinds
 from api.paths import KINDS, CheckpointPath, parse_path
-from api.principal import Principal
 from api.routes.downloads import archive_path, file_path
-from api.session_search import text_values
-from api.state import Service, ServiceDep
-from api.validate.runs import check_ttl
+from api.state.service import Service, ServiceDep
+from api.who.lookup import checkpoint_at, live_checkpoints, run_by_id, visible
+from api.who.may_change import own_checkpoint
+from api.who.principal import Principal
+from api.who.session_search import text_values
 from billing import storage
-from scheduler.references import in_use
+from scheduler.journal.references import in_use
 from store import audit, tables
 from store.blobs import Damaged
 

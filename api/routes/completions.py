@@ -15,21 +15,21 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire.service import FuturesRetrieveRequest, JoinSamplingSessionRequest
 
-from api.access import WORKING, declare
-from api.auth import PrincipalDep
-from api.bodies import read_json
 from api.errors import Invalid
-from api.lookup import plain_id, sampler_by_id, visible
-from api.principal import Principal
+from api.http.access import WORKING, declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import read_json
 from api.routes.futures import LONGEST_POLL_S
-from api.state import Service, ServiceDep
-from scheduler.completions import CLIENT_STRIDE, Completion, Target
+from api.state.service import Service, ServiceDep
+from api.who.lookup import plain_id, sampler_by_id, visible
+from api.who.principal import Principal
+from scheduler.journal.completions import CLIENT_STRIDE, Completion, Target
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
 
 MAX_ACKNOWLEDGED = 10_000
-#: Results are kept for a day at most (`scheduler.results`); what ended before has no news for anybody.
+#: Results are kept for a day at most (`scheduler.journal.results`); what ended before has no news for anybody.
 LOOK_BACK = timedelta(hours=24)
 #: A row is written a little before its completion gets a cursor.
 SLACK = timedelta(seconds=60)

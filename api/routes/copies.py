@@ -11,18 +11,18 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 from weft.wire import CopyWeightsRequest
 
-from api.access import declare
-from api.auth import PrincipalDep
-from api.bodies import read_json
-from api.creation import run_id_of
+from api.checks.runs import check_sequence
 from api.errors import Invalid, quote
-from api.lookup import readable_checkpoint, run_of
-from api.own import active_session
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import read_json
+from api.operations.new_run import run_id_of
 from api.paths import CheckpointPath, parse_path
-from api.principal import Principal
-from api.projects import check_project, project_for
-from api.state import ServiceDep
-from api.validate.runs import check_sequence
+from api.state.service import ServiceDep
+from api.who.lookup import readable_checkpoint, run_of
+from api.who.may_change import active_session
+from api.who.principal import Principal
+from api.who.projects import check_project, project_for
 from billing import storage
 from store import audit, tables
 

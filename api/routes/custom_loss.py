@@ -14,14 +14,14 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire import CreateCustomLossRequest
 
-from api.access import declare
-from api.auth import PrincipalDep
-from api.bodies import parse_json, read_body
+from api.checks.custom_losses import MAX_GRAPH_BYTES, MAX_LOSSES, checked_loss
+from api.checks.runs import check_sequence
 from api.errors import Invalid, TooLarge
-from api.own import active_session
-from api.state import ServiceDep
-from api.validate.custom_losses import MAX_GRAPH_BYTES, MAX_LOSSES, checked_loss
-from api.validate.runs import check_sequence
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import parse_json, read_body
+from api.state.service import ServiceDep
+from api.who.may_change import active_session
 from store import tables
 from workers.trainer.custom_format import loss_ref
 

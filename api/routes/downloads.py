@@ -1,4 +1,4 @@
-"""Files behind signed links (`api.signing`). No key is asked for: the link is the permission, and it ends."""
+"""Files behind signed links (`api.who.signing`). No key is asked for: the link is the permission, and it ends."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
 from sqlalchemy.orm import Session
 
-from api.access import declare
 from api.errors import NotFound, quote
-from api.exports import archive_ref
-from api.lookup import expired, plain_id
-from api.state import Service, ServiceDep
+from api.http.access import declare
+from api.http.archives import archive_ref
+from api.state.service import Service, ServiceDep
+from api.who.lookup import expired, plain_id
 from store import tables
 
 router = APIRouter(prefix="/api/v1/downloads")

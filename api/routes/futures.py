@@ -7,15 +7,15 @@ from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 from weft.wire import CancelFutureRequest, FutureRetrieveRequest
 
-from api.access import WORKING, declare
-from api.auth import PrincipalDep
-from api.bodies import read_json
 from api.errors import Gone, NotFound, quote
-from api.json_forms import PROTOBUF, only_json, sample_result, train_result
-from api.lookup import operation_by_id, plain_id
-from api.own import own_operation
-from api.state import Service, ServiceDep
-from scheduler import operations
+from api.http.access import WORKING, declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import read_json
+from api.http.json_forms import PROTOBUF, only_json, sample_result, train_result
+from api.state.service import Service, ServiceDep
+from api.who.lookup import operation_by_id, plain_id
+from api.who.may_change import own_operation
+from scheduler.order import operations
 from store import tables
 
 router = APIRouter(prefix="/api/v1")

@@ -10,12 +10,12 @@ from fastapi import APIRouter, Query
 from sqlalchemy.orm import Session
 from weft.wire.health import RunHealthResponse, StallReport
 
-from api.access import LOOKING, declare
-from api.auth import PrincipalDep
-from api.lookup import run_by_id
-from api.state import ServiceDep
-from scheduler.health import Health, health_of
-from scheduler.operations import Waiting
+from api.http.access import LOOKING, declare
+from api.http.auth import PrincipalDep
+from api.state.service import ServiceDep
+from api.who.lookup import run_by_id
+from scheduler.order.operations import Waiting
+from scheduler.reports.health import Health, health_of
 
 router = APIRouter(prefix="/api/v1/weft")
 

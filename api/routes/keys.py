@@ -14,13 +14,13 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.access import declare
-from api.auth import PrincipalDep
-from api.bodies import read_json
+from api.checks.runs import check_text
 from api.errors import Forbidden, Invalid, NotFound, quote
-from api.principal import Principal
-from api.state import ServiceDep
-from api.validate.runs import check_text
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import read_json
+from api.state.service import ServiceDep
+from api.who.principal import Principal
 from store import keys, people, tables
 from store.people import NoSuch, project_by_id
 from store.roles import ADMIN, BEYOND_A_PROJECT, SCOPES, Scope, effective

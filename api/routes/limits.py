@@ -10,13 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.access import declare
-from api.auth import PrincipalDep
-from api.bodies import read_json
-from api.principal import RateLimit
-from api.projects import visible_projects
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import read_json
 from api.routes.keys import managed_key
-from api.state import ServiceDep
+from api.state.service import ServiceDep
+from api.who.principal import RateLimit
+from api.who.projects import visible_projects
 from store import people, tables
 
 router = APIRouter(prefix="/api/v1/weft/rate_limits")

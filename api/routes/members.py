@@ -8,12 +8,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy.orm import Session
 
-from api.access import declare
-from api.auth import PrincipalDep
-from api.bodies import read_json
 from api.errors import Forbidden
-from api.principal import Principal
-from api.state import ServiceDep
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import read_json
+from api.state.service import ServiceDep
+from api.who.principal import Principal
 from store import people, tables
 from store.roles import Role
 

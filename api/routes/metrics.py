@@ -14,13 +14,13 @@ from fastapi import APIRouter, Query, Request
 from sqlalchemy.orm import Session
 from weft.wire import LogMetricsRequest, LogMetricsResponse, RunCurveResponse, RunMetricsResponse
 
-from api.access import LOOKING, declare
-from api.auth import PrincipalDep
-from api.bodies import read_json
 from api.errors import Busy, Invalid
-from api.lookup import run_by_id
-from api.own import own_run
-from api.state import ServiceDep
+from api.http.access import LOOKING, declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import read_json
+from api.state.service import ServiceDep
+from api.who.lookup import run_by_id
+from api.who.may_change import own_run
 from billing.reports import spent_by
 from store.curves import Point, TooManyPoints, curves_of, log_points, read_curve
 

@@ -19,13 +19,13 @@ from weft.wire.money import (
     SetBudgetRequest,
 )
 
-from api.access import declare
-from api.auth import PrincipalDep
-from api.bodies import read_json
 from api.errors import Forbidden, Invalid, NotFound, quote
-from api.lookup import run_by_id
-from api.principal import Principal
-from api.state import Service, ServiceDep
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import read_json
+from api.state.service import Service, ServiceDep
+from api.who.lookup import run_by_id
+from api.who.principal import Principal
 from billing import usage
 from billing.budgets import BudgetState, owns, remove_budget, set_budget, states
 from billing.prices import ANY_MODEL, STORAGE

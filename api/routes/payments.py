@@ -14,11 +14,11 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.money import usd
 
-from api.access import declare
-from api.auth import PrincipalDep
-from api.bodies import read_body, read_json
 from api.errors import Invalid, NotHere, Unavailable
-from api.state import Service, ServiceDep
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import read_body, read_json
+from api.state.service import Service, ServiceDep
 from billing.payments import inbox
 from billing.payments.checkout import Checkout, start_topup
 from billing.payments.client import NUSD_PER_CENT, stripe_client

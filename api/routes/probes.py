@@ -9,8 +9,8 @@ from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
-from api.access import declare
-from api.state import Service, ServiceDep
+from api.http.access import declare
+from api.state.service import Service, ServiceDep
 from store.migrate import head
 
 router = APIRouter()

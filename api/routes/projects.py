@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.access import declare
-from api.auth import PrincipalDep
-from api.bodies import read_json
-from api.projects import visible_project, visible_projects
-from api.state import ServiceDep
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import read_json
+from api.state.service import ServiceDep
+from api.who.projects import visible_project, visible_projects
 from store import people, tables
 
 router = APIRouter(prefix="/api/v1/weft/projects")

@@ -10,14 +10,14 @@ from fastapi import APIRouter, Query
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from api.access import LOOKING, declare
-from api.auth import PrincipalDep
+from api.checks.runs import check_text
 from api.errors import NotFound, quote
-from api.lookup import live_checkpoints, run_by_id, visible
+from api.http.access import LOOKING, declare
+from api.http.auth import PrincipalDep
 from api.routes.checkpoints import OLDEST_FIRST, count, cursor, describe
-from api.session_search import DEFAULT_PROJECT, text_values
-from api.state import ServiceDep
-from api.validate.runs import check_text
+from api.state.service import ServiceDep
+from api.who.lookup import live_checkpoints, run_by_id, visible
+from api.who.session_search import DEFAULT_PROJECT, text_values
 from store import tables
 
 router = APIRouter(prefix="/api/v1")

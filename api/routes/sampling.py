@@ -11,21 +11,21 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire import CreateSamplingSessionRequest, SampleRequest
 
-from api.access import LOOKING, declare
-from api.auth import PrincipalDep
-from api.bodies import INLINE_BYTES, parse_json, read_body, read_json
+from api.checks.priority import PriorityDep
+from api.checks.runs import check_sequence
+from api.checks.samples import check_sample, prompt_tokens
 from api.errors import Invalid, quote
-from api.lookup import plain_id, readable_checkpoint, run_of, sampler_by_id, sees, served_model
-from api.own import active_session
+from api.http.access import LOOKING, declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import INLINE_BYTES, parse_json, read_body, read_json
+from api.operations.submit import Place, accept, known
 from api.paths import parse_path
-from api.principal import Principal
-from api.state import Service, ServiceDep
-from api.submit import Place, accept, known
-from api.validate.priority import PriorityDep
-from api.validate.runs import check_sequence
-from api.validate.samples import check_sample, prompt_tokens
-from scheduler.messages import sequence_id
-from scheduler.operations import SAMPLE, NewOperation
+from api.state.service import Service, ServiceDep
+from api.who.lookup import plain_id, readable_checkpoint, run_of, sampler_by_id, sees, served_model
+from api.who.may_change import active_session
+from api.who.principal import Principal
+from scheduler.links.messages import sequence_id
+from scheduler.order.operations import SAMPLE, NewOperation
 from store import tables
 from workers.model.card import ModelCard
 

@@ -8,12 +8,12 @@ from fastapi import APIRouter, Request
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from api.access import declare
-from api.auth import KeyHolderDep, PrincipalDep, presented_key
-from api.bodies import read_body, read_json
-from api.state import ServiceDep
-from api.telemetry import TelemetryBatch
-from api.tokens import Claims
+from api.http.access import declare
+from api.http.auth import KeyHolderDep, PrincipalDep, presented_key
+from api.http.bodies import read_body, read_json
+from api.state.service import ServiceDep
+from api.state.telemetry import TelemetryBatch
+from api.who.tokens import Claims
 from store import keys, tables
 
 router = APIRouter(prefix="/api/v1")

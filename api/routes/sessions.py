@@ -12,18 +12,18 @@ from sqlalchemy.orm import Session
 from weft.wire import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
 from weft.wire.sessions import AssignProjectRequest, SessionSearchRequest
 
-from api.access import LOOKING, WORKING, declare
-from api.auth import PrincipalDep
-from api.bodies import read_json
+from api.checks.runs import check_metadata, check_text
 from api.errors import Invalid, NotFound, quote
-from api.lookup import session_by_id, visible
-from api.own import own_session
-from api.presence import end, runs_of
-from api.principal import Principal
-from api.projects import check_project, project_for
-from api.session_search import DEFAULT_PROJECT, search, text_values
-from api.state import ServiceDep
-from api.validate.runs import check_metadata, check_text
+from api.http.access import LOOKING, WORKING, declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import read_json
+from api.state.liveness import end, runs_of
+from api.state.service import ServiceDep
+from api.who.lookup import session_by_id, visible
+from api.who.may_change import own_session
+from api.who.principal import Principal
+from api.who.projects import check_project, project_for
+from api.who.session_search import DEFAULT_PROJECT, search, text_values
 from store import audit, tables
 
 router = APIRouter(prefix="/api/v1")

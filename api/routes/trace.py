@@ -8,11 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
-from api.access import LOOKING, declare
-from api.auth import PrincipalDep
-from api.lookup import session_by_id
-from api.state import ServiceDep
-from api.traces import trace
+from api.http.access import LOOKING, declare
+from api.http.auth import PrincipalDep
+from api.http.traces import trace
+from api.state.service import ServiceDep
+from api.who.lookup import session_by_id
 
 router = APIRouter(prefix="/api/v1/sessions")
 

@@ -7,17 +7,17 @@ from typing import Any
 from fastapi import APIRouter, Request
 from weft.wire import CreateModelRequest, GetInfoRequest, LoraConfig, OptimStepRequest
 
-from api.access import LOOKING, declare
-from api.auth import PrincipalDep
-from api.bodies import read_body, read_json
-from api.creation import check_session, create, run_id_of
-from api.lookup import run_by_id, served_model
-from api.state import ServiceDep
-from api.submit import Checked, submit_json
-from api.validate.optimizers import ADAMW, CONFIGS, check_step, family_of
-from api.validate.priority import PriorityDep
-from api.validate.runs import ALPHA, check_lora, check_metadata, check_sequence, seed_of
-from scheduler.messages import OpKind, RunSpec
+from api.checks.optimizers import ADAMW, CONFIGS, check_step, family_of
+from api.checks.priority import PriorityDep
+from api.checks.runs import ALPHA, check_lora, check_metadata, check_sequence, seed_of
+from api.http.access import LOOKING, declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import read_body, read_json
+from api.operations.new_run import check_session, create, run_id_of
+from api.operations.submit import Checked, submit_json
+from api.state.service import ServiceDep
+from api.who.lookup import run_by_id, served_model
+from scheduler.links.messages import OpKind, RunSpec
 from store import tables
 
 router = APIRouter(prefix="/api/v1")

@@ -13,12 +13,12 @@ from fastapi.responses import FileResponse
 from starlette.concurrency import run_in_threadpool
 from weft.wire import LimitsResponse, PricesResponse
 
-from api.access import declare
-from api.auth import PrincipalDep
 from api.errors import NotFound, quote
-from api.limits import limits_of
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.operations.limits import limits_of
 from api.routes.service import CHUNK_BYTES, CHUNK_DATA
-from api.state import Service, ServiceDep
+from api.state.service import Service, ServiceDep
 from billing.prices import KINDS, STORAGE
 from workers.model.card import ModelCard
 

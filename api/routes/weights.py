@@ -16,20 +16,20 @@ from weft.wire import (
     WeightsInfoRequest,
 )
 
-from api.access import LOOKING, declare
-from api.auth import PrincipalDep
-from api.bodies import parse_json, read_body, read_json
-from api.creation import check_session, create, repeat, run_id_of
+from api.checks.optimizers import CONFIGS, check_same_optimizer, family_of
+from api.checks.priority import PriorityDep
+from api.checks.runs import check_metadata, check_sequence
 from api.errors import Invalid, quote
-from api.lookup import readable_checkpoint, run_of, served_model
+from api.http.access import LOOKING, declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import parse_json, read_body, read_json
+from api.operations.new_run import check_session, create, repeat, run_id_of
+from api.operations.submit import Checked, submit_json
 from api.paths import check_name, parse_path
-from api.principal import Principal
-from api.state import Service, ServiceDep
-from api.submit import Checked, submit_json
-from api.validate.optimizers import CONFIGS, check_same_optimizer, family_of
-from api.validate.priority import PriorityDep
-from api.validate.runs import check_metadata, check_sequence
-from scheduler.messages import OpKind, RunSpec
+from api.state.service import Service, ServiceDep
+from api.who.lookup import readable_checkpoint, run_of, served_model
+from api.who.principal import Principal
+from scheduler.links.messages import OpKind, RunSpec
 from store import tables
 from workers.model.encryption import BadRecipient, parse_recipients
 

@@ -12,43 +12,43 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weft import types as types
     from weft.admin_client import AdminClient as AdminClient
-    from weft.curves import log as log
     from weft.errors import *  # noqa: F403
-    from weft.estimate import CostEstimate as CostEstimate
     from weft.future import APIFuture as APIFuture
     from weft.loss_handle import LossHandle as LossHandle
-    from weft.plan import Plan as Plan
-    from weft.plan import PlannedSample as PlannedSample
-    from weft.plan import PlannedSave as PlannedSave
-    from weft.plan import PlannedTrain as PlannedTrain
-    from weft.plan import PlannedUpdate as PlannedUpdate
-    from weft.problem import Problem as Problem
+    from weft.plan.estimate import CostEstimate as CostEstimate
+    from weft.plan.plan import Plan as Plan
+    from weft.plan.plan import PlannedSample as PlannedSample
+    from weft.plan.plan import PlannedSave as PlannedSave
+    from weft.plan.plan import PlannedTrain as PlannedTrain
+    from weft.plan.plan import PlannedUpdate as PlannedUpdate
+    from weft.plan.problem import Problem as Problem
     from weft.rest_client import RestClient as RestClient
-    from weft.retry import RetryPolicy as RetryPolicy
     from weft.sampling_client import SamplingClient as SamplingClient
     from weft.service_client import ServiceClient as ServiceClient
     from weft.training_client import TrainingClient as TrainingClient
+    from weft.training_client import log as log
+    from weft.transport.retry import RetryPolicy as RetryPolicy
     from weft.types import *  # noqa: F403
     from weft.version import __version__ as __version__
 
 _HOMES = {
     "APIFuture": "weft.future",
     "AdminClient": "weft.admin_client",
-    "CostEstimate": "weft.estimate",
+    "CostEstimate": "weft.plan.estimate",
     "LossHandle": "weft.loss_handle",
-    "Plan": "weft.plan",
-    "PlannedSample": "weft.plan",
-    "PlannedSave": "weft.plan",
-    "PlannedTrain": "weft.plan",
-    "PlannedUpdate": "weft.plan",
-    "Problem": "weft.problem",
+    "Plan": "weft.plan.plan",
+    "PlannedSample": "weft.plan.plan",
+    "PlannedSave": "weft.plan.plan",
+    "PlannedTrain": "weft.plan.plan",
+    "PlannedUpdate": "weft.plan.plan",
+    "Problem": "weft.plan.problem",
     "RestClient": "weft.rest_client",
-    "RetryPolicy": "weft.retry",
+    "RetryPolicy": "weft.transport.retry",
     "SamplingClient": "weft.sampling_client",
     "ServiceClient": "weft.service_client",
     "TrainingClient": "weft.training_client",
     "__version__": "weft.version",
-    "log": "weft.curves",
+    "log": "weft.training_client",
 }
 
 

@@ -14,16 +14,13 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.background import background
 from weft.errors import WeftError
-from weft.run import Run
-from weft.transport import Call, encode
+from weft.runs.run import Run
+from weft.transport.http import Call, encode
 from weft.wire.metrics import MAX_LOGGED_POINTS, LogMetricsRequest, MetricPoint
-
-if TYPE_CHECKING:
-    from weft.training_client import TrainingClient
 
 logger = logging.getLogger("weft")
 
@@ -102,13 +99,6 @@ class Curves:
         except WeftError as error:
             logger.warning("%d logged points were dropped: %s", len(points), error)
         return True
-
-
-def log(run: TrainingClient, metrics: Mapping[str, float], step: int | None = None) -> None:
-    """Add a point to each of the run's curves named in `metrics`: `weft.log(run, {"reward": 0.4}, step=3)`.
-
-    Without `step` it is the one after the last. Returns at once; the console draws the curves while the run goes on."""
-    run.log(metrics, step)
 
 
 def _finite(metrics: Mapping[str, float], step: int) -> list[tuple[str, float]]:

@@ -8,10 +8,10 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
-from weft.endpoint import resolve_endpoint
 from weft.future import APIFuture
-from weft.retry import RetryPolicy
-from weft.transport import Call, Transport, encode
+from weft.transport.endpoint import resolve_endpoint
+from weft.transport.http import Call, Transport, encode
+from weft.transport.retry import RetryPolicy
 from weft.wire.base import Request
 from weft.wire.rest import parse_checkpoint_path
 

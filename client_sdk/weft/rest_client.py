@@ -7,12 +7,12 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from weft.admin_client import AdminClient
-from weft.download import download_archive, download_files
 from weft.errors import APIResponseValidationError
 from weft.future import APIFuture
 from weft.rest_base import checkpoint_route, part
 from weft.rest_sessions import RestSessions
-from weft.transport import Call, encode
+from weft.transport.download import download_archive, download_files
+from weft.transport.http import Call, encode
 from weft.wire.health import RunHealthResponse
 from weft.wire.limits import BalanceResponse, LimitsResponse, PricesResponse
 from weft.wire.money import BudgetsResponse, LedgerResponse

@@ -8,11 +8,11 @@ from pydantic import BaseModel
 
 from weft.errors import APIResponseValidationError
 from weft.future import APIFuture
-from weft.retry import RetryPolicy
-from weft.run import Run
-from weft.sampler import Sampler, make_sampler
+from weft.runs.run import Run
+from weft.runs.sampler import Sampler, make_sampler
+from weft.runs.session import Session
 from weft.sampling_client import SamplingClient
-from weft.session import Session
+from weft.transport.retry import RetryPolicy
 from weft.wire.base import Request
 from weft.wire.training import GetInfoResponse
 from weft.wire.weights import (

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 
 from weft.background import background
-from weft.completions import Completions
-from weft.endpoint import Endpoint, resolve_endpoint
 from weft.errors import APIResponseValidationError, GoneError, WeftError
 from weft.future import APIFuture, Pending
-from weft.poll import fetch_result
-from weft.retry import RetryPolicy
-from weft.sampler import Sampler, SamplerHandle, join_sampler
-from weft.session import JoinedSession, Session
+from weft.runs.sampler import Sampler, SamplerHandle, join_sampler
+from weft.runs.session import JoinedSession, Session
 from weft.tokenizer import fetch_tokenizer, load_tokenizer
-from weft.transport import Call, Transport, encode, parse
+from weft.transport.completions import Completions
+from weft.transport.endpoint import Endpoint, resolve_endpoint
+from weft.transport.http import Call, Transport, encode, parse
+from weft.transport.poll import fetch_result
+from weft.transport.retry import RetryPolicy
 from weft.wire.inputs import ModelInput
 from weft.wire.sample_codec import decode_sample_response
 from weft.wire.sampling import (

@@ -7,22 +7,22 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
-from weft.endpoint import resolve_endpoint
 from weft.errors import WeftError
-from weft.estimate import CostEstimate
 from weft.future import APIFuture
 from weft.loss_handle import LossHandle, PerDatumLoss, trace
-from weft.loss_upload import upload_loss
-from weft.plan import Plan
-from weft.planning import fetch_estimate, fetch_problems
-from weft.problem import Problem
+from weft.plan.estimate import CostEstimate
+from weft.plan.plan import Plan
+from weft.plan.planning import fetch_estimate, fetch_problems
+from weft.plan.problem import Problem
 from weft.rest_client import RestClient
-from weft.retry import RetryPolicy
-from weft.sampler import make_sampler
+from weft.runs.loss_upload import upload_loss
+from weft.runs.sampler import make_sampler
+from weft.runs.session import Session
 from weft.sampling_client import SamplingClient
-from weft.session import Session
 from weft.training_client import TrainingClient
-from weft.transport import Transport
+from weft.transport.endpoint import resolve_endpoint
+from weft.transport.http import Transport
+from weft.transport.retry import RetryPolicy
 from weft.wire.losses import CustomLossInputRank
 from weft.wire.service import GetServerCapabilitiesResponse
 from weft.wire.training import AdamOptimizerConfig, CreateModelRequest, LoraConfig, OptimizerConfig

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from weft.errors import APIResponseValidationError
-from weft.transport import Call, Transport
+from weft.transport.http import Call, Transport
 from weft.wire.usage import TokenizerFilesResponse
 
 if TYPE_CHECKING:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from weft.background import background
 from weft.curves import Curves
-from weft.custom_loss import CustomLoss, require_torch, run_custom
 from weft.errors import APIResponseValidationError
-from weft.estimate import CostEstimate
 from weft.future import APIFuture, Pending
 from weft.loss_handle import LossHandle
-from weft.plan import AnyDatum, Plan, PlannedStep
-from weft.planning import fetch_estimate, fetch_problems, of_run, plan_of
-from weft.problem import Problem
-from weft.run import Run
+from weft.plan.estimate import CostEstimate
+from weft.plan.plan import AnyDatum, Plan, PlannedStep
+from weft.plan.planning import fetch_estimate, fetch_problems, of_run, plan_of
+from weft.plan.problem import Problem
 from weft.run_weights import RunWeights, base_model_of
-from weft.session import Session
+from weft.runs.custom_loss import CustomLoss, require_torch, run_custom
+from weft.runs.run import Run
+from weft.runs.session import Session
 from weft.tokenizer import fetch_tokenizer, load_tokenizer
 from weft.wire.inputs import Datum
 from weft.wire.training import (
@@ -214,3 +214,10 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         if isinstance(planned, Plan):
             return problems
         return [replace(problem, where=problem.where.removeprefix("steps[0].")) for problem in problems]
+
+
+def log(run: TrainingClient, metrics: Mapping[str, float], step: int | None = None) -> None:
+    """Add a point to each of the run's curves named in `metrics`: `weft.log(run, {"reward": 0.4}, step=3)`.
+
+    Without `step` it is the one after the last. Returns at once; the console draws the curves while the run goes on."""
+    run.log(metrics, step)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from scheduler.jobs.reaper import Reaper
 from scheduler.jobs.registry import JobContext, Result, job
-from scheduler.reaper import Reaper
-from scheduler.results import Results
+from scheduler.journal.results import Results
 
 #: One per data folder and process: it remembers what the last round found unneeded.
 _REAPERS: dict[Path, Reaper] = {}

@@ -83,7 +83,7 @@ def celery_app(settings: Settings) -> Any:
     def run(name: str) -> None:
         run_if_due(context(), JOBS[name])
 
-    run_task = app.task(name="weft.run", base=JobTask)(run)
+    run_task = app.task(name="weft.runs.run", base=JobTask)(run)
 
     def look() -> None:
         here = context()

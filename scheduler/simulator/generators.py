@@ -6,10 +6,10 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler.charges import Charges
-from scheduler.fair import FairTree
-from scheduler.operations import Operation
-from scheduler.replicas import choose
+from scheduler.dispatch.replicas import choose
+from scheduler.order.expected_cost import Charges
+from scheduler.order.fair import FairTree
+from scheduler.order.operations import Operation
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.slots import Job, Slots
 

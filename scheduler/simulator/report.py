@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scheduler.fair import FairTree
+from scheduler.order.fair import FairTree
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.simulation import ByArrival, Result, Simulation
 from scheduler.simulator.workloads import CHAT, REASONING, SMALL, TOOLS, Workload, tenants_of

@@ -15,9 +15,10 @@ from random import Random
 from typing import Any
 
 from billing.tco import pool_usd, usd_per_mtok
-from scheduler.charges import Charges
-from scheduler.fair import FairTree, Path
-from scheduler.lanes import Unit
+from scheduler.links.contract import Path
+from scheduler.order.expected_cost import Charges
+from scheduler.order.fair import FairTree
+from scheduler.order.lanes import Unit
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.generators import Counts, Generators
 from scheduler.simulator.slots import Job

@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import cast
 
-from scheduler.link import ServerLink
-from scheduler.operations import Operation
-from scheduler.replicas import Replica
+from scheduler.dispatch.replicas import Replica
+from scheduler.links.sockets import ServerLink
+from scheduler.order.operations import Operation
 from scheduler.simulator.cluster import Cluster
 
 #: The one base model that all share.

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from random import Random
 
-from scheduler.lanes import RunLane, Unit
-from scheduler.messages import OpKind, RunSpec
-from scheduler.operations import SAMPLE, Operation
+from scheduler.links.messages import OpKind, RunSpec
+from scheduler.order.lanes import RunLane, Unit
+from scheduler.order.operations import SAMPLE, Operation
 from scheduler.simulator.slots import MODEL, Job
 from scheduler.simulator.workloads import Workload
 

@@ -1,12 +1,12 @@
-"""The trainer of a simulation: one pass after the other, each what `scheduler.compose` takes."""
+"""The trainer of a simulation: one pass after the other, each what `scheduler.order.compose` takes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from scheduler.compose import compose
-from scheduler.fair import FairTree
-from scheduler.lanes import Unit
+from scheduler.order.compose import compose
+from scheduler.order.fair import FairTree
+from scheduler.order.lanes import Unit
 from scheduler.simulator.cluster import Cluster
 
 

@@ -36,8 +36,8 @@ class Session(Base):
 class Run(Base):
     """One training run: an adapter on a base model. `snapshot_ref` holds its whole state right after operation
     `snapshot_seq`; later operations are replayed from the journal to rebuild it. `snapshot_part` says what it holds of
-    the operation after that one (`scheduler.messages.Part`). `broken` says why the run can do nothing more. `state` is
-    live | closed."""
+    the operation after that one (`scheduler.links.messages.Part`). `broken` says why the run can do nothing more.
+    `state` is live | closed."""
 
     __tablename__ = "runs"
     id: Mapped[str] = mapped_column(String(128), primary_key=True)
@@ -111,7 +111,7 @@ class Operation(Base):
     __table_args__ = (
         UniqueConstraint("lane", "seq"),
         Index("ix_operations_state_lane", "state", "lane"),
-        # All that `scheduler.results` asks of the results that are still kept, without a look at their rows.
+        # All that `scheduler.journal.results` asks of the results that are still kept, without a look at their rows.
         Index(
             "ix_operations_kept",
             *("org_id", "fetched_at", "finished_at", "result_bytes"),
@@ -143,5 +143,5 @@ class Operation(Base):
     error_category: Mapped[str | None] = mapped_column(String(16))
     accepted_at: Mapped[datetime]
     finished_at: Mapped[datetime | None] = mapped_column(index=True)
-    timings: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.timings
-    policy: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.versions.row_of
+    timings: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.order.timings
+    policy: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.journal.versions.row_of

@@ -14,11 +14,11 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 from weft.wire.codec import TrainBatch, encode_train_request
 
-from api.app import front
-from api.state import Service
+from api.server.app import front
+from api.state.service import Service
 from billing.prices import load_prices
-from scheduler.journal import Journal
-from scheduler.messages import Done
+from scheduler.journal.journal import Journal
+from scheduler.links.messages import Done
 from store.blobs import Blobs
 from store.db import Database
 from store.keys import create_key

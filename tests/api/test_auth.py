@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from starlette.requests import Request
 
-from api.auth import REMEMBERED_S, KeyCache, presented_key
 from api.errors import Unauthenticated
-from api.principal import Principal
+from api.http.auth import REMEMBERED_S, KeyCache, presented_key
+from api.who.principal import Principal
 from store.keys import revoke
 from tests.api.conftest import World
 

@@ -31,9 +31,9 @@ STAND_IN = """
 import asyncio, os, sys, time, types
 from contextlib import asynccontextmanager
 from fastapi import FastAPI
-from api import supervisor as s
+from api.server import supervisor as s
 s.START_ATTEMPTS = 2
-from api import worker_process
+from api.server import worker_process
 worker_process.start_ahead = lambda programs: {}  # the real ones
 mode = os.environ.get("MODE", "")
 WORKER = '''
@@ -80,9 +80,9 @@ def create_app(settings, cards, database, blobs, prices):
         return "try again"
     return app
 
-app = types.ModuleType("api.app")
+app = types.ModuleType("api.server.app")
 app.create_app = create_app
-sys.modules["api.app"] = app
+sys.modules["api.server.app"] = app
 from api.cli import main
 main()
 """

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from scheduler.completions import CLIENT_STRIDE, Completions
-from scheduler.messages import Done, Failure
+from scheduler.journal.completions import CLIENT_STRIDE, Completions
+from scheduler.links.messages import Done, Failure
 from tests.api.conftest import World
 from tests.api.test_sampling import sample, sampler
 

@@ -7,8 +7,8 @@ import zstandard
 from pydantic import BaseModel, ValidationError
 from weft.wire.codec import encode_train_request
 
-from api.bodies import unpack_zstd
 from api.errors import Invalid, TooLarge, explain, quote
+from api.http.bodies import unpack_zstd
 from tests.api.conftest import PROTOBUF, World
 from tests.api.data import batch
 

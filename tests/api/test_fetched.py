@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from api import fetched
-from api.fetched import Fetched
-from scheduler.answers import result_ref
-from scheduler.results import FETCHED_LAST, Results
+from api.state import fetched
+from api.state.fetched import Fetched
+from scheduler.journal.outcomes import result_ref
+from scheduler.journal.results import FETCHED_LAST, Results
 from store.blobs import Blobs
 from store.db import Database
 from store.settings import Settings

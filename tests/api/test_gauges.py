@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from api.prometheus import render
+from api.server.prometheus import render
 from billing import ledger
 from billing.gauges import MoneyGauges, read_gauges
 from billing.wallets import set_mode

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from api.cli import weftd
-from api.serve import CannotServe, serve
+from api.server.serve import CannotServe, serve
 from scheduler.jobs.catalogue import JOBS
 from store.settings import PaymentsSettings, Settings
 from tests.fakestripe import FakeStripe, fake_stripe

@@ -6,11 +6,11 @@ import asyncio
 import re
 from datetime import UTC, datetime, timedelta
 
-from api.prometheus import metrics_server, render
+from api.server.prometheus import metrics_server, render
 from billing.gauges import MoneyGauges
-from scheduler.meters import BOUNDS_S, Meters
-from scheduler.operations import Operation, Outcome
-from scheduler.timings import Stretch
+from scheduler.journal.meters import BOUNDS_S, Meters
+from scheduler.order.operations import Operation, Outcome
+from scheduler.order.timings import Stretch
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
 NO_MONEY = MoneyGauges(0, 0, None, 0, 0.0)

@@ -10,7 +10,7 @@ import pytest
 from weft.wire import PromptProvenanceSpan, SampledProvenanceSpan
 from weft.wire.codec import ArrayDatum, decode_train_request, encode_train_request
 
-from scheduler.messages import stability_ref
+from scheduler.links.messages import stability_ref
 from tests.api.conftest import World
 from tests.api.data import batch, datum
 

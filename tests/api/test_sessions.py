@@ -8,9 +8,9 @@ import pytest
 from sqlalchemy import update
 
 from api.errors import SessionEnded
-from api.housekeeping import reap
-from api.presence import Presence
-from api.principal import Principal
+from api.server.housekeeping import reap
+from api.state.liveness import Presence
+from api.who.principal import Principal
 from store import tables
 from store.db import Database
 from store.keys import create_key

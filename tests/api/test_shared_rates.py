@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from api.rates import Charge, LocalRates, Rates
-from api.shared_rates import SharedRates
+from api.state.rates import Charge, LocalRates, Rates
+from api.state.shared_rates import SharedRates
 from tests.servers import redis_server
 
 pytestmark = pytest.mark.anyio

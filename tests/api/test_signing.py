@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl
 
 import pytest
 
-from api.signing import LinkRefused, Signer
+from api.who.signing import LinkRefused, Signer
 from store.secret import FILE_NAME, derive, server_secret
 
 PATH = "/api/v1/downloads/s:train:0/weights/a b"

@@ -4,7 +4,7 @@ import json
 from datetime import UTC, date, datetime
 from pathlib import Path
 
-from api.telemetry import Telemetry, TelemetryBatch
+from api.state.telemetry import Telemetry, TelemetryBatch
 from tests.api.conftest import World
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)

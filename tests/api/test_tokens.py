@@ -5,8 +5,8 @@ from datetime import UTC, datetime, timedelta
 import jwt
 import pytest
 
-from api.auth import KeyCache
-from api.tokens import BadToken, Claims, Tokens, key_of, owner_urn
+from api.http.auth import KeyCache
+from api.who.tokens import BadToken, Claims, Tokens, key_of, owner_urn
 from store.keys import revoke
 from tests.api.conftest import World
 

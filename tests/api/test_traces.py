@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
-from api import traces
+from api.http import traces
 from store import tables
 from store.db import Database
 from tests.api.conftest import MODEL, World

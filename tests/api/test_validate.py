@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from weft.money import usd
 from weft.wire import AdamParams, LoraConfig, OptimStepRequest, SampleRequest, TrainBatch
 
+from api.checks.batches import check_batch, slices
+from api.checks.optimizers import check_step, family_of
+from api.checks.runs import check_lora, check_metadata, check_sequence, check_text, check_ttl
+from api.checks.samples import check_sample
 from api.errors import Invalid, Malformed
 from api.paths import CheckpointPath, check_name, parse_path
-from api.validate.batches import check_batch, slices
-from api.validate.optimizers import check_step, family_of
-from api.validate.runs import check_lora, check_metadata, check_sequence, check_text, check_ttl
-from api.validate.samples import check_sample
 from store.settings import Limits
 from tests.api.data import batch, datum
 from workers.model.card import ModelCard

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from weft import Datum, ModelInput, Plan, PlannedTrain
+from weft.plan.validate import validate
 from weft.types import EncodedTextChunk, ImageChunk, PromptProvenanceSpan, SampledProvenanceSpan, TensorData
-from weft.validate import validate
 from weft.wire.codec import decode_train_request
 from weft.wire.error import WireError
 from weft.wire.request_codec import encode_forward_backward
 from weft.wire.training import ForwardBackwardInput, ForwardBackwardRequest
 
+from api.checks.batches import check_batch
 from api.errors import Invalid
-from api.limits import limits_of
-from api.validate.batches import check_batch
+from api.operations.limits import limits_of
 from store.settings import Limits
 from tests.search import examples
 from workers.model.card import read_card

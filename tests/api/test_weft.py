@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from api.validate.runs import MAX_TTL_S, MIN_TTL_S
+from api.checks.runs import MAX_TTL_S, MIN_TTL_S
 from tests.api.conftest import CONTEXT, MODEL, VOCAB, World
 from tests.api.data import batch
 from workers.trainer.loss_inputs import LOSSES

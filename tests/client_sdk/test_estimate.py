@@ -7,8 +7,8 @@ import weft
 from hypothesis import given
 from hypothesis import strategies as st
 from weft import AdamParams, Datum, ModelInput, Plan, PlannedSample, PlannedTrain, PlannedUpdate
-from weft.estimate import estimate
 from weft.money import amount_nusd, usd
+from weft.plan.estimate import estimate
 from weft.types import LimitsResponse, LossLimits, ModelLimits, PricesResponse, SamplingParams
 
 from billing.prices import amount_nusd as billed_nusd

@@ -10,7 +10,7 @@ import pytest
 import weft
 from starlette.responses import JSONResponse, Response
 from weft import ModelInput, SamplingClient, SamplingParams, ServiceClient
-from weft.sampler import CLONE_STRIDE
+from weft.runs.sampler import CLONE_STRIDE
 
 from tests.client_sdk.stub_server import SESSION, Asked, Stub, status
 

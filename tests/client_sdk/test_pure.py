@@ -7,9 +7,9 @@ import weft
 from hypothesis import given
 from hypothesis import strategies as st
 from weft import Datum, ModelInput, RetryPolicy
-from weft.chunks import join, split
 from weft.errors import status_error
-from weft.retry import Attempts
+from weft.runs.chunks import join, split
+from weft.transport.retry import Attempts
 from weft.types import ForwardBackwardOutput, ParsedCheckpointTinkerPath, TensorData
 
 POLICY = RetryPolicy(jitter=lambda: 0.0)

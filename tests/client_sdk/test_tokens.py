@@ -12,7 +12,7 @@ import pytest
 import weft
 from starlette.responses import JSONResponse, Response
 from weft import ServiceClient
-from weft.tokens import Tokens, claims_of, identity_of
+from weft.transport.tokens import Tokens, claims_of, identity_of
 
 from tests.client_sdk.stub_server import Asked, Stub
 

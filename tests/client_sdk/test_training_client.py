@@ -275,7 +275,7 @@ def test_a_block_that_raises_ends_errored(stub: Stub) -> None:
 
 
 def test_heartbeats_until_410(service: ServiceClient, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.session.HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("weft.runs.session.HEARTBEAT_S", 0.02)
     stub.faults["/session_heartbeat"] = [status(200), status(500), status(410)]
     run_of(service).result(10)
     time.sleep(0.3)

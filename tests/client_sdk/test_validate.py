@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from weft import AdamParams, Datum, ModelInput, Plan, PlannedSample, PlannedSave, PlannedTrain, PlannedUpdate, Problem
 from weft.loss_handle import trace
+from weft.plan.validate import validate
 from weft.types import DimuonParams, LimitsResponse, LossLimits, ModelLimits, TensorData
 from weft.types import PromptProvenanceSpan as Prompt
 from weft.types import SampledProvenanceSpan as Sampled
-from weft.validate import validate
 
 THRESHOLDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 RL = ["target_tokens", "logprobs", "advantages"]

@@ -21,12 +21,12 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from api.app import front
-from api.state import Service
+from api.server.app import front
+from api.state.service import Service
 from billing.accounts import Payer
 from billing.charges import Charge, settle
 from billing.prices import load_prices
-from scheduler.journal import Journal
+from scheduler.journal.journal import Journal
 from store.blobs import Blobs
 from store.db import Database
 from store.settings import PaymentsSettings, Settings

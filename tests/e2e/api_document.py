@@ -1,7 +1,7 @@
 """An OpenAPI document of the server's routes, for fuzzing them.
 
-Routes read their bodies themselves (`api.bodies`), so the framework knows only paths and parameters; the schemas of the
-bodies are those of the wire types.
+Routes read their bodies themselves (`api.http.bodies`), so the framework knows only paths and parameters; the schemas
+of the bodies are those of the wire types.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from weft.wire import types
 from weft.wire.money import SetBudgetRequest
 
-from api.app import front
 from api.routes.keys import NewKey, Rotation
 from api.routes.limits import NewLimits
 from api.routes.members import NewMember, RoleChange
 from api.routes.payments import TopUp
 from api.routes.projects import NewProject, ProjectChange
+from api.server.app import front
 
 #: Paths below /api/v1 whose body is JSON, and its type.
 BODIES: dict[str, type[Any]] = {

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from api.access import Access, declared
-from api.auth import KeyCache
+from api.http.access import Access, declared
+from api.http.auth import KeyCache
 from store import people
 from store.blobs import Blobs
 from store.db import Database

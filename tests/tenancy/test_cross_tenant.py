@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from weft.wire.codec import encode_train_request
 
-from api.app import front
+from api.server.app import front
 from store import people
 from store.keys import new_key
 from store.roles import BEYOND_A_PROJECT, SCOPES

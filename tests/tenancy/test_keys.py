@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from api.auth import REMEMBERED_S, KeyCache
-from api.last_used import LastUsed
+from api.http.auth import REMEMBERED_S, KeyCache
+from api.state.last_used import LastUsed
 from store import people
 from store.blobs import Blobs
 from store.db import Database

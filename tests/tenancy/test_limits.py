@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.rates import Charge, LocalRates
-from scheduler.in_flight import InFlight
-from scheduler.operations import SAMPLE, NewOperation
+from api.state.rates import Charge, LocalRates
+from scheduler.journal.in_flight import InFlight
+from scheduler.order.operations import SAMPLE, NewOperation
 from store import people
 from store.tables import Organisation
 from tests.api.conftest import MODEL, World

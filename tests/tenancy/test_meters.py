@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from weft.wire.codec import encode_train_request
 
-from api.access import Meter
+from api.http.access import Meter
 from billing import storage
 from billing.prices import load_prices
 from store.tables import Operation, StorageSpan, UsageEvent

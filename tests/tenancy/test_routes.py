@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api.app import front
+from api.server.app import front
 from store.roles import ALLOWED, ROLES, SCOPES
 from tests.api.conftest import World
 from tests.tenancy.conftest import Route, member, routes_of

@@ -11,10 +11,10 @@ from unittest import mock
 
 import msgspec
 
-from scheduler import settle
-from scheduler.journal import Journal
-from scheduler.lanes import RunLane, units_of
-from scheduler.messages import OpKind
+from scheduler.journal import settlement as settle
+from scheduler.journal.journal import Journal
+from scheduler.links.messages import OpKind
+from scheduler.order.lanes import RunLane, units_of
 from workers.trainer.progress import Progress
 from workers.trainer.residency import Residency
 from workers.trainer.state import RunState

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from scheduler.link import _to_server, _to_worker  # the decoders of both ends
+from scheduler.links.sockets import _to_server, _to_worker  # the decoders of both ends
 
 _encoder = msgspec.msgpack.Encoder()
 

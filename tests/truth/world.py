@@ -27,14 +27,14 @@ import orjson
 import torch
 from sqlalchemy.exc import OperationalError
 
-from api.app import front
-from api.auth import KeyCache
-from api.state import Service
+from api.http.auth import KeyCache
+from api.server.app import front
+from api.state.service import Service
 from billing.prices import load_prices
-from scheduler.desks import GeneratorDesk, TrainerDesk
-from scheduler.journal import Journal
-from scheduler.messages import Occupancy, RunSpec
-from scheduler.recovery import recover
+from scheduler.dispatch.desks import GeneratorDesk, TrainerDesk
+from scheduler.journal.journal import Journal
+from scheduler.journal.recovery import recover
+from scheduler.links.messages import Occupancy, RunSpec
 from store.db import Database
 from store.keys import create_key
 from store.room import Room
@@ -106,7 +106,7 @@ class Reply:
 
 
 class Link:
-    """The server's end of a worker's link (`scheduler.link.ServerLink`)."""
+    """The server's end of a worker's link (`scheduler.links.sockets.ServerLink`)."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

@@ -5,7 +5,7 @@ SIGTERM), finishes what it has and exits 0. When the server is gone it exits 1: 
 journal and will be sampled again. SIGINT is ignored, because a terminal's Ctrl-C reaches every process of the group
 and the supervisor alone decides how to stop.
 
-With `--redis URL` in place of the link it leases samples from the queue that API replicas share (`scheduler.carriers`),
+With `--redis URL` in place of the link it leases samples from the queue that API replicas share (`scheduler.links`),
 until SIGTERM.
 """
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from scheduler.link import WorkerLink
+from scheduler.links.sockets import WorkerLink
 from store.blobs import Blobs
 from workers.generator.tokenizer import text_decoder
 from workers.generator.torch_engine import (
@@ -41,7 +41,7 @@ from workers.model.isolation import settle
 from workers.model.weights import load_decoder
 
 if TYPE_CHECKING:
-    from scheduler.carriers.sample_link import SampleLink
+    from scheduler.links.sample_link import SampleLink
     from workers.generator.vllm.engine import VllmEngine
 
 log = logging.getLogger("generator")
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _shared(url: str, blobs: Blobs) -> SampleLink:
     """Imported here with all that it needs of database and Redis."""
-    from scheduler.carriers.sample_link import SampleLink
+    from scheduler.links.sample_link import SampleLink
 
     return SampleLink(url, blobs)
 

@@ -11,7 +11,7 @@ from weft.wire import SampleRequest, TensorData
 from weft.wire import SamplingParams as WireSamplingParams
 from weft.wire.sample_codec import encode_sample_response
 
-from scheduler.messages import Declined, Done, Failure, SampleOp, sequence_id, stability_ref
+from scheduler.links.messages import Declined, Done, Failure, SampleOp, sequence_id, stability_ref
 from store.blobs import Blobs
 from workers.generator.engine import (
     Finished,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from scheduler.messages import Cancel, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
+from scheduler.links.messages import Cancel, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
 from store.blobs import Blobs, is_lasting
 from workers.generator.engine import Engine, Finished
 from workers.generator.requests import Order, answer, failure, inflight_name, policy_name, read_order, record_stability
@@ -30,7 +30,7 @@ DISK_AGAIN_S = 0.2
 
 
 class Link(Protocol):
-    """What the loop needs of scheduler.link.WorkerLink."""
+    """What the loop needs of scheduler.links.sockets.WorkerLink."""
 
     def send(self, message: msgspec.Struct) -> None: ...
 

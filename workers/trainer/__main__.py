@@ -5,7 +5,7 @@ Started by a supervisor that holds the other end of the link. Pulls passes and e
 exits 1: whatever it held can be rebuilt from the journal. SIGINT is ignored, because a terminal's Ctrl-C reaches every
 process of the group and the supervisor alone decides how to stop.
 
-With `--redis URL` in place of the link it works for whichever API replica leads (`scheduler.carriers`), one after the
+With `--redis URL` in place of the link it works for whichever API replica leads (`scheduler.links`), one after the
 other with empty hands, until SIGTERM.
 """
 
@@ -26,8 +26,8 @@ from typing import Protocol
 import msgspec
 import torch
 
-from scheduler.link import WorkerLink
-from scheduler.messages import Drain, Pass, PullPass
+from scheduler.links.messages import Drain, Pass, PullPass
+from scheduler.links.sockets import WorkerLink
 from store.blobs import Blobs
 from workers.leave import leave
 from workers.model.decoder import Decoder
@@ -41,7 +41,7 @@ IDLE_POLL_S = 0.5
 
 
 class Link(Protocol):
-    """What the loop needs of scheduler.link.WorkerLink."""
+    """What the loop needs of scheduler.links.sockets.WorkerLink."""
 
     def send(self, message: msgspec.Struct) -> None: ...
 
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shutil.rmtree(pages_dir, ignore_errors=True)  # of a lost trainer: the journal rebuilds what was in them
         trainer = Trainer(models, blobs, settings, pages_dir)
         return 0 if work(trainer, WorkerLink(args.link_fd), stop) else 1
-    from scheduler.carriers.train_link import TrainerLink  # with all that it needs of database and Redis
+    from scheduler.links.train_link import TrainerLink  # with all that it needs of database and Redis
 
     while not stop.is_set:
         with tempfile.TemporaryDirectory(prefix="weft-pages-") as pages:

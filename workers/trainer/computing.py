@@ -7,7 +7,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from scheduler.messages import TrainOp
+from scheduler.links.messages import TrainOp
 from workers.model.decoder import Decoder
 from workers.trainer.microbatch import run_microbatch
 from workers.trainer.packing import cut, pack

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 
-from scheduler.messages import Failure
+from scheduler.links.messages import Failure
 from store.blobs import BadRef, Damaged
 from workers.trainer.optimizer import OptimizerError
 from workers.trainer.progress import BadOperation

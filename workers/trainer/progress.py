@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from weft.wire.codec import ArrayDatum, TrainBatch, WireError, decode_train_request, encode_train_output
 
-from scheduler.messages import Failure, OpKind, TrainOp
+from scheduler.links.messages import Failure, OpKind, TrainOp
 from workers.model.adapter import Adapter
 from workers.model.config import DecoderConfig
 from workers.trainer.custom_format import CustomLoss

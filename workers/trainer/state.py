@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from weft.wire.codec import decode_train_output, encode_train_output
 
-from scheduler.messages import RunSpec
+from scheduler.links.messages import RunSpec
 from store.blobs import Blobs, Damaged, is_lasting
 from workers.model.adapter import Adapter, AdapterFileError, AdapterShape, LoadedAdapter, load_adapter, save_adapter
 from workers.model.config import DecoderConfig

@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from scheduler.messages import Done, Failure, OpKind, Pass, PassOver, RunSpec, SetAside, Snapshot, TrainOp
+from scheduler.links.messages import Done, Failure, OpKind, Pass, PassOver, RunSpec, SetAside, Snapshot, TrainOp
 from store.blobs import Blobs, is_lasting
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Computing

@@ -10,11 +10,11 @@ from fastapi.responses import HTMLResponse
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
-from api.access import declare
 from api.console.lists import PageNumber, names, paged
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
-from api.state import ServiceDep
+from api.http.access import declare
+from api.state.service import ServiceDep
 from store.audit import GROUPS
 from store.tables import AuditEntry
 

@@ -14,13 +14,13 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 from weft.money import usd
 
-from api.access import declare
 from api.console.formats import csv_cell
 from api.console.lists import PageNumber, paged
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep, need_fresh
+from api.http.access import declare
 from api.routes.payments import begin_topup
-from api.state import Service, ServiceDep
+from api.state.service import Service, ServiceDep
 from billing.payments.periods import name_of
 from billing.prices import ANY_MODEL, KINDS, STORAGE
 from billing.wallets import available_nusd

@@ -12,15 +12,15 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 from weft.wire.money import SetBudgetRequest
 
-from api.access import declare
 from api.console.alerts import alerts_of
 from api.console.lists import names
 from api.console.pages.limits import OF, limits_shown
 from api.console.render import ConsoleRoute, page, say
 from api.console.security import ViewerDep
 from api.errors import Invalid, Malformed, explain
+from api.http.access import declare
 from api.routes.money import change_budget, delete_budget
-from api.state import ServiceDep
+from api.state.service import ServiceDep
 from billing.budgets import BudgetState, states
 from store.people import LIMITS
 from store.tables import ApiKey, Project

@@ -10,15 +10,15 @@ from fastapi.responses import HTMLResponse
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from api.access import declare
 from api.console.lists import PageNumber, Text, names, paged
 from api.console.render import ConsoleRoute, page, say
 from api.console.security import ViewerDep
-from api.lookup import live_checkpoints, visible
+from api.http.access import declare
 from api.paths import parse_path
-from api.principal import Principal
 from api.routes.checkpoints import delete_checkpoint, expire
-from api.state import ServiceDep
+from api.state.service import ServiceDep
+from api.who.lookup import live_checkpoints, visible
+from api.who.principal import Principal
 from store import tables
 from store.tables import Checkpoint, Run
 

@@ -10,14 +10,14 @@ from fastapi.responses import HTMLResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.access import declare
 from api.console.forms import as_json
 from api.console.lists import names
 from api.console.render import ConsoleRoute, page, say
 from api.console.security import Viewer, ViewerDep, need_fresh
-from api.projects import visible_projects
+from api.http.access import declare
 from api.routes.keys import create_key, list_keys, revoke_key, rotate_key
-from api.state import Service, ServiceDep
+from api.state.service import Service, ServiceDep
+from api.who.projects import visible_projects
 from store.people import members
 from store.roles import ADMIN, SCOPES
 from store.tables import Project

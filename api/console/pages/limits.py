@@ -7,13 +7,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Form, Request, Response
 from sqlalchemy.orm import Session
 
-from api.access import declare
 from api.console.forms import as_json
 from api.console.lists import names
 from api.console.render import ConsoleRoute, say
 from api.console.security import Viewer, ViewerDep
+from api.http.access import declare
 from api.routes.limits import rate_limits, set_rate_limits
-from api.state import Service, ServiceDep
+from api.state.service import Service, ServiceDep
 
 router = APIRouter(route_class=ConsoleRoute)
 

@@ -8,7 +8,6 @@ from typing import Annotated
 from fastapi import APIRouter, Form, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
-from api.access import declare
 from api.console import sessions
 from api.console.render import ConsoleRoute, page
 from api.console.security import (
@@ -20,7 +19,8 @@ from api.console.security import (
     local_path,
     take_cookie,
 )
-from api.state import ServiceDep
+from api.http.access import declare
+from api.state.service import ServiceDep
 from store.keys import find
 from store.tables import LoginLink
 

@@ -8,15 +8,15 @@ from fastapi import APIRouter, Form, Request, Response
 from fastapi.responses import HTMLResponse
 from sqlalchemy.orm import Session
 
-from api.access import declare
 from api.console import sessions
 from api.console.forms import as_json
 from api.console.render import ConsoleRoute, page, say
 from api.console.security import PREFIX, ViewerDep, need_fresh
 from api.errors import Forbidden
+from api.http.access import declare
 from api.routes.members import add_member, change_role, list_members, remove_member
 from api.routes.projects import change_project, create_project, list_projects
-from api.state import ServiceDep
+from api.state.service import ServiceDep
 from store import audit, people
 from store.roles import ROLES
 

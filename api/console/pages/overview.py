@@ -10,14 +10,14 @@ from fastapi.responses import HTMLResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.access import declare
 from api.console import series
 from api.console.alerts import alerts_of
 from api.console.pages.runs import run_lines
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
-from api.lookup import visible
-from api.state import ServiceDep
+from api.http.access import declare
+from api.state.service import ServiceDep
+from api.who.lookup import visible
 from billing import reports
 from store.tables import Run, Wallet
 

@@ -10,11 +10,11 @@ from fastapi.responses import HTMLResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.access import declare
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
 from api.errors import Forbidden
-from api.state import ServiceDep
+from api.http.access import declare
+from api.state.service import ServiceDep
 from billing.ownership import ownership
 from billing.tco import Server, break_even_tokens_per_s
 from store.caller import unrestricted

@@ -10,16 +10,16 @@ from fastapi.responses import HTMLResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.access import declare
 from api.console.pages.runs import title_of
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
 from api.errors import NotFound
-from api.lookup import visible
+from api.http.access import declare
 from api.routes.health import run_health
-from api.state import ServiceDep
-from scheduler import occupancy
-from scheduler.occupancy import Timeline
+from api.state.service import ServiceDep
+from api.who.lookup import visible
+from scheduler.reports import occupancy
+from scheduler.reports.occupancy import Timeline
 from store import tables
 from store.caller import unrestricted
 from store.tables import Organisation, Run

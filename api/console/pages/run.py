@@ -10,15 +10,15 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 from weft.money import usd
 
-from api.access import declare
 from api.console.formats import usd_text
 from api.console.lists import names
 from api.console.pages.runs import run_lines, title_of
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
-from api.lookup import live_checkpoints, run_by_id
+from api.http.access import declare
 from api.routes.metrics import run_metrics
-from api.state import ServiceDep
+from api.state.service import ServiceDep
+from api.who.lookup import live_checkpoints, run_by_id
 from billing import usage
 from store import tables
 from store.tables import Checkpoint, Operation

@@ -11,12 +11,12 @@ from fastapi.responses import HTMLResponse
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
-from api.access import declare
 from api.console.lists import PageNumber, Text, paged
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
-from api.lookup import visible
-from api.state import ServiceDep
+from api.http.access import declare
+from api.state.service import ServiceDep
+from api.who.lookup import visible
 from billing.reports import Spent, of_runs
 from store import tables
 from store.curves import curves_of

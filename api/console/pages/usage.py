@@ -15,15 +15,15 @@ from fastapi.responses import HTMLResponse, Response
 from sqlalchemy.orm import Session
 from weft.money import usd
 
-from api.access import declare
 from api.console import series
 from api.console.formats import csv_cell
 from api.console.lists import Pages, Text, names
 from api.console.render import ConsoleRoute, page
 from api.console.security import Viewer, ViewerDep
 from api.errors import Invalid
-from api.lookup import run_by_id
-from api.state import ServiceDep
+from api.http.access import declare
+from api.state.service import ServiceDep
+from api.who.lookup import run_by_id
 from billing import reports
 from billing.reports import DIMENSIONS, Dimension, ShareRow, Window
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from weft.cli import tables
 from weft.errors import WeftError
 from weft.rest_client import RestClient
-from weft.retry import RetryPolicy
+from weft.transport.retry import RetryPolicy
 
 P = ParamSpec("P")
 

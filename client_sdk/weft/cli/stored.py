@@ -9,7 +9,7 @@ import click
 
 from weft.cli import tables
 from weft.cli.shell import Rest, as_json, command, main, show
-from weft.download import download_files
+from weft.transport.download import download_files
 from weft.wire.rest import parse_checkpoint_path
 
 

@@ -11,11 +11,11 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from api.app import front
-from api.state import Service
+from api.server.app import front
+from api.state.service import Service
 from billing.prices import load_prices
 from scheduler.jobs.payments import process_webhooks, put_meter_events, send_meter_events
-from scheduler.journal import Journal
+from scheduler.journal.journal import Journal
 from store.keys import create_key
 from store.settings import Settings
 from store.tables import Alert, Organisation, StripeWebhookEvent

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.fair import FairTree
+from scheduler.order.fair import FairTree
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.report import compare, quantile, table
 from scheduler.simulator.simulation import ByArrival, Simulation

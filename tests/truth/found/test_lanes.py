@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.scheduler.test_lanes import created, op, sent
+from tests.scheduler.order.test_lanes import created, op, sent
 
 
 def test_a_run_that_is_set_aside_while_it_is_rebuilt_is_rebuilt_whole() -> None:

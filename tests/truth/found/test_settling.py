@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from scheduler import storing
-from scheduler.messages import Done, PullPass
+from scheduler.journal import storing
+from scheduler.links.messages import Done, PullPass
 from store import tables
-from tests.scheduler.test_journal import Service, first_pass, folder, go, outcome, save  # noqa: F401
-from tests.scheduler.test_losses import Disk, until
+from tests.scheduler.journal.test_journal import Service, first_pass, folder, go, outcome, save  # noqa: F401
+from tests.scheduler.journal.test_losses import Disk, until
 
 
 def test_saves_under_one_name_are_settled_in_their_order(

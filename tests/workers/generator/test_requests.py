@@ -10,7 +10,7 @@ import pytest
 from weft.wire import ModelInput, SampleRequest, SequenceResult, TensorData, decode_sample_response
 from weft.wire import SamplingParams as WireSamplingParams
 
-from scheduler.messages import SampleOp
+from scheduler.links.messages import SampleOp
 from store.blobs import Blobs
 from workers.generator.engine import Facts, Finished, PolicySpan, RequestError
 from workers.generator.requests import Order, answer, read_order, read_sampling, record_stability

@@ -19,8 +19,8 @@ from weft.wire import ModelInput, SampleRequest, decode_sample_response
 from weft.wire import SamplingParams as WireSamplingParams
 
 import workers.model.tiny
-from scheduler.link import ServerLink
-from scheduler.messages import Cancel, Done, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
+from scheduler.links.messages import Cancel, Done, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
+from scheduler.links.sockets import ServerLink
 from store.blobs import Blobs
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.worker import Generator

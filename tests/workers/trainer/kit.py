@@ -12,7 +12,7 @@ import numpy as np
 from weft.wire import AdamParams, OptimStepRequest
 from weft.wire.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
 
-from scheduler.messages import Done, OpKind, Pass, PassOver, RunSpec, Snapshot, TrainOp
+from scheduler.links.messages import Done, OpKind, Pass, PassOver, RunSpec, Snapshot, TrainOp
 from store.blobs import Blobs
 from workers.model.decoder import Decoder
 from workers.trainer.loss_inputs import CUSTOM, LOSSES

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, trace_loss
 
-from scheduler.messages import OpKind
+from scheduler.links.messages import OpKind
 from tests.workers.trainer.kit import Bench, ce_data, multi_data, output, rl_data
 from workers.trainer.custom_format import (
     MAX_NODES,

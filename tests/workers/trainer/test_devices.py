@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.messages import OpKind
+from scheduler.links.messages import OpKind
 from tests.workers.model.models import ours
 from tests.workers.trainer.kit import Bench, ce_data, output, rl_data
 from workers.model.decoder import Decoder

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scheduler.messages import OpKind
+from scheduler.links.messages import OpKind
 from tests.workers.trainer.kit import Bench, arenas, ce_data, output
 from workers.model.adapter import Adapter, AdapterShape
 from workers.model.decoder import Decoder

@@ -10,7 +10,7 @@ import pytest
 import torch
 from weft.wire import SaveWeightsExternalRequest
 
-from scheduler.messages import OpKind, TrainOp
+from scheduler.links.messages import OpKind, TrainOp
 from tests.workers.trainer.kit import Bench, arenas, ce_data
 from workers.model.encryption import BadRecipient, parse_recipients
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.messages import OpKind, Pass
+from scheduler.links.messages import OpKind, Pass
 from tests.workers.trainer.kit import MODEL, Bench, arenas, ce_data, output, rl_data, sliced
 from workers.trainer import computing
 

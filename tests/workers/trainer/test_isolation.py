@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.messages import OpKind
+from scheduler.links.messages import OpKind
 from tests.workers.trainer.kit import Bench, arenas, ce_data, output, rl_data, sliced
 
 LENGTHS = {"a": [7, 30, 7, 1], "b": [21], "c": [3, 3, 60, 2, 9], "d": [16, 16]}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.messages import Done, OpKind, SetAside, Snapshot, TrainOp
+from scheduler.links.messages import Done, OpKind, SetAside, Snapshot, TrainOp
 from tests.workers.trainer.kit import Bench, arenas, ce_data, output, replayed, run_spec, sliced
 from workers.trainer import trainer as trainer_module
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule, run_state_machine_as_test
 
-from scheduler.messages import OpKind, Pass, TrainOp
+from scheduler.links.messages import OpKind, Pass, TrainOp
 from tests.search import examples
 from tests.workers.trainer.kit import MODEL, Bench, arenas, ce_data, run_spec, sliced
 from workers.model.decoder import Decoder

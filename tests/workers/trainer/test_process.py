@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from scheduler.messages import Done, Drain, FromTrainer, Pass, PassOver, PullPass, Snapshot
+from scheduler.links.messages import Done, Drain, FromTrainer, Pass, PassOver, PullPass, Snapshot
 from tests.workers.trainer.kit import MODEL, Bench, ce_data
 from workers.model.decoder import Decoder
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from scheduler.messages import OpKind, Snapshot
+from scheduler.links.messages import OpKind, Snapshot
 from tests.workers.trainer.kit import Bench, arenas, ce_data, replayed
 
 

@@ -1,0 +1,130 @@
+"""Who is asking: an API key names the organisation that all lookups are scoped by. It comes in `X-API-Key` or as a
+bearer token, itself or exchanged for a short-lived token (`api.who.tokens`). `api.console` makes principals of its own,
+for people who have signed in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import Depends, Request
+from sqlalchemy.orm import Session
+
+from api.errors import Forbidden, InvalidToken, Unauthenticated
+from api.state.service import service_of
+from api.who.principal import Principal, principal_of
+from api.who.tokens import PREFIX as TOKEN_PREFIX
+from api.who.tokens import BadToken
+from store import keys, tables
+from store.caller import Caller, become
+
+#: A revoked key still works for this long, and so does a role, a scope, a limit or a status after it was changed.
+REMEMBERED_S = 3.0
+#: Keys remembered at a time.
+REMEMBERED_KEYS = 10_000
+
+
+class KeyCache:
+    """Keys seen in the last seconds, by their SHA-256 (those of tokens by their number), so that a busy client costs no
+    read for each request. Only good keys are kept: nobody can fill it from outside, and a new key works at once."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._known: dict[str, tuple[float, Principal]] = {}
+
+    def get(self, digest: str) -> Principal | None:
+        until, principal = self._known.get(digest, (0.0, None))
+        return principal if self._clock() < until else None
+
+    def put(self, digest: str, principal: Principal) -> None:
+        if len(self._known) >= REMEMBERED_KEYS:
+            self._known.clear()
+        self._known[digest] = (self._clock() + REMEMBERED_S, principal)
+
+
+def presented_key(request: Request) -> str:
+    """The key that the request carries. Raises Unauthenticated without one."""
+    key = request.headers.get("x-api-key", "")
+    if not key:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        key = token if scheme.lower() == "bearer" else ""
+    if not key.strip():
+        raise Unauthenticated(
+            "no API key: send it in the X-API-Key header, or as Authorization: Bearer <key> (set TINKER_API_KEY)"
+        )
+    return key.strip()
+
+
+async def principal(request: Request) -> Principal:
+    """Authenticate; for `Depends`. Nothing of the request's body has been read by then."""
+    secret = presented_key(request)
+    found = await (_by_token if secret.startswith(TOKEN_PREFIX) else _by_key)(request, secret)
+    return admit(request, found)
+
+
+async def key_holder(request: Request) -> Principal:
+    """Authenticate by the key itself; a token is refused. For `Depends`."""
+    secret = presented_key(request)
+    if secret.startswith(TOKEN_PREFIX):
+        raise Unauthenticated("this needs the API key itself, not a token that it was exchanged for")
+    return admit(request, await _by_key(request, secret))
+
+
+def admit(request: Request, who: Principal) -> Principal:
+    """From here on the request works as `who`: for row-level security, and in the audit log. Raises Forbidden for an
+    organisation that is suspended or closed."""
+    if who.status in ("suspended", "closed"):
+        what = "ask the operator of this server" if who.status == "closed" else "see its billing page or the operator"
+        raise Forbidden(f"this organisation is {who.status}: {what}", code=f"organisation_{who.status}")
+    if who.key_id is not None:
+        service_of(request).last_used.note(who.key_id)
+    address = request.client.host if request.client is not None else None
+    become(Caller(who.org_id, who.actor, address, uuid.uuid4().hex))
+    return who
+
+
+async def _by_key(request: Request, secret: str) -> Principal:
+    digest = hashlib.sha256(secret.encode()).hexdigest()
+    found = await _look_up(request, digest, lambda session: principal_of(session, keys.find(session, secret)))
+    if found is None:
+        raise Unauthenticated(
+            "this API key is unknown or revoked, or has expired: ask an admin of your organisation for another, or the "
+            "operator (weftd key create --org NAME)"
+        )
+    return found
+
+
+async def _by_token(request: Request, token: str) -> Principal:
+    """The signature and the end of a token are checked each time; its key, as other keys, every few seconds."""
+    try:
+        claims = service_of(request).tokens.read(token)
+    except BadToken as error:
+        raise InvalidToken(str(error)) from None
+
+    def read(session: Session) -> Principal | None:
+        key = session.get(tables.ApiKey, claims.key_id)
+        good = key is not None and keys.is_good(key) and key.org_id == claims.org_id
+        return principal_of(session, key) if good else None
+
+    found = await _look_up(request, f"key {claims.key_id} of {claims.org_id}", read)
+    if found is None:
+        raise InvalidToken("the API key that this token was exchanged for is expired or revoked")
+    return found
+
+
+async def _look_up(request: Request, name: str, read: Callable[[Session], Principal | None]) -> Principal | None:
+    cache: KeyCache = request.app.state.keys
+    known = cache.get(name)
+    if known is None:
+        known = await service_of(request).read(read)
+        if known is not None:
+            cache.put(name, known)
+    return known
+
+
+PrincipalDep = Annotated[Principal, Depends(principal)]
+KeyHolderDep = Annotated[Principal, Depends(key_holder)]

@@ -1,0 +1,139 @@
+"""JSON forms of what is protobuf today, for clients from before that (tinker up to 0.22) and for anybody without it.
+
+A body is rewritten into its protobuf form before anything judges it, so both forms meet the same checks and workers
+know only one. Results are rewritten for clients that accept nothing but JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+from weft.wire import EncodedTextChunk, ModelInput
+from weft.wire import weft_wire_pb2 as pb
+from weft.wire.arrays import FLOAT32, INT32, INT64
+from weft.wire.base import Request
+from weft.wire.codec import decode_sample_response, decode_train_output
+from weft.wire.tensor import TensorData
+from weft.wire.train_codec import write_config
+
+from api.errors import Malformed
+from api.http.bodies import parse_json
+
+PROTOBUF = "application/x-protobuf"
+
+
+class _Tensor(Request):
+    """`data` as flat numbers; those listed of a sparse tensor. Nothing is unfolded here."""
+
+    data: list[float]
+    dtype: Literal["int64", "float32"]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class _Datum(Request):
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, _Tensor]
+
+
+class _Input(Request):
+    data: list[_Datum]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class _Body(BaseModel):
+    """One of the two inputs is there: `forward` is the same with another name for its input."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    forward_backward_input: _Input | None = None
+    forward_input: _Input | None = None
+    model_id: str
+    seq_id: int
+    type: str | None = None
+
+
+def train_body(raw: bytes, forward_only: bool) -> bytes:
+    """The protobuf of a JSON forward or forward_backward. Raises Malformed naming the field."""
+    body = parse_json(raw, _Body)
+    name = "forward_input" if forward_only else "forward_backward_input"
+    given = body.forward_input if forward_only else body.forward_backward_input
+    if given is None:
+        raise Malformed(f"{name}: Field required")
+    message = pb.ForwardBackwardRequest(
+        model_id=body.model_id, seq_id=body.seq_id, loss_fn=given.loss_fn, forward_only=forward_only
+    )
+    write_config(message, given.loss_fn_config or {})
+    for index, datum in enumerate(given.data):
+        written = message.data.add()
+        for number, chunk in enumerate(datum.model_input.chunks):
+            if not isinstance(chunk, EncodedTextChunk):
+                raise Malformed(f"data.{index}.model_input.chunks.{number}: {chunk.type} chunks cannot be trained on")
+            written.model_input.add().encoded_text.tokens = np.asarray(chunk.tokens, dtype=INT32).tobytes()
+        for key, tensor in datum.loss_fn_inputs.items():
+            _write(written.loss_fn_inputs[key], tensor, f"data.{index}.loss_fn_inputs.{key}")
+    return message.SerializeToString()
+
+
+def _write(message: pb.Tensor, tensor: _Tensor, where: str) -> None:
+    try:
+        exact = np.asarray(tensor.data, dtype=np.float64)
+        values = exact.astype(INT64 if tensor.dtype == "int64" else FLOAT32)
+        if tensor.dtype == "int64" and not np.array_equal(values, exact):
+            raise Malformed(f"{where}.data: must be integers, as its dtype says")
+        message.dtype = pb.DTYPE_INT64 if tensor.dtype == "int64" else pb.DTYPE_FLOAT32
+        message.shape.extend(tensor.shape or [])
+        if (tensor.sparse_crow_indices is None) != (tensor.sparse_col_indices is None):
+            raise Malformed(f"{where}: sparse_crow_indices and sparse_col_indices come together")
+        if tensor.sparse_crow_indices is None:
+            message.dense = values.tobytes()
+            return
+        message.sparse_csr.values = values.tobytes()
+        message.sparse_csr.crow_indices = np.asarray(tensor.sparse_crow_indices, dtype=INT64).tobytes()
+        message.sparse_csr.col_indices = np.asarray(tensor.sparse_col_indices, dtype=INT64).tobytes()
+    except (ValueError, OverflowError) as error:
+        raise Malformed(f"{where}: {error}") from None
+
+
+def only_json(accept: str) -> bool:
+    """Whether a client that sends this Accept header cannot read protobuf. Without a header, or with */*, it can."""
+    return "json" in accept and "protobuf" not in accept
+
+
+def train_result(payload: bytes) -> dict[str, Any]:
+    """A ForwardBackwardOutput as JSON. Metrics that are no finite numbers are null: JSON has none."""
+    outputs, metrics = decode_train_output(payload)
+    return {
+        "loss_fn_output_type": "ArrayRecord",
+        "loss_fn_outputs": [
+            {name: TensorData.from_numpy(array).to_json() for name, array in row.items()} for row in outputs
+        ],
+        "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
+    }
+
+
+def sample_result(payload: bytes) -> dict[str, Any]:
+    """A SampleResponse as JSON; what was not asked for is left out."""
+    result = decode_sample_response(payload)
+    found: dict[str, Any] = {
+        "type": "sample",
+        "sequences": [
+            {
+                "stop_reason": sequence.stop_reason,
+                "tokens": sequence.tokens.tolist(),
+                "logprobs": None if sequence.logprobs is None else sequence.logprobs.tolist(),
+                **({} if sequence.topk is None else {"topk_logprobs": sequence.topk.tolist()}),
+            }
+            for sequence in result.sequences
+        ],
+        "prompt_cache_hit_tokens": result.prompt_cache_hit_tokens,
+    }
+    if result.prompt_logprobs is not None:
+        found["prompt_logprobs"] = [None if math.isnan(x) else x for x in result.prompt_logprobs.tolist()]
+    if result.topk_prompt_logprobs is not None:
+        found["topk_prompt_logprobs"] = result.topk_prompt_logprobs.tolist()
+    return found

@@ -1,0 +1,78 @@
+"""Making a run: operation 0 of its lane, together with its row.
+
+Idempotent on (session, model_seq_id), which is what the run's id says, so a repeat is a repeat of operation 0.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from sqlalchemy.orm import Session
+
+from api.errors import Invalid
+from api.operations.submit import Place, accept, known
+from api.state.service import Service
+from api.who.lookup import run_by_id
+from api.who.may_change import active_session
+from api.who.principal import Principal
+from scheduler.links.messages import OpKind, RunSpec
+from scheduler.order.operations import NewOperation
+from store import tables
+
+
+def run_id_of(session_id: str, seq: int) -> str:
+    """Clients predict this id, so its form is fixed."""
+    return f"{session_id}:train:{seq}"
+
+
+def check_session(session: Session, who: Principal, session_id: str, run_id: str) -> bool:
+    """True when the run exists already, which makes the request a repeat; else its session must take new runs."""
+    if known(session, run_id, 0):
+        run_by_id(session, who, run_id)
+        return True
+    active_session(session, who, session_id)
+    if session.get(tables.Run, run_id) is not None:
+        raise Invalid(f"model_seq_id: {run_id} is a copy of weights, which cannot be trained; use the next number")
+    return False
+
+
+async def create(
+    service: Service,
+    who: Principal,
+    session_id: str,
+    seq: int,
+    spec: RunSpec,
+    metadata: dict[str, Any],
+    raw: bytes,
+    plan: dict[str, Any],
+) -> dict[str, Any]:
+    now = datetime.now(UTC)
+    facts = msgspec.structs.asdict(spec)
+    run = tables.Run(
+        id=facts.pop("run_id"),
+        org_id=who.org_id,
+        session_id=session_id,
+        model_seq_id=seq,
+        state="live",
+        user_metadata=metadata,
+        created_at=now,
+        last_request_at=now,
+        **facts,
+    )
+    whole = {"spec": msgspec.structs.asdict(spec), **plan}
+    new = NewOperation(who.org_id, session_id, spec.run_id, 0, OpKind.CREATE, spec.base_model, 0, raw, whole)
+    place = await service.read(lambda session: Place.of(session, who, session_id))
+    return {"request_id": await accept(service, place, new, run), "model_id": spec.run_id}
+
+
+async def repeat(service: Service, who: Principal, session_id: str, run_id: str, raw: bytes) -> dict[str, Any]:
+    """The first answer again, for the creation of a run that exists."""
+
+    def read(session: Session) -> tuple[tables.Run, Place]:
+        return run_by_id(session, who, run_id), Place.of(session, who, session_id)
+
+    run, place = await service.read(read)
+    new = NewOperation(who.org_id, session_id, run_id, 0, OpKind.CREATE, run.base_model, 0, raw)
+    return {"request_id": await accept(service, place, new, repeat=True), "model_id": run_id}

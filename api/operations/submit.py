@@ -1,0 +1,171 @@
+"""Handing operations to the journal.
+
+Operations of a run run strictly by sequence number, and a client goes on counting after one that was refused. So a
+refusal consumes its number too: it is accepted as an operation that fails with what is wrong. Otherwise everything
+behind it would wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+from weft.money import usd
+
+from api.checks.runs import check_sequence
+from api.errors import ApiError, Busy, CannotStore, Invalid, PaymentRequired, Unavailable
+from api.http.bodies import parse_json
+from api.state.rates import check_in_flight, count_tokens
+from api.state.service import Service
+from api.who.lookup import session_by_id
+from api.who.may_change import own_run
+from api.who.principal import Principal, RateLimit
+from billing.accounts import OutOfMoney
+from scheduler.links.messages import OpKind
+from scheduler.order.operations import Draining, NewOperation, QueueFull, RunClosed, SequenceReused
+from store import tables
+from store.room import NoRoom
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Address(BaseModel):
+    """The part of every operation of a run that says which it is; read even when the rest is wrong."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_id: str
+    seq_id: int
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check has found out about an operation that may run."""
+
+    plan: dict[str, Any] = field(default_factory=dict)
+    tokens: int = 0
+    #: What is kept instead of what was sent, completed with what the server knows.
+    body: bytes | None = None
+
+
+#: Judges a request to a run, in a thread. Raises an ApiError to refuse it.
+Check = Callable[[tables.Run], Checked]
+
+
+@dataclass(frozen=True)
+class Place:
+    """For whom an operation is: who asks, the project of its session, and the limits of both."""
+
+    who: Principal
+    project_id: str | None
+    limits: tuple[RateLimit, ...]
+
+    @classmethod
+    def of(cls, session: Session, who: Principal, session_id: str) -> Place:
+        project_id = session_by_id(session, who, session_id).project_id
+        if who.project_id is not None:
+            return cls(who, project_id, who.limits)
+        project = session.get(tables.Project, (who.org_id, project_id)) if project_id is not None else None
+        return cls(who, project_id, (*who.limits, RateLimit.of(project)) if project is not None else who.limits)
+
+    def sign(self, new: NewOperation) -> NewOperation:
+        return replace(new, key_id=self.who.key_id, user_id=self.who.user_id, project_id=self.project_id)
+
+
+async def accept(service: Service, place: Place, new: NewOperation, *rows: tables.Base, repeat: bool = False) -> str:
+    """`Journal.accept` within the limits of `place`, with its refusals as errors of the API. Neither a `repeat` nor an
+    operation that only spends its number is counted."""
+    new, in_flight = place.sign(new), service.journal.in_flight
+    if not repeat and new.refused is None:
+        await count_tokens(service.rates, place.limits, new.tokens)
+        check_in_flight(place.limits, in_flight, new)
+    try:
+        with in_flight.arriving(new):
+            return await service.journal.accept(new, *rows)
+    except QueueFull as error:
+        raise Busy(str(error)) from None
+    except OutOfMoney as error:
+        raise _payment_required(error) from None
+    except Draining as error:
+        raise Unavailable(str(error)) from None
+    except NoRoom as error:
+        raise CannotStore(str(error)) from None
+    except (SequenceReused, RunClosed) as error:
+        raise Invalid(str(error)) from None
+
+
+def _payment_required(error: OutOfMoney) -> PaymentRequired:
+    needed, available, held = (usd(n) for n in (error.needed_nusd, error.available_nusd, error.held_nusd))
+    return PaymentRequired(
+        f"{error.limit} does not allow this operation: it can cost ${needed}, available are ${available} beside "
+        f"${held} held for operations that run; {error.remedy}. The operation was not accepted: send it again",
+        scope=error.scope,
+        needed_nusd=error.needed_nusd,
+        available_nusd=error.available_nusd,
+        held_nusd=error.held_nusd,
+    )
+
+
+def known(session: Session, lane: str, seq: int) -> bool:
+    """Whether that operation was accepted before. A repeat is not judged again: what it needed may be gone by now."""
+    query = select(tables.Operation.id).filter_by(lane=lane, seq=seq)
+    return session.scalar(query) is not None
+
+
+async def submit(
+    service: Service, who: Principal, address: Address, kind: OpKind, body: bytes, check: Check
+) -> tuple[dict[str, Any], ApiError | None]:
+    """Accept one operation of a run. Returns the future for the client, and why the operation will fail, if it will.
+
+    Raises NotFound for a run that is not there, Forbidden for a colleague's, and Invalid for an impossible number:
+    those consume none."""
+    seq = check_sequence(address.seq_id, "seq_id", least=1)
+
+    def examine() -> tuple[tables.Run, Place, bool, Checked, ApiError | None]:
+        with service.database.read() as session:
+            run = own_run(session, who, address.model_id)
+            place = Place.of(session, who, run.session_id)
+            repeat = known(session, run.id, seq)
+        try:
+            return run, place, repeat, Checked() if repeat else check(run), None
+        except ApiError as error:
+            return run, place, repeat, Checked(), error
+
+    run, place, repeat, checked, refused = await run_in_threadpool(examine)
+    new = NewOperation(
+        org_id=who.org_id,
+        session_id=run.session_id,
+        lane=run.id,
+        seq=seq,
+        kind=kind,
+        base_model=run.base_model,
+        tokens=checked.tokens,
+        body=body if checked.body is None else checked.body,
+        sent=body,
+        plan=checked.plan,
+        refused=refused.detail if refused is not None else None,
+    )
+    request_id = await accept(service, place, new, repeat=repeat)
+    if refused is not None:
+        refused.request_id = request_id
+    return {"request_id": request_id, "model_id": run.id}, refused
+
+
+async def submit_json(
+    service: Service,
+    who: Principal,
+    kind: OpKind,
+    body: bytes,
+    model: type[M],
+    check: Callable[[M, tables.Run], Checked],
+) -> dict[str, Any]:
+    """`submit` for an operation with a JSON body. What is wrong with it is the answer at once, beside the outcome."""
+    address = parse_json(body, Address)
+    future, refused = await submit(service, who, address, kind, body, lambda run: check(parse_json(body, model), run))
+    if refused is not None:
+        raise refused
+    return future

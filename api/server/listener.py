@@ -1,0 +1,81 @@
+"""Uvicorn around the app: it says when it is ready, drains before it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from api.server.serve import BACKLOG
+from api.server.supervisor import Supervisor, WorkerFailed
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+log = logging.getLogger(__name__)
+
+#: Requests that are being answered when a signal comes have this long; long polls are answered at once.
+FINISH_REQUESTS_S = 5
+_MAX_HEADERS_BYTES = 64 * 1024
+
+
+class Server(uvicorn.Server):
+    """Uvicorn that says when it is ready, has the app drain first, and exits with 0 after a signal.
+
+    The app keeps in its state `supervisor`, and optionally `stopping`, called when the drain begins (to answer long
+    polls). `failure` is why it has ended by itself."""
+
+    def __init__(self, app: FastAPI, url: str) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                lifespan="on",
+                backlog=BACKLOG,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=FINISH_REQUESTS_S,
+                h11_max_incomplete_event_size=_MAX_HEADERS_BYTES,
+            )
+        )
+        self._app = app
+        self._url = url
+        self._ready: asyncio.Task[None] | None = None
+        self.failure: WorkerFailed | None = None
+
+    def run_until_signal(self, sock: socket.socket) -> int:
+        # Uvicorn raises a signal again once it has shut down; by then it must not kill the process.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.handle_exit)
+        with suppress(SystemExit):  # the app could not start: uvicorn has logged why
+            self.run(sockets=[sock])
+        return 0 if self.started else 1
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._ready = asyncio.create_task(self._say_when_ready())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        log.info("draining")
+        if self._ready is not None:
+            self._ready.cancel()
+        if stopping := getattr(self._app.state, "stopping", None):
+            stopping()
+        await super().shutdown(sockets=sockets)
+
+    async def _say_when_ready(self) -> None:
+        supervisor: Supervisor = self._app.state.supervisor
+        try:
+            await supervisor.wait_attached()
+        except WorkerFailed as error:
+            self.failure = error
+            self.should_exit = True
+        else:
+            print(f"ready {self._url}", flush=True)

@@ -1,0 +1,86 @@
+"""The running parts behind the HTTP front: the journal, the desks, and the worker processes."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import asdict
+from typing import Any
+
+from api.server.supervisor import Supervisor, embedded_workers
+from api.server.worker_process import WorkerProcess
+from billing.prices import PriceList
+from scheduler.dispatch.desks import GeneratorDesk, TrainerDesk
+from scheduler.journal.journal import Journal
+from scheduler.journal.recovery import recover
+from scheduler.links.messages import Drain
+from scheduler.links.sockets import ServerLink
+from store.blobs import Blobs
+from store.db import Database
+from store.settings import Settings
+from workers.model.card import ModelCard
+
+#: What has ended has this long to be stored when the server stops. What cannot be is done again after the start.
+STORE_WITHIN_S = 10.0
+
+
+class Machines:
+    """One journal with its desks and workers, from `start` to `stop`. Built inside the event loop it lives in.
+    `ahead` are workers that were started before it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        cards: dict[str, ModelCard],
+        database: Database,
+        blobs: Blobs,
+        prices: PriceList,
+        ahead: dict[str, WorkerProcess] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._database = database
+        self.journal = Journal(
+            database, blobs, prices, settings.limits.max_queued_ops_per_org, settings.limits.max_queued_bytes_per_org
+        )
+        self._trainer = TrainerDesk(self.journal, settings.trainer.pass_tokens)
+        self._generator = GeneratorDesk(self.journal, len(settings.generator.kinds))
+        models = {name: card.path for name, card in cards.items()}
+        self.supervisor = Supervisor(embedded_workers(settings, models), self._attach, ahead)
+
+    def start(self) -> None:
+        """Take up what the last process left, then start the workers."""
+        recover(self.journal, self._database)
+        self.supervisor.start()
+
+    def drain(self) -> None:
+        """From now on nothing new is accepted; workers finish what they have and are not restarted. Told once."""
+        if self.journal.draining:
+            return
+        self.journal.draining = True
+        self.supervisor.retire()
+        self._trainer.drain()
+        self._generator.drain()
+
+    async def stop(self) -> None:
+        self.drain()
+        await self.supervisor.stop(self._settings.drain_s)
+        await self.journal.stop(STORE_WITHIN_S)
+
+    def stats(self) -> dict[str, Any]:
+        workers = [asdict(status) for status in self.supervisor.status()]
+        for worker in workers:
+            del worker["pid"]
+        return {
+            "queue": self.journal.queue_lengths(),
+            "trainer": dict(self._trainer.stats),
+            "generator": {**self._generator.stats, "replicas": self._generator.replicas()},
+            "workers": workers,
+        }
+
+    async def _attach(self, role: str, sock: socket.socket) -> None:
+        link = await ServerLink.over(sock)
+        if self.journal.draining:  # it came after the others were told
+            link.send(Drain())
+        try:
+            await (self._trainer.serve(link) if role == "trainer" else self._generator.serve(link, role))
+        finally:
+            link.close()

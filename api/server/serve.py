@@ -1,0 +1,178 @@
+"""One server on one data folder: locked, bound, served until a signal, and drained.
+
+What goes wrong before the server answers is a `CannotServe` with one line for the operator. Little is imported here:
+what takes long to import comes after the address and the workers, which need not wait for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from api.server.supervisor import embedded_workers
+from api.server.worker_process import WorkerProcess, WorkerProgram, start_ahead
+from billing.prices import load_prices
+from store.settings import PaymentsSettings, Settings, SettingsError
+from workers.model.card import ModelCard, UnsupportedModel, read_card
+from workers.model.tiny import TINY_NAME, TINY_PATH
+
+if TYPE_CHECKING:
+    from store.db import Database
+
+#: Connections that wait to be taken, as during a start.
+BACKLOG = 4096
+
+
+class CannotServe(RuntimeError):
+    """The server cannot start."""
+
+
+def serve(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 0 after a graceful drain.
+
+    What takes long is begun first: clients that come while a server starts are kept waiting by the kernel instead of
+    refused, and the first worker imports torch while this process imports the rest of itself. The others follow then:
+    on two cores they would only keep both from being there."""
+    prices = load_prices(settings.prices)
+    if settings.payments.enabled:
+        check_payments(settings.payments)
+    cards = read_cards(settings.models)
+    programs = [] if settings.redis_url else worker_programs(settings, cards)
+    alone = nullcontext() if settings.redis_url else only_one(settings.data_dir)
+    with alone, _listening(settings.host, settings.port) as sock, _ahead(programs[:1]) as ahead:
+        gc.disable()  # what is imported stays: looking through it again and again takes a tenth of the time
+        from api.server.app import create_app
+        from api.server.listener import Server
+        from billing.wallets import set_default
+        from store.blobs import Blobs
+
+        gc.freeze()
+        gc.enable()
+        ahead.update(start_ahead(programs[1:]))
+        database = open_database(settings)
+        try:
+            database.write_now(lambda session: set_default(session, settings.billing))
+            blobs = Blobs(settings.blobs_dir, durable=settings.durable)
+            if not settings.redis_url:
+                blobs.clear_unfinished()
+            app = create_app(settings, cards, database, blobs, prices)
+            app.state.ahead = ahead
+            server = Server(app, _url(settings.host, sock))
+            code = server.run_until_signal(sock)
+            if server.failure is not None:
+                raise CannotServe(str(server.failure))
+            return code
+        finally:
+            database.close()
+
+
+def check_payments(settings: PaymentsSettings) -> None:
+    from billing.payments.secrets import stripe_secrets
+
+    try:
+        stripe_secrets(settings)
+    except SettingsError as error:
+        raise CannotServe(str(error)) from None
+
+
+def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:
+    """The cards of the models to serve, or of the built-in one when none is named."""
+    try:
+        return {name: read_card(name, path) for name, path in (models or {TINY_NAME: TINY_PATH}).items()}
+    except UnsupportedModel as error:
+        raise CannotServe(str(error)) from None
+
+
+def worker_programs(settings: Settings, cards: Mapping[str, ModelCard]) -> list[WorkerProgram]:
+    """The worker processes that the settings ask for. Raises CannotServe when they cannot be started here."""
+    try:
+        return embedded_workers(settings, {name: card.path for name, card in cards.items()})
+    except SettingsError as error:
+        raise CannotServe(str(error)) from None
+
+
+def open_database(settings: Settings) -> Database:
+    """The database of the settings, with its tables up to date."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from store.commit_mark import LostCommits
+    from store.db import Database
+
+    database = None
+    try:
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        database = Database(settings.effective_database_url, durable=settings.durable)
+        database.migrate()
+    except LostCommits as error:
+        if database is not None:
+            database.close()
+        raise CannotServe(str(error)) from None
+    except (OSError, SQLAlchemyError, ImportError) as error:
+        if database is not None:
+            database.close()
+        reason = str(getattr(error, "orig", error)).splitlines()[0]
+        raise CannotServe(f"cannot use the database of {settings.data_dir}: {reason}") from None
+    return database
+
+
+@contextmanager
+def only_one(data_dir: Path) -> Iterator[None]:
+    """Only one server may use a data folder: the journal and the blobs have one owner. The kernel frees the lock with
+    the process, however it ends."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(data_dir / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise CannotServe(f"cannot use the data folder {data_dir}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 20).decode() or "unknown"
+            raise CannotServe(f"another weftd (process {owner}) serves the data folder {data_dir}") from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _ahead(programs: Sequence[WorkerProgram]) -> Iterator[dict[str, WorkerProcess]]:
+    """Workers that wait for their turn, by role; those whose turn has not come at the end are ended."""
+    started = start_ahead(programs)
+    try:
+        yield started
+    finally:
+        for process in started.values():
+            process.discard()
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket at the address that takes connections, which nobody answers yet."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise CannotServe(f"cannot use the address {host}: {error.strerror}") from None
+    with sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(address)
+            sock.listen(BACKLOG)
+        except OSError as error:
+            raise CannotServe(f"cannot listen on {host} port {port}: {error.strerror}") from None
+        yield sock
+
+
+def _url(host: str, sock: socket.socket) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"

@@ -1,0 +1,119 @@
+"""The running parts of one of several API replicas: what `api.server.machines` is for the embedded service. No workers
+are children of this process: they come to Redis (`weftd worker`)."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from api.server.supervisor import Supervisor
+from billing.prices import PriceList
+from scheduler.cluster.answers import SampleAnswers
+from scheduler.cluster.election import Leadership
+from scheduler.cluster.leader import Shared
+from scheduler.cluster.shared_journal import SharedJournal
+from scheduler.cluster.shared_limits import BacklogBoard
+from scheduler.links.broadcasts import Ended, Listener, News
+from scheduler.links.contract import QueueUnreachable
+from scheduler.links.redis_queue import RedisQueue
+from scheduler.links.sample_link import worker_name
+from scheduler.order.operations import Waiting
+from store.blobs import Blobs
+from store.db import Database
+from store.settings import Settings
+
+#: Threads for calls to Redis and the database; a few of them always wait inside of Redis.
+THREADS = 24
+
+
+class SharedMachines:
+    """Built inside the event loop it lives in, from `start` to `stop`."""
+
+    def __init__(self, settings: Settings, database: Database, blobs: Blobs, prices: PriceList) -> None:
+        self._settings = settings
+        self._threads = ThreadPoolExecutor(THREADS, "carrier")
+        self._news, self._queue = News(settings.redis_url), RedisQueue(settings.redis_url)
+        self._board = BacklogBoard(settings.redis_url)
+        limits, self._name = settings.limits, worker_name("api")
+        self.journal = SharedJournal(
+            database,
+            blobs,
+            prices,
+            limits.max_queued_ops_per_org,
+            limits.max_queued_bytes_per_org,
+            name=self._name,
+            queue=self._queue,
+            news=self._news,
+            board=self._board,
+            threads=self._threads,
+            waiting_of=self._waiting_of,
+        )
+        self._answers = SampleAnswers(self.journal, self._queue, blobs, self._name)
+        shared = Shared(
+            settings.redis_url,
+            database,
+            blobs,
+            prices,
+            self._queue,
+            self._news,
+            self._threads,
+            self.journal,
+            settings.trainer.pass_tokens,
+        )
+        self._leadership = Leadership(shared)
+        self._loop = asyncio.get_running_loop()
+        self._listener = Listener.of_ends(settings.redis_url, self._on_end, self._on_gap)
+        self.journal.reachable = self._listener.connected.is_set
+        self._tasks: list[asyncio.Task[None]] = []
+        self.supervisor = Supervisor([], self._attach)
+
+    def start(self) -> None:
+        self._listener.start()
+        self._leadership.start()
+        works = (self._answers.settle, self.journal.look_after, self.journal.exchange_backlogs)
+        self._tasks = [asyncio.create_task(work()) for work in works]
+
+    def drain(self) -> None:
+        """From now on nothing new is accepted here."""
+        self.journal.draining = True
+
+    async def stop(self) -> None:
+        self.drain()
+        await self._leadership.stop(self._settings.drain_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.journal.flush()
+        self._listener.stop()
+        await asyncio.to_thread(self._threads.shutdown)
+        with suppress(QueueUnreachable):
+            self._board.leave(self._name)
+        for client in (self._queue, self._news, self._board):
+            client.close()
+
+    def stats(self) -> dict[str, Any]:
+        term = self._leadership.term
+        return {
+            "queue": self.journal.queue_lengths(),
+            "trainer": dict(term.desk.stats) if term is not None else {},
+            "generator": dict(self.journal.generators),
+            "workers": [],
+            "replica": {"name": self._name, "leads": term is not None, "redis": self.journal.reachable()},
+        }
+
+    def _waiting_of(self, op_id: str) -> Waiting | None:
+        term = self._leadership.term
+        return term.journal.waiting(op_id) if term is not None else None
+
+    def _on_end(self, news: Ended, stamp: int) -> None:
+        with suppress(RuntimeError):  # the loop has closed meanwhile
+            self._loop.call_soon_threadsafe(self.journal.heard, news, stamp)
+
+    def _on_gap(self) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.journal.missed)
+
+    async def _attach(self, role: str, sock: Any) -> None:
+        raise RuntimeError(f"a {role} cannot be a child of a replica")

@@ -1,0 +1,328 @@
+"""The worker processes of an embedded service: started, watched, restarted, and stopped.
+
+Each worker is a child process with a socket pair to this one. A worker counts as attached once it has said its first
+word on the link: then its model is loaded. Nothing here knows what the words mean; `attach` does.
+
+No worker outlives the server. On Linux the kernel kills it with its parent, and everywhere it ends when its link
+closes. A worker that dies is started again, soon at first and then with growing pauses. Behind each worker that
+knows how, a successor stands by: it has imported everything and has not read the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from api.server.worker_process import WorkerProcess, WorkerProgram
+from store.settings import GeneratorSettings, Settings, SettingsError, TrainerSettings
+
+log = logging.getLogger(__name__)
+
+#: Takes over the server's end of a link (and closes it); ends when the link has closed.
+Attach = Callable[[str, socket.socket], Awaitable[None]]
+
+#: After this many starts that led nowhere, and none that did, something is wrong that will not pass.
+START_ATTEMPTS = 5
+#: A worker whose link has closed should be about to exit; after this long it is killed.
+LINGER_S = 5.0
+#: Between SIGTERM and SIGKILL.
+TERMINATE_S = 3.0
+#: So long after a worker has attached its successor is started: the imports take a core for some two seconds.
+STANDBY_AFTER_S = 1.0
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class WorkerFailed(RuntimeError):
+    """A worker did not come up, however often it was started."""
+
+
+@dataclass
+class Backoff:
+    """The pause before a restart: it doubles with every short life and begins anew after a healthy one. A worker lives
+    from when it has attached: a long start is no life."""
+
+    first_s: float = 0.1
+    most_s: float = 5.0
+    healthy_s: float = 5.0
+    _next_s: float = field(default=0.0, init=False)
+
+    def pause_s(self, lived_s: float) -> float:
+        pause = self.first_s if lived_s >= self.healthy_s or not self._next_s else self._next_s
+        self._next_s = min(2 * pause, self.most_s)
+        return pause
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """A worker as an operator sees it. `last_exit` says how the process before this one ended."""
+
+    role: str
+    pid: int | None
+    attached: bool
+    restarts: int
+    last_exit: str | None
+
+
+def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[WorkerProgram]:
+    """One trainer and the generators, on this machine, for these models."""
+    common = ["--data-dir", str(settings.data_dir)]
+    for name, path in models.items():
+        common += ["--model", f"{name}={path}"]
+    trainer = ["--snapshot-every-tokens", str(settings.trainer.snapshot_every_tokens)]
+    trainer += ["--resident-bytes", str(settings.trainer.resident_bytes)]
+    trainer += ["--host-bytes", str(settings.trainer.host_bytes)]
+    generator = ["--slots", str(settings.generator.slots), "--prefill-tokens", str(settings.generator.prefill_tokens)]
+    generator += ["--kv-tokens", str(settings.generator.kv_tokens)]
+    generator += ["--prefix-bytes", str(settings.generator.prefix_cache_bytes)]
+    programs = [_python_worker("trainer", settings.trainer, [*common, *trainer])]
+    urls = list(settings.generator.vllm.urls)
+    if urls and len(models) > 1:
+        raise SettingsError("generator.vllm.urls: a vLLM server has one base model, and this service has several")
+    for number, kind in enumerate(settings.generator.kinds, start=1):
+        role = "generator" if number == 1 else f"generator-{number}"
+        engine = _vllm_arguments(settings, role, urls.pop(0) if urls else "") if kind == "vllm" else []
+        programs.append(_python_worker(role, settings.generator, [*common, *generator, *engine]))
+    return programs
+
+
+def _vllm_arguments(settings: Settings, role: str, url: str) -> list[str]:
+    vllm = settings.generator.vllm
+    found = ["--engine", "vllm", "--vllm-folder", str(settings.data_dir / "vllm" / role)]
+    found += ["--vllm-url", url] if url else ["--vllm-program", str(vllm_program(settings))]
+    found += ["--vllm-adapters", str(vllm.max_adapters), "--vllm-rank", str(vllm.max_rank)]
+    return [*found, "--vllm-kv-bytes", str(vllm.kv_bytes)]
+
+
+def vllm_program(settings: Settings) -> Path:
+    """The `vllm` command. Raises SettingsError when it is not there."""
+    program = settings.generator.vllm.program
+    found = program.expanduser().absolute() if program.name else _ROOT / ".vllm" / "bin" / "vllm"
+    if not found.is_file():
+        raise SettingsError(f"there is no vLLM at {found}: run `make vllm`, or set [generator.vllm] program or urls")
+    return found
+
+
+def _python_worker(role: str, settings: TrainerSettings | GeneratorSettings, arguments: Sequence[str]) -> WorkerProgram:
+    # -P: a folder named `workers` in the working directory must not be taken for ours.
+    python, module = [sys.executable, "-P", "-m"], f"workers.{role.partition('-')[0]}"
+    arguments = [*arguments, "--device", settings.device, "--dtype", settings.dtype, "--threads", str(settings.threads)]
+    standby = [*python, "workers.standby", module, *arguments]
+    if "--vllm-folder" in arguments:  # what takes long there is not this process
+        standby = []
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return WorkerProgram(
+        role,
+        [*python, module, *arguments],
+        {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": str(settings.threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        },
+        standby,
+    )
+
+
+class Supervisor:
+    """Keeps one process alive for each program, from `start` to `stop`, within one event loop. `ahead` are processes
+    that were started before it, by role; they are taken out of it, and are the first to be used."""
+
+    def __init__(
+        self, programs: Sequence[WorkerProgram], attach: Attach, ahead: dict[str, WorkerProcess] | None = None
+    ) -> None:
+        waiting = ahead if ahead is not None else {}
+        self._keepers = [_Keeper(program, attach, waiting.pop(program.role, None)) for program in programs]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start the workers; they attach when they are ready, which `wait_attached` awaits."""
+        self._tasks = [asyncio.create_task(keeper.keep()) for keeper in self._keepers]
+
+    async def wait_attached(self) -> None:
+        """Until every worker has attached once. WorkerFailed when one does not come up."""
+        await asyncio.gather(*(keeper.came_up() for keeper in self._keepers))
+
+    def retire(self) -> None:
+        """Do not restart from now on: call it before workers are told to drain."""
+        for keeper in self._keepers:
+            keeper.retire()
+
+    async def stop(self, grace_s: float) -> None:
+        """Give workers that were told to drain `grace_s` to exit, then terminate, then kill. None is left after."""
+        self.retire()
+        for keeper in self._keepers:
+            if keeper.loading:  # it holds no work, and nobody could tell it to drain
+                keeper.signal(signal.SIGTERM)
+        if not await self._all_ended(grace_s):
+            for number, wait_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
+                for keeper in self._keepers:
+                    keeper.signal(number)
+                if await self._all_ended(wait_s):
+                    break
+        await asyncio.gather(*self._tasks)
+
+    def status(self) -> list[WorkerStatus]:
+        return [keeper.status() for keeper in self._keepers]
+
+    async def _all_ended(self, timeout_s: float | None) -> bool:
+        if not self._tasks:
+            return True
+        _, pending = await asyncio.wait(self._tasks, timeout=timeout_s)
+        return not pending
+
+
+class _Keeper:
+    """One worker and its successors. `standby` is one that was started ahead."""
+
+    def __init__(self, program: WorkerProgram, attach: Attach, standby: WorkerProcess | None) -> None:
+        self.program = program
+        self.retired = asyncio.Event()
+        self.attached = False
+        self.loading = False
+        self._attach = attach
+        self._standby = standby
+        self._ever_attached = asyncio.Event()
+        self._failed = asyncio.Event()
+        self._process: WorkerProcess | None = None
+        self._attached_at: float | None = None
+        self._starts = 0
+        self._last_exit: str | None = None
+
+    async def keep(self) -> None:
+        backoff = Backoff()
+        while not self.retired.is_set():
+            self._starts += 1
+            self._attached_at = None
+            self._last_exit = await self._live()
+            if self.retired.is_set():
+                log.info("%s %s", self.program.role, self._last_exit)
+                return
+            if self._starts == START_ATTEMPTS and not self._ever_attached.is_set():
+                self._failed.set()
+            lived_s = 0.0 if self._attached_at is None else time.monotonic() - self._attached_at
+            pause_s = backoff.pause_s(lived_s)
+            log.warning("%s %s; it is started again in %.1f s", self.program.role, self._last_exit, pause_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.retired.wait(), pause_s)
+
+    async def came_up(self) -> None:
+        waits = {asyncio.create_task(event.wait()) for event in (self._ever_attached, self._failed)}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if not self._ever_attached.is_set():
+            raise WorkerFailed(
+                f"the {self.program.role} did not come up in {self._starts} starts: it {self._last_exit}"
+            )
+
+    def retire(self) -> None:
+        """No successor from now on."""
+        self.retired.set()
+        if self._standby is not None:
+            self._standby.discard()
+            self._standby = None
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the worker and all that it has started."""
+        if self._process is not None:
+            self._process.signal(number)
+
+    def status(self) -> WorkerStatus:
+        pid = self._process.pid if self._process is not None else None
+        return WorkerStatus(self.program.role, pid, self.attached, max(0, self._starts - 1), self._last_exit)
+
+    async def _live(self) -> str:
+        """One life of the worker, until process and link have both ended. Returns how it ended."""
+        try:
+            self._process = process = self._next()
+        except OSError as error:
+            return f"could not be started: {error}"
+        self.loading = True
+        output = asyncio.create_task(process.pass_output_on())
+        link = asyncio.create_task(self._talk(process))
+        exited = asyncio.create_task(process.ended())
+        try:
+            await asyncio.wait({link, exited}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({exited}, timeout=LINGER_S)
+            if self.retired.is_set():  # it may have much to write yet: `stop` says how long
+                await asyncio.wait({exited})
+            process.signal(signal.SIGKILL)  # also what it may have left behind
+            code = await exited
+            self._process = None
+            await asyncio.gather(link, output)
+        finally:
+            process.signal(signal.SIGKILL)
+            self._process = None
+        return _how_it_ended(code)
+
+    def _next(self) -> WorkerProcess:
+        """The one that stands by, or a new one."""
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            if standby.begin():
+                return standby
+            standby.discard()
+        return WorkerProcess(self.program)
+
+    async def _stand_by(self) -> None:
+        """Have a successor, once the worker has lived for a moment."""
+        await asyncio.sleep(STANDBY_AFTER_S)
+        if self.program.standby and self._standby is None and not self.retired.is_set():
+            try:
+                self._standby = WorkerProcess(self.program, ahead=True)
+            except OSError as error:
+                log.warning("a second %s could not be started to stand by: %s", self.program.role, error)
+
+    async def _talk(self, process: WorkerProcess) -> None:
+        """Wait for the worker's first word, then hand the link over until it closes."""
+        sock = process.link
+        sock.setblocking(False)
+        if not await _has_spoken(sock):
+            sock.close()
+            return
+        self.attached, self.loading = True, False
+        self._attached_at = time.monotonic()
+        self._ever_attached.set()
+        log.info("%s attached (pid %s)", self.program.role, process.pid)
+        successor = asyncio.create_task(self._stand_by())
+        try:
+            await self._attach(self.program.role, sock)
+        except Exception:
+            log.exception("the link to the %s failed", self.program.role)
+        finally:
+            self.attached = False
+            successor.cancel()
+
+
+async def _has_spoken(sock: socket.socket) -> bool:
+    """Wait for a byte, and leave it where it is. False when the link closed without one."""
+    loop = asyncio.get_running_loop()
+    said = asyncio.Event()
+    loop.add_reader(sock, said.set)
+    try:
+        await said.wait()
+    finally:
+        loop.remove_reader(sock)
+    with suppress(ConnectionResetError):
+        return bool(sock.recv(1, socket.MSG_PEEK))
+    return False
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"

@@ -1,0 +1,114 @@
+"""Which sessions are alive: when each was last heard of, and how they end.
+
+Every client says so every ten seconds. That is kept in memory and written now and then by `flush`; a crash loses at
+most that, and a session that looks older than it is is only ended after long silence. Ending is decided in the
+database, where the first one wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sqlalchemy import exists, select, update
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+
+from api.errors import SessionEnded
+from api.who.lookup import session_by_id
+from api.who.principal import Principal
+from store import audit, tables
+from store.db import Database
+
+#: Sessions written in one go, so that other writers need not wait long.
+FLUSH_ROWS = 500
+
+
+@dataclass
+class _Seen:
+    domain: str
+    at: datetime
+    written: bool = False
+
+
+class Presence:
+    """The sessions that were heard of since the last flush. Lives in the event loop."""
+
+    def __init__(self, database: Database, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+        self._database = database
+        self._clock = clock
+        self._seen: dict[str, _Seen] = {}
+
+    async def beat(self, who: Principal, session_id: str) -> None:
+        """A sign of life. Raises NotFound, and SessionEnded once the session is over."""
+        seen = self._seen.get(session_id)
+        if seen is None or seen.domain != who.domain:
+            await run_in_threadpool(self._check, who, session_id)
+        self._seen[session_id] = _Seen(who.domain, self._clock())
+
+    def _check(self, who: Principal, session_id: str) -> None:
+        with self._database.read() as session:
+            row = session_by_id(session, who, session_id)
+        if row.state != "active":
+            raise SessionEnded(f"session {row.id} has ended ({row.state}): create a new one")
+
+    def ended(self, session_ids: Iterable[str]) -> None:
+        for session_id in session_ids:
+            self._seen.pop(session_id, None)
+
+    async def flush(self) -> None:
+        """Write what is new. Sessions that have ended, or that nothing was heard of since the last flush, are
+        forgotten: their next sign of life is looked up again."""
+        self.ended([session_id for session_id, seen in self._seen.items() if seen.written])
+        fresh = list(self._seen.items())
+        for start in range(0, len(fresh), FLUSH_ROWS):
+            part = [(session_id, seen, seen.at) for session_id, seen in fresh[start : start + FLUSH_ROWS]]
+
+            def write(session: Session, part: list[tuple[str, _Seen, datetime]] = part) -> list[str]:
+                return [session_id for session_id, _, at in part if not _touch(session, session_id, at)]
+
+            self.ended(await self._database.write(write))
+            for _, seen, _ in part:
+                seen.written = True
+
+
+def _touch(session: Session, session_id: str, at: datetime) -> bool:
+    """False when the session has ended."""
+    table = tables.Session
+    change = update(table).where(table.id == session_id, table.state == "active").values(last_seen_at=at)
+    return session.scalar(change.returning(table.id)) is not None
+
+
+def end(
+    session: Session, row: tables.Session, state: str, *, reason: str | None, detail: str | None, key_id: int | None
+) -> bool:
+    """End a session, in a write. False, and nothing changed, when it had ended before: the first reason stands."""
+    if row.state != "active":
+        return False
+    row.state, row.finish_reason, row.finish_detail, row.ended_at = state, reason, detail, datetime.now(UTC)
+    why = {"reason": reason} if reason else {}
+    audit.record(
+        session, org_id=row.org_id, key_id=key_id, event=f"session_{state}", target=row.id, detail=why, at=row.ended_at
+    )
+    return True
+
+
+def runs_of(session: Session, session_ids: Iterable[str]) -> list[str]:
+    """The runs that end with these sessions."""
+    query = select(tables.Run.id).where(tables.Run.session_id.in_(list(session_ids)), tables.Run.state == "live")
+    return list(session.scalars(query))
+
+
+def end_idle(session: Session, before: datetime, working: set[str]) -> list[str]:
+    """Expire the sessions that neither were heard of nor asked for anything since `before`, in a write; but those that
+    are `working` have time until they are done. Returns them.
+
+    A sampler that was handed to another process is used without signs of life of its own: its requests count."""
+    op = tables.Operation
+    asked = exists().where(op.session_id == tables.Session.id, op.accepted_at > before)
+    query = select(tables.Session).where(tables.Session.state == "active", tables.Session.last_seen_at < before, ~asked)
+    idle = [row for row in session.scalars(query) if row.id not in working][:FLUSH_ROWS]
+    for row in idle:
+        end(session, row, "expired", reason=None, detail=None, key_id=None)
+    return [row.id for row in idle]

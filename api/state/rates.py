@@ -1,0 +1,136 @@
+"""Rate limits: requests and tokens per minute, and operations in flight, of a key, its project and its organisation.
+
+Each rate is a bucket of one minute's worth that fills steadily (GCRA: the only state is the time at which it will be
+full again). What is larger than a whole bucket is let through when the bucket is full, and paid back by waiting
+longer afterwards: so nothing is refused for ever, and the rate holds over time. A request is counted in all its buckets
+or in none.
+
+Beyond a limit is 429 with the time to wait, which clients obey; that the machines are full is never an error.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from fastapi import Request
+
+from api.errors import RateLimited
+
+if TYPE_CHECKING:
+    from api.who.principal import Principal, RateLimit
+    from scheduler.journal.in_flight import InFlight
+    from scheduler.order.operations import NewOperation
+
+PERIOD_S = 60.0
+#: Buckets kept in memory; full ones are forgotten first.
+MAX_BUCKETS = 100_000
+
+
+@dataclass(frozen=True)
+class Charge:
+    """`cost` units (of what `what` says) on the bucket of `scope` `id`, which takes `limit` a minute."""
+
+    scope: str
+    id: str
+    what: str
+    limit: int
+    cost: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.scope}:{self.id}:{self.what}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    charge: Charge
+    retry_after_s: float
+
+
+class Rates(Protocol):
+    """Where the buckets are: in this process, or shared by several."""
+
+    async def take(self, charges: Sequence[Charge]) -> Refusal | None:
+        """Count all `charges`, or none and say which one is over its limit for longest."""
+
+
+class LocalRates:
+    """Buckets of this process."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._full_at: dict[str, float] = {}
+
+    async def take(self, charges: Sequence[Charge]) -> Refusal | None:
+        now = self._clock()
+        waits = [(wait_s(self._full_at.get(charge.name, now), now, charge), charge) for charge in charges]
+        longest, charge = max(waits, key=lambda wait: wait[0], default=(0.0, None))
+        if longest > 0 and charge is not None:
+            return Refusal(charge, longest)
+        if len(self._full_at) + len(charges) > MAX_BUCKETS:
+            self._full_at = {name: at for name, at in self._full_at.items() if at > now}
+        for charge in charges:
+            self._full_at[charge.name] = full_at(self._full_at.get(charge.name, now), now, charge)
+        return None
+
+
+def wait_s(full: float, now: float, charge: Charge) -> float:
+    """How long until the bucket, full at `full`, holds what `charge` takes out of it; 0 or less: it does."""
+    needed_s = min(charge.cost, charge.limit) * PERIOD_S / charge.limit
+    return max(full, now) + needed_s - PERIOD_S - now
+
+
+def full_at(full: float, now: float, charge: Charge) -> float:
+    """When the bucket will be full again after `charge`."""
+    return max(full, now) + charge.cost * PERIOD_S / charge.limit
+
+
+async def count_request(request: Request, who: Principal) -> None:
+    """Raises RateLimited."""
+    rates: Rates = request.app.state.service.rates
+    await _take(rates, [_charge(limit, "requests_per_minute", 1) for limit in who.limits])
+
+
+async def count_tokens(rates: Rates, limits: Iterable[RateLimit], tokens: int) -> None:
+    """Raises RateLimited."""
+    if tokens:
+        await _take(rates, [_charge(limit, "tokens_per_minute", tokens) for limit in limits])
+
+
+def check_in_flight(limits: Iterable[RateLimit], in_flight: InFlight, new: NewOperation) -> None:
+    """Whether `new` may be accepted beside what is in flight. Raises RateLimited."""
+    for limit in limits:
+        if limit.max_in_flight is None or in_flight.has(limit.scope, limit.id, new):
+            continue
+        open_now = in_flight.count(limit.scope, limit.id)
+        if open_now >= limit.max_in_flight:
+            raise RateLimited(
+                f"{open_now} samples and runs of this {limit.scope} are in flight; its limit max_in_flight is "
+                f"{limit.max_in_flight}: wait for results before you send more",
+                reason="max_in_flight",
+                retry_after_s=1,
+                scope=limit.scope,
+            )
+
+
+def _charge(limit: RateLimit, what: str, cost: int) -> Charge | None:
+    per_minute: int | None = getattr(limit, what)
+    return Charge(limit.scope, limit.id, what, per_minute, cost) if per_minute is not None else None
+
+
+async def _take(rates: Rates, charges: Iterable[Charge | None]) -> None:
+    counted = [charge for charge in charges if charge is not None]
+    refusal = await rates.take(counted) if counted else None
+    if refusal is not None:
+        over, seconds = refusal.charge, math.ceil(refusal.retry_after_s)
+        raise RateLimited(
+            f"this {over.scope} has reached its limit {over.what} of {over.limit} (this request is {over.cost}): "
+            f"retry in {seconds} s, or ask an admin to raise the limit",
+            reason=over.what,
+            retry_after_s=seconds,
+            scope=over.scope,
+        )

@@ -1,0 +1,91 @@
+"""What every route works with, built once when the server starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+
+from fastapi import Depends, Request
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+
+from api.state.fetched import Fetched
+from api.state.last_used import LastUsed
+from api.state.liveness import Presence
+from api.state.polls import LongPolls
+from api.state.rates import LocalRates, Rates
+from api.state.telemetry import Telemetry
+from api.who.signing import Signer
+from api.who.tokens import Tokens
+from store.blobs import Blobs
+from store.db import Database
+from store.secret import server_secret
+from store.settings import Settings
+from workers.model.card import ModelCard
+
+if TYPE_CHECKING:
+    from billing.prices import PriceList
+    from scheduler.journal.journal import Journal
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Service:
+    settings: Settings
+    cards: Mapping[str, ModelCard]
+    database: Database
+    blobs: Blobs
+    prices: PriceList
+    journal: Journal
+    #: How the machines are doing, in numbers.
+    stats: Callable[[], dict[str, Any]]
+    polls: LongPolls = field(default_factory=LongPolls)
+    rates: Rates = field(default_factory=LocalRates)
+
+    @cached_property
+    def secret(self) -> bytes:
+        return server_secret(self.settings.data_dir)
+
+    @cached_property
+    def signer(self) -> Signer:
+        return Signer(self.secret)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        return Tokens(self.secret, self.settings.jwt_life_s)
+
+    @cached_property
+    def presence(self) -> Presence:
+        return Presence(self.database)
+
+    @cached_property
+    def last_used(self) -> LastUsed:
+        return LastUsed(self.database)
+
+    @cached_property
+    def fetched(self) -> Fetched:
+        return Fetched(self.database)
+
+    @cached_property
+    def telemetry(self) -> Telemetry:
+        limits = self.settings.limits
+        return Telemetry(self.settings.data_dir / "telemetry", limits.telemetry_bytes_per_day, limits.telemetry_days)
+
+    async def read(self, work: Callable[[Session], T]) -> T:
+        """Run a short read in a thread: a slow disk or database must not hold up everybody's event loop."""
+
+        def run() -> T:
+            with self.database.read() as session:
+                return work(session)
+
+        return await run_in_threadpool(run)
+
+
+def service_of(request: Request) -> Service:
+    return cast(Service, request.app.state.service)
+
+
+ServiceDep = Annotated[Service, Depends(service_of)]

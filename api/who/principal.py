@@ -1,0 +1,92 @@
+"""Who asks, as every lookup wants to know it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sqlalchemy import ColumnElement, or_
+from sqlalchemy.orm import Session
+
+from api.who.tokens import owner_urn
+from store import tables
+from store.roles import BEYOND_A_PROJECT, SCOPES, effective
+
+
+@dataclass(frozen=True)
+class RateLimit:
+    """What one key, project or organisation may ask for at most; `scope` and `id` say which."""
+
+    scope: str
+    id: str
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    max_in_flight: int | None
+
+    @classmethod
+    def of(cls, row: tables.ApiKey | tables.Project | tables.Organisation) -> RateLimit:
+        scope = {"api_keys": "key", "projects": "project"}.get(row.__tablename__, "organisation")
+        id = f"{row.org_id} {row.id}" if isinstance(row, tables.Project) else str(row.id)
+        return cls(scope, id, row.requests_per_minute, row.tokens_per_minute, row.max_in_flight)
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Whoever asks. `key_id` is None for a person at the console; `user_id` for a key of the organisation itself,
+    whose role is owner: its scopes alone bound it. With `project_id` it works in that project only."""
+
+    org_id: str
+    key_id: int | None
+    user_id: str | None = None
+    project_id: str | None = None
+    role: str = "owner"
+    scopes: frozenset[str] = SCOPES
+    status: str = "active"
+    limits: tuple[RateLimit, ...] = field(default=(), compare=False)
+
+    @property
+    def urn(self) -> str:
+        return owner_urn(self.key_id) if self.key_id is not None else f"weft:user:{self.user_id}"
+
+    @property
+    def actor(self) -> str:
+        return f"user:{self.user_id}" if self.user_id is not None else f"key:{self.key_id}"
+
+    def made(self) -> ColumnElement[bool]:
+        """Of sessions: those made with this key, or by this user with any."""
+        by_key = tables.Session.key_id == self.key_id
+        return by_key if self.user_id is None else or_(by_key, tables.Session.user_id == self.user_id)
+
+    def owns(self, row: tables.Session | tables.Operation) -> bool:
+        """`made`, of one session; or of one operation."""
+        by_key = self.key_id is not None and row.key_id == self.key_id
+        return by_key or (self.user_id is not None and row.user_id == self.user_id)
+
+    @property
+    def domain(self) -> str:
+        """What it sees, by name: ids that follow from a client's retry key are unique in it."""
+        return self.org_id if self.project_id is None else f"{self.org_id} {self.project_id}"
+
+
+def principal_of(session: Session, key: tables.ApiKey | None) -> Principal | None:
+    """None without a key, and for one whose user has left the organisation."""
+    if key is None:
+        return None
+    role = "owner"
+    if key.user_id is not None:
+        membership = session.get(tables.Membership, (key.org_id, key.user_id))
+        if membership is None:
+            return None
+        role = membership.role
+    org = session.get_one(tables.Organisation, key.org_id)
+    project = session.get(tables.Project, (key.org_id, key.project_id)) if key.project_id is not None else None
+    limited = (org, project, key) if project is not None else (org, key)
+    return Principal(
+        org_id=key.org_id,
+        key_id=key.id,
+        user_id=key.user_id,
+        project_id=key.project_id,
+        role=role,
+        scopes=effective(role, key.scopes) - (BEYOND_A_PROJECT if key.project_id is not None else frozenset()),
+        status=org.status,
+        limits=tuple(RateLimit.of(row) for row in limited),
+    )

@@ -1,0 +1,67 @@
+"""Pricing and checking a plan with what the server publishes: its limits, its prices, the names in use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from weft.errors import WeftError
+from weft.plan.estimate import CostEstimate, estimate
+from weft.plan.plan import AnyDatum, Plan, PlannedSample, PlannedSave, PlannedStep, PlannedTrain, PlannedUpdate
+from weft.plan.problem import Problem
+from weft.plan.validate import validate
+from weft.rest_base import part
+from weft.transport.http import Transport
+from weft.wire.limits import LimitsResponse, PricesResponse
+from weft.wire.rest import CheckpointsListResponse
+from weft.wire.training import GetInfoResponse
+
+_STEPS = (PlannedTrain, PlannedUpdate, PlannedSample, PlannedSave)
+
+
+async def fetch_estimate(transport: Transport, plan: Plan) -> CostEstimate:
+    """Price `plan` at the rates that hold now."""
+    if plan.base_model is None:
+        raise WeftError("the plan names no base_model, on which prices depend")
+    prices, limits = await asyncio.gather(
+        transport.ask("GET", "/weft/prices", PricesResponse, params={"model": plan.base_model}),
+        transport.ask("GET", "/weft/limits", LimitsResponse),
+    )
+    return estimate(plan, prices, limits)
+
+
+async def fetch_problems(transport: Transport, plan: Plan, run_id: str | None = None) -> list[Problem]:
+    """All problems of `plan`, for the run `run_id` if it exists."""
+    limits = await transport.ask("GET", "/weft/limits", LimitsResponse)
+    names: list[str] = []
+    if run_id is not None and any(isinstance(step, PlannedSave) for step in plan.steps):
+        route = f"/training_runs/{part(run_id)}/checkpoints"
+        listed = await transport.ask("GET", route, CheckpointsListResponse)
+        names = [checkpoint.checkpoint_id for checkpoint in listed.checkpoints]
+    return validate(plan, limits, names)
+
+
+def plan_of(
+    planned: Plan | PlannedStep | Sequence[AnyDatum],
+    loss_fn: Any = "cross_entropy",
+    loss_fn_config: Mapping[str, float | str] | None = None,
+) -> Plan:
+    """A plan of whatever is planned: itself, one step, or the data of one `forward_backward`."""
+    if isinstance(planned, Plan):
+        return planned
+    if isinstance(planned, _STEPS):
+        return Plan(steps=[planned])
+    return Plan(steps=[PlannedTrain(planned, loss_fn, loss_fn_config)])
+
+
+def of_run(plan: Plan, info: GetInfoResponse) -> tuple[Plan, list[Problem]]:
+    """The plan for a run that exists, which settles base model, rank and optimizer; and what the plan has wrong."""
+    config = info.optimizer_config
+    optimizer = str(config.get("type", "adamw")) if isinstance(config, dict) else config.type
+    base_model = info.model_data.model_name or info.model_name
+    problems = []
+    if plan.base_model not in (None, base_model):
+        problems.append(Problem("base_model", "the run has another base model", base_model, plan.base_model))
+    return replace(plan, base_model=base_model, rank=info.lora_rank or plan.rank, optimizer=optimizer), problems

@@ -1,0 +1,113 @@
+"""`forward_backward_custom`: any differentiable loss of the logprobs, computed by the user with torch.
+
+The service's cross entropy is linear in its weights, L = -sum lp * w, so its gradient with w = -dC/dlp is that of C.
+Two passes, then: one forward for the logprobs, the user's loss here, and one backward with those weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weft.errors import APIResponseValidationError, WeftError
+from weft.runs.lane import Turn
+from weft.runs.run import Run
+from weft.wire.inputs import Datum
+from weft.wire.tensor import TensorData
+from weft.wire.training import ForwardBackwardOutput
+
+if TYPE_CHECKING:
+    import torch
+
+#: (data, logprobs of each datum, shaped as its target tokens) -> (loss, metrics)
+CustomLoss = Callable[[list[Datum], list["torch.Tensor"]], "tuple[torch.Tensor, dict[str, float]]"]
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """The user's loss and metrics, and the data of the second pass."""
+
+    loss: float
+    metrics: dict[str, float]
+    data: list[Datum]
+
+
+def require_torch() -> Any:
+    """torch, or an error that says what to do."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        raise ImportError("forward_backward_custom differentiates your loss with torch: pip install torch") from None
+
+
+async def run_custom(run: Run, data: Sequence[Datum], loss_fn: CustomLoss) -> ForwardBackwardOutput:
+    """Both passes, in one turn: operations called later stay behind the second."""
+    require_torch()
+    given = list(data)
+    if not given:
+        raise WeftError("forward_backward_custom needs at least one datum")
+
+    async def both(turn: Turn) -> tuple[Differentiated, list[str]]:
+        parts = run.parts([forward_datum(datum) for datum in given])
+        output = await run.fetch_parts(await run.submit_parts(turn, parts, "cross_entropy", None, True))
+        mine = await asyncio.to_thread(differentiate, given, output, loss_fn)
+        sizes = np.cumsum([len(part) for part in parts]).tolist()
+        backward = [mine.data[start:stop] for start, stop in zip([0, *sizes], sizes, strict=False)]
+        return mine, await run.submit_parts(turn, backward, "cross_entropy", None, False)
+
+    mine, ids = await run.in_turn(both)
+    return _with_metrics(await run.fetch_parts(ids), mine)
+
+
+def forward_datum(datum: Datum) -> Datum:
+    """Only the targets, and weights of the same shape, which the forward pass does not use."""
+    targets = _targets(datum)
+    shape = targets.to_numpy().shape
+    weights = datum.loss_fn_inputs.get("weights") or TensorData.from_dense(np.zeros(shape, np.float32))
+    return _replace(datum, targets, weights)
+
+
+def _targets(datum: Datum) -> TensorData:
+    targets = datum.loss_fn_inputs.get("target_tokens")
+    if targets is None:
+        raise WeftError("forward_backward_custom needs target_tokens in every datum")
+    return targets
+
+
+def _replace(datum: Datum, targets: TensorData, weights: TensorData) -> Datum:
+    inputs = {"target_tokens": targets, "weights": weights}
+    return Datum(datum.model_input, inputs, datum.model_input_spans, datum.loss_fn_input_spans)
+
+
+def differentiate(data: list[Datum], output: ForwardBackwardOutput, loss_fn: CustomLoss) -> Differentiated:
+    """Run the user's loss on the logprobs of the first pass, and make the second pass of its gradient."""
+    torch = require_torch()
+    if len(output.loss_fn_outputs) != len(data):
+        raise APIResponseValidationError(f"{len(output.loss_fn_outputs)} outputs for {len(data)} data")
+    logprobs = [result["logprobs"].to_torch().requires_grad_(True) for result in output.loss_fn_outputs]
+    with torch.enable_grad():
+        loss, metrics = loss_fn(data, logprobs)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise WeftError("a custom loss must return (loss, metrics) with a loss of one element")
+    grads = torch.autograd.grad(loss.reshape(()), logprobs, allow_unused=True)
+    weights = [
+        np.zeros(lp.shape, np.float32) if g is None else -g.numpy() for lp, g in zip(logprobs, grads, strict=True)
+    ]
+    second = [
+        _replace(datum, _targets(datum), TensorData.from_dense(weight))
+        for datum, weight in zip(data, weights, strict=True)
+    ]
+    return Differentiated(float(loss.detach()), {name: float(value) for name, value in metrics.items()}, second)
+
+
+def _with_metrics(output: ForwardBackwardOutput, mine: Differentiated) -> ForwardBackwardOutput:
+    """The server's metrics and the user's; `loss:sum` is the user's loss, the server's is `surrogate_loss:sum`."""
+    server = dict(output.metrics)
+    surrogate = server.pop("loss:sum")
+    metrics = {**server, **mine.metrics, "loss:sum": mine.loss, "surrogate_loss:sum": surrogate}
+    return ForwardBackwardOutput(output.loss_fn_output_type, output.loss_fn_outputs, metrics)

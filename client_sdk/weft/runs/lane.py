@@ -1,0 +1,67 @@
+"""The order of one run's operations.
+
+An operation is POSTed only after the one before it was answered, though not before that one is finished; numbers are
+given out as operations take their turn, so they have no gaps. An operation that the server refuses has used its number.
+One whose fate is unknown (never answered) breaks the lane: the server would wait for it forever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from weft.errors import APIStatusError, LaneBrokenError
+from weft.transport.retry import is_billing, passes_by_itself
+
+
+class Turn:
+    """The right to submit. `next_seq` numbers the operation to submit now; `answered` says that it was."""
+
+    def __init__(self, numbers: itertools.count[int]) -> None:
+        self._numbers = numbers
+        self.unanswered: int | None = None
+
+    def next_seq(self) -> int:
+        """The number of the next operation, which must be `answered` before there is another."""
+        self.unanswered = next(self._numbers)
+        return self.unanswered
+
+    def answered(self) -> None:
+        """The server has taken, or for good refused, the operation last numbered."""
+        self.unanswered = None
+
+
+class Lane:
+    """Turns, first come first served. Runs on the background loop."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._broken_by: BaseException | None = None
+
+    def break_off(self, error: BaseException) -> None:
+        """Nothing can be submitted any more."""
+        self._broken_by = error
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[Turn]:
+        """Wait for the turn. `LaneBrokenError` if an earlier operation was lost."""
+        async with self._lock:
+            if self._broken_by is not None:
+                raise LaneBrokenError(f"not sent, because {self._broken_by}") from self._broken_by
+            turn = Turn(self._numbers)
+            try:
+                yield turn
+            except BaseException as error:
+                if turn.unanswered is not None and not is_refusal(error):
+                    self.break_off(error)
+                raise
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the server has said no for good, which uses up the operation's number."""
+    if not isinstance(error, APIStatusError):
+        return False
+    return not passes_by_itself(error.status_code) and not is_billing(error.status_code)

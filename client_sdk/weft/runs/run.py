@@ -1,0 +1,136 @@
+"""One training run as seen from the background loop: submitting its operations in order and fetching results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import httpx
+import zstandard
+from pydantic import BaseModel
+
+from weft.runs.chunks import join, split
+from weft.runs.lane import Lane, Turn
+from weft.runs.session import Session
+from weft.transport.http import PROTOBUF, Call, encode, parse
+from weft.transport.poll import fetch_result
+from weft.wire.base import Request
+from weft.wire.inputs import Datum
+from weft.wire.request_codec import decode_forward_backward_output, encode_forward_backward
+from weft.wire.service import UntypedAPIFuture
+from weft.wire.training import (
+    CreateModelRequest,
+    CreateModelResponse,
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    GetInfoRequest,
+    GetInfoResponse,
+)
+from weft.wire.weights import LoadWeightsRequest, LoadWeightsResponse
+
+M = TypeVar("M", bound=BaseModel)
+R = TypeVar("R")
+
+LossConfig = dict[str, float | str] | None
+
+
+class Run:
+    """A run of `session`: `model_id` and `info` are there once it is made."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.model_id = ""
+        self.info: GetInfoResponse | None = None
+        self._lane = Lane()
+
+    async def make(self, request: Callable[[str, int], CreateModelRequest | LoadWeightsRequest]) -> None:
+        """Make the run on the server, before any of its operations. `request` is told session id and model number."""
+        async with self._lane.turn():
+            try:
+                session_id = await self.session.id()
+                number = next(self.session.model_numbers)
+                self.model_id = f"{session_id}:train:{number}"
+                await self._make(request(session_id, number))
+                body = GetInfoRequest(model_id=self.model_id).model_dump_json().encode()
+                self.info = await self.session.transport.ask("POST", "/get_info", GetInfoResponse, body)
+            except BaseException as error:
+                self._lane.break_off(error)
+                raise
+
+    async def _make(self, request: CreateModelRequest | LoadWeightsRequest) -> None:
+        transport = self.session.transport
+        if isinstance(request, CreateModelRequest):
+            future = await transport.ask("POST", "/create_model", UntypedAPIFuture, encode(request.body()))
+            made = await fetch_result(transport, future.request_id, lambda answer: parse(answer, CreateModelResponse))
+            self.model_id = made.model_id
+        else:
+            future = await transport.ask("POST", "/load_weights", UntypedAPIFuture, encode(request.body()))
+            await fetch_result(transport, future.request_id, lambda answer: parse(answer, LoadWeightsResponse))
+
+    async def in_turn(self, work: Callable[[Turn], Awaitable[R]]) -> R:
+        """Do `work` when every earlier operation was answered. It is done even if the caller stops waiting."""
+
+        async def take() -> R:
+            async with self._lane.turn() as turn:
+                return await work(turn)
+
+        return await asyncio.shield(asyncio.ensure_future(take()))
+
+    async def operate(self, path: str, request: Callable[[int], Request], answer: type[M]) -> M:
+        """One JSON operation: submit it in turn (`request` is told its number) and fetch its result."""
+
+        async def submit(turn: Turn) -> UntypedAPIFuture:
+            return await self._post(turn, Call("POST", path, encode(request(turn.next_seq()).body()), patient=True))
+
+        future = await self.in_turn(submit)
+        return await fetch_result(self.session.transport, future.request_id, lambda got: parse(got, answer))
+
+    async def forward(
+        self, data: Sequence[Datum], loss_fn: str, config: LossConfig, forward_only: bool
+    ) -> ForwardBackwardOutput:
+        """A forward or forward_backward over `data`, in as many parts as it needs."""
+
+        async def submit(turn: Turn) -> list[str]:
+            return await self.submit_parts(turn, self.parts(data), loss_fn, config, forward_only)
+
+        return await self.fetch_parts(await self.in_turn(submit))
+
+    def parts(self, data: Sequence[Datum]) -> list[list[Datum]]:
+        """`data` cut to the sizes that the server wants."""
+        config = self.session.config
+        return split(data, config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count)
+
+    async def submit_parts(
+        self, turn: Turn, parts: list[list[Datum]], loss_fn: str, config: LossConfig, forward_only: bool
+    ) -> list[str]:
+        """Submit one operation per part, one after the other; their request ids."""
+        ids = []
+        for part in parts:
+            request = ForwardBackwardRequest(
+                ForwardBackwardInput(part, loss_fn, config), self.model_id, turn.next_seq(), forward_only
+            )
+            call = await asyncio.to_thread(self._forward_call, request)
+            future = await self._post(turn, call)
+            ids.append(future.request_id)
+        return ids
+
+    def _forward_call(self, request: ForwardBackwardRequest) -> Call:
+        body, headers = encode_forward_backward(request), {}
+        if self.session.config.proto_compress_fwdbwd:
+            body, headers = zstandard.compress(body), {"Content-Encoding": "zstd"}
+        return Call("POST", "/forward_backward", body, PROTOBUF, headers=headers, patient=True)
+
+    async def fetch_parts(self, ids: list[str]) -> ForwardBackwardOutput:
+        """The joined result of all parts."""
+
+        def read(answer: httpx.Response) -> ForwardBackwardOutput:
+            return decode_forward_backward_output(answer.content)
+
+        return join(await asyncio.gather(*(fetch_result(self.session.transport, id_, read) for id_ in ids)))
+
+    async def _post(self, turn: Turn, call: Call) -> UntypedAPIFuture:
+        future = parse(await self.session.transport.send(call), UntypedAPIFuture)
+        turn.answered()
+        return future

@@ -1,0 +1,87 @@
+"""Fetching files by signed URLs, without credentials, into a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+import httpx
+
+from weft.errors import APIConnectionError, APIResponseValidationError
+from weft.transport.http import error_of
+
+TOGETHER = 4
+TRIES = 4
+
+
+async def download_files(urls: Mapping[str, str], folder: Path) -> list[Path]:
+    """Fetch every URL to its relative path below `folder`. A file is there whole or not at all."""
+    for name in urls:
+        inside = PurePosixPath(name)
+        if inside.is_absolute() or ".." in inside.parts or "\\" in name or not inside.name:
+            raise APIResponseValidationError(f"the server names a file outside of the folder: {name!r}")
+    slots = asyncio.Semaphore(TOGETHER)
+    timeout = httpx.Timeout(60.0, connect=5.0)
+    async with httpx.AsyncClient(follow_redirects=True, timeout=timeout) as http:
+
+        async def fetch(name: str, url: str) -> Path:
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            async with slots:
+                await _fetch(http, url, target)
+            return target
+
+        return list(await asyncio.gather(*(fetch(name, url) for name, url in sorted(urls.items()))))
+
+
+async def download_archive(url: str, folder: Path) -> list[Path]:
+    """Fetch a tar and unpack its files into `folder`; nothing of it can land outside."""
+    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".download.") as scratch:
+        archive = Path(scratch) / "archive.tar"
+        async with httpx.AsyncClient(follow_redirects=True, timeout=httpx.Timeout(60.0, connect=5.0)) as http:
+            await _fetch(http, url, archive)
+        return await asyncio.to_thread(_unpack, archive, folder)
+
+
+def _unpack(archive: Path, folder: Path) -> list[Path]:
+    try:
+        with tarfile.open(archive) as tar:
+            members = [member for member in tar.getmembers() if member.isfile()]
+            tar.extractall(folder, members, filter="data")
+    except tarfile.TarError as error:
+        raise APIResponseValidationError(f"the archive cannot be unpacked: {error}") from error
+    return [folder / member.name for member in members]
+
+
+async def _fetch(http: httpx.AsyncClient, url: str, target: Path) -> None:
+    """Broken connections are tried again from the start; a refusal is final."""
+    for attempt in range(TRIES):
+        try:
+            await _stream(http, url, target)
+            return
+        except (httpx.TransportError, OSError) as error:
+            if attempt == TRIES - 1 or (isinstance(error, OSError) and not isinstance(error, ConnectionError)):
+                raise APIConnectionError(f"download of {target.name}: {error or type(error).__name__}") from error
+            await asyncio.sleep(0.5 * 2**attempt)
+
+
+async def _stream(http: httpx.AsyncClient, url: str, target: Path) -> None:
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            async with http.stream("GET", url) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise error_of(response)
+                async for piece in response.aiter_bytes():
+                    file.write(piece)
+        os.chmod(name, 0o644)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise

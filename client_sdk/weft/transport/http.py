@@ -1,0 +1,213 @@
+"""HTTP to one server: pooled connections, retries by policy, typed errors. Runs on the background loop.
+
+Two pools, because long polls hold their connections for up to half a minute and must not starve submissions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from weft.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+    APITimeoutError,
+    status_error,
+)
+from weft.transport.endpoint import Endpoint
+from weft.transport.pool import Pool
+from weft.transport.retry import Attempts, RetryPolicy
+from weft.transport.tokens import Tokens, identity_of
+from weft.version import __version__
+from weft.wire.service import AuthTokenResponse
+from weft.wire.sessions import WhoamiResponse
+
+log = logging.getLogger("weft")
+
+API = "/api/v1"
+PROTOBUF = "application/x-protobuf"
+MAX_CALLS, MAX_POLLS = 64, 512
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request, as it will be sent each time. `body` is already encoded; None sends none."""
+
+    method: str
+    path: str
+    body: bytes | None = None
+    content_type: str = "application/json"
+    params: Mapping[str, Any] | None = None
+    headers: Mapping[str, str] | None = None
+    timeout_s: float = 60.0
+    #: 429 means "later" without end: operations and samples are held back while the server's queue is full.
+    patient: bool = False
+    #: Long polls have their own pool.
+    poll: bool = False
+    #: A redirect is an answer: where it points is fetched without our credential.
+    follow: bool = True
+    #: Sent with the API key itself even where tokens are used.
+    with_key: bool = False
+
+
+class Transport:
+    """All requests of one client."""
+
+    def __init__(self, endpoint: Endpoint, policy: RetryPolicy, headers: Mapping[str, str] | None = None) -> None:
+        self.endpoint = endpoint
+        self.policy = policy
+        self.poll_policy = replace(policy, budget_s=policy.outage_budget_s)
+        #: Whether the server wants tokens in place of the key; the session's configuration says so.
+        self.use_tokens = False
+        self._tokens = Tokens(self._exchange)
+        shared = {
+            "X-API-Key": endpoint.api_key,
+            "User-Agent": f"weft-python/{__version__}",
+            "x-sdk-version": __version__,
+            **(headers or {}),
+        }
+        self._calls = Pool(shared, MAX_CALLS)
+        self._polls = Pool(shared, MAX_POLLS)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._calls.close()
+        await self._polls.close()
+
+    async def once(self, call: Call) -> httpx.Response:
+        """Send once, whatever the answer. `APITimeoutError` or `APIConnectionError` if there is none."""
+        if not self.use_tokens or call.with_key:
+            return await self._once(call, {})
+        token = await self._tokens.current()
+        response = await self._once(call, {"X-API-Key": token})
+        if response.status_code != 401 or 'error="invalid_token"' not in response.headers.get("WWW-Authenticate", ""):
+            return response
+        return await self._once(call, {"X-API-Key": await self._tokens.replace(token)})
+
+    async def _exchange(self) -> str:
+        """A token for the key."""
+        return (await self.ask("POST", "/auth/token", AuthTokenResponse, b"{}", with_key=True)).jwt
+
+    async def identity(self) -> WhoamiResponse:
+        """Who the credential speaks for: what the token says that the key is exchanged for, or the key if it is one."""
+        key = self.endpoint.api_key
+        return identity_of(key if key.startswith("eyJ") else await self._tokens.current())
+
+    async def _once(self, call: Call, credential: Mapping[str, str]) -> httpx.Response:
+        headers = {"Accept": "application/json", **credential, **(call.headers or {})}
+        if call.body is not None:
+            headers["Content-Type"] = call.content_type
+        pool = self._polls if call.poll else self._calls
+        url = self.endpoint.base_url + API + call.path
+        timeout = httpx.Timeout(call.timeout_s, connect=5.0, pool=None)
+        try:
+            return await pool.request(
+                call.method,
+                url,
+                content=call.body,
+                params=call.params,
+                headers=headers,
+                timeout=timeout,
+                follow_redirects=call.follow,
+            )
+        except httpx.TimeoutException as error:
+            raise APITimeoutError(f"{call.method} {url}: no answer within {call.timeout_s:g} s") from error
+        except (httpx.TransportError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise APIConnectionError(f"{call.method} {url}: {reason}") from error
+
+    async def send(self, call: Call, policy: RetryPolicy | None = None) -> httpx.Response:
+        """Send until it is answered well, or finally refused, or the budget is spent. Resends the same bytes."""
+        key = {"X-Idempotency-Key": str(uuid.uuid4())} if call.method != "GET" else {}
+        call = replace(call, headers={**key, **(call.headers or {})})
+        attempts = Attempts(policy or self.policy, time.monotonic(), call.patient)
+        while True:
+            answer, retry_after_s = await self._attempt(call)
+            if isinstance(answer, httpx.Response):
+                return answer
+            status = answer.status_code if isinstance(answer, APIStatusError) else None
+            pause_s = attempts.pause_after(status, time.monotonic(), retry_after_s)
+            if pause_s is None:
+                raise answer
+            log.log(logging.WARNING if status == 402 else logging.DEBUG, "again in %.1f s: %s", pause_s, answer)
+            await asyncio.sleep(pause_s)
+
+    async def _attempt(self, call: Call) -> tuple[httpx.Response | APIStatusError | APIConnectionError, float | None]:
+        """A good response, or what went wrong and when the server wants to be asked again."""
+        try:
+            response = await self.once(call)
+        except APIConnectionError as error:
+            return error, None
+        if response.is_success or (response.has_redirect_location and not call.follow):
+            return response, None
+        return error_of(response), _retry_after_s(response)
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        answer: type[M],
+        body: bytes | None = None,
+        params: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> M:
+        """Send a JSON request and read its answer as `answer`."""
+        call = Call(method, path, body, params=params, **options)
+        return parse(await self.send(call), answer)
+
+    async def ask_once(self, method: str, path: str, body: bytes | None = None) -> httpx.Response:
+        """Send without retries; the typed error if the answer is not good."""
+        response = await self.once(Call(method, path, body, timeout_s=10.0))
+        if not response.is_success:
+            raise error_of(response)
+        return response
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    """JSON as bytes; NaN and infinity are refused, for JSON has none."""
+    return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+
+
+def error_of(response: httpx.Response) -> APIStatusError:
+    """The typed error of an answer that is not a success."""
+    try:
+        body: Any = response.json()
+    except ValueError:
+        body = response.text
+    return status_error(response.status_code, body, response.headers.get("x-request-id"))
+
+
+def parse(response: httpx.Response, answer: type[M]) -> M:
+    """The answer's JSON as a model; `APIResponseValidationError` if it is not one."""
+    try:
+        return answer.model_validate_json(response.content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise APIResponseValidationError(
+            f"{response.request.url.path}: unexpected answer, {where or 'body'}: {first['msg']}"
+        ) from error
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    """The server's wish in seconds, from `retry-after-ms` or `retry-after`."""
+    for header, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        value = response.headers.get(header)
+        try:
+            if value is not None:
+                return float(value) * scale
+        except ValueError:
+            continue
+    return None

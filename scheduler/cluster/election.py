@@ -1,0 +1,80 @@
+"""Which replica leads: every one would, and the lease in the database (`scheduler.cluster.fence`) decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from datetime import UTC, datetime
+
+from scheduler.cluster import fence
+from scheduler.cluster.leader import BEAT_S, Shared, Term
+
+log = logging.getLogger(__name__)
+
+
+class Leadership:
+    """Stands for election for as long as the server runs."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self.term: Term | None = None
+        self._elections: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._elections = asyncio.create_task(self._stand())
+
+    async def stop(self, drain_s: float) -> None:
+        """Let the next one lead, after what is running has ended."""
+        if self._elections is not None:
+            self._elections.cancel()
+            await asyncio.gather(self._elections, return_exceptions=True)
+        term = self.term
+        if term is None:
+            return
+        renewals = asyncio.create_task(self._renew_until_over(term))
+        try:
+            term.drain()
+            await term.drained(drain_s)
+        finally:
+            renewals.cancel()
+        await self._end(term)
+        token, now = term.token, datetime.now(UTC)
+        await self._shared.database.write(lambda session: fence.give_up(session, token, now))
+
+    async def _stand(self) -> None:
+        while True:
+            token = uuid.uuid4().hex
+            try:
+                if await self._take(token):
+                    await self._serve(Term(self._shared, token))
+            except Exception:
+                log.exception("cannot tell who leads; asking again")
+            await asyncio.sleep(BEAT_S)
+
+    async def _serve(self, term: Term) -> None:
+        log.info("this replica leads")
+        self.term = term
+        await term.begin()
+        await self._renew_until_over(term)
+        log.warning("another replica leads")
+        await self._end(term)
+
+    async def _end(self, term: Term) -> None:
+        self.term = None
+        await term.end()
+
+    async def _renew_until_over(self, term: Term) -> None:
+        """Until the lease is another's. While the database does not answer it is nobody's: nothing can be written."""
+        while not term.over.is_set():
+            try:
+                if not await self._take(term.token):
+                    return
+                term.renewed()
+            except Exception:
+                log.exception("the lease could not be renewed; trying again")
+            await asyncio.sleep(BEAT_S)
+
+    async def _take(self, token: str) -> bool:
+        now = datetime.now(UTC)
+        return await self._shared.database.write(lambda session: fence.take(session, token, now, fence.LEADS_S))

@@ -1,0 +1,219 @@
+"""The replica that leads: it owns the runs. Their lanes, the composition of passes and the trainer's desk are the same
+code as in the embedded service; what is accepted elsewhere comes in by `News`, trainers by `train_link`.
+
+A new leader rebuilds the journal of runs from the database, as a restarted server does, and its trainer rebuilds the
+runs by replay. It also looks after the shared queue: puts back what dead generators held, and queues again what the
+database knows and Redis does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import select
+
+from billing.prices import PriceList
+from scheduler.cluster import fence
+from scheduler.cluster.fence import Fenced, Superseded
+from scheduler.cluster.leading_journal import LeadingJournal
+from scheduler.cluster.policy_desk import PolicyDesk
+from scheduler.cluster.shared_journal import SharedJournal
+from scheduler.dispatch.desks import TrainerDesk
+from scheduler.journal.recovery import recover_runs
+from scheduler.links.broadcasts import Accepted, News
+from scheduler.links.contract import LIVES, FairQueue, QueueUnreachable
+from scheduler.links.messages import Done, Failure
+from scheduler.links.policies import PolicyBoard
+from scheduler.links.train_link import Joining, LeaderLink
+from scheduler.order.operations import SAMPLE, Operation, from_row
+from store import tables
+from store.blobs import Blobs
+from store.db import Database
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+#: How often the leader looks for what is accepted in the database and queued nowhere.
+RESCAN_S = 2.0
+#: Samples queued again in one look.
+RESCAN_ROWS = 2000
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a replica has in common with the others."""
+
+    url: str
+    database: Database
+    blobs: Blobs
+    prices: PriceList
+    queue: FairQueue
+    news: News
+    threads: Executor
+    journal: SharedJournal
+    pass_tokens: int
+
+
+class Term:
+    """One time of leading, from the election to its end."""
+
+    def __init__(self, shared: Shared, token: str) -> None:
+        self.token = token
+        self._shared = shared
+        self._run = shared.journal.run
+        self.database = Fenced(shared.database, token)
+        self.journal = LeadingJournal(self.database, shared.blobs, shared.prices, shared.journal.announce)
+        self.journal.meters = shared.journal.meters
+        self._board = PolicyBoard(shared.url)
+        self.desk = TrainerDesk(self.journal, shared.pass_tokens)
+        self._policies = PolicyDesk(self.journal, self._board, self._run)
+        self._joining = Joining(shared.url, token)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+        self._sure_until = 0.0
+        self.renewed()
+        self.over = asyncio.Event()
+        self._unattached = asyncio.Event()
+
+    async def begin(self) -> None:
+        recover_runs(self.journal, self.database)
+        await self._shared.journal.tell_again(await self._run(self._lately))
+        works = (self._lead, self._trainers, self._hear, self._rescan, self._expire, self._policies.tell)
+        self._tasks = [asyncio.create_task(self._keep(work)) for work in works]
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._run(self._joining.close)
+        self._board.close()
+
+    def drain(self) -> None:
+        """Have the trainer snapshot its runs; it then looks for the next leader."""
+        self._draining = True
+        self.desk.drain()
+
+    async def drained(self, within_s: float) -> None:
+        """Until the trainer has said goodbye, and everything it has sent is settled."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                if self.desk.attached:
+                    await self._unattached.wait()
+                await self.journal.flush()
+
+    async def _keep(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do `work` again and again; end the term when it finds out that another leads."""
+        while True:
+            try:
+                await work()
+            except Superseded:
+                self.over.set()
+                return
+            except QueueUnreachable:
+                await asyncio.sleep(BEAT_S)
+            except Exception:
+                log.exception("leading: trying again")
+                await asyncio.sleep(BEAT_S)
+
+    def renewed(self) -> None:
+        """The lease is ours from now on for LEADS_S."""
+        self._sure_until = asyncio.get_running_loop().time() + fence.LEADS_S
+
+    async def _lead(self) -> None:
+        """Have trainers come here, but not while another may lead already."""
+        if not self._draining and asyncio.get_running_loop().time() < self._sure_until:
+            await self._run(self._joining.lead, fence.LEADS_S)
+        await asyncio.sleep(BEAT_S)
+
+    async def _trainers(self) -> None:
+        """One trainer at a time; others that have joined stand by."""
+        name = await self._run(self._joining.next, 1.0)
+        if name is None or self._draining:
+            return
+        log.info("%s attached", name)
+        self._unattached.clear()
+        link = LeaderLink(self._shared.url, name, self._shared.blobs, self._shared.threads)
+        try:
+            await self.desk.serve(link)  # type: ignore[arg-type]
+        finally:
+            link.close()
+            self._unattached.set()
+        log.info("%s is gone", name)
+
+    async def _hear(self) -> None:
+        note = await self._run(self._shared.news.next_accepted, 1.0)
+        if note is not None and note.closed_run:
+            self.journal.close_run(note.closed_run)
+        elif note is not None:
+            await self._take_in([note])
+
+    async def _take_in(self, notes: list[Accepted]) -> None:
+        closed: list[Operation] = []
+        with self.database.read() as session:
+            for note in notes:
+                row = session.get(tables.Operation, note.op_id)
+                if row is not None and row.kind != SAMPLE and (op := self.journal.take_in(session, row)) is not None:
+                    closed.append(op)
+        for op in closed:
+            failure = Failure(f"run {op.lane} was closed before this operation reached it", "user")
+            await self._shared.journal.end(op, Done(op.id, failure=failure))
+
+    async def _rescan(self) -> None:
+        """What the database knows, and nobody told."""
+        missing, samples, closed = await self._run(self._look)
+        await self._take_in([Accepted(op_id) for op_id in missing])
+        for run_id in closed:
+            self.journal.close_run(run_id)
+        if samples:
+            known = await self._run(self._shared.queue.known, [op.id for op in samples])
+            await self._shared.journal.push([op for op in samples if op.id not in known])
+        await asyncio.sleep(RESCAN_S)
+
+    def _lately(self) -> list[tables.Operation]:
+        """What the one before may have settled without telling."""
+        row, since = tables.Operation, datetime.now(UTC) - 2 * timedelta(seconds=fence.LEADS_S) - timedelta(seconds=10)
+        with self.database.read() as session:
+            return list(session.scalars(select(row).where(row.finished_at > since).limit(RESCAN_ROWS)))
+
+    def _look(self) -> tuple[list[str], list[Operation], list[str]]:
+        """Operations of runs that may not have arrived, queued samples, and runs whose session has ended."""
+        row, run, owner = tables.Operation, tables.Run, tables.Session
+        gaps = self.journal.gaps()
+        lanes = dict(self.journal.runs)
+        with self.database.read() as session:
+            queued = select(row.id).where(row.state == "queued", row.kind != SAMPLE)
+            missing = list(session.scalars(queued.order_by(row.lane, row.seq)))
+            for lane, seq in gaps:
+                refused = select(row.id).where(row.lane == lane, row.seq == seq, row.state == "failed")
+                missing += session.scalars(refused)
+            waiting = select(row).where(row.state == "queued", row.kind == SAMPLE).order_by(row.accepted_at)
+            samples = [from_row(found) for found in session.scalars(waiting.limit(RESCAN_ROWS))]
+            over = select(run.id).join(owner, owner.id == run.session_id)
+            ended = session.scalars(over.where(run.state == "live", owner.state != "active"))
+            closed = [run_id for run_id in ended if run_id in lanes and not lanes[run_id].closing]
+        return missing, samples, closed
+
+    async def _expire(self) -> None:
+        expired = await self._run(self._shared.queue.expire)
+        if expired.back or expired.given_up:
+            await self._run(self._shared.news.count, {"lost": 1})
+            log.warning("%d samples were in the hands of a generator that is gone", len(expired.back))
+        gave_up = f"the generator stopped {LIVES} times while it ran this operation; it was given up and is not billed"
+        for op_id in expired.given_up:
+            await self._fail(op_id, Failure(gave_up))
+        for op_id, reasons in expired.declined:
+            await self._fail(op_id, Failure("; ".join(reasons), "user"))
+        await asyncio.sleep(BEAT_S)
+
+    async def _fail(self, op_id: str, failure: Failure) -> None:
+        op = await self._run(self._shared.journal.queued_row, op_id)
+        if op is not None:
+            await self._shared.journal.end(op, Done(op_id, failure=failure))
+        await self._run(self._shared.queue.forget, op_id)

@@ -1,0 +1,72 @@
+"""The leader's end of what moves policies over Redis (`scheduler.links.policies`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from scheduler.journal.journal import Journal
+from scheduler.links.messages import PolicyMoved
+from scheduler.links.policies import PolicyBoard
+from scheduler.order.operations import Operation
+
+#: The leader looks this often whether Redis has lost something.
+LOOK_AGAIN_S = 2.0
+
+
+class PolicyDesk:
+    """The leader's end: a desk of its journal. `run` calls what blocks."""
+
+    worker = "generator"
+    attached = True
+
+    def __init__(self, journal: Journal, board: PolicyBoard, run: Callable[..., Awaitable[Any]]) -> None:
+        self._journal, self._board, self._run = journal, board, run
+        self._versions: dict[str, tuple[int, int]] = {}  # by run: (operation, version)
+        self._weights: dict[str, tuple[int, str]] = {}  # by run: (operation, what inflight samplers are on)
+        self._untold: set[str] = set()
+        self._moves = asyncio.Event()
+        journal.desks.append(self)
+
+    def wake(self) -> None:
+        """Generators come to the shared queue by themselves."""
+
+    def cancel(self, op: Operation) -> None:
+        """Replicas cancel samples."""
+
+    def policy_moved(self, moved: PolicyMoved) -> None:
+        """Two operations of a run may be settled in either order: the later one counts."""
+        run_id, none = moved.run_id, (-1, 0)
+        self._versions[run_id] = max(self._versions.get(run_id, none), (moved.seq, moved.version))
+        if moved.adapter_ref:
+            self._weights[run_id] = max(self._weights.get(run_id, (-1, "")), (moved.seq, moved.adapter_ref))
+        self._untold.add(run_id)
+        self._moves.set()
+
+    async def tell(self) -> None:
+        """Tell what has moved, when it has; now and then, what Redis does not know."""
+        try:
+            await asyncio.wait_for(self._moves.wait(), LOOK_AGAIN_S)
+        except TimeoutError:
+            await self._look()
+        self._moves.clear()
+        while self._untold:
+            moved = self._newest(next(iter(self._untold)))
+            await self._run(self._board.tell, moved)
+            if moved == self._newest(moved.run_id):
+                self._untold.discard(moved.run_id)
+
+    async def _look(self) -> None:
+        if over := self._versions.keys() - self._journal.runs.keys():
+            await self._run(self._board.forget, over)
+            for run_id in over:
+                del self._versions[run_id]
+                self._weights.pop(run_id, None)
+                self._untold.discard(run_id)
+        known = await self._run(self._board.known, list(self._versions))
+        self._untold |= {run_id for run_id in self._versions if known.get(run_id) != self._newest(run_id)}
+
+    def _newest(self, run_id: str) -> PolicyMoved:
+        seq, version = self._versions[run_id]
+        return PolicyMoved(run_id, version, self._weights.get(run_id, (-1, ""))[1], seq)

@@ -1,0 +1,346 @@
+"""The journal as each of several API replicas has it.
+
+A replica accepts operations, which the database makes durable, and tells how they ended, which the database knows.
+Samples go through the shared queue: generators lease them, and whichever replica comes first settles their answers. The
+operations of runs go to the replica that leads (`scheduler.cluster.leader`). What Redis carries may be lost at any
+time: the leader finds in the database what is accepted and queued nowhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+import msgspec
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from billing.prices import PriceList
+from scheduler.cluster.completions import SharedCompletions
+from scheduler.cluster.shared_limits import BacklogBoard, SharedBacklog, SharedInFlight
+from scheduler.dispatch.replicas import needed, samples_of
+from scheduler.journal.completions import Completion, Target
+from scheduler.journal.journal import Journal
+from scheduler.journal.samplers import Samplers
+from scheduler.links.broadcasts import Accepted, Ended, News
+from scheduler.links.contract import FairQueue, Item, QueueUnreachable
+from scheduler.links.messages import Done, Failure, OpKind, SampleOp
+from scheduler.order.operations import (
+    INTERACTIVE,
+    SAMPLE,
+    Draining,
+    Gone,
+    NewOperation,
+    Operation,
+    Outcome,
+    RunClosed,
+    Waiting,
+    from_row,
+)
+from store import tables
+from store.blobs import Blobs
+from store.db import Database
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+#: Whoever waits for an outcome looks into the database this often, should the news of it have been lost.
+LOOK_AGAIN_S = 5.0
+#: How often replicas tell each other what they have queued.
+EXCHANGE_S = 1.0
+#: An operation that has waited for so long keeps its session alive no more.
+WORKING = timedelta(hours=24)
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass
+class _Waiters:
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    count: int = 0
+
+
+class SharedJournal(Journal):
+    """Blocking calls go to `threads`. `name` is this replica's. `waiting_of` says what an operation waits for, on the
+    replica that leads."""
+
+    def __init__(
+        self,
+        database: Database,
+        blobs: Blobs,
+        prices: PriceList,
+        max_queued_per_org: int,
+        max_queued_bytes_per_org: int,
+        *,
+        name: str,
+        queue: FairQueue,
+        news: News,
+        board: BacklogBoard,
+        threads: Executor,
+        waiting_of: Callable[[str], Waiting | None],
+    ) -> None:
+        super().__init__(database, blobs, prices, max_queued_per_org, max_queued_bytes_per_org)
+        self.completions: SharedCompletions = SharedCompletions(news.reserve)
+        self.in_flight = SharedInFlight(database)
+        self.samplers = Samplers(database, runs_move_elsewhere=True)
+        self._backlog: SharedBacklog = SharedBacklog(max_queued_per_org, max_queued_bytes_per_org)
+        self.reachable: Callable[[], bool] = lambda: True  # Redis, as far as this replica knows
+        self.generators: dict[str, float] = {}  # counts over all generators, as they were lately
+        self._name, self._queue, self._news, self._threads = name, queue, news, threads
+        self._waiting_of = waiting_of
+        self._board = board
+        self._waiters: dict[str, _Waiters] = {}
+
+    # ---- accepting
+
+    def _admit(self, new: NewOperation) -> None:
+        if self.draining:
+            raise Draining("the server is restarting; another one takes it")
+        if not self.reachable():
+            raise Draining("the queue cannot be reached: nothing new is accepted until it is back; results can be had")
+        self._room.check()
+        if new.kind not in (SAMPLE, OpKind.CREATE) and not self._open_run(new.lane):
+            raise RunClosed(f"run {new.lane} is closed: its session has ended, or it is a copy of weights")
+        self._backlog.take(new.org_id, len(new.body))
+
+    def _open_run(self, run_id: str) -> bool:
+        owner = tables.Session
+        query = select(tables.Run.state, owner.state).join(owner, owner.id == tables.Run.session_id)
+        with self._database.read() as session:
+            states = session.execute(query.where(tables.Run.id == run_id)).one_or_none()
+        return states is not None and tuple(states) == ("live", "active")
+
+    def _adopt(self, request_id: str) -> None:
+        """The leader finds it."""
+
+    def _enqueue(self, op: Operation) -> None:
+        self._open[op.id] = op
+        self.in_flight.add(op)
+        self.in_background(self._hand_over(op))
+
+    def _refuse(self, op: Operation, why: str) -> None:
+        super()._refuse(op, why)
+        self.in_background(self._tell(Accepted(op.id)))
+
+    async def _hand_over(self, op: Operation) -> None:
+        if op.kind == SAMPLE:
+            await self.push([op])
+        else:
+            await self._tell(Accepted(op.id))
+
+    async def push(self, ops: Sequence[Operation]) -> None:
+        """Put samples into the shared queue, which knows those that are there already."""
+        for op in ops:
+            op.charged = self._charges.expected(op)
+            sampler = self.samplers.facts(op.lane)
+            send = SampleOp(
+                op.id,
+                op.base_model,
+                op.body_ref,
+                samples_of(op),
+                sampler.adapter_ref,
+                op.session_id,
+                op.org_id,
+                run_id=sampler.run_id or "",
+                inflight=sampler.inflight,
+                priority=int(op.plan.get("priority", INTERACTIVE) == INTERACTIVE),
+                body_sha256=op.body_sha256,
+            )
+            weight, needs = self._charges.weight(op.org_id), needed(op, sampler)
+            item = Item(op.id, op.path, op.charged, _encode(send), samples_of(op), weight, needs)
+            await self.reach(self._queue.push, item)
+
+    async def _tell(self, note: Accepted) -> None:
+        await self.reach(self._news.accepted, note)
+
+    async def reach(self, call: Callable[..., T], *arguments: Any) -> T | None:
+        """Call a carrier. When it cannot be reached, nothing is lost: the leader looks into the database."""
+        try:
+            return await self.run(call, *arguments)
+        except QueueUnreachable as error:
+            log.warning("%s", error)
+            return None
+
+    async def run(self, call: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*arguments))
+
+    # ---- waiting
+
+    async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | Gone | None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        waiters = self._waiters.setdefault(request_id, _Waiters())
+        waiters.count += 1
+        try:
+            while True:
+                waiters.news.clear()
+                found = await self.run(self._look, org_id, request_id)
+                if not isinstance(found, Operation):
+                    return found
+                left = deadline - loop.time()
+                if left <= 0:
+                    return await self._why(found)
+                try:
+                    await asyncio.wait_for(waiters.news.wait(), min(left, LOOK_AGAIN_S))
+                except TimeoutError:
+                    continue
+        finally:
+            waiters.count -= 1
+            if not waiters.count:
+                self._waiters.pop(request_id, None)
+
+    def _look(self, org_id: str, request_id: str) -> Operation | Outcome | Gone | None:
+        with self._database.read() as session:
+            row = session.get(tables.Operation, request_id)
+        if row is None or row.org_id != org_id:
+            return None
+        return from_row(row) if row.state == "queued" else self.answers.stored(org_id, request_id)
+
+    async def _why(self, op: Operation) -> Waiting:
+        if not self.reachable():
+            return Waiting("active", "the queue cannot be reached; the operation is kept")
+        if op.kind != SAMPLE:
+            return self._waiting_of(op.id) or Waiting("active", "waiting for the trainer")
+        if await self.reach(self._queue.holder, op.id) is not None:
+            return Waiting("active", "running")
+        ahead = await self.reach(self._queue.ahead, op.id)
+        place = f"; about {ahead} pieces of work are ahead of it in fair order" if ahead else ""
+        return Waiting("active", f"waiting for a generator{place}")
+
+    # ---- news
+
+    def heard(self, news: Ended, stamp: int) -> None:
+        """An operation has ended, on whichever replica."""
+        op = self._open.get(news.op_id)
+        if op is not None and not op.settling:
+            self._let_go(op)
+        waiters = self._waiters.get(news.op_id)
+        if waiters is not None:
+            waiters.news.set()
+        if news.kind == SAMPLE:
+            target = Target.of(news.org_id, news.lane, news.seq)
+            self.completions.heard(target, Completion(news.op_id, news.size_bytes), stamp)
+
+    def missed(self) -> None:
+        """Some news may have been lost: everybody looks into the database again."""
+        self.completions.clear()
+        for waiters in self._waiters.values():
+            waiters.news.set()
+
+    async def look_after(self) -> None:
+        """For as long as the server runs: tell again what was accepted here and has ended; its news may be lost."""
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            try:
+                known = [op.id for op in self._open.values() if not op.settling]
+                await self.tell_again(await self.run(self._ended_of, known))
+                self.generators = await self.reach(self._news.generators) or self.generators
+            except Exception:
+                log.exception("cannot see what has ended; looking again")
+
+    async def tell_again(self, rows: Sequence[tables.Operation]) -> None:
+        for row in rows:
+            size = self._size(row.result_ref) if row.state == "done" else None
+            await self.reach(self._news.ended, Ended(row.id, row.org_id, row.lane, row.seq, row.kind, size))
+
+    async def exchange_backlogs(self) -> None:
+        """For as long as the server runs: limits hold for all replicas together."""
+        while True:
+            others = await self.reach(self._board.exchange, self._name, self._backlog.own())
+            if others is not None:
+                self._backlog.hear(others)
+            await asyncio.sleep(EXCHANGE_S)
+
+    def _ended_of(self, op_ids: list[str]) -> list[tables.Operation]:
+        row, ended = tables.Operation, list[tables.Operation]()
+        with self._database.read() as session:
+            for start in range(0, len(op_ids), 500):
+                chosen = row.id.in_(op_ids[start : start + 500])
+                ended += session.scalars(select(row).where(chosen, row.state != "queued"))
+        return ended
+
+    def _size(self, ref: str | None) -> int | None:
+        return self._blobs.size_bytes(ref) if ref and self._blobs.exists(ref) else None
+
+    def _let_go(self, op: Operation) -> None:
+        """It has ended elsewhere."""
+        if self._open.pop(op.id, None) is not None:
+            self.in_flight.remove(op)
+        self._backlog.release(op.org_id, op.body_bytes)
+        self._intake.forget(op)
+        op.finished.set()
+
+    # ---- finishing samples
+
+    def queued_row(self, op_id: str) -> Operation | None:
+        with self._database.read() as session:
+            row = session.get(tables.Operation, op_id)
+        return from_row(row) if row is not None and row.state == "queued" else None
+
+    async def end(self, op: Operation, done: Done) -> None:
+        """Settle an operation that no journal of this process has in hand."""
+        known = self._open.get(op.id)
+        if known is not None and known.settling:
+            return
+        if known is None:
+            self._open[op.id] = known = op
+            self._backlog.add(op.org_id, op.body_bytes)
+            self.in_flight.add(op)
+        known.charged, known.timings, known.settling = op.charged, op.timings, True
+        known.timings.done(datetime.now(UTC))
+        await self._settle(known, done)
+        if known.outcome is None:  # it had ended before
+            self._let_go(known)
+
+    def corrected(self, op: Operation, done: Done) -> int:
+        """The tokens that a sample has used beyond what it was charged; fewer, if negative."""
+        return self._charges.ended(op, done.facts)
+
+    def _close(self, op: Operation, freed: list[str]) -> None:
+        super()._close(op, freed)
+        self.in_background(self.announce(op))
+
+    async def announce(self, op: Operation) -> None:
+        """Tell every replica that `op` has its outcome."""
+        size = len(op.outcome.payload) if op.outcome is not None and op.outcome.error is None else None
+        await self.reach(self._news.ended, Ended(op.id, op.org_id, op.lane, op.seq, str(op.kind), size))
+
+    # ---- what the front asks for
+
+    def cancel(self, org_id: str, request_id: str) -> bool:
+        op = self.queued_row(request_id)
+        if op is None or op.org_id != org_id or op.kind != SAMPLE:
+            return False
+        self.in_background(self._cancel(op))
+        return True
+
+    async def _cancel(self, op: Operation) -> None:
+        if await self.reach(self._queue.remove, op.id):
+            await self.end(op, Done(op.id, failure=Failure("cancelled before it started", "user")))
+        elif (worker := await self.reach(self._queue.holder, op.id)) is not None:
+            await self.reach(self._news.cancel, worker, op.id)
+
+    def close_run(self, run_id: str) -> None:
+        self.in_background(self._tell(Accepted(closed_run=run_id)))
+
+    def working_sessions(self) -> set[str]:
+        row = tables.Operation
+        recent = row.accepted_at > datetime.now(UTC) - WORKING
+        with self._database.read() as session:
+            return set(session.scalars(select(row.session_id).where(row.state == "queued", recent).distinct()))
+
+    def queue_lengths(self) -> dict[str, int]:
+        row = tables.Operation
+
+        def count(session: Session) -> dict[str, int]:
+            queued = session.scalar(select(func.count()).where(row.state == "queued")) or 0
+            runs = session.scalar(select(func.count()).where(tables.Run.state == "live")) or 0
+            return {"open": queued, "running": 0, "runs": runs}
+
+        with self._database.read() as session:
+            return count(session)

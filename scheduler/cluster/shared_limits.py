@@ -1,0 +1,118 @@
+"""What is queued and in flight on all replicas together, as each of them counts it when it lets something in.
+
+In flight is asked of the database, which is exact: an operation of a run that is in flight anywhere is always let in,
+or what a run waits for could be kept out by what waits behind it. The backlog, of which bytes are in no table, is what
+every replica says of its own in Redis, about once a second: meanwhile all can let in as much as the limit leaves. What
+a replica says is forgotten when it is silent, so a crash leaks nothing; what it had accepted counts no more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from sqlalchemy import ColumnElement, and_, case, distinct, func, select
+
+from scheduler.journal.backlog import Backlog
+from scheduler.journal.in_flight import InFlight, Work
+from scheduler.links.redis_clients import pooled
+from scheduler.links.redis_queue import reaching
+from scheduler.order.operations import SAMPLE
+from store import tables
+from store.db import Database
+
+_KEY = "{weft:backlogs}"
+#: A replica that has said nothing for so long is gone.
+SILENT_S = 10
+
+#: Stores ARGV[2] as what replica ARGV[1] says, and returns what others have said in the last ARGV[3] seconds.
+_EXCHANGE = """
+local now, others = tonumber(redis.call("TIME")[1]), {}
+redis.call("HSET", KEYS[1], ARGV[1], now .. " " .. ARGV[2])
+local all = redis.call("HGETALL", KEYS[1])
+for i = 1, #all, 2 do
+  local at, said = string.match(all[i + 1], "^(%d+) (.*)$")
+  if now - tonumber(at) > tonumber(ARGV[3]) then
+    redis.call("HDEL", KEYS[1], all[i])
+  elseif all[i] ~= ARGV[1] then
+    others[#others + 1] = said
+  end
+end
+return others
+"""
+
+_row = tables.Operation
+
+
+class SharedBacklog(Backlog):
+    def __init__(self, max_ops: int, max_bytes: int) -> None:
+        super().__init__(max_ops, max_bytes)
+        self._others_ops: Counter[str] = Counter()
+        self._others_bytes: Counter[str] = Counter()
+
+    def of(self, org_id: str) -> tuple[int, int]:
+        ops, held = super().of(org_id)
+        return ops + self._others_ops[org_id], held + self._others_bytes[org_id]
+
+    def own(self) -> dict[str, tuple[int, int]]:
+        return {org_id: super(SharedBacklog, self).of(org_id) for org_id in self._ops}
+
+    def hear(self, others: list[dict[str, tuple[int, int]]]) -> None:
+        """What the other replicas have, all of them."""
+        self._others_ops, self._others_bytes = Counter(), Counter()
+        for said in others:
+            for org_id, (ops, held) in said.items():
+                self._others_ops[org_id] += ops
+                self._others_bytes[org_id] += held
+
+
+class BacklogBoard:
+    """Where replicas say what they have. Callable from any thread; raises QueueUnreachable."""
+
+    def __init__(self, url: str) -> None:
+        self._redis = pooled(url)
+        self._exchange = self._redis.register_script(_EXCHANGE)
+
+    def exchange(self, replica: str, own: dict[str, tuple[int, int]]) -> list[dict[str, tuple[int, int]]]:
+        """Say what this replica has; what the others say."""
+        with reaching():
+            return [json.loads(said) for said in self._exchange([_KEY], [replica, json.dumps(own), SILENT_S])]
+
+    def leave(self, replica: str) -> None:
+        with reaching():
+            self._redis.hdel(_KEY, replica)
+
+    def close(self) -> None:
+        self._redis.close()
+
+
+class SharedInFlight(InFlight):
+    """Of all replicas: what the database has, or what is only being accepted here."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__()
+        self._database = database
+
+    def count(self, scope: str, id: str) -> int:
+        unit = case((_row.kind == SAMPLE, _row.id), else_=_row.lane)
+        query = select(func.count(distinct(unit))).where(_row.state == "queued", _owner(scope, id))
+        with self._database.read() as session:
+            return max(super().count(scope, id), session.scalar(query) or 0)
+
+    def has(self, scope: str, id: str, work: Work) -> bool:
+        if super().has(scope, id, work) or work.kind == SAMPLE:
+            return super().has(scope, id, work)
+        same = and_(_row.lane == work.lane, _row.kind != SAMPLE)
+        query = select(_row.id).where(_row.state == "queued", same, _owner(scope, id)).limit(1)
+        with self._database.read() as session:
+            return session.scalar(query) is not None
+
+
+def _owner(scope: str, id: str) -> ColumnElement[bool]:
+    """The operations that count for `scope` `id` (`scheduler.journal.in_flight`)."""
+    if scope == "key":
+        return _row.key_id == int(id)
+    if scope == "project":
+        org_id, _, project_id = id.partition(" ")
+        return and_(_row.org_id == org_id, _row.project_id == project_id)
+    return _row.org_id == id

@@ -1,0 +1,240 @@
+"""The fair queue in one process: `scheduler.order.fair` with leases. Safe from any thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from scheduler.dispatch.roster import Roster
+from scheduler.links.contract import LEFT_S, LIVES, MAX_ASIDE, Answered, Expired, Item, Lease, Path
+from scheduler.order.fair import FairTree
+
+#: Whoever has taken an answer and did not forget it for so long is taken for dead.
+TAKEN_S = 15.0
+
+
+@dataclass
+class _Held:
+    """What is known of an item."""
+
+    item: Item
+    attempts: int = 0
+    worker: str | None = None
+    epoch: int = 0
+    leased_at: float = 0.0
+    result: bytes | None = None
+    taken_until: float = 0.0
+    declined: dict[str, str] = field(default_factory=dict)  # worker: why
+    left_to: str | None = None  # while it is set aside for one worker
+    left_until: float = 0.0
+
+    @property
+    def slots(self) -> int:
+        return max(1, self.item.slots)
+
+
+class LocalQueue:
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._tree: FairTree[str] = FairTree()
+        self._items: dict[str, _Held] = {}
+        self._roster = Roster()
+        self._aside: dict[str, list[str]] = {}  # by model
+        self._given_up: set[str] = set()
+        self._epochs = 0
+        self._news = threading.Condition()
+
+    def push(self, item: Item) -> bool:
+        with self._news:
+            if item.id in self._items:
+                return False
+            self._items[item.id] = _Held(item)
+            self._queue(item)
+            return True
+
+    def correct(self, path: Path, tokens: int) -> None:
+        with self._news:
+            self._tree.correct(path, tokens)
+
+    def peek(self, prefix: Path = ()) -> str | None:
+        with self._news:
+            found = self._tree.peek(prefix)
+            return found[0] if found is not None else None
+
+    def remove(self, item_id: str) -> bool:
+        with self._news:
+            if not self._queued(item_id):
+                return False
+            self._withdraw(item_id)
+            del self._items[item_id]
+            return True
+
+    def ahead(self, item_id: str) -> int | None:
+        with self._news:
+            if not self._queued(item_id) or self._is_aside(item_id):
+                return None
+            return self._tree.ahead(self._items[item_id].item.path, lambda other: other == item_id)
+
+    def lease(self, worker: str, models: Sequence[str], slots: int, ttl_s: float) -> list[Lease]:
+        with self._news:
+            self._roster.sign(worker, self._clock() + ttl_s, models)
+            if slots == 0:
+                return []
+            self._roster.comes(worker, self._busy(worker), slots)
+            leases: list[Lease] = []
+            while slots > 0 and (found := self._next_for(worker, models)) is not None:
+                held, fresh = found
+                other = self._better_for(held, worker) if fresh else None
+                if other is not None:
+                    self._leave_to(other, held)
+                    continue
+                self._epochs += 1
+                held.worker, held.epoch, held.leased_at = worker, self._epochs, self._clock()
+                self._roster.holds(worker, held.item.adapter)
+                self._roster.fills(worker, held.slots)
+                slots -= held.slots
+                leases.append(Lease(held.item.id, held.item.path, held.item.body, held.epoch))
+            return leases
+
+    def _next_for(self, worker: str, models: Sequence[str]) -> tuple[_Held, bool] | None:
+        """What is set aside goes first. Says also whether it comes from the tree."""
+        for model in models:
+            for item_id in self._aside.get(model, [])[:MAX_ASIDE]:
+                held = self._items[item_id]
+                free = held.left_to in (None, worker) or held.left_until < self._clock()
+                if free and worker not in held.declined:
+                    self._withdraw(item_id)
+                    return held, False
+        served = [model for model in models if len(self._aside.get(model, [])) < MAX_ASIDE]
+        fairest = next((model for model in self._tree.children() if model in served), None)
+        turn = self._tree.pop((fairest,)) if fairest is not None else None
+        return (self._items[turn], True) if turn is not None else None
+
+    def _better_for(self, held: _Held, worker: str) -> str | None:
+        return self._roster.better_for(held.item.adapter, held.item.path[0], worker, held.declined)
+
+    def _leave_to(self, worker: str, held: _Held) -> None:
+        held.left_to, held.left_until = worker, self._clock() + LEFT_S
+        self._aside.setdefault(held.item.path[0], []).append(held.item.id)
+        self._roster.fills(worker, held.slots)
+
+    def renew(self, worker: str, ttl_s: float) -> bool:
+        with self._news:
+            return self._roster.sign(worker, self._clock() + ttl_s)
+
+    def holder(self, item_id: str) -> str | None:
+        with self._news:
+            held = self._items.get(item_id)
+            return held.worker if held is not None else None
+
+    def answer(self, item_id: str, epoch: int, result: bytes) -> bool:
+        with self._news:
+            held = self._items.get(item_id)
+            if held is None or held.worker is None or held.epoch != epoch:
+                return False
+            held.worker, held.result = None, result
+            self._news.notify()
+            return True
+
+    def lose(self, item_id: str, epoch: int) -> bool:
+        with self._news:
+            held = self._items.get(item_id)
+            if held is None or held.worker is None or held.epoch != epoch:
+                return False
+            self._lose(held)
+            return True
+
+    def decline(self, item_id: str, epoch: int, why: str) -> list[str] | None:
+        with self._news:
+            held = self._items.get(item_id)
+            if held is None or held.worker is None or held.epoch != epoch:
+                return None
+            held.declined[held.worker] = why
+            if not self._able(item_id)[0]:
+                return sorted(set(held.declined.values()))
+            held.worker = None
+            self._aside.setdefault(held.item.path[0], []).append(item_id)
+            return []
+
+    def answered(self, consumer: str, timeout_s: float) -> list[Answered]:
+        with self._news:
+            self._news.wait_for(self._waiting, timeout_s)
+            found = []
+            for item_id in self._waiting():
+                held = self._items[item_id]
+                held.taken_until = self._clock() + TAKEN_S
+                found.append(Answered(item_id, held.result or b"", held.item.cost, held.leased_at, item_id))
+            return found
+
+    def forget(self, item_id: str, receipt: str = "") -> None:
+        with self._news:
+            if self._queued(item_id):
+                self._withdraw(item_id)
+            self._items.pop(item_id, None)
+            self._given_up.discard(item_id)
+
+    def expire(self) -> Expired:
+        with self._news:
+            expired = Expired()
+            for worker in self._roster.gone(self._clock()):
+                self._release(worker, expired)
+            expired.given_up.extend(sorted(self._given_up))
+            for item_id in sorted(item_id for ids in self._aside.values() for item_id in ids):
+                if self._able(item_id) == (False, True):
+                    expired.declined.append((item_id, sorted(set(self._items[item_id].declined.values()))))
+            return expired
+
+    def known(self, item_ids: Sequence[str]) -> set[str]:
+        with self._news:
+            return {item_id for item_id in item_ids if item_id in self._items}
+
+    def _release(self, worker: str, expired: Expired) -> None:
+        for held in sorted((h for h in self._items.values() if h.worker == worker), key=lambda h: h.epoch):
+            if self._lose(held):
+                expired.back.append(held.item.id)
+
+    def _lose(self, held: _Held) -> bool:
+        """Its holder has died over an item. Whether it is queued again."""
+        held.worker = None
+        held.attempts += 1
+        if held.attempts >= LIVES:
+            held.epoch = -1
+            self._given_up.add(held.item.id)
+            return False
+        self._tree.correct(held.item.path, -held.item.cost)
+        self._queue(held.item)
+        return True
+
+    def _busy(self, worker: str) -> int:
+        return sum(held.slots for held in self._items.values() if held.worker == worker)
+
+    def _able(self, item_id: str) -> tuple[bool, bool]:
+        """Whether a worker is there that may serve an item; and whether one is there at all."""
+        held = self._items[item_id]
+        there = self._roster.serving(held.item.path[0])
+        return any(worker not in held.declined for worker in there), bool(there)
+
+    def _is_aside(self, item_id: str) -> bool:
+        return item_id in self._aside.get(self._items[item_id].item.path[0], [])
+
+    def _withdraw(self, item_id: str) -> None:
+        """An item that is in nobody's hands leaves the place where it waits."""
+        path = self._items[item_id].item.path
+        if self._is_aside(item_id):
+            self._items[item_id].left_to = None
+            self._aside[path[0]].remove(item_id)
+        else:
+            self._tree.discard(path, item_id)
+
+    def _queue(self, item: Item) -> None:
+        self._tree.push(item.path, item.id, item.cost, weight=item.weight)
+
+    def _queued(self, item_id: str) -> bool:
+        held = self._items.get(item_id)
+        return held is not None and held.worker is None and held.result is None and held.epoch >= 0
+
+    def _waiting(self) -> list[str]:
+        now = self._clock()
+        return [i for i, held in self._items.items() if held.result is not None and held.taken_until <= now]

@@ -1,0 +1,75 @@
+"""The workers of a fair queue in one process: who is there, what they hold, and which of them an item is left to.
+
+Pure state, no clock, no lock. `roster.lua` keeps the same in Redis.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from scheduler.dispatch.replicas import HEAD_START, fullness, remember
+
+
+@dataclass
+class Worker:
+    """`slots` it had when it last came; `room` of them are free: what it had, less what is left to it since."""
+
+    deadline: float = 0.0
+    models: frozenset[str] = frozenset()
+    slots: int = 0
+    room: int = 0
+    holds: OrderedDict[str, str] = field(default_factory=OrderedDict)  # adapters, the latest last
+
+
+class Roster:
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+
+    def sign(self, name: str, deadline: float, models: Sequence[str] | None = None) -> bool:
+        """A sign of life. False when it is of nobody who is known, and says no models."""
+        if models is not None:
+            self._workers.setdefault(name, Worker()).models = frozenset(models)
+        elif name not in self._workers:
+            return False
+        self._workers[name].deadline = deadline
+        return True
+
+    def comes(self, name: str, busy: int, free: int) -> None:
+        """A worker asks for work."""
+        self._workers[name].slots, self._workers[name].room = busy + free, free
+
+    def fills(self, name: str, slots: int) -> None:
+        """So many of its slots are not free any more."""
+        self._workers[name].room -= slots
+
+    def holds(self, name: str, adapter: str) -> None:
+        if adapter:
+            remember(self._workers[name].holds, adapter, "")
+
+    def gone(self, now: float) -> list[str]:
+        """Forget those whose deadline has passed, the most silent first."""
+        late = sorted((w.deadline, name) for name, w in self._workers.items() if w.deadline < now)
+        for _, name in late:
+            del self._workers[name]
+        return [name for _, name in late]
+
+    def serving(self, model: str) -> list[str]:
+        return sorted(name for name, worker in self._workers.items() if model in worker.models)
+
+    def better_for(self, adapter: str, model: str, name: str, never: Iterable[str]) -> str | None:
+        """Which of the others, but none of `never`, holds `adapter`, where `name` does not, has room and is not much
+        fuller: the emptiest."""
+        asks = self._workers[name]
+        if not adapter or adapter in asks.holds:
+            return None
+        others = {other: self._workers[other] for other in self.serving(model) if other not in {name, *never}}
+        full = {
+            other: fullness(worker.room, worker.slots)
+            for other, worker in others.items()
+            if worker.room > 0 and adapter in worker.holds
+        }
+        best = min(full, key=full.__getitem__, default=None)
+        most = fullness(asks.room, asks.slots) + HEAD_START
+        return best if best is not None and full[best] < most else None

@@ -1,0 +1,116 @@
+"""Takes away what has expired and what nothing needs any more. Called by jobs (`scheduler.jobs.housekeeping`).
+
+Rows first, files after: a checkpoint that has expired is gone for everybody before its folder is. A folder is deleted
+only when two rounds in a row found it unneeded, so that a worker that was just told of it has read it by then. Folders
+are listed before the database is asked, so what is made meanwhile is never judged by an older answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from billing import storage
+from scheduler.journal.references import all_in_use
+from scheduler.journal.results import RESULTS_LAST
+from store import audit, tables
+from store.blobs import Blobs
+from store.db import Database
+
+#: Logprobs recorded for stable_reinforce are kept for a day after they were last trained on, and so are custom losses
+#: after they were made, or until their session is over.
+RECORDINGS_LAST = timedelta(hours=24)
+#: Archives outlive the links to them, which are good for an hour.
+ARCHIVES_LAST = timedelta(hours=2)
+#: Ids that one query asks for.
+BATCH = 500
+
+
+class Reaper:
+    """`expire` belongs into the database's writer, `sweep` into a thread: it may take long. One of each at a time."""
+
+    def __init__(
+        self, database: Database, blobs: Blobs, clock: Callable[[], datetime] = lambda: datetime.now(UTC)
+    ) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._clock = clock
+        self._unneeded: set[str] = set()
+
+    def expire(self, session: Session) -> int:
+        """Delete the checkpoints whose time is over. To be run by the database's writer; returns how many."""
+        now = self._clock()
+        rows = session.scalars(select(tables.Checkpoint).where(tables.Checkpoint.expires_at <= now)).all()
+        for row in rows:
+            path = f"tinker://{row.run_id}/{row.kind}/{row.name}"
+            audit.record(session, org_id=row.org_id, key_id=None, event="checkpoint_expired", target=path, at=now)
+            storage.end(session, row, now)
+            session.delete(row)
+        return len(rows)
+
+    def sweep(self) -> list[str]:
+        """Delete the files that nothing needs. Returns what was deleted.
+
+        Most results went before (`scheduler.journal.results`): here are those that no row speaks of."""
+        weights = {f"weights/{path.name}" for path in self._listed("weights")}
+        snapshots = {f"runs/{path.name}": path.name for path in self._listed("runs")}
+        bodies = {path.name: path for path in self._old("ops/*", RESULTS_LAST)}
+        losses = {path.name: path for path in self._old("losses", RECORDINGS_LAST)}
+        with self._database.read() as session:
+            live = _live(session)
+            unneeded = weights - all_in_use(session)
+            unneeded |= {ref for ref, run_id in snapshots.items() if run_id not in live}
+            needed = _needed_bodies(session, bodies)
+            sessions = {run_id.partition(":")[0] for run_id in live} | _active(session)
+        gone = sorted(unneeded & self._unneeded)
+        self._unneeded = unneeded - set(gone)
+        for ref in gone:
+            self._blobs.delete_tree(ref)
+        files = [path for name, path in bodies.items() if name not in needed]
+        files += [path for name, path in losses.items() if name.partition(":")[0] not in sessions]
+        files += self._old("stability/*", RECORDINGS_LAST) + self._old("handoff", RECORDINGS_LAST)
+        for path in (*files, *self._old("results/*", RESULTS_LAST), *self._old("archives", ARCHIVES_LAST)):
+            ref = path.relative_to(self._blobs.root).as_posix()
+            self._blobs.delete_tree(ref)
+            gone.append(ref)
+        return gone
+
+    def _listed(self, ref: str) -> list[Path]:
+        folder = self._blobs.path(ref)
+        return list(folder.iterdir()) if folder.is_dir() else []
+
+    def _old(self, folders: str, age: timedelta) -> list[Path]:
+        """What lies in the folders of that pattern and was not written since `age` ago."""
+        before = (self._clock() - age).timestamp()
+        found = []
+        for path in self._blobs.root.glob(f"{folders}/*"):
+            try:
+                if path.stat().st_mtime < before:
+                    found.append(path)
+            except FileNotFoundError:
+                continue
+        return found
+
+
+def _live(session: Session) -> set[str]:
+    return set(session.scalars(select(tables.Run.id).where(tables.Run.state == "live")))
+
+
+def _active(session: Session) -> set[str]:
+    return set(session.scalars(select(tables.Session.id).where(tables.Session.state == "active")))
+
+
+def _needed_bodies(session: Session, op_ids: Iterable[str]) -> set[str]:
+    """Bodies of operations that are still to run, or that a live run would be rebuilt from."""
+    ids, needed = list(op_ids), set()
+    row = tables.Operation
+    for start in range(0, len(ids), BATCH):
+        chosen = row.id.in_(ids[start : start + BATCH])
+        needed |= set(session.scalars(select(row.id).where(chosen, row.state == "queued")))
+        lanes = select(row.id).join(tables.Run, tables.Run.id == row.lane)
+        needed |= set(session.scalars(lanes.where(chosen, tables.Run.state == "live")))
+    return needed

@@ -1,0 +1,244 @@
+"""Durable acceptance: from a new operation to its body, its row and its request id, exactly once.
+
+(lane, seq) names one operation for ever. While one is being accepted or is unfinished it is known in memory, so that
+arrivals at the same moment are one; afterwards its row in the database knows it.
+
+The most that an operation can cost is held in the commit of its row, and the row is the hold: it cannot be without
+the operation, nor outlive it. An operation that cannot be paid for leaves nothing, so its number is still free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.orm import Session
+
+from billing.accounts import Accounts, OutOfMoney, Payer
+from billing.estimates import most_for_sample, most_for_tokens
+from billing.prices import Kind, PriceList
+from scheduler.links.messages import SAVES, OpKind
+from scheduler.order.operations import SAMPLE, NewOperation, Operation, SequenceReused
+from store import tables
+from store.blobs import Blobs
+from store.bulk import insert_rows, sent_together
+from store.db import Database
+
+log = logging.getLogger(__name__)
+
+#: A larger body is written by a thread, so that the event loop goes on.
+SMALL_BODY_BYTES = 1 << 18
+
+#: Tinker counts a forward as prefill: it reads tokens and trains nothing.
+TRAIN_KINDS: dict[OpKind, Kind] = {OpKind.FORWARD_BACKWARD: "train", OpKind.FORWARD: "prefill"}
+#: Pauses before an operation is inserted again while the database does not answer; its client waits meanwhile.
+INSERT_AGAIN_S = (0.1, 0.3, 1.0, 3.0, 5.0)
+
+
+@dataclass
+class _Entry:
+    """What is known of one (lane, seq) from the moment it is being accepted."""
+
+    id: str
+    kind: str
+    body_sha256: str
+    durable: asyncio.Future[None] | None = None  # None: it is
+
+    def check(self, new: NewOperation) -> None:
+        """Raise SequenceReused unless `new` is this operation again."""
+        if self.kind != new.kind or self.body_sha256 != _digest(new):
+            raise SequenceReused(
+                f"operation {new.seq} of {new.lane} was already submitted as {self.kind} with another body: "
+                "use the next sequence number"
+            )
+
+
+@dataclass(frozen=True)
+class Taking:
+    """The row of a new operation, and the rows that come with it."""
+
+    row: dict[str, Any]
+    others: tuple[tables.Base, ...] = ()
+
+
+class Intake:
+    def __init__(self, database: Database, blobs: Blobs, prices: PriceList) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._prices = prices
+        self._entries: dict[tuple[str, int], _Entry] = {}
+
+    async def known(self, new: NewOperation, *, maybe_stored: bool) -> str | None:
+        """The request id of `new` if it was accepted before (waiting until it is durable). The database is asked only
+        if `maybe_stored`. Raises SequenceReused."""
+        entry = self._entries.get((new.lane, new.seq))
+        if entry is None and maybe_stored:
+            entry = self._stored(new.lane, new.seq)
+        if entry is None:
+            return None
+        entry.check(new)
+        if entry.durable is not None:
+            await asyncio.shield(entry.durable)
+        return entry.id
+
+    async def take(self, new: NewOperation, rows: tuple[tables.Base, ...]) -> Operation:
+        """Make `new` and `rows` durable in one commit. Not known before: the caller has asked. Raises OutOfMoney."""
+        entry = _Entry(uuid.uuid4().hex, new.kind, _digest(new), asyncio.get_running_loop().create_future())
+        assert entry.durable is not None
+        self._entries[new.lane, new.seq] = entry
+        op = _operation(new, entry.id, entry.body_sha256)
+        row = _row(op, entry.body_sha256)
+        if new.refused is None:
+            row["hold_nusd"] = most_nusd(self._prices, op)
+        else:
+            row |= {"state": "failed", "error": new.refused, "error_category": "user", "finished_at": op.accepted_at}
+        try:
+            await self._put_body(op.body_ref, new.body)
+            await self._write(Taking(row, rows))
+        except BaseException as error:
+            self.forget(op)
+            if op.body_ref and isinstance(error, OutOfMoney):
+                self._blobs.delete(op.body_ref)
+            entry.durable.set_exception(error)
+            entry.durable.exception()  # seen, even when nobody else waits for it
+            raise
+        entry.durable.set_result(None)
+        return op
+
+    async def _write(self, taking: Taking) -> None:
+        """Insert, again if the database was away for a moment; then it may have been inserted the first time."""
+        for pause_s in (*INSERT_AGAIN_S, None):
+            try:
+                await self._database.write_batched(insert_all, taking, lock=taking.row["org_id"])
+                return
+            except OperationalError:
+                if pause_s is None:
+                    raise
+                log.warning("operation %s: the database does not answer; again in %.1f s", taking.row["id"], pause_s)
+                await asyncio.sleep(pause_s)
+            except IntegrityError:
+                there = self._stored(taking.row["lane"], taking.row["seq"])
+                if there is None or there.id != taking.row["id"]:
+                    raise
+                return
+
+    def forget(self, op: Operation) -> None:
+        """`op` has ended: its row is enough."""
+        self._entries.pop((op.lane, op.seq), None)
+
+    def _stored(self, lane: str, seq: int) -> _Entry | None:
+        with self._database.read() as session:
+            row = session.scalars(select(tables.Operation).filter_by(lane=lane, seq=seq)).one_or_none()
+        return _Entry(row.id, row.kind, row.body_sha256) if row is not None else None
+
+    async def _put_body(self, body_ref: str, body: bytes) -> None:
+        if body_ref and len(body) > SMALL_BODY_BYTES:
+            await asyncio.to_thread(self._blobs.put, body_ref, body)
+        elif body_ref:
+            self._blobs.put(body_ref, body)
+
+
+def insert_all(session: Session, takings: list[Taking]) -> list[OutOfMoney | None]:
+    """Insert operations with their holds; those that cannot be paid for are answered with why, and leave nothing.
+    To be run by `Database.write_batched`, in the locks of their organisations."""
+    payers = [payer_of(taking.row) for taking in takings]
+    times = {taking.row["accepted_at"] for taking in takings}
+    accounts = Accounts(session, set(payers), times, datetime.now(UTC))
+    refusals = [_take(session, accounts, payer, taking) for payer, taking in zip(payers, takings, strict=True)]
+    taken = [taking.row for taking, refusal in zip(takings, refusals, strict=True) if refusal is None]
+    connection = session.connection()
+    with sent_together(connection):
+        accounts.store()
+        if taken:
+            insert_rows(connection, tables.Operation, taken)
+    return refusals
+
+
+def _take(session: Session, accounts: Accounts, payer: Payer, taking: Taking) -> OutOfMoney | None:
+    try:
+        accounts.hold(payer, taking.row["hold_nusd"], taking.row["accepted_at"])
+    except OutOfMoney as refusal:
+        return refusal
+    for other in taking.others:
+        session.add(other)
+        session.flush()
+    return None
+
+
+def payer_of(row: Mapping[str, Any]) -> Payer:
+    return Payer(row["org_id"], row["project_id"], row["key_id"])
+
+
+def most_nusd(prices: PriceList, op: Operation) -> int:
+    """The most that `op` can cost."""
+    if op.kind in TRAIN_KINDS:
+        kind = TRAIN_KINDS[OpKind(op.kind)]
+        return most_for_tokens(prices, op.base_model, kind, op.tokens, op.accepted_at)
+    if op.kind != SAMPLE:
+        return 0
+    prompt, samples = op.plan.get("prompt_tokens", 0), op.plan.get("num_samples", 1)
+    return most_for_sample(prices, op.base_model, prompt, samples, op.tokens - prompt, op.accepted_at)
+
+
+def _digest(new: NewOperation) -> str:
+    return hashlib.sha256(new.body if new.sent is None else new.sent).hexdigest()
+
+
+def _operation(new: NewOperation, request_id: str, sent_sha256: str) -> Operation:
+    plan, body_sha256 = dict(new.plan), sent_sha256
+    if new.sent is not None and new.sent != new.body:
+        body_sha256 = plan["stored_sha256"] = hashlib.sha256(new.body).hexdigest()
+    has_body = bool(new.body) and new.refused is None
+    if new.kind in SAVES:
+        plan["target_ref"] = f"weights/{request_id}"
+    return Operation(
+        id=request_id,
+        org_id=new.org_id,
+        session_id=new.session_id,
+        lane=new.lane,
+        seq=new.seq,
+        kind=new.kind,
+        base_model=new.base_model,
+        tokens=new.tokens,
+        body_ref=f"ops/{request_id[:2]}/{request_id}" if has_body else "",
+        plan=plan,
+        accepted_at=datetime.now(UTC),
+        key_id=new.key_id,
+        user_id=new.user_id,
+        project_id=new.project_id,
+        body_bytes=len(new.body),
+        body_sha256=body_sha256 if has_body else "",
+    )
+
+
+def _row(op: Operation, digest: str) -> dict[str, Any]:
+    return {
+        "id": op.id,
+        "org_id": op.org_id,
+        "session_id": op.session_id,
+        "key_id": op.key_id,
+        "user_id": op.user_id,
+        "project_id": op.project_id,
+        "lane": op.lane,
+        "seq": op.seq,
+        "kind": str(op.kind),
+        "base_model": op.base_model,
+        "state": "queued",
+        "tokens": op.tokens,
+        "hold_nusd": 0,
+        "body_ref": op.body_ref,
+        "body_sha256": digest,
+        "plan": op.plan,
+        "error": None,
+        "error_category": None,
+        "accepted_at": op.accepted_at,
+        "finished_at": None,
+    }

@@ -1,0 +1,79 @@
+"""How much of a key, a project and an organisation is in flight: its unfinished samples, and its runs that have
+unfinished operations. However many operations a run has waiting, it computes one after the other, so it counts once:
+nothing that a run waits for can be kept out by what already waits behind it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from scheduler.order.operations import SAMPLE
+
+
+class Work(Protocol):
+    """A NewOperation or an Operation."""
+
+    @property
+    def org_id(self) -> str: ...
+    @property
+    def key_id(self) -> int | None: ...
+    @property
+    def project_id(self) -> str | None: ...
+    @property
+    def lane(self) -> str: ...
+    @property
+    def seq(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+
+
+class InFlight:
+    """Units of work by (scope, id), where scope is organisation, project or key. Lives in the event loop."""
+
+    def __init__(self) -> None:
+        self._units: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+
+    def count(self, scope: str, id: str) -> int:
+        return len(self._units.get((scope, id), ()))
+
+    def has(self, scope: str, id: str, work: Work) -> bool:
+        """Whether `work` would not count: its run is in flight already."""
+        return _unit(work) in self._units.get((scope, id), ())
+
+    def add(self, work: Work) -> None:
+        for owner in _owners(work):
+            self._units[owner][_unit(work)] += 1
+
+    def remove(self, work: Work) -> None:
+        unit = _unit(work)
+        for owner in _owners(work):
+            units = self._units[owner]
+            units[unit] -= 1
+            if units[unit] <= 0:
+                del units[unit]
+            if not units:
+                del self._units[owner]
+
+    @contextmanager
+    def arriving(self, work: Work) -> Iterator[None]:
+        """Count `work` while it is being accepted: many may arrive at the same moment."""
+        self.add(work)
+        try:
+            yield
+        finally:
+            self.remove(work)
+
+
+def _unit(work: Work) -> str:
+    return f"{work.lane} {work.seq}" if work.kind == SAMPLE else work.lane
+
+
+def _owners(work: Work) -> Iterator[tuple[str, str]]:
+    yield "organisation", work.org_id
+    if work.project_id is not None:
+        yield "project", f"{work.org_id} {work.project_id}"
+    if work.key_id is not None:
+        yield "key", str(work.key_id)

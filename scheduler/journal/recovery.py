@@ -1,0 +1,88 @@
+"""Start-up: take up where the last process stopped, from what is durable.
+
+Live runs come back with the log that rebuilds them, and everything accepted but unfinished is queued again. A run whose
+session ended meanwhile finishes what was accepted and is then forgotten.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from scheduler.journal.journal import Journal
+from scheduler.journal.versions import policy_of
+from scheduler.links.messages import MUTATING, OpKind, RunSpec, Snapshot
+from scheduler.order.lanes import RunLane
+from scheduler.order.operations import INTERACTIVE, SAMPLE, from_row
+from store import tables
+from store.db import Database
+
+
+def recover(journal: Journal, database: Database) -> None:
+    """Fill a fresh journal. Call once, in its event loop, before any worker attaches."""
+    recover_runs(journal, database)
+    with database.read() as session:
+        unfinished = select(tables.Operation).filter_by(kind=SAMPLE, state="queued")
+        for row in session.scalars(unfinished.order_by(tables.Operation.accepted_at)):
+            journal.enqueue(from_row(row))
+
+
+def recover_runs(journal: Journal, database: Database) -> None:
+    """The part of it that is about training."""
+    with database.read() as session:
+        for run in session.scalars(select(tables.Run).filter_by(state="live")):
+            recover_run(journal, session, run)
+
+
+def recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
+    query = select(tables.Operation).filter(tables.Operation.lane == run.id, tables.Operation.kind != SAMPLE)
+    rows = session.scalars(query.order_by(tables.Operation.seq)).all()
+    ended = {row.seq for row in rows if row.state != "queued"}
+    next_seq = next(seq for seq in itertools.count() if seq not in ended)
+    snapshot = snapshot_of(run)
+    priority = next((row.plan["priority"] for row in rows if "priority" in row.plan), INTERACTIVE)
+    lane = RunLane(run.org_id, spec_of(run), next_seq=next_seq, snapshot=snapshot, priority=priority)
+    lane.broken, lane.broken_category = run.broken, "server"
+    lane.closing = session.get_one(tables.Session, run.session_id).state != "active"
+    journal.runs[run.id] = lane
+    policy = policy_of(session, run.id, run.session_id)
+    journal.versions[run.id] = policy.version
+    for desk in journal.desks:
+        desk.policy_moved(policy)
+    for seq in ended:
+        lane.refuse(seq)
+    for row in rows:
+        if row.state == "failed" and row.kind == OpKind.CREATE:
+            lane.broken, lane.broken_category = f"run {run.id} was never created: {row.error}", "user"
+        elif row.state == "done" and row.kind in MUTATING and (snapshot is None or row.seq > snapshot.seq):
+            lane.remember(from_row(row))
+    if lane.broken is None and (missing := journal.setbacks.missing_for(lane)):
+        journal.setbacks.break_run(lane, missing)
+    for row in rows:
+        if row.state == "queued":  # what it may come before is known by now
+            journal.enqueue(from_row(row))
+    if lane.closing:
+        journal.close_run(run.id)
+
+
+def snapshot_of(run: tables.Run) -> Snapshot | None:
+    if run.snapshot_seq is None:
+        return None
+    part = run.snapshot_part or {}
+    return Snapshot(run.id, run.snapshot_seq, run.snapshot_ref or "", part.get("op", ""), part.get("stop", 0))
+
+
+def spec_of(run: tables.Run) -> RunSpec:
+    return RunSpec(
+        run_id=run.id,
+        base_model=run.base_model,
+        rank=run.rank,
+        alpha=run.alpha,
+        seed=run.seed,
+        train_attn=run.train_attn,
+        train_mlp=run.train_mlp,
+        train_unembed=run.train_unembed,
+        optimizer=run.optimizer,
+    )

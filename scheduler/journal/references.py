@@ -1,0 +1,66 @@
+"""Which weight folders something still needs. Folders are shared by reference: a checkpoint, its copies, and samplers
+on it all name one folder, so nobody may delete it before asking here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sqlalchemy import Select, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from scheduler.links.messages import SAVES, OpKind
+from store import tables
+from store.caller import unrestricted
+
+_LOADING = (OpKind.CREATE.value, OpKind.LOAD_STATE.value)
+_SAVING = sorted(kind.value for kind in SAVES)
+
+
+def in_use(session: Session, ref: str) -> bool:
+    """Whether anything that is in the database (pending changes included) needs the folder `ref`."""
+    session.flush()
+    with unrestricted(session):  # copies of other organisations share folders
+        return any(session.scalars(query.where(column == ref).limit(1)).first() for column, query in _queries())
+
+
+def all_in_use(session: Session) -> set[str]:
+    """Every folder that something needs."""
+    return {ref for _, query in _queries() for ref in session.scalars(query.distinct())}
+
+
+def _queries() -> Iterator[tuple[InstrumentedAttribute[str] | Any, Select[Any]]]:
+    """(the column that names a folder, the query of all that are needed)."""
+    checkpoint = tables.Checkpoint.ref
+    yield checkpoint, select(checkpoint)
+    sampler = tables.Sampler.adapter_ref
+    active = select(sampler).join(tables.Session, tables.Session.id == tables.Sampler.session_id)
+    yield sampler, active.where(tables.Session.state == "active")
+    queued = select(sampler).join(tables.Operation, tables.Operation.lane == tables.Sampler.id)
+    yield sampler, queued.where(tables.Operation.state == "queued")
+    # A live run would be rebuilt from what it was loaded from, until its first snapshot.
+    source = tables.Operation.plan["source_ref"].as_string()
+    loaded = select(source).join(tables.Run, tables.Run.id == tables.Operation.lane)
+    yield source, loaded.where(tables.Operation.kind.in_(_LOADING), source.is_not(None), tables.Run.state == "live")
+    # What a trainer writes before the checkpoint's row is there.
+    target = tables.Operation.plan["target_ref"].as_string()
+    yield target, select(target).where(tables.Operation.kind.in_(_SAVING), tables.Operation.state == "queued")
+
+
+def broken_because(session: Session, run_id: str, reason: str) -> str:
+    """What whoever uses a run is told that cannot be had as it was: why, and what is left of it."""
+    checkpoint = tables.Checkpoint
+    saved = select(checkpoint.name).where(checkpoint.run_id == run_id, checkpoint.kind == "weights")
+    with unrestricted(session):
+        name = session.scalar(saved.order_by(checkpoint.created_at.desc()).limit(1))
+    if name is None:
+        return nothing_left(run_id, reason, "It has no checkpoint: start it again")
+    path = f"tinker://{run_id}/weights/{name}"
+    how = f"Go on from its last checkpoint, {path}, in a new run (create_training_client_from_state_with_optimizer)"
+    return nothing_left(run_id, reason, how)
+
+
+def nothing_left(run_id: str, reason: str, remedy: str = "Go on from its last checkpoint, if it has one") -> str:
+    """The same for whoever knows the remedy."""
+    return f"run {run_id} cannot be rebuilt as it was and does nothing more: {reason}. {remedy}"[:4096]

@@ -1,0 +1,107 @@
+"""How long results are kept: each for a while, and of each organisation so many bytes. Called by a job
+(`scheduler.jobs.housekeeping`).
+
+A result that its client was given goes soon after; one that nobody asked for stays a day. Beyond the limit of an
+organisation those that were fetched go first, then the oldest. `operations.result_bytes` is set while a result is kept:
+the blob is deleted before the row says so, so a sweep that dies leaves nothing behind that the next one would miss. An
+operation without its blob is `Gone` for whoever asks again (`scheduler.journal.outcomes`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from functools import partial
+
+from sqlalchemy import func, or_, select, update
+from sqlalchemy.orm import Session
+
+from scheduler.journal.outcomes import result_ref
+from store import tables
+from store.blobs import Blobs
+from store.db import Database
+
+log = logging.getLogger(__name__)
+
+#: Results are kept for a day after they were written.
+RESULTS_LAST = timedelta(hours=24)
+#: A client that was given a result may have lost it on the way, and asks again within this time.
+FETCHED_LAST = timedelta(minutes=10)
+#: Results that are deleted between two writes.
+BATCH = 500
+
+_OP = tables.Operation
+_KEPT = _OP.result_bytes.is_not(None)
+
+
+class Results:
+    """`sweep` belongs into a thread; `limit_bytes` are for each organisation."""
+
+    def __init__(
+        self,
+        database: Database,
+        blobs: Blobs,
+        limit_bytes: int,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._limit_bytes = limit_bytes
+        self._clock = clock
+
+    def sweep(self) -> int:
+        """Delete the results whose time is over, then what is beyond the limit. Returns how many."""
+        now = self._clock()
+        with self._database.read() as session:
+            over = _over(session, now)
+        deleted = self._delete(over)
+        with self._database.read() as session:
+            excess = [op_id for org_id, kept in self._crowded(session) for op_id in self._excess(session, org_id, kept)]
+        return deleted + self._delete(excess)
+
+    def _crowded(self, session: Session) -> list[tuple[str, int]]:
+        """Organisations that have more than they may, and how much, in bytes."""
+        kept = func.sum(_OP.result_bytes)
+        query = select(_OP.org_id, kept).where(_KEPT).group_by(_OP.org_id).having(kept > self._limit_bytes)
+        return [(org_id, int(size or 0)) for org_id, size in session.execute(query)]
+
+    def _excess(self, session: Session, org_id: str, kept_bytes: int) -> list[str]:
+        """What of an organisation goes: fetched ones first, each kind from the oldest on."""
+        unfetched = _OP.fetched_at.is_(None)
+        query = select(_OP.id, _OP.result_bytes).where(_KEPT, _OP.org_id == org_id)
+        found: list[str] = []
+        for op_id, size in session.execute(query.order_by(unfetched, _OP.fetched_at, _OP.finished_at, _OP.id)):
+            if kept_bytes <= self._limit_bytes:
+                break
+            found.append(op_id)
+            kept_bytes -= size or 0
+        return found
+
+    def _delete(self, op_ids: Sequence[str]) -> int:
+        deleted = 0
+        for start in range(0, len(op_ids), BATCH):
+            gone = [op_id for op_id in op_ids[start : start + BATCH] if self._delete_blob(op_id)]
+            if gone:
+                self._database.write_now(partial(_forget, gone))
+            deleted += len(gone)
+        return deleted
+
+    def _delete_blob(self, op_id: str) -> bool:
+        """False: it could not be deleted, so it still counts, and the next sweep tries again."""
+        try:
+            self._blobs.delete(result_ref(op_id))
+        except OSError:
+            log.exception("the result of operation %s cannot be deleted", op_id)
+            return False
+        return True
+
+
+def _forget(op_ids: list[str], session: Session) -> None:
+    session.execute(update(_OP).where(_OP.id.in_(sorted(op_ids))).values(result_bytes=None))
+
+
+def _over(session: Session, now: datetime) -> list[str]:
+    """Results that are kept and have been for long enough."""
+    old = or_(_OP.fetched_at <= now - FETCHED_LAST, _OP.finished_at <= now - RESULTS_LAST)
+    return list(session.scalars(select(_OP.id).where(_KEPT, old)))

@@ -1,0 +1,92 @@
+"""Runs that cannot go on for now, or not at all.
+
+One whose files cannot be read for a moment, or over which trainers die again and again, waits, longer each time; nobody
+else waits for it, and nothing of it fails. One that cannot be had as it was does nothing more: it is broken, for good,
+and whoever uses it is told why and what is left of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from sqlalchemy import update
+from sqlalchemy.exc import SQLAlchemyError
+
+from scheduler.journal.references import broken_because, nothing_left
+from scheduler.links.messages import SetAside
+from scheduler.order.lanes import RunLane
+from store import tables
+from store.blobs import Blobs
+from store.db import Database
+
+if TYPE_CHECKING:
+    from scheduler.journal.journal import Journal
+
+log = logging.getLogger(__name__)
+
+#: The first and the longest pause before a run that was set aside has its turn again.
+RESUME_S = (0.5, 60.0)
+_MOST_DOUBLINGS = 10
+
+
+class Setbacks:
+    def __init__(self, journal: Journal, database: Database, blobs: Blobs) -> None:
+        self._journal, self._database, self._blobs = journal, database, blobs
+        self._resuming: set[asyncio.Task[None]] = set()
+
+    def set_aside(self, told: SetAside) -> None:
+        """A trainer has left out what a run had to do."""
+        lane = self._journal.runs.get(told.run_id)
+        if lane is None:
+            return
+        log.warning("run %s is set aside: %s", told.run_id, told.reason)
+        if told.lasting:
+            self.break_run(lane, told.reason)
+        else:
+            self.pause(lane, told.reason, kept=told.kept)
+
+    def pause(self, lane: RunLane, why: str, *, kept: bool = False) -> None:
+        """Leave a run out for a while; `kept` says that a trainer still holds it."""
+        self._journal.train_queue.remove(lane.path)
+        already = bool(lane.paused)
+        lane.pause(why, kept=kept)
+        if not already:
+            task = asyncio.get_running_loop().create_task(self._resume(lane))
+            self._resuming.add(task)
+            task.add_done_callback(self._resuming.discard)
+
+    async def _resume(self, lane: RunLane) -> None:
+        first_s, longest_s = RESUME_S
+        await asyncio.sleep(min(first_s * 2 ** min(lane.setbacks - 1, _MOST_DOUBLINGS), longest_s))
+        await self._journal.flush()  # what is answered is not done again on a run that is still held
+        if self._journal.runs.get(lane.run_id) is lane and lane.broken is None:
+            self._journal.queue_units(lane, lane.resume())
+            self._journal.wake()
+
+    def stop(self) -> None:
+        """Nothing has its turn again."""
+        for task in self._resuming:
+            task.cancel()
+
+    def missing_for(self, lane: RunLane) -> str:
+        """What is not on the disk of that from which the run would be rebuilt; "" when all is there."""
+        if lane.snapshot is not None and not self._blobs.exists(lane.snapshot.ref):
+            return f"its snapshot after operation {lane.snapshot.seq} is missing"
+        gone = (op for op in lane.replays() if op.body_ref and not self._blobs.exists(op.body_ref))
+        return next((f"the body of operation {op.seq} ({op.kind}) is missing" for op in gone), "")
+
+    def break_run(self, lane: RunLane, reason: str) -> None:
+        """The run cannot be had as it was. This lasts."""
+        try:
+            with self._database.read() as session:
+                why = broken_because(session, lane.run_id, reason)
+        except SQLAlchemyError:
+            why = nothing_left(lane.run_id, reason)
+        log.error("%s", why)
+        self._journal.close_for_good(lane, why, "server")
+        self._journal.released.append(lane.run_id)
+        statement = update(tables.Run).where(tables.Run.id == lane.run_id).values(broken=why)
+        self._journal.in_background(self._journal.write_surely(statement))
+        self._journal.wake()

@@ -1,0 +1,235 @@
+"""The one place where an operation's result, its metering and what it made become lasting, in one transaction.
+
+Called by the journal inside the database's writer, for all operations that end at the same moment. Settling one that
+is already settled changes nothing and returns nothing, so a result that arrives twice is never billed twice. What was
+held for an operation is released here and nowhere else, whether it succeeded or failed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import bindparam, select, update
+from sqlalchemy.orm import Session
+
+from billing import storage
+from billing.accounts import Payer
+from billing.charges import Charge
+from billing.charges import settle as settle_charges
+from billing.prices import PriceList
+from scheduler.journal.acceptance import TRAIN_KINDS
+from scheduler.journal.outcomes import result_ref
+from scheduler.journal.references import in_use
+from scheduler.journal.versions import row_of
+from scheduler.links.messages import Done, OpKind
+from scheduler.order.operations import SAMPLE, Operation, Outcome
+from store import audit, tables
+from store.bulk import update_rows
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+
+_SAVE_TYPES = {
+    OpKind.SAVE_STATE: "save_weights",
+    OpKind.SAVE_SAMPLER: "save_weights_for_sampler",
+    OpKind.SAVE_EXTERNAL: "save_weights_external",
+}
+_SAMPLE_KINDS = ("prefill", "cached_prefill", "sample")
+
+
+def result_of(op: Operation, done: Done) -> Outcome:
+    """What the client of `op` is told if nothing in the database speaks against it."""
+    if done.failure is not None:
+        return Outcome(error=done.failure.message, category=done.failure.category)
+    kind = op.kind
+    if op.plan.get("sampler_id"):
+        return _json({"sampling_session_id": op.plan["sampler_id"], "type": _SAVE_TYPES[OpKind(kind)]})
+    if kind in _SAVE_TYPES:
+        size = {"size_bytes": done.facts.get("size_bytes", 0)} if kind == OpKind.SAVE_EXTERNAL else {}
+        return _json({"path": _path(op), "type": _SAVE_TYPES[OpKind(kind)]} | size)
+    if kind == OpKind.CREATE and "path" not in op.plan:
+        return _json({"model_id": op.lane, "type": "create_model"})
+    if kind in (OpKind.CREATE, OpKind.LOAD_STATE):
+        return _json({"path": op.plan.get("path"), "model_id": op.lane, "type": "load_weights"})
+    return Outcome(done.payload, JSON if kind == OpKind.OPTIM_STEP else PROTOBUF)
+
+
+_OP = tables.Operation.__table__.c
+_ENDING = select(
+    *(_OP.id, _OP.org_id, _OP.project_id, _OP.key_id, _OP.user_id, _OP.session_id, _OP.base_model),
+    *(_OP.state, _OP.hold_nusd, _OP.accepted_at),
+)
+_ROWS = _ENDING.where(_OP.id.in_(bindparam("ids", expanding=True))).with_for_update()
+
+
+@dataclass(frozen=True)
+class Ending:
+    """An operation that has ended with `result`, which is stored already; `run_id` is what a sample was drawn from."""
+
+    op: Operation
+    done: Done
+    result: Outcome
+    run_id: str | None
+
+
+#: Its outcome, and the weights that nothing needs any more. None: it had ended before.
+Settled = tuple[Outcome, list[str]] | None
+
+
+class Settlement:
+    """`settle` at a price list, to be run by `Database.write_batched` in the locks of the organisations."""
+
+    def __init__(self, prices: PriceList) -> None:
+        self._prices = prices
+
+    def settle(self, session: Session, endings: list[Ending]) -> list[Settled]:
+        """Write how operations ended. The outcome of one is another than its result if a name is taken."""
+        now = datetime.now(UTC)
+        connection = session.connection()
+        ids = sorted({ending.op.id for ending in endings})
+        rows = {found.id: found for found in connection.execute(_ROWS, {"ids": ids})}
+        changes: list[dict[str, Any]] = []
+        charges: list[Charge] = []
+        settled: list[Settled] = []
+        for ending in endings:
+            found = rows.pop(ending.op.id, None)
+            if found is None or found.state != "queued":
+                settled.append(None)
+                continue
+            freed: list[str] = []
+            outcome = _end(session, ending, now, freed)
+            changes.append(_change(ending, outcome, now))
+            charges.append(_charge(found, ending, outcome))
+            settled.append((outcome, freed))
+        if changes:
+            update_rows(connection, tables.Operation, changes)
+        settle_charges(session, charges, self._prices, now)
+        return settled
+
+
+def _end(session: Session, ending: Ending, now: datetime, freed: list[str]) -> Outcome:
+    refusal = _make(session, ending.op, ending.done, now, freed) if ending.result.error is None else None
+    return Outcome(error=refusal, category="user") if refusal else ending.result
+
+
+def _change(ending: Ending, outcome: Outcome, now: datetime) -> dict[str, Any]:
+    """What is written of an operation that has ended."""
+    op = ending.op
+    failed = outcome.error is not None
+    return {
+        "id": op.id,
+        "state": "failed" if failed else "done",
+        "error": outcome.error[:4096] if outcome.error is not None else None,
+        "error_category": outcome.category if failed else None,
+        "result_ref": None if failed else result_ref(op.id),
+        "result_type": outcome.content_type,
+        "result_bytes": None if failed else len(outcome.payload),
+        "finished_at": now,
+        "timings": op.timings.row(op.accepted_at, datetime.now(UTC)),
+        "policy": None if failed else row_of(ending.done),
+    }
+
+
+def _charge(row: Any, ending: Ending, outcome: Outcome) -> Charge:
+    return Charge(
+        payer=Payer(row.org_id, row.project_id, row.key_id),
+        session_id=row.session_id,
+        run_id=ending.run_id,
+        operation_id=row.id,
+        base_model=row.base_model,
+        accepted_at=row.accepted_at,
+        quantities=_quantities(ending) if outcome.error is None else {},
+        hold_nusd=row.hold_nusd,
+        user_id=row.user_id,
+    )
+
+
+def _quantities(ending: Ending) -> dict[str, int]:
+    facts, kind = ending.done.facts, ending.op.kind
+    if kind in TRAIN_KINDS:
+        return {TRAIN_KINDS[OpKind(kind)]: facts.get("tokens", 0)}
+    return {name: facts.get(name, 0) for name in _SAMPLE_KINDS} if kind == SAMPLE else {}
+
+
+def _make(session: Session, op: Operation, done: Done, now: datetime, freed: list[str]) -> str | None:
+    """What `op` leaves behind in the database. Returns why it cannot be."""
+    if op.plan.get("sampler_id"):
+        _new_sampler(session, op, now)
+    elif op.kind in _SAVE_TYPES:
+        return _new_checkpoint(session, op, done, now, freed)
+    elif op.plan.get("path") and op.kind in (OpKind.CREATE, OpKind.LOAD_STATE):
+        _note(session, op, "checkpoint_read", op.plan["path"], now, purpose="training")
+    return None
+
+
+def _path(op: Operation) -> str:
+    return f"tinker://{op.lane}/{op.plan['kind']}/{op.plan['name']}"
+
+
+def _json(result: dict[str, Any]) -> Outcome:
+    return Outcome(json.dumps(result).encode(), JSON)
+
+
+def _new_checkpoint(session: Session, op: Operation, done: Done, now: datetime, freed: list[str]) -> str | None:
+    """A named save. The name is checked here, in order with every other save of the run: returns why it is refused."""
+    kind, name = op.plan["kind"], op.plan["name"]
+    query = select(tables.Checkpoint).filter_by(run_id=op.lane, kind=kind, name=name)
+    row = session.scalars(query).one_or_none()
+    expired = row is not None and row.expires_at is not None and row.expires_at <= now
+    if row is not None and not expired and not op.plan.get("overwrite"):
+        freed.append(op.plan["target_ref"])
+        return f"a checkpoint named {kind}/{name} exists already: choose another name"
+    if row is None:
+        row = tables.Checkpoint(id=op.id, org_id=op.org_id, run_id=op.lane, kind=kind, name=name, public=False)
+        session.add(row)
+    else:
+        storage.end(session, row, now)
+    older, row.ref = row.ref, op.plan["target_ref"]
+    ttl = op.plan.get("ttl_seconds")
+    row.public = False
+    row.size_bytes = done.facts.get("size_bytes", 0)
+    row.user_metadata = op.plan.get("user_metadata") or {}
+    row.created_at = now
+    row.expires_at = now + timedelta(seconds=ttl) if ttl else None
+    if older and not in_use(session, older):
+        freed.append(older)
+    session.flush()
+    storage.begin(session, row, now)
+    _note(session, op, "checkpoint_created", _path(op), now, size_bytes=row.size_bytes, overwritten=bool(older))
+    return None
+
+
+def _note(session: Session, op: Operation, event: str, path: str, now: datetime, **detail: Any) -> None:
+    """Into the audit log, as done by whoever made the session."""
+    key_id = session.scalar(select(tables.Session.key_id).where(tables.Session.id == op.session_id))
+    detail |= {"model_id": op.lane, "base_model": op.base_model, "session_id": op.session_id}
+    audit.record(session, org_id=op.org_id, key_id=key_id, event=event, target=path, detail=detail, at=now)
+
+
+def _new_sampler(session: Session, op: Operation, now: datetime) -> None:
+    """An unnamed save: a sampler on the weights just written. An inflight one moves its siblings along."""
+    sampler_id, ref, kind = op.plan["sampler_id"], op.plan["target_ref"], op.plan.get("sampler_kind", "snapshot")
+    if kind == "inflight":
+        session.execute(
+            update(tables.Sampler)
+            .where(tables.Sampler.run_id == op.lane, tables.Sampler.kind == kind)
+            .values(adapter_ref=ref)
+        )
+    session.add(
+        tables.Sampler(
+            id=sampler_id,
+            org_id=op.org_id,
+            session_id=op.session_id,
+            sampling_session_seq_id=op.plan["sampling_session_seq_id"],
+            base_model=op.base_model,
+            model_path=None,
+            adapter_ref=ref,
+            run_id=op.lane,
+            kind=kind,
+            created_at=now,
+        )
+    )
+    session.flush()

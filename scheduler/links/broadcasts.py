@@ -1,0 +1,207 @@
+"""What processes tell each other at once, over Redis: that operations were accepted and have ended, and what workers
+must hear. All of it may be lost; whoever needs it for certain looks into the database now and then.
+
+Each end of an operation gets a stamp, microseconds of Redis' clock that only grow, so that a client's cursor means the
+same on every replica (`scheduler.journal.completions`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import msgspec
+import redis
+
+from scheduler.links.messages import Cancel, PolicyMoved
+from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, pooled
+from scheduler.links.redis_queue import reaching
+
+log = logging.getLogger(__name__)
+
+_ENDED, WORKERS, _ACCEPTED = "weft:ended", "weft:workers", "weft:accepted"
+_GENERATORS = "{weft:generators}"
+#: Accepted operations that wait for a leader at most; the others it finds in the database.
+MOST_ACCEPTED = 10_000
+#: Between two attempts to reach Redis again.
+RETRY_S = 0.5
+
+#: Takes ARGV[1] stamps after ARGV[4], publishes ARGV[3] on ARGV[2] with the last of them if it is not empty, and
+#: returns the first.
+_STAMP = """
+local time = redis.call("TIME")
+local first = math.max(time[1] * 1000000 + time[2], (redis.call("GET", KEYS[1]) or 0) + 1, ARGV[4] + 1)
+local last = string.format("%.0f", first + ARGV[1] - 1)
+redis.call("SET", KEYS[1], last)
+if ARGV[3] ~= "" then redis.call("PUBLISH", ARGV[2], last .. " " .. ARGV[3]) end
+return string.format("%.0f", first)
+"""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """An operation has its outcome, in the database. `size_bytes` of its result; None when it failed."""
+
+    op_id: str
+    org_id: str
+    lane: str
+    seq: int
+    kind: str
+    size_bytes: int | None = None
+
+
+class ToWorker(msgspec.Struct, frozen=True):
+    """For one worker, or for all ("")."""
+
+    worker: str
+    message: Cancel | PolicyMoved
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """For the leader: look at this operation, or this run, in the database."""
+
+    op_id: str = ""
+    closed_run: str = ""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_ended = msgspec.msgpack.Decoder(Ended)
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_accepted = msgspec.msgpack.Decoder(Accepted)
+
+
+class News:
+    """Sending, and the leader's mailbox. Callable from any thread; raises QueueUnreachable."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._redis = pooled(url)
+        self._reader = blocking(url)
+        self._latest = 0  # stamp that was taken here: a Redis that has lost everything does not go back behind it
+        self._stamp = self._redis.register_script(_STAMP)
+
+    def ended(self, news: Ended) -> None:
+        with reaching():
+            self._take_stamps(1, _encode(news))
+
+    def reserve(self, stamps: int) -> int:
+        """The first of so many stamps, all later than those of everything that was told before."""
+        with reaching():
+            return self._take_stamps(stamps, b"")
+
+    def _take_stamps(self, stamps: int, news: bytes) -> int:
+        found: Any = self._stamp(keys=[f"{_ENDED}:stamp"], args=[stamps, _ENDED, news, self._latest])
+        first = int(found)
+        self._latest = max(self._latest, first + stamps - 1)
+        return first
+
+    def cancel(self, worker: str, op_id: str) -> None:
+        with reaching():
+            self._redis.publish(WORKERS, _encode(ToWorker(worker, Cancel(op_id))))
+
+    def accepted(self, note: Accepted) -> None:
+        with reaching():
+            pipe = self._redis.pipeline()
+            pipe.rpush(_ACCEPTED, _encode(note))
+            pipe.ltrim(_ACCEPTED, -MOST_ACCEPTED, -1)
+            pipe.execute()
+
+    def next_accepted(self, timeout_s: float) -> Accepted | None:
+        """For the leader alone."""
+        with reaching():
+            found: Any = self._reader.blpop([_ACCEPTED], min(timeout_s, LONGEST_BLOCK_S))
+        return _accepted.decode(found[1]) if found else None
+
+    def count(self, counts: Mapping[str, float]) -> None:
+        """Add to what all generators have done."""
+        with reaching():
+            pipe = self._redis.pipeline(transaction=False)
+            for name, number in counts.items():
+                pipe.hincrbyfloat(_GENERATORS, name, number)
+            pipe.execute()
+
+    def generators(self) -> dict[str, float]:
+        with reaching():
+            counts = cast("dict[bytes, bytes]", self._redis.hgetall(_GENERATORS))
+            return {name.decode(): float(number) for name, number in counts.items()}
+
+    def close(self) -> None:
+        self._redis.close()
+        self._reader.close()
+
+
+class Listener(threading.Thread):
+    """Hears one channel and tells `on_message` each message. `on_gap` is called whenever something may have been
+    missed: at the start, and after Redis was away. `beat` is called about once a second."""
+
+    def __init__(
+        self,
+        url: str,
+        channel: str,
+        on_message: Callable[[bytes], None],
+        on_gap: Callable[[], None],
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(name=f"listener {channel}", daemon=True)
+        self._url, self._channel = url, channel
+        self._on_message, self._on_gap, self._beat = on_message, on_gap, beat
+        self._over = threading.Event()
+        self.connected = threading.Event()
+
+    @classmethod
+    def of_ends(cls, url: str, on_end: Callable[[Ended, int], None], on_gap: Callable[[], None]) -> Listener:
+        """`on_end` gets each end of an operation, with its stamp."""
+
+        def on_message(data: bytes) -> None:
+            stamp, _, body = data.partition(b" ")
+            on_end(_ended.decode(body), int(stamp))
+
+        return cls(url, _ENDED, on_message, on_gap)
+
+    @classmethod
+    def of_workers(
+        cls,
+        url: str,
+        worker: str,
+        on_message: Callable[[Cancel | PolicyMoved], None],
+        on_gap: Callable[[], None],
+        beat: Callable[[], None],
+    ) -> Listener:
+        """What `worker` must hear."""
+
+        def mine(data: bytes) -> None:
+            told = _to_worker.decode(data)
+            if told.worker in ("", worker):
+                on_message(told.message)
+
+        return cls(url, WORKERS, mine, on_gap, beat)
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            client = blocking(self._url)
+            try:
+                with client.pubsub(ignore_subscribe_messages=False) as channel:  # type: ignore[no-untyped-call]
+                    channel.subscribe(self._channel)
+                    self._listen(channel)
+            except (redis.RedisError, OSError) as error:
+                log.warning("Redis cannot be reached: %s", error)
+            finally:
+                self.connected.clear()
+                client.close()
+            self._over.wait(RETRY_S)
+
+    def _listen(self, channel: Any) -> None:
+        while not self._over.is_set():
+            message = channel.get_message(timeout=1.0)
+            if message is not None and message["type"] == "subscribe":
+                self.connected.set()
+                self._on_gap()
+            elif message is not None and message["type"] == "message":
+                self._on_message(message["data"])
+            if message is None:
+                channel.ping()
+            self._beat()
+
+    def stop(self) -> None:
+        self._over.set()

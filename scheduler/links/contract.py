@@ -1,0 +1,147 @@
+"""The fair queue that several processes may share: what every carrier of it promises.
+
+An item is known by its id from `push` to `forget`, and is in one of three places: waiting, in a worker's hands under a
+lease, or answered. Pushing an id that is known changes nothing. `lease` takes items in fair order
+(`scheduler.order.fair`); each gets an epoch, a number that only grows. `answer` succeeds only with the item's present
+epoch: a worker that was given up and comes back can finish nothing twice. `decline` sets an item aside for other
+workers; `lease` leaves one for a moment to a worker that suits it better. `expire` puts back what workers held that
+were not heard of until their deadline, and tells what can only fail: items that were in the hands of `LIVES` workers
+when they died, or that every worker has declined.
+
+Nothing here is the truth: that is the database. A carrier that has lost everything is filled again from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+#: (base model, organisation, priority, lane); a lane is a run or a sampler.
+Path = tuple[str, ...]
+
+#: Priorities within an organisation, and how it divides its own share among those that have something to do.
+PRIORITY_SHARES = {"interactive": 16, "batch": 1}
+
+_ORGANISATION, _PRIORITY = 1, 2  # places in a path
+
+#: How often an item may be in a worker's hands when that worker dies before it is given up.
+LIVES = 3
+#: Items of a model that are set aside at most before more are handed out: each keeps its place in the fair order.
+MAX_ASIDE = 256
+#: An item is left to the worker that holds its adapter for so long; then whoever comes takes it.
+LEFT_S = 0.05
+
+
+def weights_of(path: Path, organisation: int) -> list[int]:
+    """What each flow on a path weighs, its organisation weighing so much."""
+    weights = [1] * len(path)
+    if len(path) > _PRIORITY:
+        weights[_PRIORITY] = PRIORITY_SHARES.get(path[_PRIORITY], 1)
+    if len(path) > _ORGANISATION:
+        weights[_ORGANISATION] = max(1, organisation)
+    return weights
+
+
+class QueueUnreachable(Exception):
+    """The carrier does not answer. What is durable is unharmed; try again later."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """`cost` is in tokens, `slots` how many sequences of a generator it takes. `body` says where the work is. Whoever
+    has had an item of the same `adapter` has those weights in memory; "" needs none."""
+
+    id: str
+    path: Path
+    cost: int
+    body: bytes = b""
+    slots: int = 1
+    weight: int = 1  # the share of its organisation
+    adapter: str = ""
+
+
+@dataclass(frozen=True)
+class Lease:
+    id: str
+    path: Path
+    body: bytes
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An item that a worker has finished, which had it since `leased_at` (seconds of the carrier's clock); `receipt` is
+    the carrier's own, `cost` what it was charged."""
+
+    id: str
+    result: bytes
+    cost: int
+    leased_at: float
+    receipt: str
+
+
+@dataclass(frozen=True)
+class Expired:
+    """`back` are queued again. `given_up`, and `declined` with the reasons, are told until they are forgotten."""
+
+    back: list[str] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
+    declined: list[tuple[str, list[str]]] = field(default_factory=list)
+
+
+class FairQueue(Protocol):
+    """Times are seconds; every call is atomic. Raises QueueUnreachable."""
+
+    def push(self, item: Item) -> bool:
+        """Queue an item at the end of its path. False when its id is known already."""
+
+    def correct(self, path: Path, tokens: int) -> None:
+        """What was served from `path` has used so many tokens more than it was charged; fewer, if negative."""
+
+    def peek(self, prefix: Path = ()) -> str | None:
+        """The id that is next at or below `prefix`."""
+
+    def remove(self, item_id: str) -> bool:
+        """Forget an item that is queued. False when it is not: it is in a worker's hands, or ended."""
+
+    def ahead(self, item_id: str) -> int | None:
+        """About how many items are served before this one; None when it is not queued."""
+
+    def lease(self, worker: str, models: Sequence[str], slots: int, ttl_s: float) -> list[Lease]:
+        """The fairest items of these models until `slots` are filled; the last may exceed them. They are this
+        worker's until `ttl_s` have passed without a sign of life. With 0 slots: it is there, and serves these.
+
+        An item whose adapter this worker does not hold is left to one that does, has slots free and is at most
+        HEAD_START (`scheduler.dispatch.replicas`) fuller: it is served, for the fair order, but set aside for that
+        worker, which is woken and gets it before anything else. LEFT_S later it is anybody's."""
+
+    def renew(self, worker: str, ttl_s: float) -> bool:
+        """A sign of life. False when the worker was given up: it holds nothing any more."""
+
+    def holder(self, item_id: str) -> str | None:
+        """The worker in whose hands an item is."""
+
+    def answer(self, item_id: str, epoch: int, result: bytes) -> bool:
+        """The holder of that epoch has finished. False, and nothing changes, for anybody else."""
+
+    def lose(self, item_id: str, epoch: int) -> bool:
+        """The holder of that epoch is there and has lost its work on this item: as if it had died over that alone.
+        False, and nothing changes, for anybody else."""
+
+    def decline(self, item_id: str, epoch: int, why: str) -> list[str] | None:
+        """The holder of that epoch cannot serve it. It is set aside for those workers of its model that have not
+        declined it, which get it before what is queued: []. If there are none, it stays the holder's, to answer with
+        what all have said. None, and nothing changes, for anybody else."""
+
+    def answered(self, consumer: str, timeout_s: float) -> list[Answered]:
+        """Items that were answered, each to one consumer; again to another one if it is not forgotten in time."""
+
+    def forget(self, item_id: str, receipt: str = "") -> None:
+        """The item has ended for good."""
+
+    def expire(self) -> Expired:
+        """Put back what workers held whose time is over."""
+
+    def known(self, item_ids: Sequence[str]) -> set[str]:
+        """Which of these the carrier knows, in any place."""

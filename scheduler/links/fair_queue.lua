@@ -1,0 +1,283 @@
+-- The fair queue of scheduler/links/contract.py in Redis, upon fair_tree.lua and roster.lua. Every call is one script,
+-- so it is atomic. ARGV[1] is the call, the rest its arguments; times are milliseconds.
+--   i:<id>    hash: path, weights, cost, slots, adapter, body, attempts; worker, epoch and at while it is leased; aside
+--             while it is set aside, with for and till when it is left to one worker; done once answered
+--   d:<id>    hash: the workers that have declined an item, and why
+--   a:<model> list: ids of items that are set aside for other workers; asides the set of these models
+--   done a stream, given_up a set of ids, bell a list that wakes idle workers, bell:<worker> one that wakes this one
+local LIVES, MAX_ASIDE, LEFT_MS = 3, 256, 50
+
+local function ring()
+  redis.call("LPUSH", P .. "bell", "1")
+  redis.call("LTRIM", P .. "bell", 0, 63)
+end
+
+local function queue(id)
+  insert(id)
+  ring()
+end
+
+-- An item that is in nobody's hands leaves the place where it waits.
+local function withdraw(id)
+  local path, aside = unpack(redis.call("HMGET", key("i", id), "path", "aside"))
+  if aside then
+    redis.call("LREM", key("a", split(path)[1]), 1, id)
+    redis.call("HDEL", key("i", id), "aside", "for", "till")
+  else
+    unqueue(path, id)
+  end
+end
+
+-- Whether a worker is there that may serve an item; and whether one is there at all.
+local function able(id, model)
+  local any = false
+  for _, worker in ipairs(redis.call("ZRANGE", P .. "w", 0, -1)) do
+    if redis.call("SISMEMBER", key("m", worker), model) == 1 then
+      any = true
+      if redis.call("HEXISTS", key("d", id), worker) == 0 then return true, true end
+    end
+  end
+  return false, any
+end
+
+-- Its holder has died over an item. Whether it is queued again.
+local function lose(id)
+  local item = key("i", id)
+  redis.call("HDEL", item, "worker", "epoch")
+  if redis.call("HINCRBY", item, "attempts", 1) >= LIVES then
+    redis.call("SADD", P .. "given_up", id)
+    return false
+  end
+  local facts = redis.call("HMGET", item, "path", "cost")
+  correct(facts[1], -number(facts[2]))
+  queue(id)
+  return true
+end
+
+local function release(worker)
+  local ids, back = redis.call("SMEMBERS", key("h", worker)), {}
+  local epoch = {}
+  for _, id in ipairs(ids) do epoch[id] = number(redis.call("HGET", key("i", id), "epoch")) end
+  table.sort(ids, function(a, b) return epoch[a] < epoch[b] end)
+  for _, id in ipairs(ids) do
+    if lose(id) then back[#back + 1] = id end
+  end
+  forget_worker(worker)
+  return back
+end
+
+-- Grows for ever, also over a Redis that has lost everything.
+local function next_epoch()
+  local epoch = redis.call("INCR", P .. "epochs")
+  if epoch > 1 then return epoch end
+  local time = redis.call("TIME")
+  redis.call("SET", P .. "epochs", string.format("%d", time[1] * 1000 + math.floor(time[2] / 1000)))
+  return redis.call("INCR", P .. "epochs")
+end
+
+local calls = {}
+
+function calls.push(id, path, weights, cost, slots, adapter, body)
+  local item = key("i", id)
+  if redis.call("EXISTS", item) == 1 then return 0 end
+  redis.call("HSET", item, "path", path, "weights", weights, "cost", cost, "slots", slots, "adapter", adapter,
+    "body", body)
+  queue(id)
+  return 1
+end
+
+function calls.correct(path, tokens)
+  correct(path, number(tokens))
+  return 1
+end
+
+function calls.peek(prefix)
+  local node = find(split(prefix))
+  if not node then return false end
+  local child = first(node)
+  while child do
+    node = below(node, child)
+    child = first(node)
+  end
+  return redis.call("LINDEX", key("q", node), 0)
+end
+
+function calls.remove(id)
+  local item = key("i", id)
+  if redis.call("EXISTS", item) == 0 then return 0 end
+  if redis.call("HEXISTS", item, "worker") + redis.call("HEXISTS", item, "done") > 0 then return 0 end
+  if redis.call("SISMEMBER", P .. "given_up", id) == 1 then return 0 end
+  withdraw(id)
+  redis.call("DEL", item, key("d", id))
+  return 1
+end
+
+function calls.ahead(id, most)
+  local path = redis.call("HGET", key("i", id), "path")
+  local place = path and redis.call("LPOS", key("q", path), id)
+  if not place then return false end
+  most = number(most)
+  local parts, ahead = split(path), math.min(place, most)
+  for depth = #parts, 1, -1 do
+    local node = table.concat(parts, SEP, 1, depth - 1)
+    local own = redis.call("HGET", key("n", below(node, parts[depth])), "e")
+    local turns, mine = ahead / weight(below(node, parts[depth])), false
+    for _, member in ipairs(redis.call("ZRANGE", key("r", node), 0, -1)) do
+      if ahead >= most then return most end
+      if member == own then
+        mine = true
+      else
+        local sibling = below(node, child_of(member))
+        ahead = ahead + count(sibling, math.floor(turns * weight(sibling)) + (mine and 0 or 1))
+      end
+    end
+  end
+  return math.min(ahead, most)
+end
+
+local function set_aside(id)
+  local item = key("i", id)
+  local model = split(redis.call("HGET", item, "path"))[1]
+  redis.call("HSET", item, "aside", "1")
+  redis.call("RPUSH", key("a", model), id)
+  redis.call("SADD", P .. "asides", model)
+end
+
+local function leave_to(worker, id, now)
+  local item, bell = key("i", id), key("bell", worker)
+  set_aside(id)
+  redis.call("HSET", item, "for", worker, "till", number(now) + LEFT_MS)
+  redis.call("HINCRBY", P .. "room", worker, -math.max(1, number(redis.call("HGET", item, "slots"))))
+  redis.call("LPUSH", bell, "1")
+  redis.call("LTRIM", bell, 0, 0)
+  redis.call("EXPIRE", bell, 60)
+end
+
+local function take(worker, now, id)
+  local item, epoch = key("i", id), string.format("%d", next_epoch())
+  redis.call("HSET", item, "worker", worker, "epoch", epoch, "at", now)
+  redis.call("SADD", key("h", worker), id)
+  local facts = redis.call("HMGET", item, "path", "body", "slots", "adapter")
+  if facts[4] and facts[4] ~= "" then hold(worker, facts[4], epoch) end
+  return {id, facts[1], facts[2], epoch}, math.max(1, number(facts[3]))
+end
+
+-- What is set aside goes first: it was next before anything that is still queued. Says also whether the item comes from
+-- the tree; without an item, whether some are left to others for a moment.
+local function next_for(worker, models, now)
+  local served, left_to_others = {}, false
+  for _, model in ipairs(models) do
+    for _, id in ipairs(redis.call("LRANGE", key("a", model), 0, MAX_ASIDE - 1)) do
+      local whose, till = unpack(redis.call("HMGET", key("i", id), "for", "till"))
+      local free = not whose or whose == worker or number(till) < number(now)
+      if free and redis.call("HEXISTS", key("d", id), worker) == 0 then
+        withdraw(id)
+        return id, false
+      end
+      left_to_others = left_to_others or not free
+    end
+    served[model] = redis.call("LLEN", key("a", model)) < MAX_ASIDE
+  end
+  for _, member in ipairs(redis.call("ZRANGE", key("r", ""), 0, -1)) do
+    if served[child_of(member)] then return (serve("", {child_of(member)}, 1)), true end
+  end
+  return nil, left_to_others
+end
+
+function calls.lease(worker, now, ttl, slots, ...)
+  local models, leases, left, again = {...}, {}, number(slots), false
+  sign(worker, now, ttl, models)
+  if left == 0 then return {leases, 0} end
+  comes(worker, left)
+  local others = others_than(worker)
+  while left > 0 do
+    local id, fresh = next_for(worker, models, now)
+    again = not id and fresh
+    if not id then break end
+    local other, size = fresh and better_for(id, worker, left, others), nil
+    if other then
+      leave_to(other, id, now)
+    else
+      leases[#leases + 1], size = take(worker, now, id)
+      left = left - size
+    end
+  end
+  redis.call("HSET", P .. "room", worker, math.max(0, left))
+  return {leases, again and 1 or 0}
+end
+
+function calls.renew(worker, now, ttl)
+  if not redis.call("ZSCORE", P .. "w", worker) then return 0 end
+  redis.call("ZADD", P .. "w", number(now) + number(ttl), worker)
+  return 1
+end
+
+function calls.answer(id, epoch, result)
+  local item = key("i", id)
+  local held = redis.call("HMGET", item, "worker", "epoch")
+  if not held[1] or held[2] ~= epoch then return 0 end
+  redis.call("SREM", key("h", held[1]), id)
+  redis.call("HDEL", item, "worker", "epoch", "body")
+  redis.call("DEL", key("d", id))
+  redis.call("HSET", item, "done", "1")
+  local facts = redis.call("HMGET", item, "cost", "at")
+  redis.call("XADD", P .. "done", "*", "id", id, "result", result, "cost", facts[1], "at", facts[2])
+  return 1
+end
+
+function calls.lose(id, epoch)
+  local held = redis.call("HMGET", key("i", id), "worker", "epoch")
+  if not held[1] or held[2] ~= epoch then return false end
+  redis.call("SREM", key("h", held[1]), id)
+  lose(id)
+  return 1
+end
+
+function calls.decline(id, epoch, why)
+  local item = key("i", id)
+  local held = redis.call("HMGET", item, "worker", "epoch", "path")
+  if not held[1] or held[2] ~= epoch then return false end
+  redis.call("HSET", key("d", id), held[1], why)
+  local model = split(held[3])[1]
+  if not able(id, model) then return redis.call("HVALS", key("d", id)) end
+  redis.call("SREM", key("h", held[1]), id)
+  redis.call("HDEL", item, "worker", "epoch")
+  set_aside(id)
+  ring()
+  return {}
+end
+
+function calls.forget(id, receipt)
+  local item = key("i", id)
+  local facts = redis.call("HMGET", item, "path", "worker", "done")
+  if facts[2] then
+    redis.call("SREM", key("h", facts[2]), id)
+  elseif facts[1] and not facts[3] then
+    withdraw(id)
+  end
+  redis.call("DEL", item, key("d", id))
+  redis.call("SREM", P .. "given_up", id)
+  if receipt ~= "" then
+    redis.call("XACK", P .. "done", "settle", receipt)
+    redis.call("XDEL", P .. "done", receipt)
+  end
+  return 1
+end
+
+function calls.expire(now)
+  local back, declined = {}, {}
+  for _, worker in ipairs(redis.call("ZRANGEBYSCORE", P .. "w", "-inf", "(" .. now)) do
+    for _, id in ipairs(release(worker)) do back[#back + 1] = id end
+  end
+  for _, model in ipairs(redis.call("SMEMBERS", P .. "asides")) do
+    local ids = redis.call("LRANGE", key("a", model), 0, -1)
+    if #ids == 0 then redis.call("SREM", P .. "asides", model) end
+    for _, id in ipairs(ids) do
+      local one, any = able(id, model)
+      if any and not one then declined[#declined + 1] = {id, redis.call("HVALS", key("d", id))} end
+    end
+  end
+  return {back, redis.call("SMEMBERS", P .. "given_up"), declined}
+end
+
+return calls[ARGV[1]](unpack(ARGV, 2))

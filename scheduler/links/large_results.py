@@ -1,0 +1,44 @@
+"""A worker's answer on its way through Redis: large results travel as blobs, and the message names them."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from scheduler.links.contract import QueueUnreachable
+from scheduler.links.messages import Done, FromGenerator, FromTrainer
+from store.blobs import Blobs
+
+#: A larger result is put beside the message.
+INLINE_BYTES = 1 << 16
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Parcel(msgspec.Struct, frozen=True):
+    message: FromTrainer | FromGenerator
+    payload_ref: str = ""
+
+
+_decode = msgspec.msgpack.Decoder(Parcel).decode
+
+
+def pack(message: FromTrainer | FromGenerator, blobs: Blobs) -> bytes:
+    """QueueUnreachable when the folder that all share takes nothing for now."""
+    if not isinstance(message, Done) or len(message.payload) <= INLINE_BYTES:
+        return _encode(Parcel(message))
+    ref = f"handoff/{message.op_id}.{secrets.token_hex(4)}"
+    try:
+        blobs.put(ref, message.payload)
+    except OSError as error:
+        raise QueueUnreachable(f"the result of {message.op_id} cannot be handed over: {error}") from error
+    return _encode(Parcel(msgspec.structs.replace(message, payload=b""), ref))
+
+
+def unpack(parcel: bytes, blobs: Blobs) -> tuple[FromTrainer | FromGenerator, str]:
+    """The message, and the blob to delete once it is dealt with ("" for none)."""
+    found = _decode(parcel)
+    if not found.payload_ref or not isinstance(found.message, Done):
+        return found.message, ""
+    return msgspec.structs.replace(found.message, payload=blobs.get(found.payload_ref)), found.payload_ref

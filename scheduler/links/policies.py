@@ -1,0 +1,101 @@
+"""How policies move, over Redis: from the replica that leads to every generator, in the order of each run.
+
+The leader alone writes. It knows the policies of its runs from the database (`scheduler.journal.versions`) and from
+what it settles, keeps the newest of each run in Redis, and tells it to whoever listens. The script stores before it
+tells: a generator that leases a sample reads the newest policy with it, and hears what comes later. A message carries
+all that is known of a run, and the number of the operation that moved it last; nobody goes back to an earlier one. What
+Redis has lost, or could not be told, is told again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from scheduler.links.broadcasts import WORKERS, ToWorker
+from scheduler.links.messages import PolicyMoved, SampleOp
+from scheduler.links.redis_clients import pooled
+from scheduler.links.redis_queue import reaching
+
+_KEY = "{weft:policies}"
+
+#: Stores ARGV[4] as the policy of run ARGV[1] and tells ARGV[5] on ARGV[2], unless that of a later operation than
+#: ARGV[3] is there.
+_MOVE = """
+local known = redis.call("HGET", KEYS[1], ARGV[1])
+if known and tonumber(string.match(known, "^-?%d+")) > tonumber(ARGV[3]) then return 0 end
+redis.call("HSET", KEYS[1], ARGV[1], ARGV[3] .. " " .. ARGV[4])
+redis.call("PUBLISH", ARGV[2], ARGV[5])
+return 1
+"""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(PolicyMoved).decode
+
+
+class PolicyBoard:
+    """The newest policy of each run, in Redis. Callable from any thread; raises QueueUnreachable."""
+
+    def __init__(self, url: str) -> None:
+        self._redis = pooled(url)
+        self._move = self._redis.register_script(_MOVE)
+
+    def tell(self, moved: PolicyMoved) -> None:
+        message = _encode(ToWorker("", moved))
+        with reaching():
+            self._move(keys=[_KEY], args=[moved.run_id, WORKERS, moved.seq, _encode(moved), message])
+
+    def known(self, run_ids: Iterable[str]) -> dict[str, PolicyMoved]:
+        asked = sorted(run_ids)
+        if not asked:
+            return {}
+        with reaching():
+            found: list[Any] = self._redis.hmget(_KEY, asked)
+        return {run_id: _decode(value.partition(b" ")[2]) for run_id, value in zip(asked, found, strict=True) if value}
+
+    def forget(self, run_ids: Iterable[str]) -> None:
+        with reaching():
+            self._redis.hdel(_KEY, *run_ids)
+
+    def close(self) -> None:
+        self._redis.close()
+
+
+class Followed:
+    """A generator's end: the runs whose samples it holds, and what it was told of them. Lives in one thread."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, str] = {}  # by sample
+        self._told: dict[str, PolicyMoved] = {}  # by run
+
+    @property
+    def runs(self) -> set[str]:
+        return set(self._runs.values())
+
+    def hold(self, op: SampleOp, newest: PolicyMoved | None) -> SampleOp:
+        """The sample as it is to be run: under the newest policy of its run."""
+        if not op.run_id:
+            return op
+        self._runs[op.op_id] = op.run_id
+        if newest is not None:
+            self.news(newest)
+        moved = self._told.get(op.run_id)
+        if moved is None:
+            return op
+        ref = moved.adapter_ref if op.inflight and moved.adapter_ref else op.adapter_ref
+        return msgspec.structs.replace(op, adapter_ref=ref, version=moved.version)
+
+    def drop(self, op_id: str) -> None:
+        run_id = self._runs.pop(op_id, None)
+        if run_id is not None and run_id not in self._runs.values():
+            self._told.pop(run_id, None)
+
+    def news(self, moved: PolicyMoved) -> bool:
+        """Whether this is to be told: it is of a run that is followed, and newer than what was."""
+        told = self._told.get(moved.run_id)
+        if moved.run_id not in self.runs or (told is not None and (told == moved or told.seq > moved.seq)):
+            return False
+        self._told[moved.run_id] = moved
+        return True

@@ -1,0 +1,172 @@
+"""The fair queue carried by Redis: each call is one Lua script (`fair_queue.lua`), so any number of processes may
+share it. Callable from any thread; blocks for a network round trip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path as FilePath
+from typing import Any, cast
+
+import redis
+
+from scheduler.links.contract import LEFT_S, Answered, Expired, Item, Lease, Path, QueueUnreachable, weights_of
+from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, pooled
+
+_SEPARATOR = "\x1f"
+_SCRIPTS = ("fair_tree.lua", "roster.lua", "fair_queue.lua")  # one script
+_SOURCE = "".join(FilePath(__file__).with_name(name).read_text() for name in _SCRIPTS)
+_GROUP = "settle"
+#: Whoever has taken an answer and did not forget it for so long is taken for dead.
+TAKEN_S = 15.0
+#: Answers that one call hands to a consumer.
+BATCH = 32
+#: `ahead` counts up to this.
+MOST_AHEAD = 1000
+
+
+@contextmanager
+def reaching() -> Iterator[None]:
+    """Errors of the network as one of the contract's."""
+    try:
+        yield
+    except (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, redis.ReadOnlyError) as error:
+        raise QueueUnreachable(f"Redis cannot be reached: {error}") from error
+
+
+class RedisQueue:
+    """`name` separates queues in one Redis. `clock` is of the server unless a test brings its own (seconds)."""
+
+    def __init__(self, url: str, name: str = "samples", clock: Callable[[], float] | None = None) -> None:
+        self._prefix = f"{{weft:{name}}}:"
+        self._redis = pooled(url)
+        self._reader = blocking(url)
+        self._script = self._redis.register_script(_SOURCE)
+        self._clock = clock
+        self._longest_wait_s = LONGEST_BLOCK_S
+
+    def push(self, item: Item) -> bool:
+        path = _SEPARATOR.join(item.path)
+        weights = _SEPARATOR.join(map(str, weights_of(item.path, item.weight)))
+        return bool(self._call("push", item.id, path, weights, max(1, item.cost), item.slots, item.adapter, item.body))
+
+    def correct(self, path: Path, tokens: int) -> None:
+        self._call("correct", _SEPARATOR.join(path), tokens)
+
+    def peek(self, prefix: Path = ()) -> str | None:
+        found = self._call("peek", _SEPARATOR.join(prefix))
+        return found.decode() if found else None
+
+    def remove(self, item_id: str) -> bool:
+        return bool(self._call("remove", item_id))
+
+    def ahead(self, item_id: str) -> int | None:
+        found = self._call("ahead", item_id, MOST_AHEAD)
+        return None if found is None else int(found)
+
+    def lease(self, worker: str, models: Sequence[str], slots: int, ttl_s: float) -> list[Lease]:
+        leases, again = self._call("lease", worker, self._now_ms(), int(ttl_s * 1000), slots, *models)
+        if slots > 0:
+            self._longest_wait_s = LEFT_S if again else LONGEST_BLOCK_S
+        return [
+            Lease(item_id.decode(), tuple(path.decode().split(_SEPARATOR)), body, int(epoch))
+            for item_id, path, body, epoch in leases
+        ]
+
+    def renew(self, worker: str, ttl_s: float) -> bool:
+        return bool(self._call("renew", worker, self._now_ms(), int(ttl_s * 1000)))
+
+    def holder(self, item_id: str) -> str | None:
+        with reaching():
+            found = cast("bytes | None", self._redis.hget(f"{self._prefix}i:{item_id}", "worker"))
+        return found.decode() if found else None
+
+    def answer(self, item_id: str, epoch: int, result: bytes) -> bool:
+        return bool(self._call("answer", item_id, epoch, result))
+
+    def lose(self, item_id: str, epoch: int) -> bool:
+        return bool(self._call("lose", item_id, epoch))
+
+    def decline(self, item_id: str, epoch: int, why: str) -> list[str] | None:
+        reasons = self._call("decline", item_id, epoch, why)
+        return None if reasons is None else sorted({reason.decode() for reason in reasons})
+
+    def answered(self, consumer: str, timeout_s: float) -> list[Answered]:
+        stream = f"{self._prefix}done"
+        wait_ms = max(1, int(min(timeout_s, LONGEST_BLOCK_S) * 1000))
+        with reaching():
+            try:
+                late: Any = self._reader.xautoclaim(stream, _GROUP, consumer, int(TAKEN_S * 1000), count=BATCH)
+                found = [entry for entry in late[1] if entry[1]]
+                if not found:
+                    news: Any = self._reader.xreadgroup(_GROUP, consumer, {stream: ">"}, BATCH, wait_ms)
+                    entries = news.values() if isinstance(news, dict) else [entries for _, entries in news or []]
+                    found = [entry for batch in entries for entry in _flat(batch)]
+            except redis.ResponseError as error:  # never made, or gone with all else, maybe while we waited
+                if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+                    raise
+                self._make_group(stream)
+                return []
+        return [
+            Answered(
+                fields[b"id"].decode(),
+                fields[b"result"],
+                int(fields[b"cost"]),
+                int(fields[b"at"]) / 1000,
+                receipt.decode(),
+            )
+            for receipt, fields in found
+        ]
+
+    def forget(self, item_id: str, receipt: str = "") -> None:
+        self._call("forget", item_id, receipt)
+
+    def expire(self) -> Expired:
+        back, given_up, declined = self._call("expire", self._now_ms())
+        return Expired(
+            [item_id.decode() for item_id in back],
+            sorted(item_id.decode() for item_id in given_up),
+            sorted((item_id.decode(), sorted({why.decode() for why in reasons})) for item_id, reasons in declined),
+        )
+
+    def known(self, item_ids: Sequence[str]) -> set[str]:
+        with reaching():
+            pipe = self._redis.pipeline(transaction=False)
+            for item_id in item_ids:
+                pipe.exists(f"{self._prefix}i:{item_id}")
+            return {item_id for item_id, there in zip(item_ids, pipe.execute(), strict=True) if there}
+
+    def wait(self, worker: str, timeout_s: float) -> None:
+        """Until there may be something to lease: queued, left to this worker, or no longer left to others. Only for a
+        process's one worker loop."""
+        bells = [f"{self._prefix}bell:{worker}", f"{self._prefix}bell"]
+        wait_s, self._longest_wait_s = min(timeout_s, self._longest_wait_s), LONGEST_BLOCK_S
+        with reaching():
+            self._reader.blpop(bells, wait_s)
+
+    def close(self) -> None:
+        self._redis.close()
+        self._reader.close()
+
+    def _make_group(self, stream: str) -> None:
+        try:
+            self._redis.xgroup_create(stream, _GROUP, id="0", mkstream=True)
+        except redis.ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    def _now_ms(self) -> int:
+        if self._clock is not None:
+            return int(self._clock() * 1000)
+        with reaching():
+            seconds, microseconds = self._redis.time()
+        return seconds * 1000 + microseconds // 1000
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        with reaching():
+            return self._script(keys=[self._prefix], args=[name, *arguments])
+
+
+def _flat(batch: Any) -> list[Any]:
+    """Entries of one stream; RESP3 nests them once more."""
+    return batch[0] if batch and isinstance(batch[0], list) and batch[0] and isinstance(batch[0][0], tuple) else batch

@@ -1,0 +1,64 @@
+-- The workers of the fair queue in Redis, as scheduler/dispatch/roster.py has them: who is there, what they hold, and
+-- which of them an item is left to. fair_queue.lua follows in the same script.
+--   w         sorted set of workers by deadline; size and room hashes of their slots when they last came, and of those
+--             that are free: what they had, less what is left to them since
+--   h:<worker> set of ids, m:<worker> set of models, k:<worker> sorted set of adapters by the epoch of their last lease
+local HEAD_START, REMEMBERED = 0.25, 1024
+
+local function sign(worker, now, ttl, models)
+  redis.call("ZADD", P .. "w", number(now) + number(ttl), worker)
+  redis.call("DEL", key("m", worker))
+  if #models > 0 then redis.call("SADD", key("m", worker), unpack(models)) end
+end
+
+local function hold(worker, adapter, epoch)
+  redis.call("ZADD", key("k", worker), epoch, adapter)
+  redis.call("ZREMRANGEBYRANK", key("k", worker), 0, -REMEMBERED - 1)
+end
+
+local function forget_worker(worker)
+  redis.call("DEL", key("h", worker), key("m", worker), key("k", worker), key("bell", worker))
+  redis.call("HDEL", P .. "room", worker)
+  redis.call("HDEL", P .. "size", worker)
+  redis.call("ZREM", P .. "w", worker)
+end
+
+local function others_than(worker)
+  local found = {}
+  for _, other in ipairs(redis.call("HKEYS", P .. "room")) do
+    if other ~= worker then found[#found + 1] = other end
+  end
+  table.sort(found)
+  return found
+end
+
+local function holds(worker, adapter) return redis.call("ZSCORE", key("k", worker), adapter) end
+
+-- As scheduler.dispatch.replicas.fullness.
+local function fullness(worker, free) return 1 - free / number(redis.call("HGET", P .. "size", worker)) end
+
+-- A worker asks for work, with so many slots free.
+local function comes(worker, free)
+  local slots = free
+  for _, busy in ipairs(redis.call("SORT", key("h", worker), "BY", "nosort", "GET", P .. "i:*->slots")) do
+    slots = slots + math.max(1, number(busy))
+  end
+  redis.call("HSET", P .. "size", worker, slots)
+end
+
+-- Which of the others holds the adapter of an item, where `worker` does not, and is not much fuller: the emptiest. Items
+-- that an older server has queued say no adapter.
+local function better_for(id, worker, left, others)
+  local adapter, path = unpack(redis.call("HMGET", key("i", id), "adapter", "path"))
+  if #others == 0 or not adapter or adapter == "" or holds(worker, adapter) then return end
+  local model, best, least = split(path)[1], nil, fullness(worker, left) + HEAD_START
+  for _, other in ipairs(others) do
+    local room = number(redis.call("HGET", P .. "room", other))
+    local serves = redis.call("SISMEMBER", key("m", other), model) == 1
+    if room > 0 and serves and holds(other, adapter) and redis.call("HEXISTS", key("d", id), other) == 0 then
+      local full = fullness(other, room)
+      if full < least then best, least = other, full end
+    end
+  end
+  return best
+end

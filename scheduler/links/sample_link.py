@@ -1,0 +1,218 @@
+"""The generator's link in production: it leases samples from the shared queue by itself, under the same messages as
+over a socket (`scheduler.links.sockets`).
+
+What it holds is its own as long as it gives signs of life, from a thread. If it was given up, because it was cut off
+for too long or Redis has lost everything, it is told to cancel what it had, and its answers to that are dropped. While
+Redis is away it goes on with what it has and keeps the answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from scheduler.links.broadcasts import Listener, News
+from scheduler.links.contract import Lease, QueueUnreachable
+from scheduler.links.large_results import pack
+from scheduler.links.messages import (
+    Cancel,
+    Declined,
+    Done,
+    Failure,
+    Occupancy,
+    PolicyMoved,
+    PullSamples,
+    SampleOp,
+    SampleWork,
+)
+from scheduler.links.policies import Followed, PolicyBoard
+from scheduler.links.redis_queue import RedisQueue
+from store.blobs import Blobs
+
+log = logging.getLogger(__name__)
+
+#: A worker that gives no sign of life for so long has lost what it held.
+LEASE_S = 6.0
+BEAT_S = 1.0
+#: A busy generator looks for more work not more often than this.
+LOOK_EVERY_S = 0.01
+
+_decode = msgspec.msgpack.Decoder(SampleOp).decode
+
+
+def worker_name(role: str) -> str:
+    """Unique for this process, and telling for an operator."""
+    return f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+class SampleLink:
+    def __init__(self, url: str, blobs: Blobs) -> None:
+        self.name = worker_name("generator")
+        self._queue, self._news, self._blobs = RedisQueue(url), News(url), blobs
+        self._epochs: dict[str, int] = {}  # of what is held
+        self._lost: set[str] = set()  # cancelled here because they are not held any more: no answer counts
+        self._again: list[Lease] = []  # leased again before their first life here has ended
+        self._late: list[Callable[[], object]] = []  # what the queue is to be told, once Redis is there
+        self._told: queue.SimpleQueue[Cancel | PolicyMoved] = queue.SimpleQueue()
+        self._board, self._followed = PolicyBoard(url), Followed()
+        self._missed = threading.Event()  # something may have been told while nobody listened
+        self._models: list[str] = []
+        self._free = 0
+        self._looked = self._beaten = 0.0
+        self._draining = False
+        self._lock = threading.Lock()
+        self._listener = Listener.of_workers(url, self.name, self._told.put, self._missed.set, self._beat)
+        self._listener.start()
+
+    def drain(self) -> None:
+        """Take nothing more."""
+        self._draining = True
+
+    def close(self) -> None:
+        """Deliver what is left, if Redis is there; else it is done again by others."""
+        with suppress(QueueUnreachable):
+            self._deliver()
+        self._listener.stop()
+        self._queue.close()
+        self._news.close()
+        self._board.close()
+
+    def send(self, message: Any) -> None:
+        match message:
+            case PullSamples():
+                self._models, self._free = message.models, message.free_slots
+            case Done():
+                self._answer(message)
+            case Declined() if message.lost:
+                self._lose(message.op_id)
+            case Declined():
+                self._decline(message)
+            case Occupancy(steps, slots_busy, slots_offered, seconds):
+                counts = {"steps": steps, "slots_busy": slots_busy, "slots_offered": slots_offered, "busy_s": seconds}
+                with suppress(QueueUnreachable):
+                    self._news.count(counts)
+
+    def recv(self, timeout_s: float | None = None) -> SampleWork | Cancel | PolicyMoved | None:
+        """Something to do, or None when there is nothing within `timeout_s`."""
+        deadline = time.monotonic() + (1e9 if timeout_s is None else timeout_s)
+        while True:
+            try:
+                self._deliver()
+                self._catch_up()
+                while not self._told.empty():
+                    told = self._told.get()
+                    if isinstance(told, Cancel) or self._followed.news(told):
+                        return told
+                work = self._take()
+                left = deadline - time.monotonic()
+                if work is not None or left <= 0:
+                    return work
+                self._queue.wait(self.name, max(0.05, min(left, BEAT_S)))
+                self._looked = 0.0
+            except QueueUnreachable as error:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                log.warning("%s; trying again", error)
+                time.sleep(min(left, BEAT_S))
+
+    def _take(self) -> SampleWork | None:
+        now = time.monotonic()
+        if self._free <= 0 or self._draining or now - self._looked < LOOK_EVERY_S:
+            return None
+        self._looked = now
+        self._renew()  # a lease would make the queue know this worker again, without what it held
+        with self._lock:
+            leases = self._again + self._queue.lease(self.name, self._models, self._free, LEASE_S)
+            self._again = [lease for lease in leases if lease.id in self._lost]
+            leases = [lease for lease in leases if lease.id not in self._lost]
+            self._epochs.update({lease.id: lease.epoch for lease in leases})
+        ops = self._newest([_decode(lease.body) for lease in leases])
+        self._free -= sum(op.num_samples for op in ops)
+        return SampleWork(ops) if ops else None
+
+    def _newest(self, ops: list[SampleOp]) -> list[SampleOp]:
+        """Policies move while samples wait. What is leased must be handed over, whatever happens here."""
+        policies: dict[str, PolicyMoved] = {}
+        with suppress(QueueUnreachable):
+            policies = self._board.known({op.run_id for op in ops if op.run_id})
+        return [self._followed.hold(op, policies.get(op.run_id)) for op in ops]
+
+    def _catch_up(self) -> None:
+        """After a gap: what was told meanwhile of the runs that are followed."""
+        if self._missed.is_set():
+            self._missed.clear()
+            try:
+                for moved in self._board.known(self._followed.runs).values():
+                    self._told.put(moved)
+            except QueueUnreachable:
+                self._missed.set()
+                raise
+
+    def _answer(self, done: Done) -> None:
+        epoch = self._let_go(done.op_id)
+        if epoch is not None:
+            self._late.append(lambda: self._queue.answer(done.op_id, epoch, pack(done, self._blobs)))
+
+    def _lose(self, op_id: str) -> None:
+        """The engine died over a sample. It is anybody's: this one's engine may take long to be back."""
+        epoch = self._let_go(op_id)
+        if epoch is not None:
+            self._late.append(partial(self._queue.lose, op_id, epoch))
+
+    def _decline(self, message: Declined) -> None:
+        epoch = self._let_go(message.op_id)
+        if epoch is not None:
+            self._late.append(partial(self._hand_on, message.op_id, epoch, message.message))
+
+    def _hand_on(self, op_id: str, epoch: int, why: str) -> None:
+        """To a generator that can serve it; it fails when they all have declined."""
+        reasons = self._queue.decline(op_id, epoch, why)
+        if reasons:
+            done = Done(op_id, failure=Failure("; ".join(reasons), "user"))
+            self._late.append(partial(self._queue.answer, op_id, epoch, pack(done, self._blobs)))
+
+    def _let_go(self, op_id: str) -> int | None:
+        """The epoch under which this sample was held, if it was to the last."""
+        self._followed.drop(op_id)
+        with self._lock:
+            self._lost.discard(op_id)
+            return self._epochs.pop(op_id, None)
+
+    def _deliver(self) -> None:
+        while self._late:
+            self._late[0]()
+            self._late.pop(0)
+
+    def _beat(self) -> None:
+        """In the listener's thread."""
+        if time.monotonic() - self._beaten < BEAT_S:
+            return
+        self._beaten = time.monotonic()
+        with suppress(QueueUnreachable):
+            if self._epochs:
+                self._renew()
+            elif self._models and not self._draining:  # what others decline may wait for this one
+                self._queue.lease(self.name, self._models, 0, LEASE_S)
+
+    def _renew(self) -> None:
+        """Give a sign of life; if it comes too late, cancel what is not held any more."""
+        with self._lock:
+            if not self._epochs or self._queue.renew(self.name, LEASE_S):
+                return
+            lost, self._epochs, self._again = list(self._epochs), {}, []
+            self._lost.update(lost)
+        log.warning("given up by the queue: %d samples are cancelled here and done by others", len(lost))
+        for op_id in lost:
+            self._told.put(Cancel(op_id))

@@ -1,0 +1,149 @@
+"""The wire between the API process and a worker: msgpack messages in length-prefixed frames over a socket pair.
+
+The server side is asyncio; the worker side blocks, as a worker's own loop does. A closed link means that the other
+process is gone: the worker gets EOFError and exits, the server hands the worker's work to the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from scheduler.links.messages import FromGenerator, FromTrainer, ToGenerator, ToTrainer
+
+#: Read at once at most: as much as a socket pair holds.
+RECV_BYTES = 1 << 18
+
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+_to_worker = msgspec.msgpack.Decoder(ToTrainer | ToGenerator)
+_to_server = msgspec.msgpack.Decoder(FromTrainer | FromGenerator)
+
+
+def _frame(message: msgspec.Struct) -> bytes:
+    payload = _encoder.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class WorkerLink:
+    """The worker's end, on an inherited file descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._frames = _Frames(_to_worker)
+
+    def send(self, message: msgspec.Struct) -> None:
+        try:
+            self._socket.sendall(_frame(message))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise EOFError("the server is gone") from error
+
+    def recv(self, timeout_s: float | None = None) -> Any:
+        """The next message, or None when none came in `timeout_s` (None waits for ever, 0 only looks).
+
+        Raises EOFError when the server is gone."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            message = self._frames.take()
+            if message is not None:
+                return message
+            wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._socket], [], [], wait_s)[0]:
+                return None
+            try:
+                chunk = self._socket.recv(1 << 16)
+            except ConnectionResetError:
+                chunk = b""
+            if not chunk:
+                raise EOFError("the server is gone")
+            self._frames.add(chunk)
+
+
+class ServerLink:
+    """The server's end, in the event loop. Both directions are on their own: a write that fails says that the worker
+    reads no more, and takes nothing from what the worker had already sent."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._socket = sock
+        self._unsent = bytearray()
+        self._deaf = False  # the worker reads no more
+        self._closed = False
+
+    @classmethod
+    async def over(cls, sock: socket.socket) -> ServerLink:
+        return cls(sock)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue a message. Lost silently when the worker is gone; the loop over `messages` then ends."""
+        if self._deaf:
+            return
+        waits = bool(self._unsent)
+        self._unsent += _frame(message)
+        if not waits:
+            self._write()
+
+    def _write(self) -> None:
+        """Send what the socket takes now, and the rest when it takes more."""
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            self._loop.add_writer(self._socket, self._write)
+            return
+        except OSError:
+            self._deaf = True
+            self._unsent.clear()
+        self._loop.remove_writer(self._socket)
+
+    async def messages(self) -> AsyncIterator[Any]:
+        """What the worker sends, until it is gone."""
+        frames = _Frames(_to_server)
+        while not self._closed:
+            try:
+                chunk = await self._loop.sock_recv(self._socket, RECV_BYTES)
+            except OSError:  # the kernel tells it after the last byte that the worker has sent
+                return
+            if not chunk:
+                return
+            frames.add(chunk)
+            while (message := frames.take()) is not None:
+                yield message
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = self._deaf = True
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+
+
+class _Frames:
+    """Messages out of bytes as they come in."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    def add(self, chunk: bytes) -> None:
+        self._buffer += chunk
+
+    def take(self) -> Any:
+        """The next whole message, or None."""
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(self._buffer)
+        end = _LENGTH.size + size
+        if len(self._buffer) < end:
+            return None
+        payload = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return self._decoder.decode(payload)

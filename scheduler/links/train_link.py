@@ -1,0 +1,239 @@
+"""The link between a trainer and whoever leads (`scheduler.cluster.leader`), over Redis, under the same messages as
+over a socket pair.
+
+A trainer finds the leader's token, makes up a link of its own and joins. From then on `up:<link>` and `down:<link>`
+carry the messages; `alive:<link>` is the trainer's sign of life and lasts for LEASE_S. Either end is gone for the other
+when its sign is: the trainer then gets EOFError and forgets its runs, the leader rebuilds them elsewhere. A link is
+never taken up again, so what a trainer sends after it was given up reaches nobody.
+
+A trainer that is killed need not be waited for that long: the sign names a connection that it holds open, which the
+kernel closes with the process, and never because the machine is busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import redis
+
+from scheduler.links.contract import QueueUnreachable
+from scheduler.links.large_results import pack, unpack
+from scheduler.links.messages import ToTrainer
+from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, held, pooled
+from scheduler.links.redis_queue import reaching
+from scheduler.links.sample_link import BEAT_S, LEASE_S, worker_name
+from store.blobs import Blobs
+
+log = logging.getLogger(__name__)
+
+#: A trainer whose connection is closed, and that has not said in so long that it has another one, is dead.
+CLOSED_S = 2.0
+_PREFIX = "{weft:train}:"
+LEADER = f"{_PREFIX}leader"
+#: Messages of a link that is over are forgotten after this.
+LEFT_OVER_S = 3600
+
+_encode = msgspec.msgpack.Encoder().encode
+_to_trainer = msgspec.msgpack.Decoder(ToTrainer)
+
+
+def _key(kind: str, name: str) -> str:
+    return f"{_PREFIX}{kind}:{name}"
+
+
+class TrainerLink:
+    """The trainer's end. `stopped` ends the wait for a leader."""
+
+    def __init__(self, url: str, blobs: Blobs, stopped: Callable[[], bool] = lambda: False) -> None:
+        self._blobs = blobs
+        self._redis, self._reader, self._held = pooled(url), blocking(url), held(url)
+        self._over = threading.Event()
+        self._link = worker_name("trainer")
+        self._leader = self._join(stopped)
+        self._beats = threading.Thread(target=self._beat, name="trainer beats", daemon=True)
+        self._beats.start()
+
+    def send(self, message: Any) -> None:
+        parcel: bytes | None = None
+        while not self._over.is_set():
+            with suppress(QueueUnreachable), reaching():
+                parcel = parcel or pack(message, self._blobs)
+                self._redis.rpush(_key("up", self._link), parcel)
+                return
+            self._over.wait(0.2)
+        raise EOFError("the leader is gone")
+
+    def recv(self, timeout_s: float | None = None) -> Any:
+        """The next message, or None when none came in `timeout_s`. Raises EOFError when the leader is gone."""
+        deadline = time.monotonic() + (1e9 if timeout_s is None else timeout_s)
+        while not self._over.is_set():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            try:
+                with reaching():
+                    found: Any = self._reader.blpop([_key("down", self._link)], max(0.05, min(left, BEAT_S)))
+            except QueueUnreachable:
+                self._over.wait(min(left, 0.2))
+                continue
+            if found:
+                return _to_trainer.decode(found[1])
+        raise EOFError("the leader is gone")
+
+    def close(self) -> None:
+        """Say goodbye: the leader reads what was sent, and need not wait for the lease to end."""
+        self._over.set()
+        with suppress(QueueUnreachable), reaching():
+            self._redis.expire(_key("up", self._link), LEFT_OVER_S)
+            self._redis.delete(_key("alive", self._link))
+        self._redis.close()
+        self._reader.close()
+
+    def _join(self, stopped: Callable[[], bool]) -> bytes:
+        while not stopped():
+            with suppress(QueueUnreachable), reaching():
+                leader: Any = self._redis.get(LEADER)
+                if leader:
+                    self._redis.set(_key("alive", self._link), self._held.client_id(), px=int(LEASE_S * 1000))
+                    self._redis.rpush(_key("joining", leader.decode()), self._link)
+                    return bytes(leader)
+            time.sleep(BEAT_S / 4)
+        raise EOFError("told to stop before there was a leader")
+
+    def _beat(self) -> None:
+        pause_s = BEAT_S
+        while not self._over.wait(pause_s):
+            pause_s = BEAT_S / 5  # unless Redis answers: who has lost the connection says soon that there is another
+            with suppress(QueueUnreachable), reaching():
+                sign = self._held.client_id()
+                alive = self._held.set(_key("alive", self._link), sign, px=int(LEASE_S * 1000), xx=True)
+                if not alive or self._held.get(LEADER) != self._leader:
+                    self._over.set()
+                pause_s = BEAT_S
+        self._held.close()
+
+
+class LeaderLink:
+    """The leader's end, in its event loop; blocking calls go to `threads`. Stands in for
+    scheduler.links.sockets.ServerLink."""
+
+    def __init__(self, url: str, link: str, blobs: Blobs, threads: Executor) -> None:
+        self.name = link
+        self._blobs, self._threads = blobs, threads
+        self._redis, self._reader = pooled(url), blocking(url)
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self._pump = asyncio.create_task(self._send_all())
+        self._sign: bytes | None = None  # the trainer's last one, and since when its connection is closed
+        self._closed_since: float | None = None
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue a message. Lost silently when the trainer is gone; the loop over `messages` then ends."""
+        self._outbox.put_nowait(_encode(message))
+
+    async def messages(self) -> AsyncIterator[Any]:
+        """What the trainer sends, until it is gone and everything is read."""
+        while True:
+            try:
+                was_alive = await self._run(self._alive)
+                parcel = await self._run(self._next if was_alive else self._left)
+                if parcel is None and not was_alive:
+                    return
+            except QueueUnreachable:
+                await asyncio.sleep(BEAT_S)
+                continue
+            if parcel is None:
+                continue
+            message, ref = await self._run(unpack, parcel, self._blobs)
+            yield message
+            if ref:
+                self._blobs.delete(ref)
+
+    def close(self) -> None:
+        self._pump.cancel()
+        with suppress(QueueUnreachable), reaching():
+            self._redis.delete(*(_key(kind, self.name) for kind in ("up", "down", "alive")))
+        self._redis.close()
+        self._reader.close()
+
+    async def _send_all(self) -> None:
+        while True:
+            message = await self._outbox.get()
+            while True:
+                try:
+                    await self._run(self._send, message)
+                    break
+                except QueueUnreachable:
+                    await asyncio.sleep(BEAT_S)
+
+    def _send(self, message: bytes) -> None:
+        with reaching():
+            self._redis.rpush(_key("down", self.name), message)
+            self._redis.expire(_key("down", self.name), LEFT_OVER_S)
+
+    def _alive(self) -> bool:
+        with reaching():
+            sign: Any = self._redis.get(_key("alive", self.name))
+            if sign is None:
+                return False
+            if sign != self._sign or self._is_open(sign):
+                self._sign, self._closed_since = sign, None
+                return True
+        now = time.monotonic()
+        self._closed_since = self._closed_since or now
+        return now - self._closed_since < CLOSED_S
+
+    def _is_open(self, sign: bytes) -> bool:
+        """Whether Redis has the connection that the sign names. One that does not tell leaves it to the lease."""
+        try:
+            return bool(self._redis.client_list(client_id=[int(sign)]))
+        except redis.ResponseError:
+            return True
+
+    def _next(self) -> bytes | None:
+        with reaching():
+            found: Any = self._reader.blpop([_key("up", self.name)], BEAT_S)
+        return found[1] if found else None
+
+    def _left(self) -> bytes | None:
+        """What one that is gone has sent before."""
+        with reaching():
+            parcel: Any = self._redis.lpop(_key("up", self.name))
+        return bytes(parcel) if parcel is not None else None
+
+    async def _run(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+
+class Joining:
+    """For the leader: says who leads, and who would like to be its trainer."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self._redis, self._reader = pooled(url), blocking(url)
+        self._token = token
+
+    def lead(self, ttl_s: float) -> None:
+        with reaching():
+            self._redis.set(LEADER, self._token, px=int(ttl_s * 1000))
+
+    def next(self, timeout_s: float) -> str | None:
+        """The link of a trainer that has joined, and is alive."""
+        with reaching():
+            found: Any = self._reader.blpop([_key("joining", self._token)], min(timeout_s, LONGEST_BLOCK_S))
+            link = found[1].decode() if found else None
+            return link if link and self._redis.exists(_key("alive", link)) else None
+
+    def close(self) -> None:
+        with suppress(QueueUnreachable), reaching():
+            if self._redis.get(LEADER) == self._token.encode():
+                self._redis.delete(LEADER)
+            self._redis.delete(_key("joining", self._token))
+        self._redis.close()
+        self._reader.close()

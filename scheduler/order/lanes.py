@@ -1,0 +1,226 @@
+"""The order of one run's operations, as a state machine without I/O.
+
+Operations run strictly by sequence number. One that arrives early is parked until the gap before it is filled. What
+has changed the run since its last snapshot stays in the log: when the trainer that held the run is lost, the lane
+answers with the units that rebuild it (snapshot, then the log) followed by everything not answered yet.
+
+    lane = RunLane("org", spec)
+    lane.arrive(op2)  -> []                      parked, 1 is missing
+    lane.arrive(op1)  -> [unit 1, unit 2]        both may be queued now
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+from operator import itemgetter
+
+from scheduler.links.messages import MUTATING, OpKind, RunSpec, Snapshot, TrainOp
+from scheduler.order.operations import INTERACTIVE, Operation
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """What is queued: one operation or one slice of it, ready to be sent to a trainer."""
+
+    op: Operation | None  # None: the synthetic restore from a snapshot
+    base_model: str
+    send: TrainOp
+    tokens: int
+    alone: bool = False  # trainers were lost over the restore
+
+    @property
+    def suspect(self) -> bool:
+        """Whether a trainer was lost while it had this in its hands."""
+        return self.alone or (self.op is not None and (self.op.alone or self.op.attempts > 0))
+
+    @property
+    def light(self) -> bool:
+        """Work whose cost does not grow with data, so it may ride along with any pass."""
+        return self.send.kind not in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
+
+
+def units_of(op: Operation, spec: RunSpec, *, replay: bool = False, again: bool = False, done: int = 0) -> list[Unit]:
+    """One unit per slice of a forward or forward_backward, else one unit. The data up to `done` are computed."""
+    kind = OpKind(op.kind)
+    plan = op.plan
+    slices = plan.get("slices") or [[0, 0, op.tokens]]
+    slices = [cut for cut in slices if not done or cut[0] >= done]
+    return [
+        Unit(
+            op=op,
+            base_model=spec.base_model,
+            tokens=tokens,
+            send=TrainOp(
+                op_id=op.id,
+                run_id=op.lane,
+                seq=op.seq,
+                kind=kind,
+                body_ref=op.body_ref,
+                start=start,
+                stop=stop,
+                final=i == len(slices) - 1,
+                replay=replay,
+                again=again,
+                body_sha256=op.body_sha256,
+                source_ref=plan.get("source_ref", ""),
+                target_ref=plan.get("target_ref", ""),
+                with_optimizer=bool(plan.get("with_optimizer", False)),
+                spec=spec if kind is OpKind.CREATE else None,
+            ),
+        )
+        for i, (start, stop, tokens) in enumerate(slices)
+    ]
+
+
+class RunLane:
+    """One run: what has been released to the queue, what is parked, and how to rebuild it."""
+
+    def __init__(
+        self,
+        org_id: str,
+        spec: RunSpec,
+        next_seq: int = 0,
+        snapshot: Snapshot | None = None,
+        priority: str = INTERACTIVE,
+    ) -> None:
+        self.run_id = spec.run_id
+        self.org_id = org_id
+        self.path = (spec.base_model, org_id, priority, spec.run_id)
+        self.spec = spec
+        self.next_seq = next_seq
+        self.snapshot = snapshot
+        self.resident = False  # a trainer holds the run, or units that rebuild it are queued
+        self.broken: str | None = None  # why the run can do nothing more
+        self.broken_category = "user"
+        self.closing = False
+        self.paused = ""  # why nothing of it is queued for now
+        self.setbacks = 0  # times that it was set aside, or a trainer lost over it, since it last got on
+        self._parked: dict[int, Operation] = {}
+        self._refused: set[int] = set()  # numbers ahead of next_seq that are spent without an operation
+        self._pending: dict[str, Operation] = {}  # released, not answered; in order of seq
+        self._log: list[Operation] = []  # answered, mutating, after the snapshot
+
+    @property
+    def idle(self) -> bool:
+        return not self._pending and not self._parked
+
+    def arrive(self, op: Operation) -> list[Unit]:
+        """A new operation. Returns the units that may be queued now, in order."""
+        self._parked[op.seq] = op
+        return self._advance()
+
+    def refuse(self, seq: int) -> list[Unit]:
+        """`seq` was spent on a request that could not be accepted. Returns what that gap had held up."""
+        if seq >= self.next_seq:
+            self._refused.add(seq)
+        return self._advance()
+
+    def spent(self, seq: int) -> bool:
+        """Whether this number is taken, be it by an operation that waits for a gap before it."""
+        return seq < self.next_seq or seq in self._parked or seq in self._refused
+
+    def _advance(self) -> list[Unit]:
+        ready: list[Operation] = []
+        while self.next_seq in self._parked or self.next_seq in self._refused:
+            if self.next_seq in self._refused:
+                self._refused.discard(self.next_seq)
+            else:
+                ready.append(self._parked.pop(self.next_seq))
+            self.next_seq += 1
+        self._pending.update((o.id, o) for o in ready)
+        if not ready or self.paused:
+            return []
+        if not self.resident:
+            return self._rebuild(ready)
+        return [u for o in ready for u in units_of(o, self.spec)]
+
+    def remember(self, op: Operation) -> None:
+        """At start-up: an answered operation that a rebuild must replay."""
+        insort(self._log, op, key=lambda other: other.seq)
+
+    def is_past(self, op: Operation) -> bool:
+        """Whether something behind `op` has been answered already, as if `op` had changed the run."""
+        return any(other.seq > op.seq for other in self._log)
+
+    def answered(self, op: Operation, ok: bool) -> None:
+        self._pending.pop(op.id, None)
+        if self._parked.get(op.seq) is op:
+            del self._parked[op.seq]
+        op.attempts, op.reached, op.alone = 0, 0, False  # as a replay it has yet to show what it does
+        if ok and op.kind in MUTATING:
+            insort(self._log, op, key=lambda other: other.seq)
+
+    def lost(self) -> list[Unit]:
+        """The trainer is gone. Returns everything to queue again (the caller has emptied the run's queue)."""
+        self.resident = False
+        return self._all_again()
+
+    def pause(self, why: str, *, kept: bool) -> None:
+        """Queue nothing for now; `kept` says that a trainer holds the run. The caller has emptied the run's queue, and
+        with it what was still to be repeated behind an operation that is not answered: then it is rebuilt."""
+        first = min((op.seq for op in self._pending.values()), default=self.next_seq)
+        self.paused, self.resident = why, self.resident and kept and not any(op.seq > first for op in self._log)
+        self.setbacks += 1
+
+    def resume(self) -> list[Unit]:
+        """Try again. Returns everything to queue."""
+        self.paused = ""
+        return self._all_again()
+
+    def got_on(self) -> None:
+        self.setbacks = 0
+
+    def _all_again(self) -> list[Unit]:
+        if not self._pending or self.paused:
+            return []
+        if not self.resident:
+            return self._rebuild(list(self._pending.values()))
+        return [u for o in self._pending.values() for u in self._units(o)]
+
+    def _units(self, op: Operation, *, replay: bool = False) -> list[Unit]:
+        done = self.snapshot.part_stop if self.snapshot is not None and self.snapshot.part_op == op.id else 0
+        return units_of(op, self.spec, replay=replay, again=True, done=done)
+
+    def replays(self) -> list[Operation]:
+        """What rebuilds the run on top of its snapshot."""
+        return list(self._log)
+
+    def saved(self, seq: int, ref: str, part_op: str = "", part_stop: int = 0) -> list[Operation]:
+        """A snapshot taken right after `seq` is durable (`scheduler.links.messages.Snapshot`). Returns the operations
+        that need no replay any more."""
+        self.snapshot = Snapshot(self.run_id, seq, ref, part_op, part_stop)
+        covered = [op for op in self._log if op.seq <= seq]
+        self._log = [op for op in self._log if op.seq > seq]
+        return covered
+
+    def abandon(self) -> list[Operation]:
+        """Give up the run: everything not answered, parked operations included."""
+        left = [*self._pending.values(), *self._parked.values()]
+        self._pending.clear()
+        self._parked.clear()
+        return left
+
+    def missing(self, op: Operation) -> int | None:
+        """The sequence number that a parked operation waits for, or None when it is not parked."""
+        return self.next_seq if op.seq in self._parked else None
+
+    def _rebuild(self, pending: list[Operation]) -> list[Unit]:
+        """What brings the run back on a trainer that knows nothing of it, and goes on with `pending`: all in the order
+        of their numbers, for one may have been answered before another that it follows."""
+        self.resident = True
+        units: list[Unit] = []
+        if self.snapshot is not None:
+            restore = TrainOp(
+                op_id=f"restore-{self.run_id}",
+                run_id=self.run_id,
+                seq=self.snapshot.seq,
+                kind=OpKind.CREATE,
+                replay=True,
+                source_ref=self.snapshot.ref,
+                with_optimizer=True,
+                spec=self.spec,
+            )
+            units.append(Unit(None, self.spec.base_model, restore, tokens=0, alone=self.setbacks > 0))
+        ops = sorted([(o.seq, True, o) for o in self._log] + [(o.seq, False, o) for o in pending], key=itemgetter(0))
+        return units + [u for _, replay, o in ops for u in self._units(o, replay=replay)]

@@ -1,0 +1,218 @@
+"""How a run's loop is doing: who waits for whom, how much of what is sampled gets trained, how old it is by then.
+
+Computed from the journal's rows of a recent window, so it is the same on every replica and after a restart. A run's
+samples are those of its samplers. Staleness is counted in tokens: a row says which version of the policy each was drawn
+from (`scheduler.journal.versions`), and the version that it was trained by is taken to be that of the first
+forward_backward accepted after the sample had ended.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Row as SqlRow
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from billing.ownership import covered_s
+from scheduler.links.messages import OpKind
+from scheduler.order.operations import SAMPLE
+from store import tables
+
+#: Operations of a run that are looked at, the latest.
+MAX_ROWS = 20_000
+
+
+@dataclass(frozen=True)
+class Stall:
+    """What a run waits for now. `waiting_for` is sampling | training | client; of the latest batch (the samples since
+    the last forward_backward) `open_groups` of `groups` have not ended. `oldest_*` is what has waited longest."""
+
+    waiting_for: str
+    open_groups: int
+    groups: int
+    open_training: int
+    oldest_request_id: str | None
+    oldest_s: float
+
+    def sentence(self, reason: str = "") -> str:
+        """For people: `reason` says what the oldest operation waits for."""
+        if self.waiting_for == "client":
+            return f"nothing is queued; the client has sent nothing for {self.oldest_s:.0f} s"
+        if self.waiting_for == "sampling":
+            what, whose = f"{self.open_groups} of {self.groups} groups", "sample"
+        else:
+            what, whose = f"{self.open_training} training operations", "operation"
+        return f"waiting for {what}; oldest {whose} {self.oldest_s:.0f} s" + (f", {reason}" if reason else "")
+
+
+@dataclass(frozen=True)
+class Health:
+    """`trainer_wait` is the share of the window (from the run's first operation in it) in which the trainer computed
+    nothing for this run; `sequences_in_flight` the mean number of its sequences in generators; `acceptance` trained
+    tokens for each sampled one (more than 1 where prompts are trained on); `staleness` counts sampled tokens by the
+    optimizer steps between what drew and what trained them."""
+
+    window_s: float
+    trainer_wait: float
+    sequences_in_flight: float
+    sampled_tokens: int
+    trained_tokens: int
+    sampled_tokens_per_s: float
+    trained_tokens_per_s: float
+    acceptance: float
+    staleness: dict[int, int]
+    queue_p50_s: float
+    queue_p95_s: float
+    stall: Stall
+
+
+@dataclass(frozen=True)
+class _Row:
+    id: str
+    seq: int
+    kind: str
+    open: bool
+    accepted: datetime
+    finished: datetime | None
+    begun: float | None  # seconds after acceptance
+    spans: list[tuple[float, float]]
+    sequences: int
+    drawn: dict[int, int]  # a sample's tokens by the version of the policy
+    version: int | None  # of the policy after it
+
+
+def health_of(session: Session, run: tables.Run, now: datetime, window: timedelta) -> Health:
+    """The health of one run over the last `window`."""
+    rows = _rows(session, run, now - window)
+    begun = min((max(row.accepted, now - window) for row in rows), default=now)
+    seconds = max((now - begun).total_seconds(), 1e-9)
+    since = (now - window).timestamp()
+    training = [row for row in rows if row.kind != SAMPLE]
+    samples = [row for row in rows if row.kind == SAMPLE]
+    sampled, trained = _tokens(session, run, now - window)
+    busy_s = covered_s(_after(since, [span for row in training for span in row.spans]))
+    flying_s = sum(
+        row.sequences * sum(end - start for start, end in _after(since, row.spans)) for row in samples if row.spans
+    )
+    queued = sorted(row.begun for row in rows if row.begun is not None)
+    return Health(
+        window_s=seconds,
+        trainer_wait=max(0.0, 1 - busy_s / seconds),
+        sequences_in_flight=flying_s / seconds,
+        sampled_tokens=sampled,
+        trained_tokens=trained,
+        sampled_tokens_per_s=sampled / seconds,
+        trained_tokens_per_s=trained / seconds,
+        acceptance=trained / sampled if sampled else 0.0,
+        staleness=_staleness(training, samples),
+        queue_p50_s=_quantile(queued, 0.5),
+        queue_p95_s=_quantile(queued, 0.95),
+        stall=_stall(training, samples, now),
+    )
+
+
+def _rows(session: Session, run: tables.Run, since: datetime) -> list[_Row]:
+    samplers = session.scalars(select(tables.Sampler.id).filter_by(run_id=run.id, org_id=run.org_id)).all()
+    operation = tables.Operation
+    recent = (operation.finished_at >= since) | (operation.state == "queued")
+    query = select(
+        operation.id,
+        operation.seq,
+        operation.kind,
+        operation.state,
+        operation.accepted_at,
+        operation.finished_at,
+        operation.timings,
+        operation.policy,
+        operation.plan["num_samples"].as_integer().label("num_samples"),  # the rest of a plan can be long
+    ).where(operation.org_id == run.org_id, operation.lane.in_([run.id, *samplers]), recent)
+    latest = session.execute(query.order_by(operation.accepted_at.desc()).limit(MAX_ROWS)).all()
+    return [_read(row) for row in reversed(latest)]
+
+
+def _read(row: SqlRow[Any]) -> _Row:
+    policy = row.policy or {}
+    stretches = (row.timings or {}).get("stretches", [])
+    accepted_s = row.accepted_at.timestamp()
+    return _Row(
+        row.id,
+        row.seq,
+        row.kind,
+        row.state == "queued",
+        row.accepted_at,
+        row.finished_at,
+        stretches[0][1] / 1e6 if stretches else None,
+        [(accepted_s + start / 1e6, accepted_s + end / 1e6) for _, start, end, *_ in stretches],
+        (row.num_samples or 1) if row.kind == SAMPLE else 0,
+        {int(version): tokens for version, tokens in policy.get("drawn", {}).items()},
+        policy.get("version"),
+    )
+
+
+def _tokens(session: Session, run: tables.Run, since: datetime) -> tuple[int, int]:
+    """Sampled and trained."""
+    event = tables.UsageEvent
+    query = select(event.kind, event.quantity).where(event.run_id == run.id, event.recorded_at >= since)
+    sums: Counter[str] = Counter()
+    for kind, quantity in session.execute(query.where(event.org_id == run.org_id)):
+        sums[kind] += quantity
+    return sums["sample"], sums["train"]
+
+
+def _after(since_s: float, spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [(max(start, since_s), end) for start, end in spans if end > since_s]
+
+
+def _staleness(training: Sequence[_Row], samples: Sequence[_Row]) -> dict[int, int]:
+    batches = sorted(_trained_by(training))
+    counts: Counter[int] = Counter()
+    for sample in samples:
+        place = bisect_left(batches, (sample.finished, 0)) if sample.finished is not None else len(batches)
+        if place < len(batches):
+            for version, tokens in sample.drawn.items():
+                counts[max(0, batches[place][1] - version)] += tokens
+    return dict(sorted(counts.items()))
+
+
+def _trained_by(training: Sequence[_Row]) -> Iterator[tuple[datetime, int]]:
+    """When each forward_backward was accepted, and the version of the policy that it is computed on: where the
+    operations before it left it or, before the first that tells, where that one found it. Without those of which none
+    tells."""
+    version, waiting = None, list[datetime]()
+    for row in sorted(training, key=lambda row: row.seq):
+        if row.version is not None:
+            found = row.version - (row.kind == OpKind.OPTIM_STEP)
+            yield from ((accepted, found) for accepted in waiting if row.kind != OpKind.LOAD_STATE)
+            version, waiting = row.version, []
+        elif row.kind == OpKind.OPTIM_STEP and row.open and version is not None:
+            version += 1
+        elif row.kind == OpKind.FORWARD_BACKWARD and version is not None:
+            yield row.accepted, version
+        elif row.kind == OpKind.FORWARD_BACKWARD:
+            waiting.append(row.accepted)
+
+
+def _stall(training: Sequence[_Row], samples: Sequence[_Row], now: datetime) -> Stall:
+    last = max((row.accepted for row in training if row.kind == OpKind.FORWARD_BACKWARD), default=None)
+    open_training = [row for row in training if row.open]
+    open_samples = [row for row in samples if row.open]
+    batch = [row for row in samples if row.open or last is None or row.accepted > last]
+    waiting = open_training or open_samples
+    if waiting:
+        oldest = min(waiting, key=lambda row: row.accepted)
+        name, since = oldest.id, oldest.accepted
+    else:
+        name, since = None, max((row.finished or row.accepted for row in [*training, *samples]), default=now)
+    kind = "training" if open_training else "sampling" if open_samples else "client"
+    age_s = max(0.0, (now - since).total_seconds())
+    return Stall(kind, len(open_samples), len(batch), len(open_training), name, age_s)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

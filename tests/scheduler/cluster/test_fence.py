@@ -1,0 +1,83 @@
+"""Who leads, and that one who was superseded can change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from sqlalchemy import select
+
+from scheduler.cluster.fence import Fenced, Superseded, give_up, take
+from store import tables
+from store.db import Database
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def lead(database: Database, token: str, after_s: float = 0.0) -> bool:
+    return database.write_now(lambda session: take(session, token, NOW + timedelta(seconds=after_s), 5))
+
+
+def test_one_leads_until_its_lease_is_over(any_database: Database) -> None:
+    assert lead(any_database, "a")
+    assert not lead(any_database, "b", 4)
+    assert lead(any_database, "a", 4)
+    assert not lead(any_database, "b", 8)
+    assert lead(any_database, "b", 9.1)
+    assert not lead(any_database, "a", 9.2)
+
+
+def test_one_that_stops_leaves_the_lease_to_the_next(any_database: Database) -> None:
+    assert lead(any_database, "a")
+    any_database.write_now(lambda session: give_up(session, "b", NOW))
+    assert not lead(any_database, "b", 1)
+    any_database.write_now(lambda session: give_up(session, "a", NOW + timedelta(seconds=1)))
+    assert lead(any_database, "b", 1.001)
+
+
+def note(name: str) -> tables.Alert:
+    return tables.Alert(kind="test", ref=name, message="", detail={}, raised_at=NOW)
+
+
+def names(database: Database) -> set[str]:
+    with database.read() as session:
+        return set(session.scalars(select(tables.Alert.ref)))
+
+
+def test_every_kind_of_write_of_one_that_was_superseded_is_refused(any_database: Database) -> None:
+    lead(any_database, "old")
+    old = Fenced(any_database, "old")
+    old.write_now(lambda session: session.add(note("first")))
+    lead(any_database, "new", 6)
+
+    def batch(session, items):  # type: ignore[no-untyped-def]
+        session.add_all([note(item) for item in items])
+        return items
+
+    with pytest.raises(Superseded):
+        old.write_now(lambda session: session.add(note("late")))
+    with pytest.raises(Superseded):
+        old.write_batched_now(batch, "late in a batch", lock="x")
+    with pytest.raises(Superseded):
+        asyncio.run(old.write(lambda session: session.add(note("late, awaited"))))
+    new = Fenced(any_database, "new")
+    assert new.write_batched_now(batch, "second", lock="x") == "second"
+    assert names(any_database) == {"first", "second"}
+
+
+def test_a_refusal_harms_nobody_who_writes_at_the_same_moment(any_database: Database) -> None:
+    lead(any_database, "a")
+    good, bad = Fenced(any_database, "a"), Fenced(any_database, "b")
+
+    async def scenario() -> list[object]:
+        writes = [
+            fenced.write(lambda session, name=f"{place}{number}": session.add(note(name)))
+            for number in range(10)
+            for place, fenced in (("good", good), ("bad", bad))
+        ]
+        return await asyncio.gather(*writes, return_exceptions=True)
+
+    told = asyncio.run(scenario())
+    assert [isinstance(answer, Superseded) for answer in told] == [False, True] * 10
+    assert names(any_database) == {f"good{number}" for number in range(10)}

@@ -1,0 +1,422 @@
+"""Workers' links over a real Redis: messages, signs of life, and answers that come too late."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+
+from scheduler.links import train_link
+from scheduler.links.broadcasts import Ended, Listener, News
+from scheduler.links.contract import LEFT_S, LIVES, Item
+from scheduler.links.large_results import INLINE_BYTES, unpack
+from scheduler.links.messages import (
+    Cancel,
+    Declined,
+    Done,
+    Drain,
+    Failure,
+    Pass,
+    PullPass,
+    PullSamples,
+    SampleOp,
+    SampleWork,
+)
+from scheduler.links.redis_queue import RedisQueue
+from scheduler.links.sample_link import SampleLink
+from scheduler.links.train_link import Joining, LeaderLink, TrainerLink
+from store.blobs import Blobs
+from tests.servers import redis_server
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """These tests empty it."""
+    with redis_server() as own:
+        yield own
+
+
+@pytest.fixture(autouse=True)
+def empty(url: str) -> None:
+    redis.Redis.from_url(url).flushall()
+
+
+@pytest.fixture
+def sample_link(url: str, blobs: Blobs) -> Iterator[SampleLink]:
+    link = SampleLink(url, blobs)
+    assert link._listener.connected.wait(10)
+    yield link
+    link.close()
+
+
+def push(queue: RedisQueue, name: str, adapter: str = "") -> None:
+    body = msgspec.msgpack.encode(SampleOp(name, "m", f"ops/{name}", 2))
+    assert queue.push(Item(name, ("m", "org", "interactive", "lane"), 10, body, slots=2, adapter=adapter))
+
+
+def eventually(holds: Callable[[], Any], within_s: float = 20.0) -> Any:
+    deadline = time.monotonic() + within_s
+    while not (found := holds()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def test_a_generator_leases_samples_and_its_answers_arrive_large_or_small(
+    url: str, sample_link: SampleLink, blobs: Blobs
+) -> None:
+    queue = RedisQueue(url)
+    for name in ("a", "b", "c"):
+        push(queue, name)
+    sample_link.send(PullSamples(["m"], 4))
+    work = sample_link.recv(10)
+    assert isinstance(work, SampleWork)
+    assert [op.op_id for op in work.ops] == ["a", "b"]
+    assert sample_link.recv(0.05) is None  # its slots are taken
+    payloads = {"a": b"small", "b": b"L" * (INLINE_BYTES + 1)}
+    for op_id, payload in payloads.items():
+        sample_link.send(Done(op_id, payload, {"sample": 3}))
+    sample_link.recv(0.05)
+    queue.answered("c", 0.01)
+    answers = queue.answered("c", 2)
+    for answer in answers:
+        done, ref = unpack(answer.result, blobs)
+        assert isinstance(done, Done)
+        assert (done.payload, bool(ref)) == (payloads[answer.id], answer.id == "b")
+    assert {answer.id for answer in answers} == {"a", "b"}
+    queue.close()
+
+
+def test_an_idle_generator_is_woken_by_work(url: str, sample_link: SampleLink) -> None:
+    queue = RedisQueue(url)
+    sample_link.send(PullSamples(["m"], 4))
+    threading.Timer(0.3, push, (queue, "a")).start()
+    began = time.monotonic()
+    assert isinstance(sample_link.recv(20), SampleWork)
+    assert time.monotonic() - began < 15
+    queue.close()
+
+
+def test_a_generator_that_waits_gets_what_needs_its_adapter_and_nobody_waits_for_one_that_does_not_come(
+    url: str, blobs: Blobs
+) -> None:
+    queue, holder, other = RedisQueue(url), SampleLink(url, blobs), SampleLink(url, blobs)
+    push(queue, "first", "x")
+    for link in (holder, other):
+        link.send(PullSamples(["m"], 8))
+        link.recv(0.05)
+    assert queue.holder("first") == holder.name
+    came: list[str] = []
+    waits = threading.Thread(target=lambda: came.extend(op.op_id for op in holder.recv(30).ops))  # type: ignore[union-attr]
+    waits.start()
+    began = time.monotonic()
+    push(queue, "a", "x")
+    if other.recv(0) is not None:  # on a machine so busy that it was anybody's by then
+        assert time.monotonic() - began > LEFT_S
+        other.send(Done("a", b"result"))
+        push(queue, "a2", "x")
+    waits.join()
+    assert came in (["a"], ["a2"])
+    push(queue, "b", "x")  # and now the holder is busy with something
+    work = other.recv(30)
+    assert isinstance(work, SampleWork)
+    assert [op.op_id for op in work.ops] == ["b"]
+    for end in (queue, holder, other):
+        end.close()
+
+
+def test_a_drained_generator_takes_nothing_more(url: str, sample_link: SampleLink) -> None:
+    queue = RedisQueue(url)
+    sample_link.send(PullSamples(["m"], 4))
+    sample_link.drain()
+    push(queue, "a")
+    assert sample_link.recv(0.3) is None
+    assert queue.ahead("a") == 0
+    queue.close()
+
+
+def test_what_a_generator_lost_is_cancelled_and_its_answer_dropped(
+    url: str, sample_link: SampleLink, blobs: Blobs
+) -> None:
+    queue = RedisQueue(url)
+    push(queue, "a")
+    sample_link.send(PullSamples(["m"], 4))
+    assert isinstance(sample_link.recv(10), SampleWork)
+    redis.Redis.from_url(url).flushall()
+    assert eventually(lambda: sample_link.recv(0.1)) == Cancel("a")
+    push(queue, "a")  # as the leader does
+    assert eventually(lambda: queue.holder("a") or sample_link.recv(0.05)) == sample_link.name
+    assert sample_link.recv(0.05) is None  # while it is still being cancelled here
+    sample_link.send(Done("a", b"cut short"))
+    work = eventually(lambda: sample_link.recv(0.1))
+    assert [op.op_id for op in work.ops] == ["a"]
+    sample_link.send(Done("a", b"whole"))
+    sample_link.recv(0.05)
+    queue.answered("c", 0.01)
+    results = [unpack(answer.result, blobs)[0] for answer in queue.answered("c", 2)]
+    assert results == [Done("a", b"whole")]
+    queue.close()
+
+
+def test_a_running_sample_is_cancelled(url: str, sample_link: SampleLink) -> None:
+    queue, news = RedisQueue(url), News(url)
+    push(queue, "a")
+    sample_link.send(PullSamples(["m"], 4))
+    assert isinstance(eventually(lambda: sample_link.recv(0.5)), SampleWork)
+    news.cancel(sample_link.name, "a")
+    assert eventually(lambda: sample_link.recv(0.5)) == Cancel("a")
+    queue.close()
+    news.close()
+
+
+def with_trainer(url: str, blobs: Blobs, scenario: Callable[[TrainerLink, LeaderLink], Awaitable[None]]) -> None:
+    """Run `scenario` between a trainer that has joined and its leader."""
+
+    async def run() -> None:
+        with ThreadPoolExecutor(4) as threads:
+            joining = Joining(url, uuid.uuid4().hex)
+            joining.lead(60)
+            trainer = await asyncio.to_thread(TrainerLink, url, blobs)
+            name = await asyncio.to_thread(joining.next, 5)
+            assert name is not None
+            leader = LeaderLink(url, name, blobs, threads)
+            try:
+                await scenario(trainer, leader)
+            finally:
+                leader.close()
+                trainer.close()
+                joining.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_messages_go_both_ways_in_order_and_a_goodbye_ends_the_link(url: str, blobs: Blobs) -> None:
+    async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
+        large = Done("op", b"x" * (INLINE_BYTES + 1))
+        for message in (PullPass(["m"]), large, Done("last")):
+            trainer.send(message)
+        leader.send(Pass(1, "m", []))
+        leader.send(Drain())
+        assert await asyncio.to_thread(trainer.recv, 10) == Pass(1, "m", [])
+        assert await asyncio.to_thread(trainer.recv, 10) == Drain()
+        trainer.close()
+        assert [message async for message in leader.messages()] == [PullPass(["m"]), large, Done("last")]
+
+    with_trainer(url, blobs, scenario)
+    assert list(blobs.path("handoff").iterdir()) == []
+
+
+def test_a_trainer_that_is_silent_is_gone(url: str, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_link, "LEASE_S", 1.5)
+    monkeypatch.setattr(TrainerLink, "_beat", lambda self: None)
+
+    async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
+        trainer.send(PullPass(["m"]))
+        assert [message async for message in leader.messages()] == [PullPass(["m"])]
+
+    with_trainer(url, blobs, scenario)
+
+
+#: Joins, with a lease that outlasts any test, says that it did, and works on.
+TRAINER = """
+import sys, time
+from pathlib import Path
+from scheduler.links import train_link
+from scheduler.links.messages import PullPass
+from store.blobs import Blobs
+train_link.LEASE_S = 3600
+link = train_link.TrainerLink(sys.argv[1], Blobs(Path(sys.argv[2])))
+link.send(PullPass(["m"]))
+time.sleep(3600)
+"""
+
+
+def test_a_trainer_that_is_killed_is_gone_before_its_lease_is(url: str, blobs: Blobs) -> None:
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, url, str(blobs.root)])
+
+    async def run() -> None:
+        joining = Joining(url, uuid.uuid4().hex)
+        joining.lead(60)
+        try:
+            with ThreadPoolExecutor(4) as threads:
+                name = None
+                while name is None:
+                    name = await asyncio.to_thread(joining.next, 5)
+                leader = LeaderLink(url, name, blobs, threads)
+                found = []
+                async for message in leader.messages():
+                    found.append(message)
+                    trainer.kill()
+                assert found == [PullPass(["m"])]
+                assert redis.Redis.from_url(url).pttl(f"{{weft:train}}:alive:{name}") > 600_000
+                leader.close()
+        finally:
+            trainer.kill()
+            trainer.wait()
+            joining.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_trainer_that_loses_its_connections_goes_on(url: str, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_link, "CLOSED_S", 10)
+
+    async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
+        server, own = redis.Redis.from_url(url), trainer._held.client_id()
+        reading = asyncio.create_task(anext(leader.messages()))
+        await asyncio.sleep(1)  # a look or two at the connection
+        server.client_kill_filter(_id=own)
+        sign = f"{{weft:train}}:alive:{leader.name}"
+        await asyncio.to_thread(eventually, lambda: server.get(sign) not in (None, str(own).encode()))
+        await asyncio.sleep(2)
+        assert not reading.done()
+        trainer.send(PullPass(["m"]))
+        assert await reading == PullPass(["m"])
+
+    with_trainer(url, blobs, scenario)
+
+
+def test_a_trainer_notices_another_leader(url: str, blobs: Blobs) -> None:
+    async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
+        Joining(url, "another").lead(60)
+        with pytest.raises(EOFError):
+            await asyncio.to_thread(trainer.recv, 20)
+        with pytest.raises(EOFError):
+            trainer.send(PullPass(["m"]))
+
+    with_trainer(url, blobs, scenario)
+
+
+def test_news_reach_every_listener_with_stamps_that_only_grow(url: str) -> None:
+    heard: list[list[tuple[str, int]]] = [[], []]
+    listeners = [
+        Listener.of_ends(url, lambda end, stamp, place=place: heard[place].append((end.op_id, stamp)), lambda: None)
+        for place in range(2)
+    ]
+    for listener in listeners:
+        listener.start()
+        assert listener.connected.wait(10)
+    news = News(url)
+    for number in range(3):
+        news.ended(Ended(f"op{number}", "org", "lane", number, "sample", 1))
+    first = news.reserve(1000)
+    redis.Redis.from_url(url).flushall()
+    news.ended(Ended("op3", "org", "lane", 3, "sample"))
+    eventually(lambda: all(len(found) == 4 for found in heard))
+    assert heard[0] == heard[1]
+    stamps = [stamp for _, stamp in heard[0]]
+    assert stamps == sorted(set(stamps))
+    assert stamps[2] < first
+    assert first + 1000 <= stamps[3]
+    for listener in listeners:
+        listener.stop()
+    news.close()
+
+
+def test_a_listener_says_when_redis_is_away_and_that_it_may_have_missed_something() -> None:
+    gaps = threading.Semaphore(0)
+    with redis_server() as own:
+        listener = Listener.of_ends(own, lambda end, stamp: None, gaps.release)
+        listener.start()
+        assert gaps.acquire(timeout=10)
+        assert listener.connected.is_set()
+    eventually(lambda: not listener.connected.is_set())
+    listener.stop()
+
+
+def test_answers_survive_that_redis_loses_everything_while_somebody_waits(url: str) -> None:
+    queue, found = RedisQueue(url, "flushed"), []
+    queue.answered("c", 0.01)
+    waiting = threading.Thread(target=lambda: found.append(queue.answered("c", 4)))
+    waiting.start()
+    time.sleep(0.2)
+    other = RedisQueue(url, "flushed")
+    redis.Redis.from_url(url).flushall()
+    waiting.join(20)
+    assert found == [[]]
+    other.push(Item("a", ("m", "o", "interactive", "l"), 1))
+    (lease,) = other.lease("w", ["m"], 1, 60)
+    assert other.answer("a", lease.epoch, b"again")
+    assert eventually(lambda: queue.answered("c", 1))[0].result == b"again"
+    queue.close()
+    other.close()
+
+
+def test_a_sample_whose_engine_died_is_handed_over_again_and_at_last_fails(
+    url: str, sample_link: SampleLink, blobs: Blobs
+) -> None:
+    queue = RedisQueue(url)
+    push(queue, "deadly")
+    for life in range(LIVES):
+        sample_link.send(PullSamples(["m"], 4))
+        work = eventually(lambda: sample_link.recv(0.2))
+        assert [op.op_id for op in work.ops] == ["deadly"]
+        assert queue.holder("deadly") == sample_link.name, life
+        sample_link.send(Declined("deadly", "vLLM was lost", lost=True))
+    sample_link.recv(0)
+    assert queue.expire().given_up == ["deadly"]
+    queue.close()
+
+
+def test_another_generator_goes_on_with_what_an_engine_died_over(
+    url: str, sample_link: SampleLink, blobs: Blobs
+) -> None:
+    queue, other = RedisQueue(url), SampleLink(url, blobs)
+    push(queue, "a")
+    sample_link.send(PullSamples(["m"], 4))
+    assert isinstance(sample_link.recv(10), SampleWork)
+    sample_link.send(Declined("a", "vLLM was lost", lost=True))
+    sample_link.send(PullSamples(["m"], 0))
+    sample_link.recv(0)
+    other.send(PullSamples(["m"], 4))
+    assert isinstance(other.recv(10), SampleWork)
+    assert queue.holder("a") == other.name
+    for end in (queue, other):
+        end.close()
+
+
+def test_what_one_engine_cannot_serve_goes_to_another_and_fails_when_none_can(
+    url: str, sample_link: SampleLink, blobs: Blobs
+) -> None:
+    queue, other = RedisQueue(url), SampleLink(url, blobs)
+    for link in (sample_link, other):
+        link.send(PullSamples(["m"], 2))
+        assert link.recv(0) is None
+
+    def taken(link: SampleLink) -> list[str]:
+        work = eventually(lambda: link.recv(0.2))
+        assert isinstance(work, SampleWork)
+        return [op.op_id for op in work.ops]
+
+    push(queue, "a")
+    assert taken(sample_link) == ["a"]
+    sample_link.send(Declined("a", "no routes here"))
+    sample_link.send(PullSamples(["m"], 2))
+    assert sample_link.recv(0) is None
+    assert taken(other) == ["a"]
+    other.send(Done("a", b"whole"))
+    other.send(PullSamples(["m"], 2))
+    assert other.recv(0) is None
+    push(queue, "b")
+    assert taken(other) == ["b"]
+    other.send(Declined("b", "too long", adapter=True))
+    assert other.recv(0) is None
+    assert taken(sample_link) == ["b"]
+    sample_link.send(Declined("b", "no routes here"))
+    sample_link.recv(0)
+    results = []
+    while len(results) < 2:
+        results += [unpack(answer.result, blobs)[0] for answer in queue.answered("c", 5)]
+    assert results == [Done("a", b"whole"), Done("b", failure=Failure("no routes here; too long", "user"))]
+    other.close()
+    queue.close()

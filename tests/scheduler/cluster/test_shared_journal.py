@@ -1,0 +1,470 @@
+"""Two replicas on one PostgreSQL and one Redis, in one process; workers are played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import redis
+from sqlalchemy import func, select
+
+from api.state.fetched import Fetched
+from billing.prices import load_prices
+from scheduler.cluster import election, fence, leader, policy_desk, shared_journal, shared_limits
+from scheduler.cluster.answers import SampleAnswers
+from scheduler.cluster.election import Leadership
+from scheduler.cluster.leader import Shared
+from scheduler.cluster.shared_journal import SharedJournal
+from scheduler.cluster.shared_limits import BacklogBoard
+from scheduler.journal.results import FETCHED_LAST, Results
+from scheduler.links.broadcasts import Listener, News
+from scheduler.links.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork
+from scheduler.links.policies import PolicyBoard
+from scheduler.links.redis_queue import RedisQueue
+from scheduler.links.sample_link import SampleLink
+from scheduler.links.train_link import TrainerLink
+from scheduler.order.operations import (
+    Draining,
+    Gone,
+    NewOperation,
+    Outcome,
+    QueueFull,
+    RunClosed,
+    SequenceReused,
+    Waiting,
+)
+from store import tables
+from store.blobs import Blobs
+from store.db import Database
+from tests.scheduler.journal.test_journal import RUN, create, organisation, run_row, train
+from tests.servers import redis_server
+
+MOST_OPS, MOST_BYTES = 100, 10_000
+NOW_LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """These tests empty it."""
+    with redis_server() as own:
+        yield own
+
+
+class Replica:
+    def __init__(self, name: str, database: Database, blobs: Blobs, url: str) -> None:
+        self.threads = ThreadPoolExecutor(12)
+        self.news, self.queue, self.board = News(url), RedisQueue(url), BacklogBoard(url)
+        self.journal = SharedJournal(
+            database,
+            blobs,
+            load_prices(),
+            MOST_OPS,
+            MOST_BYTES,
+            name=name,
+            queue=self.queue,
+            news=self.news,
+            board=self.board,
+            threads=self.threads,
+            waiting_of=lambda op_id: None,
+        )
+        self.answers = SampleAnswers(self.journal, self.queue, blobs, name)
+        parts = (database, blobs, load_prices(), self.queue, self.news, self.threads, self.journal)
+        self.leadership = Leadership(Shared(url, *parts, pass_tokens=100))
+        loop = asyncio.get_running_loop()
+        self.listener = Listener.of_ends(
+            url,
+            lambda end, stamp: loop.call_soon_threadsafe(self.journal.heard, end, stamp) and None,
+            lambda: loop.call_soon_threadsafe(self.journal.missed) and None,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self.listener.start()
+        await asyncio.to_thread(self.listener.connected.wait, 10)
+        works = (self.answers.settle, self.journal.look_after, self.journal.exchange_backlogs)
+        tasks = [asyncio.create_task(work()) for work in works]
+        try:
+            yield
+        finally:
+            await self.leadership.stop(0.1)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.journal.flush()
+            self.listener.stop()
+            await asyncio.to_thread(self.listener.join)
+            await asyncio.to_thread(self.threads.shutdown)
+
+    async def lead(self) -> None:
+        self.leadership.start()
+        await until(lambda: self.leadership.term is not None)
+
+    async def result(self, request_id: str, within_s: float = 30) -> Any:
+        return await self.journal.outcome("org", request_id, within_s)
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+Play = Callable[[Callable[[Replica, Replica], Awaitable[None]]], None]
+
+
+@pytest.fixture
+def play(postgres_database: Database, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Runs a scenario between two replicas, of which none leads yet."""
+    redis.Redis.from_url(url).flushall()
+    organisation(SimpleNamespace(database=postgres_database))  # type: ignore[arg-type]
+    monkeypatch.setattr(leader, "RESCAN_S", 0.2)
+    for module in (leader, election):
+        monkeypatch.setattr(module, "BEAT_S", 0.2)
+    monkeypatch.setattr(fence, "LEADS_S", 2.0)
+    monkeypatch.setattr(shared_journal, "EXCHANGE_S", 0.1)
+
+    def run(scenario: Callable[[Replica, Replica], Awaitable[None]]) -> None:
+        async def both() -> None:
+            async with AsyncExitStack() as stack:
+                replicas = [Replica(name, postgres_database, blobs, url) for name in ("one", "two")]
+                for replica in replicas:
+                    await stack.enter_async_context(replica.running())
+                await scenario(*replicas)
+
+        asyncio.run(asyncio.wait_for(both(), 60))
+
+    return run
+
+
+def sample(seq: int, body: bytes = b"{}") -> NewOperation:
+    plan = {"num_samples": 2, "prompt_tokens": 5}
+    return NewOperation("org", "s", "s:sample:0", seq, "sample", "m", 20, body, plan)
+
+
+@pytest.fixture
+def board(url: str) -> Iterator[PolicyBoard]:
+    made = PolicyBoard(url)
+    yield made
+    made.close()
+
+
+@asynccontextmanager
+async def generator(url: str, blobs: Blobs) -> AsyncIterator[list[str]]:
+    """Answers every sample; the ids of those it got."""
+    got: list[str] = []
+    link = await asyncio.to_thread(SampleLink, url, blobs)
+    over = False
+
+    def serve() -> None:
+        link.send(PullSamples(["m"], 2))
+        while not over:
+            work = link.recv(0.05)
+            if isinstance(work, SampleWork):
+                for op in work.ops:
+                    got.append(op.op_id)
+                    link.send(Done(op.op_id, b"tokens", {"prefill": 5, "sample": 4}))
+                link.send(PullSamples(["m"], 2))
+
+    serving = asyncio.create_task(asyncio.to_thread(serve))
+    try:
+        yield got
+    finally:
+        over = True
+        await serving
+        link.close()
+
+
+@asynccontextmanager
+async def trainer(url: str, blobs: Blobs) -> AsyncIterator[list[tuple[int, bool]]]:
+    """Answers every pass; (seq, replay) of all operations it was given, (-1, False) when its leader was gone."""
+    given: list[tuple[int, bool]] = []
+    over = False
+
+    def serve() -> None:
+        while not over:
+            steps = 0
+            try:
+                link = TrainerLink(url, blobs, lambda: over)
+            except EOFError:
+                return
+            try:
+                while not over:
+                    link.send(PullPass(["m"]))
+                    message = None
+                    while message is None and not over:
+                        message = link.recv(0.05)
+                    if isinstance(message, Pass):
+                        for op in message.ops:
+                            given.append((op.seq, op.replay))
+                            steps += op.kind == "optim_step"
+                            facts = {"tokens": 10} if op.kind == "forward_backward" else {"version": steps}
+                            if op.final and not op.replay:
+                                link.send(Done(op.op_id, b"result", facts))
+                        link.send(PassOver(message.pass_id, 10, 1, 0.01))
+            except EOFError:
+                given.append((-1, False))
+            finally:
+                link.close()
+
+    serving = asyncio.create_task(asyncio.to_thread(serve))
+    try:
+        yield given
+    finally:
+        over = True
+        await serving
+
+
+def count(database: Database, table: type[tables.Base]) -> int:
+    with database.read() as session:
+        return session.scalar(select(func.count()).select_from(table)) or 0
+
+
+def test_one_operation_sent_to_both_replicas_at_once_is_one(
+    play: Play, url: str, blobs: Blobs, postgres_database: Database
+) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        async with generator(url, blobs) as got:
+            for seq in range(5):
+                ids = await asyncio.gather(*(r.journal.accept(sample(seq)) for r in (one, two, one, two)))
+                assert len(set(ids)) == 1
+                outcomes = await asyncio.gather(one.result(ids[0]), two.result(ids[0]))
+                assert [outcome.payload for outcome in outcomes] == [b"tokens"] * 2
+            assert len(got) == len(set(got)) == 5
+        with pytest.raises(SequenceReused):
+            await two.journal.accept(NewOperation("org", "s", "s:sample:0", 0, "sample", "m", 20, b"other"))
+        assert not one.journal._open
+        assert not two.journal._open
+
+    play(scenario)
+    assert count(postgres_database, tables.Operation) == 5
+
+
+def test_a_result_that_was_fetched_goes_for_all_replicas(
+    play: Play, url: str, blobs: Blobs, postgres_database: Database
+) -> None:
+    now = datetime.now(UTC)
+    results = Results(postgres_database, blobs, 10**9, lambda: now + FETCHED_LAST + timedelta(minutes=1))
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        async with generator(url, blobs):
+            ids = [await one.journal.accept(sample(seq)) for seq in range(2)]
+            for request_id in ids:
+                assert (await two.result(request_id)).payload == b"tokens"
+        fetched = Fetched(postgres_database, lambda: now)
+        fetched.note("org", ids[:1])
+        assert await fetched.flush() == 1
+        assert await asyncio.to_thread(results.sweep) == 1
+        for replica in (one, two):
+            assert isinstance(await replica.result(ids[0]), Gone)
+            assert (await replica.result(ids[1])).payload == b"tokens"
+
+    play(scenario)
+
+
+def test_what_any_replica_accepts_is_trained_in_order_by_the_one_that_leads(play: Play, url: str, blobs: Blobs) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        ids = [await two.journal.accept(create(), run_row())]
+        refused = NewOperation("org", "s", RUN, 3, "forward_backward", "m", 10, b"bad", refused="too long")
+        ids += [await two.journal.accept(train(2)), await one.journal.accept(train(1))]
+        ids += [await one.journal.accept(train(4)), await two.journal.accept(refused)]
+        async with trainer(url, blobs) as given:
+            told = [await two.result(request_id) for request_id in ids]
+            assert [outcome.error for outcome in told] == [None] * 4 + ["too long"]
+            assert [await one.result(request_id) for request_id in ids] == told
+        assert [seq for seq, _ in given] == [0, 1, 2, 4]
+
+    play(scenario)
+
+
+def test_the_next_leader_replays_and_the_old_one_can_do_nothing_more(
+    play: Play, url: str, blobs: Blobs, postgres_database: Database
+) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        async with trainer(url, blobs):
+            first = [await one.journal.accept(create(), run_row()), await one.journal.accept(train(1))]
+            for request_id in first:
+                assert isinstance(await two.result(request_id), Outcome)
+        old = one.leadership.term
+        assert old is not None
+
+        def usurp(session: Any) -> None:
+            session.get_one(tables.JobLease, "journal").until = NOW_LONG_AGO
+
+        await postgres_database.write(usurp)
+        one.leadership._elections.cancel()  # type: ignore[union-attr]  # it is stopped, and does not notice
+        await two.lead()
+        pending = await two.journal.accept(train(2))
+        await until(lambda: pending in two.leadership.term.journal._open)  # type: ignore[union-attr]
+        row = await postgres_database.write(lambda session: session.get_one(tables.Operation, pending))
+        old.journal.enqueue(shared_journal.from_row(row))
+        old.journal.finish(Done(pending, b"late", {"tokens": 10}))
+        await old.journal.flush()
+        assert isinstance(await two.result(pending, 0), Waiting)
+        async with trainer(url, blobs) as given:
+            assert (await two.result(pending)).payload == b"result"
+        assert given[-3:] == [(0, True), (1, True), (2, False)]
+
+    play(scenario)
+
+
+def test_how_far_runs_are_is_known_after_redis_and_the_leader_were_lost(
+    play: Play, url: str, blobs: Blobs, board: PolicyBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_desk, "LOOK_AGAIN_S", 0.2)
+
+    def known() -> PolicyMoved | None:
+        return board.known([RUN]).get(RUN)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        async with trainer(url, blobs):
+            await two.journal.accept(create(), run_row())
+            inflight = {"sampler_id": "s:sample:7", "sampling_session_seq_id": 7, "sampler_kind": "inflight"}
+            await one.journal.accept(train(1, "optim_step"))
+            saved = await two.journal.accept(train(2, "save_sampler", b"", **inflight))
+            await until(lambda: known() == PolicyMoved(RUN, 1, f"weights/{saved}", 2))
+            last = await one.journal.accept(train(3, "optim_step"))
+            newest = PolicyMoved(RUN, 2, f"weights/{saved}", 3)
+            await until(lambda: known() == newest)
+            assert (await two.result(last)).error is None
+            redis.Redis.from_url(url).flushall()
+            await until(lambda: known() == newest)
+        await one.leadership.stop(0.1)
+        redis.Redis.from_url(url).flushall()
+        await two.lead()
+        await until(lambda: known() == newest)
+
+    play(scenario)
+
+
+def test_a_waiting_sample_is_cancelled_from_any_replica(play: Play) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        request_id = await one.journal.accept(sample(0))
+        await until(lambda: one.queue.known([request_id]))
+        assert isinstance(await two.result(request_id, 0), Waiting)
+        assert not two.journal.cancel("other", request_id)
+        assert two.journal.cancel("org", request_id)
+        outcome = await one.result(request_id)
+        assert outcome.error == "cancelled before it started"
+        assert not two.journal.cancel("org", request_id)
+        assert one.queue.peek() is None
+
+    play(scenario)
+
+
+def test_what_redis_forgets_is_queued_again_by_the_leader(play: Play, url: str, blobs: Blobs) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        ids = [await two.journal.accept(sample(seq)) for seq in range(4)]
+        ids.append(await two.journal.accept(create(), run_row()))
+        await two.journal.flush()
+        redis.Redis.from_url(url).flushall()
+        await one.lead()
+        async with generator(url, blobs), trainer(url, blobs):
+            assert all([(await one.result(request_id)).error is None for request_id in ids])
+
+    play(scenario)
+
+
+def test_what_waits_for_a_generator_that_is_gone_fails_with_the_reason(play: Play) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        request_id = await one.journal.accept(sample(0))
+        await until(lambda: one.queue.known([request_id]))
+        one.queue.lease("other", ["m"], 0, 1)
+        (lease,) = one.queue.lease("here", ["m"], 2, 60)
+        assert one.queue.decline(request_id, lease.epoch, "no routes here") == []
+        await one.lead()
+        outcome = await two.result(request_id)
+        assert (outcome.error, outcome.category) == ("no routes here", "user")
+        await until(lambda: not one.queue.known([request_id]))
+
+    play(scenario)
+
+
+def test_limits_hold_for_all_replicas_together(play: Play, url: str, blobs: Blobs) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        ids = [await one.journal.accept(sample(0, b"x" * 6000)), await two.journal.accept(create(), run_row())]
+        await until(lambda: two.journal._backlog.of("org") == one.journal._backlog.of("org") == (2, 6000))
+        with pytest.raises(QueueFull, match="6000 bytes are queued and this operation has 4001"):
+            await two.journal.accept(sample(1, b"x" * 4001))
+        for replica in (one, two):
+            in_flight = replica.journal.in_flight
+            assert in_flight.count("organisation", "org") == 2
+            assert in_flight.count("organisation", "other") == in_flight.count("key", "7") == 0
+            assert in_flight.has("organisation", "org", train(1))  # its run waits for it: it is always let in
+            assert not in_flight.has("organisation", "org", sample(1))
+        await one.lead()
+        async with generator(url, blobs), trainer(url, blobs):
+            assert all([(await two.result(request_id)).error is None for request_id in ids])
+        await until(lambda: two.journal._backlog.of("org") == (0, 0))
+        assert two.journal.in_flight.count("organisation", "org") == 0
+        await two.journal.accept(sample(1, b"x" * 4001))
+
+    play(scenario)
+
+
+def test_what_a_silent_replica_said_is_forgotten(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    redis.Redis.from_url(url).flushall()
+    board = BacklogBoard(url)
+    assert board.exchange("dead", {"org": (5, 100)}) == []
+    assert board.exchange("alive", {"org": (1, 2)}) == [{"org": [5, 100]}]
+    monkeypatch.setattr(shared_limits, "SILENT_S", -1)
+    assert board.exchange("alive", {}) == []
+    board.close()
+
+
+def test_lost_news_only_delay(play: Play, url: str, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_journal, "LOOK_AGAIN_S", 0.3)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        real = News.ended
+        for replica in (one, two):
+            monkeypatch.setattr(replica.news, "ended", lambda news: None)
+        request_id = await one.journal.accept(sample(0))
+        async with generator(url, blobs):
+            assert isinstance(await two.result(request_id), Outcome)
+        assert one.journal._open.keys() | two.journal._open.keys() <= {request_id}
+        for replica in (one, two):
+            monkeypatch.setattr(replica.news, "ended", lambda news, replica=replica: real(replica.news, news))
+        await until(lambda: not one.journal._open and not two.journal._open)
+        await until(lambda: one.journal._backlog.of("org") == two.journal._backlog.of("org") == (0, 0))
+
+    play(scenario)
+
+
+def test_a_session_that_ends_on_one_replica_closes_its_run_on_the_other(
+    play: Play, url: str, blobs: Blobs, postgres_database: Database
+) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        async with trainer(url, blobs):
+            await two.result(await two.journal.accept(create(), run_row()))
+
+            def finish(session: Any) -> None:
+                session.get_one(tables.Session, "s").state = "finished"
+
+            await postgres_database.write(finish)
+            two.journal.close_run(RUN)
+            await until(lambda: RUN not in one.leadership.term.journal.runs)  # type: ignore[union-attr]
+        with pytest.raises(RunClosed):
+            await two.journal.accept(train(1))
+
+    play(scenario)
+
+
+def test_nothing_new_without_redis_or_while_draining(play: Play) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        one.journal.reachable = lambda: False
+        two.journal.draining = True
+        for replica in (one, two):
+            with pytest.raises(Draining):
+                await replica.journal.accept(sample(0))
+
+    play(scenario)

@@ -1,0 +1,55 @@
+"""What is in flight, as the database tells it to every replica."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+from scheduler.cluster.shared_limits import SharedBacklog, SharedInFlight
+from scheduler.order.operations import NewOperation
+from store import tables
+from store.db import Database
+from tests.scheduler.journal.test_journal import organisation
+
+
+def test_samples_and_runs_count_once_for_their_key_project_and_organisation(any_database: Database) -> None:
+    organisation(SimpleNamespace(database=any_database))  # type: ignore[arg-type]
+    rows = [
+        ("sample", "one", 0, "queued", 7), ("sample", "one", 1, "queued", 8), ("sample", "one", 2, "done", 7),
+        ("create", "run", 0, "done", 7), ("forward", "run", 1, "queued", 7), ("forward", "run", 2, "queued", 7),
+    ]  # fmt: skip
+
+    def put(session: Any) -> None:
+        for number, (kind, lane, seq, state, key_id) in enumerate(rows):
+            session.add(
+                tables.Operation(
+                    id=f"op{number}", org_id="org", session_id="s", lane=lane, seq=seq, kind=kind, base_model="m",
+                    state=state, tokens=1, body_ref="", body_sha256="", plan={}, accepted_at=datetime.now(UTC),
+                    key_id=key_id, project_id="p" if key_id == 7 else None,
+                )
+            )  # fmt: skip
+
+    any_database.write_now(put)
+    in_flight = SharedInFlight(any_database)
+
+    def work(lane: str, kind: str) -> NewOperation:
+        return NewOperation("org", "s", lane, 9, kind, "m", 1, key_id=7, project_id="p")
+
+    scopes = [("organisation", "org"), ("project", "org p"), ("key", "7"), ("key", "8"), ("project", "other p")]
+    assert [in_flight.count(*scope) for scope in scopes] == [3, 2, 2, 1, 0]
+    assert [in_flight.has(*scope, work("run", "forward")) for scope in scopes] == [True, True, True, False, False]
+    assert not in_flight.has("organisation", "org", work("one", "sample"))
+    with in_flight.arriving(work("new run", "create")):
+        assert in_flight.has("key", "7", work("new run", "forward"))
+        assert in_flight.count("key", "9") == 0
+
+
+def test_a_backlog_counts_what_others_have() -> None:
+    backlog = SharedBacklog(5, 100)
+    backlog.hear([{"org": (2, 20)}, {"org": (1, 10), "other": (9, 9)}])
+    backlog.take("org", 30)
+    assert (backlog.of("org"), backlog.own()) == ((4, 60), {"org": (1, 30)})
+    backlog.hear([])
+    backlog.release("org", 30)
+    assert (backlog.of("org"), backlog.own()) == ((0, 0), {})

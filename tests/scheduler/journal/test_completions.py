@@ -1,0 +1,98 @@
+"""Feeds of completions: nothing is missed, nothing is told twice to one who moves its cursor on."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+
+import pytest
+
+from scheduler.journal import completions as module
+from scheduler.journal.completions import CLIENT_STRIDE, Completion, Completions, Target
+
+TARGET = Target("acme", "s:sample:0", 0)
+
+
+def feed(clock: int = 1000) -> Completions:
+    ticks = count(clock)
+    made = Completions(lambda: next(ticks))
+    made.follow(TARGET)
+    return made
+
+
+def done(name: str) -> Completion:
+    return Completion(name, 10)
+
+
+def test_clients_are_told_apart_by_their_numbers() -> None:
+    assert Target.of("acme", "s", 5) == Target("acme", "s", 0)
+    assert Target.of("acme", "s", 3 * CLIENT_STRIDE) == Target("acme", "s", 3)
+
+
+async def ids(made: Completions, cursor: int, timeout_s: float = 0) -> tuple[list[str], int]:
+    found, after = await made.after(TARGET, cursor, timeout_s)
+    return [completion.request_id for completion in found], after
+
+
+def test_events_come_until_the_cursor_has_passed_them() -> None:
+    async def story() -> None:
+        made = feed()
+        made.publish(TARGET, done("a"))
+        made.publish(TARGET, Completion("b", None))
+        assert await ids(made, 0) == (["a", "b"], 1001)
+        assert await ids(made, 0) == (["a", "b"], 1001)  # an answer that was lost is given again
+        made.publish(TARGET, done("c"))
+        assert await ids(made, 1001) == (["c"], 1002)
+        assert await ids(made, 1002) == ([], 1002)
+
+    asyncio.run(story())
+
+
+def test_a_waiting_poll_wakes_by_the_event() -> None:
+    async def story() -> None:
+        made = feed()
+        poll = asyncio.create_task(ids(made, 0, timeout_s=60))
+        await asyncio.sleep(0.01)
+        assert not poll.done()
+        made.publish(Target("acme", "s:sample:0", 1), done("of another client"))
+        await asyncio.sleep(0.01)
+        assert not poll.done()
+        made.publish(TARGET, done("a"))
+        assert await asyncio.wait_for(poll, 1) == (["a"], 1000)
+        assert await ids(made, 1000, timeout_s=0.01) == ([], 1000)
+
+    asyncio.run(story())
+
+
+def test_cursors_grow_when_the_clock_does_not() -> None:
+    made = Completions(lambda: 7)
+    made.follow(TARGET)
+    for name in "abc":
+        made.publish(TARGET, done(name))
+    assert asyncio.run(ids(made, 8)) == (["c"], 9)
+
+
+def test_what_was_missed_is_added_once() -> None:
+    made = feed()
+    made.publish(TARGET, done("b"))
+    made.add(TARGET, [done("a"), done("b")])
+    assert asyncio.run(ids(made, 0))[0] == ["b", "a"]
+
+
+def test_only_what_is_followed_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TARGETS", 2)
+    made = feed()
+    made.publish(Target("acme", "other", 0), done("x"))
+    assert not made.follows(Target("acme", "other", 0))
+    for name in ("p", "q"):
+        made.follow(Target("acme", name, 0))
+    assert [made.follows(t) for t in (TARGET, Target("acme", "p", 0), Target("acme", "q", 0))] == [False, True, True]
+
+
+def test_an_answer_names_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_EVENTS", 2)
+    made = feed()
+    for name in "abc":
+        made.publish(TARGET, done(name))
+    assert asyncio.run(ids(made, 0)) == (["a", "b"], 1001)
+    assert asyncio.run(ids(made, 1001)) == (["c"], 1002)

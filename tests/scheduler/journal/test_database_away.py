@@ -1,0 +1,155 @@
+"""The database goes away while operations are accepted and settled: all of them end once, and no money is amiss."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from billing import ledger
+from billing.prices import load_prices
+from billing.reconcile import check
+from billing.wallets import set_mode, wallet_of
+from scheduler.journal.journal import Journal
+from scheduler.links.messages import Done
+from scheduler.order.operations import NewOperation, Outcome
+from store import tables
+from store.blobs import Blobs
+from store.db import Database
+from store.room import NoRoom
+from tests.rows import session_row
+from tests.servers import PostgresServer
+
+NOW = datetime.now(UTC)
+CLIENTS, EACH = 8, 20
+#: After the database is back, on any machine.
+RECOVERS_WITHIN_S = 120.0
+
+
+def set_up(session: Session) -> None:
+    session.add(tables.Organisation(id="org", name="org", created_at=NOW))
+    session.flush()
+    session.add(session_row("org", NOW))
+    session.flush()
+    session.add(
+        tables.Sampler(
+            id="s:sample:0", org_id="org", session_id="s", sampling_session_seq_id=0, base_model="m", adapter_ref="",
+            kind="base", created_at=NOW,
+        )
+    )  # fmt: skip
+    set_mode(session, "org", "prepaid", 0)
+    ledger.post(session, org_id="org", type="topup", amount_nusd=10**12, ref_type="t", ref_id="t")
+
+
+def sample(seq: int) -> NewOperation:
+    return NewOperation(
+        "org", "s", "s:sample:0", seq, "sample", "m", 20, b"{}", {"num_samples": 1, "prompt_tokens": 10}
+    )
+
+
+async def accept(journal: Journal, seq: int) -> str:
+    """As clients do: again, with the same number, after an error of the server."""
+    while True:
+        try:
+            return await journal.accept(sample(seq))
+        except NoRoom:
+            await asyncio.sleep(0.05)
+
+
+async def work(journal: Journal, numbers: range, ended: list[int], under_way: asyncio.Event) -> None:
+    """A client and its worker: each operation is accepted and ends with its result."""
+    for seq in numbers:
+        request_id = await accept(journal, seq)
+        journal.finish(Done(request_id, b"result", {"prefill": 10, "sample": 5}))
+        outcome = await journal.outcome("org", request_id, 60.0)
+        assert isinstance(outcome, Outcome), outcome
+        assert outcome.payload == b"result"
+        ended.append(seq)
+        if len(ended) == CLIENTS:
+            under_way.set()
+
+
+def test_postgres_is_killed_and_comes_back(
+    postgres: PostgresServer, postgres_database: Database, tmp_path: Path
+) -> None:
+    database = postgres_database
+    name = database.url.rsplit("/", 1)[1]
+    postgres.execute(f'ALTER DATABASE "{name}" SET synchronous_commit = on')  # as in production: a commit survives
+    database.write_now(set_up)
+    database = Database(database.url)
+    ended: list[int] = []
+
+    async def story() -> None:
+        under_way = asyncio.Event()
+        journal = Journal(database, Blobs(tmp_path / "blobs"), load_prices())
+        tasks = [
+            asyncio.create_task(work(journal, range(first * EACH, (first + 1) * EACH), ended, under_way))
+            for first in range(CLIENTS)
+        ]
+        await under_way.wait()
+        await asyncio.to_thread(postgres.stop)
+        await asyncio.sleep(0.3)
+        assert len(ended) < CLIENTS * EACH
+        await asyncio.to_thread(postgres.start)
+        await asyncio.wait_for(asyncio.gather(*tasks), RECOVERS_WITHIN_S)
+
+    asyncio.run(story())
+    assert sorted(ended) == list(range(CLIENTS * EACH))
+    assert check(database) == []
+    with database.read() as session:
+        assert session.query(tables.UsageEvent).count() == 2 * CLIENTS * EACH
+        assert session.query(tables.Operation).filter(tables.Operation.state != "done").count() == 0
+    wallet = database.write_now(lambda session: wallet_of(session, "org"))
+    assert (wallet.held_nusd, wallet.balance_nusd < 10**12) == (0, True)
+    database.close()
+
+
+def test_a_full_disk_refuses_and_settles_when_there_is_room(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.journal.acceptance.INSERT_AGAIN_S", (0.0,))
+    database.write_now(set_up)
+    journal = Journal(database, Blobs(tmp_path / "blobs"), load_prices())
+
+    def room(pages: int) -> None:
+        """As many pages more than there are."""
+        database.write_now(
+            lambda session: session.execute(
+                text(f"PRAGMA max_page_count = {session.execute(text('PRAGMA page_count')).scalar_one() + pages}")
+            ).all()
+        )
+
+    refusals: list[str] = []
+
+    async def fill() -> list[str]:
+        accepted: list[str] = []
+        while True:
+            try:
+                accepted.append(await journal.accept(sample(len(accepted))))
+            except NoRoom as error:
+                refusals.append(str(error))
+                return accepted
+
+    async def story() -> None:
+        room(20)
+        accepted = await fill()
+        assert accepted
+        assert "the server's disk is full" in refusals[0]
+        assert check(database) == []  # what did not fit has left nothing
+        for request_id in accepted:
+            journal.finish(Done(request_id, b"result", {"prefill": 10, "sample": 5}))
+        await asyncio.sleep(0.2)  # settling finds no room either, and tries again
+        assert check(database) == []
+        room(10_000)
+        for request_id in accepted:
+            outcome = await journal.outcome("org", request_id, 60.0)
+            assert isinstance(outcome, Outcome), outcome
+            assert outcome.payload == b"result"
+        assert await journal.accept(sample(len(accepted)))  # the number that was refused is still free
+
+    asyncio.run(story())
+    assert check(database) == []

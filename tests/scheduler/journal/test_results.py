@@ -1,0 +1,148 @@
+"""How long results are kept, on both databases and a real folder, with a clock of its own."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import insert, select
+
+from scheduler.journal.outcomes import Answers, result_ref
+from scheduler.journal.results import BATCH, FETCHED_LAST, RESULTS_LAST, Results
+from scheduler.order.operations import Gone, Outcome
+from store import tables
+from store.blobs import Blobs
+from store.db import Database
+from store.keys import create_key
+
+NOW = datetime.now(UTC)
+MINUTE = timedelta(minutes=1)
+
+
+class World:
+    def __init__(self, database: Database, blobs: Blobs) -> None:
+        self.database, self.blobs = database, blobs
+        self.orgs: dict[str, str] = {}
+
+    def org(self, name: str) -> str:
+        if name not in self.orgs:
+            self.database.write_now(lambda session: create_key(session, name))
+            with self.database.read() as session:
+                query = select(tables.Organisation.id).where(tables.Organisation.name == name)
+                self.orgs[name] = session.scalars(query).one()
+        return self.orgs[name]
+
+    def result(self, name: str, size: int, age: timedelta, fetched: timedelta | None = None, org: str = "acme") -> str:
+        """One of `size` bytes, which is so old, and was fetched so long ago."""
+        self.add(org, [(name, size, age, fetched)])
+        self.blobs.put(result_ref(name), b"x" * size)
+        return name
+
+    def add(self, org: str, results: list[tuple[str, int, timedelta, timedelta | None]]) -> None:
+        org_id = self.org(org)
+        rows: list[dict[str, Any]] = [
+            {
+                "id": name, "org_id": org_id, "session_id": "s", "lane": org, "seq": hash(name) % 2**60,
+                "kind": "sample", "base_model": "m", "state": "done", "tokens": 0, "body_ref": "", "body_sha256": "",
+                "plan": {}, "accepted_at": NOW - age, "finished_at": NOW - age, "result_ref": result_ref(name),
+                "result_type": "text/plain", "result_bytes": size,
+                "fetched_at": None if fetched is None else NOW - fetched,
+            }
+            for name, size, age, fetched in results
+        ]  # fmt: skip
+        self.database.write_now(lambda session: session.execute(insert(tables.Operation), rows))
+
+    def sweep(self, limit_bytes: int = 10**9, later: timedelta = timedelta()) -> int:
+        return Results(self.database, self.blobs, limit_bytes, lambda: NOW + later).sweep()
+
+    def kept(self) -> set[str]:
+        """What rows say is kept; the blobs must be the same."""
+        with self.database.read() as session:
+            rows = session.scalars(select(tables.Operation)).all()
+        for row in rows:
+            assert self.blobs.exists(result_ref(row.id)) == (row.result_bytes is not None)
+        return {row.id for row in rows if row.result_bytes is not None}
+
+    def answer(self, name: str, org: str = "acme") -> Any:
+        return Answers(self.database, self.blobs).stored(self.org(org), name)
+
+
+@pytest.fixture
+def world(any_database: Database, blobs: Blobs) -> World:
+    return World(any_database, blobs)
+
+
+def test_a_fetched_result_goes_when_its_client_has_had_time_to_ask_again(world: World) -> None:
+    world.result("just", 5, age=9 * MINUTE, fetched=FETCHED_LAST - MINUTE)
+    world.result("before", 5, age=30 * MINUTE, fetched=FETCHED_LAST + MINUTE)
+    world.result("never", 5, age=RESULTS_LAST - MINUTE)
+    world.result("old", 5, age=RESULTS_LAST + MINUTE)
+    assert world.sweep() == 2
+    assert world.kept() == {"just", "never"}
+    assert world.answer("just") == Outcome(b"x" * 5, "text/plain")
+    assert world.answer("before") == Gone()
+    assert world.sweep() == 0
+    assert world.sweep(later=2 * MINUTE) == 2
+    assert world.kept() == set()
+
+
+def test_beyond_the_limit_fetched_ones_go_first_and_then_the_oldest(world: World) -> None:
+    world.result("oldest", 10, age=60 * MINUTE)
+    world.result("older", 10, age=50 * MINUTE)
+    world.result("new", 10, age=1 * MINUTE)
+    world.result("had", 10, age=40 * MINUTE, fetched=2 * MINUTE)
+    world.result("had-earlier", 10, age=30 * MINUTE, fetched=3 * MINUTE)
+    assert world.sweep(limit_bytes=50) == 0
+    assert world.sweep(limit_bytes=49) == 1
+    assert world.kept() == {"oldest", "older", "new", "had"}
+    assert world.sweep(limit_bytes=21) == 2
+    assert world.kept() == {"older", "new"}
+    assert world.sweep(limit_bytes=20) == 0
+    assert world.sweep(limit_bytes=9) == 2
+    assert world.kept() == set()
+
+
+def test_the_limit_is_of_each_organisation(world: World) -> None:
+    for org in ("acme", "rival"):
+        for number in range(3):
+            world.result(f"{org}{number}", 10, age=(10 - number) * MINUTE, org=org)
+    world.result("more", 10, age=20 * MINUTE)
+    assert world.sweep(limit_bytes=30) == 1
+    assert world.kept() == {f"{org}{number}" for org in ("acme", "rival") for number in range(3)}
+
+
+def test_six_tenants_who_fetch_what_they_make_stay_bounded(world: World) -> None:
+    """Each makes a result of 1,000 bytes in every minute of three hours, and fetches it at once: what is kept is what
+    was fetched within FETCHED_LAST, and never more than the limit."""
+    most = 0
+    for minute in range(180):
+        at = minute * MINUTE
+        for org in range(6):
+            name = f"{org}-{minute}"
+            world.result(name, 1000, age=-at, fetched=-at, org=f"org{org}")
+        world.sweep(limit_bytes=8_000 if minute > 90 else 10**6, later=at)
+        kept = sum(world.blobs.size_bytes(result_ref(f"{org}-{m}")) for org in range(6) for m in range(minute + 1)
+                   if world.blobs.exists(result_ref(f"{org}-{m}")))  # fmt: skip
+        most = max(most, kept) if minute <= 90 else most
+        assert minute <= 90 or kept <= 6 * 8_000
+    assert most == 6 * 1000 * (FETCHED_LAST // MINUTE)
+
+
+def test_what_cannot_be_deleted_still_counts_and_holds_up_nothing(world: World) -> None:
+    world.result("had", 10, age=30 * MINUTE, fetched=20 * MINUTE)
+    stuck = world.result("stuck", 10, age=30 * MINUTE, fetched=20 * MINUTE)
+    world.blobs.delete(result_ref(stuck))
+    world.blobs.folder(result_ref(stuck))  # unlinking a folder is an OSError for everybody, root too
+    assert world.sweep() == 1
+    assert world.kept() == {stuck}
+    world.blobs.path(result_ref(stuck)).rmdir()
+    assert world.sweep() == 1
+    assert world.kept() == set()
+
+
+def test_many_are_deleted_in_many_writes_and_blobs_that_are_gone_hold_up_nothing(world: World) -> None:
+    many = [(f"{number}", 7, RESULTS_LAST + MINUTE, None) for number in range(2 * BATCH + 1)]
+    world.add("acme", many)
+    assert world.sweep() == 2 * BATCH + 1
+    assert world.kept() == set()

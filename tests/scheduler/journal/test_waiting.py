@@ -1,0 +1,86 @@
+"""What someone who polls is told: what the operation waits for, its place, or that its result is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scheduler.journal.journal import Journal
+from scheduler.links.messages import PullPass
+from scheduler.order.operations import Gone, Waiting
+from store import tables
+from tests.scheduler.journal.test_journal import Service, create, first_pass, go, organisation, run_row, sample, train
+
+
+async def waiting(journal: Journal, request_id: str) -> Waiting:
+    found = await journal.outcome("org", request_id, 0.02)
+    assert isinstance(found, Waiting)
+    return found
+
+
+def test_it_says_what_it_waits_for_and_its_place(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service = Service(tmp_path)
+        organisation(service)
+        creation = await service.journal.accept(create(), run_row())
+        alone = await waiting(service.journal, creation)
+        assert alone == Waiting("paused_capacity", "waiting for the trainer, which is starting; it is next")
+        sampled = [await service.journal.accept(sample(seq)) for seq in range(3)]
+        assert "the generator" in (await waiting(service.journal, sampled[0])).reason
+        assert "about 2 pieces" in (await waiting(service.journal, sampled[2])).reason
+        async with service.worker(service.trainer) as link:
+            await service.answer(link, await service.ask(link, PullPass(["m"])))
+            await service.journal.outcome("org", creation, 5)
+            running = await service.journal.accept(train(1))
+            queued = [await service.journal.accept(train(seq)) for seq in (2, 3)]
+            await service.ask(link, PullPass(["m"]))
+            queued.append(await service.journal.accept(train(4)))
+            assert await waiting(service.journal, running) == Waiting("active", "running")
+            last = await waiting(service.journal, queued[-1])
+            assert last.state == "active"
+            assert last.reason == "waiting for the trainer, which is busy; it is next"
+
+    go(scenario())
+
+
+def test_a_result_that_is_no_longer_kept_is_gone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service = Service(tmp_path)
+        organisation(service)
+        async with service.worker(service.trainer) as link:
+            await first_pass(service, link)
+            done = await service.journal.accept(train(1))
+            await service.answer(link, await service.ask(link, PullPass(["m"])))
+            await service.journal.outcome("org", done, 5)
+        (row,) = [row for row in service.rows(tables.Operation) if row.id == done]
+        service.blobs.delete(row.result_ref)
+        restarted = Service(tmp_path)
+        assert await restarted.journal.outcome("org", done, 0.1) == Gone()
+        assert await restarted.journal.outcome("other", done, 0.1) is None
+
+    go(scenario())
+
+
+def test_timings_are_settled_with_the_result(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service = Service(tmp_path)
+        organisation(service)
+        async with service.worker(service.trainer) as link:
+            await first_pass(service, link)
+            small = await service.journal.accept(train(1))
+            slices = [[0, 1, 60], [1, 2, 60]]
+            large = await service.journal.accept(train(2, slices=slices))
+            for _ in range(2):
+                await service.answer(link, await service.ask(link, PullPass(["m"])))
+            for request_id in (small, large):
+                await service.journal.outcome("org", request_id, 5)
+        rows = {row.id: row for row in service.rows(tables.Operation)}
+        (stretch,) = rows[small].timings["stretches"]
+        assert (stretch[0], stretch[3:]) == (2, [1, 1, 70])
+        assert [s[0] for s in rows[large].timings["stretches"]] == [2, 3]
+        for request_id in (small, large):
+            facts = rows[request_id].timings
+            ends = [moment for s in facts["stretches"] for moment in s[1:3]]
+            assert ends == sorted(ends)
+            assert ends[-1] <= facts["computed"] <= facts["settled"]
+
+    go(scenario())

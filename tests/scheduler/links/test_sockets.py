@@ -1,0 +1,71 @@
+"""The wire between server and worker: what was sent arrives, however the other end leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from scheduler.links.messages import Drain, Pass
+from scheduler.links.sockets import ServerLink
+
+COUNT = 2000
+
+#: Says all it has to say, and leaves without having read a word.
+LEAVES = f"""
+import sys
+from scheduler.links.sockets import WorkerLink
+from scheduler.links.messages import Snapshot
+link = WorkerLink(int(sys.argv[1]))
+for number in range({COUNT}):
+    link.send(Snapshot("run", number, "x" * 100))
+"""
+
+
+def started(script: str, link: socket.socket) -> subprocess.Popen[bytes]:
+    """A worker process with this end of the link, which is its alone from now on."""
+    with link:
+        return subprocess.Popen([sys.executable, "-c", script, str(link.fileno())], pass_fds=(link.fileno(),))
+
+
+@pytest.mark.parametrize("unread", [0, 1, 500], ids=["all-read", "one-unread", "more-than-the-link-takes"])
+def test_everything_a_worker_has_sent_is_read_though_writing_to_it_fails(unread: int) -> None:
+    async def run() -> list[int]:
+        ours, theirs = socket.socketpair()
+        link, found = await ServerLink.over(ours), []
+        for _ in range(unread):
+            link.send(Pass(1, "y" * 10_000, []))
+        worker = started(LEAVES, theirs)
+        async for message in link.messages():
+            if not message.seq % 100:  # it is slow to read, as when it writes to its database in between
+                await asyncio.sleep(0.01)
+            found.append(message.seq)
+            link.send(Drain())
+        assert await asyncio.to_thread(worker.wait, 60) == 0
+        link.send(Drain())
+        link.close()
+        return found
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == list(range(COUNT))
+
+
+def test_messages_longer_than_the_link_takes_arrive_whole() -> None:
+    echo = "import sys; from scheduler.links.sockets import WorkerLink; from scheduler.links.messages import PullPass\n"
+    echo += "link = WorkerLink(int(sys.argv[1]))\n"
+    echo += "for _ in range(3): link.send(PullPass([link.recv().base_model] * 2))"
+
+    async def run() -> list[list[str]]:
+        ours, theirs = socket.socketpair()
+        link = await ServerLink.over(ours)
+        worker = started(echo, theirs)
+        for word in "abc":
+            link.send(Pass(1, word * 3_000_000, []))
+        found = [[name[:1] + str(len(name)) for name in message.models] async for message in link.messages()]
+        assert await asyncio.to_thread(worker.wait, 60) == 0
+        link.close()
+        return found
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == [[f"{word}3000000"] * 2 for word in "abc"]

@@ -1,0 +1,61 @@
+"""What samples are charged: at most what they may use, soon about what they do use, and exactly that in the end."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from scheduler.order.expected_cost import WEIGHT_LASTS_S, Charges
+from scheduler.order.operations import SAMPLE, Operation
+
+
+def sample(session: str = "s", sequences: int = 2, prompt: int = 10, most: int = 100) -> Operation:
+    plan = {"num_samples": sequences, "prompt_tokens": prompt}
+    return Operation(
+        "id", "org", session, "lane", 1, SAMPLE, "m", prompt + sequences * most, "", plan, datetime.now(UTC)
+    )
+
+
+def charges(weight: int = 1) -> Charges:
+    return Charges(lambda org: weight, lambda: 0.0)
+
+
+def test_a_first_sample_is_charged_all_it_may_use() -> None:
+    assert charges().expected(sample()) == 210
+
+
+def test_later_ones_are_charged_what_their_session_used_lately() -> None:
+    made = charges()
+    first = sample()
+    first.charged = made.expected(first)
+    assert made.ended(first, {"prefill": 10, "sample": 30}) == 40 - 210
+    assert made.expected(sample()) == 10 + 2 * 15
+    assert made.expected(sample(sequences=4, prompt=0)) == 60
+    assert made.expected(sample(session="another")) == 210
+
+
+def test_never_more_than_a_sample_may_use() -> None:
+    made = charges()
+    made.ended(sample(sequences=1, most=1000), {"sample": 900})
+    assert made.expected(sample(sequences=1, prompt=10, most=20)) == 30
+
+
+def test_the_mean_follows_a_change() -> None:
+    made = charges()
+    for length in [100] * 64 + [10] * 400:
+        made.ended(sample(sequences=1), {"sample": length})
+    assert 10 <= made.expected(sample(sequences=1, prompt=0)) <= 12
+
+
+def test_what_a_cached_prompt_did_not_cost_is_given_back() -> None:
+    made = charges()
+    op = sample(sequences=1, prompt=1000)
+    op.charged = made.expected(op)
+    assert made.ended(op, {"prefill": 8, "cached_prefill": 992, "sample": 100}) == -992
+
+
+def test_weights_are_read_again_after_a_while() -> None:
+    now, weights = [0.0], iter([1, 5])
+    made = Charges(lambda org: next(weights), lambda: now[0])
+    assert [made.weight("org"), made.weight("org")] == [1, 1]
+    now[0] = WEIGHT_LASTS_S
+    assert made.weight("org") == 5
