@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -22,15 +22,14 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from weft.wire.checks.problem import Problem
+from weft.wire.checks.problem import quote as quote
 
 from store.blobs import is_lasting
 from store.people import NoSuch, PeopleError
 from store.room import what_failed
 
 log = logging.getLogger("weft.api")
-
-#: Characters of a bad value that an error quotes.
-QUOTED = 80
 
 
 class ApiError(Exception):
@@ -186,10 +185,10 @@ class CannotStore(Unavailable):
     code = "cannot_store"
 
 
-def quote(value: object) -> str:
-    """A value as an error may show it: on one line, and not longer than a line."""
-    text = repr(value)
-    return text if len(text) <= QUOTED else text[: QUOTED - 3] + "..."
+def refuse(problems: Iterable[Problem], field: str | None = None) -> None:
+    """Raise Invalid for the first of `problems`, if there is one. `field` is where it is, in words of the request."""
+    for problem in problems:
+        raise Invalid(f"{problem.where if field is None else field}: {problem.what}")
 
 
 def explain(error: ValidationError | RequestValidationError, prefix: tuple[str, ...] = ()) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from api.errors import Invalid, quote
+from weft.wire.checks.runs import name_problems
+
+from api.errors import Invalid, quote, refuse
 
 #: `kind` of a path -> what Tinker calls the checkpoint's type.
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,256}", re.ASCII)
 _RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 _SCHEME = "tinker://"
 
@@ -39,7 +40,6 @@ def parse_path(path: str, field: str) -> CheckpointPath:
 
 
 def check_name(name: str, field: str) -> str:
-    """A checkpoint's name. Dots alone are refused because clients take them out of URLs."""
-    if _NAME.fullmatch(name) is None or not name.strip("."):
-        raise Invalid(f"{field}: {quote(name)} must be 1 to 256 characters of A-Z a-z 0-9 . _ - (and not only dots)")
+    """A checkpoint's name."""
+    refuse(name_problems(name), field)
     return name

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 
 from weft.wire import CreateCustomLossRequest
-from weft.wire.codec import TrainBatch
-
-from api.errors import Invalid, quote
-from store.blobs import BadRef, Blobs, Damaged
-from workers.trainer.custom_format import (
+from weft.wire.checks.custom_format import (
     CustomLoss,
     CustomLossError,
     decode_custom_loss,
     encode_custom_loss,
-    loss_ref,
     parse_custom_loss,
 )
-from workers.trainer.loss_inputs import CUSTOM, LossInputError, loss_id_of
+from weft.wire.checks.losses import CUSTOM, loss_id_of
+from weft.wire.codec import TrainBatch
+
+from api.errors import Invalid, quote
+from scheduler.links.messages import loss_ref
+from store.blobs import BadRef, Blobs, Damaged
 
 log = logging.getLogger(__name__)
 
@@ -38,19 +38,17 @@ def checked_loss(body: CreateCustomLossRequest) -> bytes:
 
 
 def uploaded_loss(batch: TrainBatch, session_id: str, blobs: Blobs) -> CustomLoss | None:
-    """The loss that a batch names, which must be of this session; None when it has one of the built-in losses."""
-    if batch.loss_fn != CUSTOM:
+    """The loss that a batch names, which must be of this session; None when it names none."""
+    loss_id = loss_id_of(batch.loss_fn_config) if batch.loss_fn == CUSTOM else None
+    if loss_id is None:
         return None
     try:
-        loss_id = loss_id_of(batch.loss_fn_config)
         if not loss_id.startswith(f"{session_id}:loss:") or "/" in loss_id:
             raise BadRef(loss_id)
         return decode_custom_loss(blobs.get(loss_ref(loss_id)))
-    except LossInputError as error:
-        raise Invalid(str(error)) from None
     except (BadRef, FileNotFoundError):
         raise Invalid(
-            f"loss_id: no custom loss {quote(batch.loss_fn_config['loss_id'])} in this session; "
+            f"loss_id: no custom loss {quote(loss_id)} in this session; "
             "losses are made with create_custom_loss, for the session that makes them"
         ) from None
     except Damaged as error:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import ValidationError
-from weft.wire import AdamParams, DimuonOptimizerConfig, DimuonParams, OptimStepRequest
+from weft.wire import DimuonOptimizerConfig, DimuonParams, OptimStepRequest
+from weft.wire.checks.runs import ADAMW, DIMUON, adam_problems, optimizer_problems, step_problems
 
-from api.errors import Invalid, Malformed, explain, quote
+from api.errors import Invalid, Malformed, explain, quote, refuse
 
-ADAMW, DIMUON = "adamw", "dimuon"
 #: What clients are told of a run's optimizer, by its name.
 CONFIGS: dict[str, dict[str, Any]] = {ADAMW: {"type": ADAMW}, DIMUON: {"type": DIMUON, "version": 1}}
 
@@ -21,12 +21,11 @@ def family_of(config: Any, field: str) -> str | None:
     if config is None:
         return None
     family = config.get("type") if isinstance(config, dict) else getattr(config, "type", None)
-    if family not in CONFIGS:
-        raise Invalid(f"{field}: the optimizer {quote(family)} is not supported; this server has {', '.join(CONFIGS)}")
+    refuse(optimizer_problems(family, CONFIGS), field)
     given = config if isinstance(config, dict) else config.model_dump()
     if family == DIMUON:
         _parsed(DimuonOptimizerConfig, given, field)
-    elif given != CONFIGS[family]:
+    elif given != CONFIGS[str(family)]:
         raise Invalid(f"{field}: adamw has no settings here, its parameters come with each step; got {quote(given)}")
     return str(family)
 
@@ -34,21 +33,15 @@ def family_of(config: Any, field: str) -> str | None:
 def check_step(request: OptimStepRequest, optimizer: str) -> None:
     """A step must be one of the run's own optimizer."""
     if request.adam_params is not None:
-        if optimizer != ADAMW:
-            raise Invalid(
-                f"adam_params: this model's optimizer is {optimizer}, set when it was created; {_USE[optimizer]}"
-            )
-        check_adam(request.adam_params)
+        refuse(step_problems(ADAMW, optimizer), "adam_params")
+        refuse(problem.within("adam_params") for problem in adam_problems(request.adam_params))
         return
     given = request.optimizer_params or {}
     if given.get("type") not in CONFIGS:
         family_of(given, "optimizer_params")
     if given["type"] == ADAMW:
         raise Invalid("optimizer_params: AdamW takes its parameters under the name adam_params")
-    if given["type"] != optimizer:
-        raise Invalid(
-            f"optimizer_params: this model's optimizer is {optimizer}, set when it was created; {_USE[optimizer]}"
-        )
+    refuse(step_problems(given["type"], optimizer), "optimizer_params")
     _parsed(DimuonParams, given, "optimizer_params")
 
 
@@ -56,15 +49,6 @@ def check_same_optimizer(saved: str, used: str) -> None:
     """The state of one optimizer means nothing to another."""
     if saved != used:
         raise Invalid(f"optimizer: that checkpoint holds the state of {saved}, the model uses {used}; load it without")
-
-
-_USE = {ADAMW: "step it with adam_params", DIMUON: "step it with optimizer_params of the type dimuon"}
-
-
-def check_adam(params: AdamParams, field: str = "adam_params") -> None:
-    """What the type does not say: with eps 0, a weight that got no gradient yet would become 0 / 0."""
-    if params.eps == 0:
-        raise Invalid(f"{field}.eps: must be above 0, got {params.eps}")
 
 
 def _parsed(model: type[DimuonOptimizerConfig] | type[DimuonParams], given: dict[str, Any], field: str) -> None:

@@ -12,6 +12,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 from weft.wire import SampledProvenanceSpan
+from weft.wire.checks.batches import refusal
+from weft.wire.checks.provenance import target_span_problems
 from weft.wire.codec import ArrayDatum, TrainBatch
 
 from api.errors import Invalid, quote
@@ -21,35 +23,16 @@ from store.blobs import BadRef, Blobs
 Floats = npt.NDArray[np.float32]
 
 
-def check_spans(batch: TrainBatch) -> None:
-    """Spans come as a pair and tile their fields. With stable_reinforce only sampled tokens may have an advantage."""
-    for index, datum in enumerate(batch.data):
-        mine, targets = datum.model_input_spans, datum.loss_fn_input_spans
-        if (mine is None) != (targets is None):
-            raise Invalid(f"datum {index}: model_input_spans and loss_fn_input_spans come as a pair or not at all")
-        if mine is None or targets is None:
-            continue
-        _check_tiling(index, "model_input_spans", sum(span.length for span in mine), len(datum.tokens))
-        _check_tiling(index, "loss_fn_input_spans", *_lengths(datum))
-        if batch.loss_fn == "stable_reinforce":
-            _check_advantages(index, datum)
-
-
 def with_recorded_logprobs(batch: TrainBatch, session_id: str, blobs: Blobs) -> tuple[TrainBatch, dict[int, Floats]]:
-    """The batch with `logprobs` wherever they were missing, and those alone by datum. Raises Invalid for a datum that
-    has neither logprobs nor spans, and for a sequence of which nothing is recorded."""
+    """The batch with `logprobs` wherever spans stand in for them, and those alone by datum. Raises Invalid for a
+    sequence of which nothing is recorded."""
     found: dict[int, Floats] = {}
     kept: dict[str, Floats] = {}
     for index, datum in enumerate(batch.data):
-        if "logprobs" in datum.inputs:
+        if "logprobs" in datum.inputs or datum.loss_fn_input_spans is None:
             continue
-        if datum.loss_fn_input_spans is None:
-            raise Invalid(
-                f"datum {index}: stable_reinforce needs the input 'logprobs', or provenance spans that name sequences "
-                "sampled with record_stability_info"
-            )
-        covered, positions = _lengths(datum)
-        _check_tiling(index, "loss_fn_input_spans", covered, positions)
+        for problem in target_span_problems(datum):
+            raise Invalid(refusal((index, problem)))
         found[index] = _recorded(index, datum, session_id, blobs, kept)
     data = [
         replace(datum, inputs={**datum.inputs, "logprobs": found[index]}) if index in found else datum
@@ -90,26 +73,3 @@ def _read(index: int, sequence: str, session_id: str, blobs: Blobs) -> Floats:
             "record_stability_info, train on it within a day, or send logprobs"
         ) from None
     return np.frombuffer(data, dtype="<f4")
-
-
-def _lengths(datum: ArrayDatum) -> tuple[int, int]:
-    """Positions that the spans of the targets cover, and positions there are."""
-    targets = datum.inputs.get("target_tokens")
-    positions = len(datum.tokens) if targets is None or not targets.ndim else len(targets)
-    return sum(span.length for span in datum.loss_fn_input_spans or []), positions
-
-
-def _check_tiling(index: int, field: str, covered: int, positions: int) -> None:
-    if covered != positions:
-        raise Invalid(f"datum {index}: {field} cover {covered} positions of {positions}; they must tile all of them")
-
-
-def _check_advantages(index: int, datum: ArrayDatum) -> None:
-    spans = datum.loss_fn_input_spans or []
-    sampled = np.repeat([isinstance(span, SampledProvenanceSpan) for span in spans], [span.length for span in spans])
-    wrong = np.flatnonzero((datum.inputs["advantages"] != 0) & ~sampled)
-    if wrong.size:
-        raise Invalid(
-            f"datum {index}: the advantage at position {int(wrong[0])} is not 0, but its spans say that this target is "
-            "of a prompt; stable_reinforce trains sampled tokens only"
-        )

@@ -7,12 +7,12 @@ from typing import Any
 
 import orjson
 from weft.wire import LoraConfig
+from weft.wire.checks.runs import shape_problems, ttl_problems
 
-from api.errors import Invalid, quote
+from api.errors import Invalid, quote, refuse
 
 #: Adapters' output is scaled by ALPHA / rank for every rank, so that a good learning rate hardly depends on the rank.
 ALPHA = 32.0
-MAX_SEED = 2**63 - 1
 #: Bounds of a checkpoint's life: Tinker's, one hour to ten years.
 MIN_TTL_S = 3600
 MAX_TTL_S = 10 * 366 * 86_400
@@ -21,10 +21,7 @@ MAX_SEQUENCE = 2**31 - 1
 
 
 def check_lora(lora: LoraConfig, max_rank: int) -> None:
-    if not 1 <= lora.rank <= max_rank:
-        raise Invalid(f"lora_config.rank: must be 1 to {max_rank}, got {lora.rank}")
-    if lora.seed is not None and not 0 <= lora.seed <= MAX_SEED:
-        raise Invalid(f"lora_config.seed: must be 0 to {MAX_SEED}, got {lora.seed}")
+    refuse(problem.within("lora_config") for problem in shape_problems(lora.rank, lora.seed, max_rank))
 
 
 def seed_of(lora: LoraConfig) -> int:
@@ -33,8 +30,7 @@ def seed_of(lora: LoraConfig) -> int:
 
 
 def check_ttl(ttl_seconds: int | None, field: str = "ttl_seconds") -> None:
-    if ttl_seconds is not None and not MIN_TTL_S <= ttl_seconds <= MAX_TTL_S:
-        raise Invalid(f"{field}: must be {MIN_TTL_S} to {MAX_TTL_S} seconds, or null for ever; got {ttl_seconds}")
+    refuse(ttl_problems(ttl_seconds, MIN_TTL_S, MAX_TTL_S), field)
 
 
 def check_metadata(metadata: dict[str, Any] | None, field: str = "user_metadata") -> dict[str, Any]:

@@ -86,7 +86,7 @@ def _parse(body: bytes) -> pb.ForwardBackwardRequest:
 
 
 def _check(service: Service, message: pb.ForwardBackwardRequest, body: bytes, run: tables.Run) -> Checked:
-    card = served_model(service.cards, run.base_model)
+    served_model(service.cards, run.base_model)
     limits = service.settings.limits
     if len(message.data) > limits.max_data:
         raise Invalid(f"data: {len(message.data)} data, the limit is {limits.max_data} per operation: send several")
@@ -99,7 +99,7 @@ def _check(service: Service, message: pb.ForwardBackwardRequest, body: bytes, ru
     recorded: dict[int, Any] = {}
     if batch.loss_fn == "stable_reinforce":
         batch, recorded = with_recorded_logprobs(batch, run.session_id, service.blobs)
-    cuts = slices(check_batch(batch, card, limits, custom), service.settings.trainer.slice_tokens)
+    cuts = slices(check_batch(batch, service.limits, run.base_model, custom), service.settings.trainer.slice_tokens)
     tokens = sum(tokens for _, _, tokens in cuts)
     return Checked({"slices": cuts}, tokens, _completed(body, recorded) if recorded else None)
 

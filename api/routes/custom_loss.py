@@ -22,8 +22,8 @@ from api.http.auth import PrincipalDep
 from api.http.bodies import parse_json, read_body
 from api.state.service import ServiceDep
 from api.who.may_change import active_session
+from scheduler.links.messages import loss_ref
 from store import tables
-from workers.trainer.custom_format import loss_ref
 
 router = APIRouter(prefix="/api/v1")
 

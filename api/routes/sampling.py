@@ -27,7 +27,6 @@ from api.who.principal import Principal
 from scheduler.links.messages import sequence_id
 from scheduler.order.operations import SAMPLE, NewOperation
 from store import tables
-from workers.model.card import ModelCard
 
 router = APIRouter(prefix="/api/v1")
 
@@ -76,19 +75,17 @@ async def asample(request: Request, service: ServiceDep, who: PrincipalDep, prio
         return row, Place.of(session, who, row.session_id), known(session, row.id, seq)
 
     sampler, place, repeat = await service.read(read)
-    card = served_model(service.cards, sampler.base_model, "sampling_session_id")
-    check = partial(_checked, service, body, card, sampler, seq, priority)
+    served_model(service.cards, sampler.base_model, "sampling_session_id")
+    check = partial(_checked, service, body, sampler, seq, priority)
     new = await run_in_threadpool(check) if large else check()
     request_id = await accept(service, place, new, repeat=repeat)
     sequences = [sequence_id(request_id, sample) for sample in range(body.num_samples)]
     return {"request_id": request_id, "sample_sequence_ids": sequences}
 
 
-def _checked(
-    service: Service, body: SampleRequest, card: ModelCard, sampler: tables.Sampler, seq: int, priority: str
-) -> NewOperation:
+def _checked(service: Service, body: SampleRequest, sampler: tables.Sampler, seq: int, priority: str) -> NewOperation:
     """The operation, its body with `max_tokens` as it will apply."""
-    most = check_sample(body, card, service.settings.limits, of_run=sampler.run_id is not None)
+    most = check_sample(body, service.limits, sampler.base_model, of_run=sampler.run_id is not None)
     params = body.sampling_params.model_copy(update={"max_tokens": most})
     whole = body.model_copy(update={"sampling_params": params})
     prompt = int(prompt_tokens(body).size)

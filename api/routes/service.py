@@ -18,10 +18,6 @@ from store import keys, tables
 
 router = APIRouter(prefix="/api/v1")
 
-#: Tinker's client cuts data into chunks of so many; within our limits, chunks as large as possible share best.
-CHUNK_DATA = 1024
-CHUNK_BYTES = 5_000_000
-
 
 @router.get("/healthz", **declare(scope="public", limit="poll"))
 async def healthz() -> dict[str, str]:
@@ -32,13 +28,12 @@ async def healthz() -> dict[str, str]:
 async def client_config(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
     """How clients should behave. Whatever is not named here keeps the client's own default."""
     await read_body(request)
-    limits = service.settings.limits
     return {
         "pjwt_auth_enabled": service.settings.pjwt_auth_enabled,
         "parallel_fwdbwd_chunks": True,
         "proto_compress_fwdbwd": False,
-        "fwdbwd_max_chunk_len": min(CHUNK_DATA, limits.max_data),
-        "fwdbwd_max_chunk_bytes_count": min(CHUNK_BYTES, limits.max_body_bytes // 2),
+        "fwdbwd_max_chunk_len": service.limits.chunk_data,
+        "fwdbwd_max_chunk_bytes_count": service.limits.chunk_bytes,
         "sample_use_retrieve_futures": service.settings.sample_use_retrieve_futures,
         "custom_loss_server_side": True,
         "sample_join_sampling_session": True,

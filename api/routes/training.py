@@ -6,8 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from weft.wire import CreateModelRequest, GetInfoRequest, LoraConfig, OptimStepRequest
+from weft.wire.checks.runs import ADAMW
 
-from api.checks.optimizers import ADAMW, CONFIGS, check_step, family_of
+from api.checks.optimizers import CONFIGS, check_step, family_of
 from api.checks.priority import PriorityDep
 from api.checks.runs import ALPHA, check_lora, check_metadata, check_sequence, seed_of
 from api.http.access import LOOKING, declare

@@ -16,8 +16,6 @@ from weft.wire import LimitsResponse, PricesResponse
 from api.errors import NotFound, quote
 from api.http.access import declare
 from api.http.auth import PrincipalDep
-from api.operations.limits import limits_of
-from api.routes.service import CHUNK_BYTES, CHUNK_DATA
 from api.state.service import Service, ServiceDep
 from billing.prices import KINDS, STORAGE
 from workers.model.card import ModelCard
@@ -41,9 +39,7 @@ TOKENIZER_FILES = (
 @router.get("/limits", **declare(scope="any", limit="call"))
 async def limits(service: ServiceDep, who: PrincipalDep) -> LimitsResponse:
     """What this server accepts, for checks before anything is spent."""
-    settings = service.settings.limits
-    chunk_bytes = min(CHUNK_BYTES, settings.max_body_bytes // 2)
-    return limits_of(service.cards, settings, min(CHUNK_DATA, settings.max_data), chunk_bytes)
+    return service.limits
 
 
 @router.get("/prices", **declare(scope="any", limit="call"))

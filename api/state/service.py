@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 from fastapi import Depends, Request
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
+from weft.wire import LimitsResponse
 
+from api.checks.limits import limits_of
 from api.state.fetched import Fetched
 from api.state.last_used import LastUsed
 from api.state.liveness import Presence
@@ -44,6 +46,11 @@ class Service:
     stats: Callable[[], dict[str, Any]]
     polls: LongPolls = field(default_factory=LongPolls)
     rates: Rates = field(default_factory=LocalRates)
+
+    @cached_property
+    def limits(self) -> LimitsResponse:
+        """What is accepted, as clients are told and as their requests are held against."""
+        return limits_of(self.cards, self.settings.limits)
 
     @cached_property
     def secret(self) -> bytes:

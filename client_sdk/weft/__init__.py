@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from weft.plan.plan import PlannedSave as PlannedSave
     from weft.plan.plan import PlannedTrain as PlannedTrain
     from weft.plan.plan import PlannedUpdate as PlannedUpdate
-    from weft.plan.problem import Problem as Problem
     from weft.rest_client import RestClient as RestClient
     from weft.sampling_client import SamplingClient as SamplingClient
     from weft.service_client import ServiceClient as ServiceClient
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from weft.transport.retry import RetryPolicy as RetryPolicy
     from weft.types import *  # noqa: F403
     from weft.version import __version__ as __version__
+    from weft.wire.checks.problem import Problem as Problem
 
 _HOMES = {
     "APIFuture": "weft.future",
@@ -41,7 +41,7 @@ _HOMES = {
     "PlannedSave": "weft.plan.plan",
     "PlannedTrain": "weft.plan.plan",
     "PlannedUpdate": "weft.plan.plan",
-    "Problem": "weft.plan.problem",
+    "Problem": "weft.wire.checks.problem",
     "RestClient": "weft.rest_client",
     "RetryPolicy": "weft.transport.retry",
     "SamplingClient": "weft.sampling_client",

@@ -13,7 +13,6 @@ from weft.loss_handle import LossHandle, PerDatumLoss, trace
 from weft.plan.estimate import CostEstimate
 from weft.plan.plan import Plan
 from weft.plan.planning import fetch_estimate, fetch_problems
-from weft.plan.problem import Problem
 from weft.rest_client import RestClient
 from weft.runs.loss_upload import upload_loss
 from weft.runs.sampler import make_sampler
@@ -23,6 +22,7 @@ from weft.training_client import TrainingClient
 from weft.transport.endpoint import resolve_endpoint
 from weft.transport.http import Transport
 from weft.transport.retry import RetryPolicy
+from weft.wire.checks.problem import Problem
 from weft.wire.losses import CustomLossInputRank
 from weft.wire.service import GetServerCapabilitiesResponse
 from weft.wire.training import AdamOptimizerConfig, CreateModelRequest, LoraConfig, OptimizerConfig

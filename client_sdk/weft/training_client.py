@@ -16,12 +16,12 @@ from weft.loss_handle import LossHandle
 from weft.plan.estimate import CostEstimate
 from weft.plan.plan import AnyDatum, Plan, PlannedStep
 from weft.plan.planning import fetch_estimate, fetch_problems, of_run, plan_of
-from weft.plan.problem import Problem
 from weft.run_weights import RunWeights, base_model_of
 from weft.runs.custom_loss import CustomLoss, require_torch, run_custom
 from weft.runs.run import Run
 from weft.runs.session import Session
 from weft.tokenizer import fetch_tokenizer, load_tokenizer
+from weft.wire.checks.problem import Problem
 from weft.wire.inputs import Datum
 from weft.wire.training import (
     AdamParams,

@@ -183,6 +183,11 @@ def sequence_id(op_id: str, sample: int) -> str:
     return f"{op_id}:{sample}"
 
 
+def loss_ref(loss_id: str) -> str:
+    """The blob of an uploaded loss."""
+    return f"losses/{loss_id}"
+
+
 def stability_ref(session_id: str, sequence: str) -> str:
     """Where the generator leaves the logprobs that sequence `sequence` was sampled with, for stable_reinforce:
     float32, little-endian, one per token."""

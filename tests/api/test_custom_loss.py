@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.wire.checks.custom_format import decode_custom_loss
+
 from tests.api.conftest import World
 from tests.api.data import batch, datum
-from workers.trainer.custom_format import decode_custom_loss
 
 
 def body(session: str, number: int = 0, function: str = "torch.exp") -> dict[str, Any]:

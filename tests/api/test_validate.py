@@ -9,19 +9,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from weft.money import usd
-from weft.wire import AdamParams, LoraConfig, OptimStepRequest, SampleRequest, TrainBatch
+from weft.wire import AdamParams, LimitsResponse, LoraConfig, OptimStepRequest, SampleRequest, TrainBatch
 
 from api.checks.batches import check_batch, slices
+from api.checks.limits import limits_of
 from api.checks.optimizers import check_step, family_of
 from api.checks.runs import check_lora, check_metadata, check_sequence, check_text, check_ttl
 from api.checks.samples import check_sample
 from api.errors import Invalid, Malformed
 from api.paths import CheckpointPath, check_name, parse_path
 from store.settings import Limits
+from tests.api.conftest import MODEL
 from tests.api.data import batch, datum
 from workers.model.card import ModelCard
 
-LIMITS = Limits(max_data=4, max_tokens_per_op=40, max_num_samples=4, max_stop_sequences=2)
+
+@pytest.fixture
+def limits(card: ModelCard) -> LimitsResponse:
+    settings = Limits(max_data=4, max_tokens_per_op=40, max_num_samples=4, max_stop_sequences=2)
+    return limits_of({MODEL: card}, settings)
+
+
 RL: dict[str, Any] = {"weights": None, "logprobs": [0.0, -1.0], "advantages": [1.0, 1.0]}
 
 
@@ -45,8 +53,8 @@ class TestBatches:
     }
 
     @pytest.mark.parametrize("case", GOOD)
-    def test_good(self, case: str, card: ModelCard) -> None:
-        assert check_batch(self.GOOD[case], card, LIMITS) == [len(d.tokens) for d in self.GOOD[case].data]
+    def test_good(self, case: str, limits: LimitsResponse) -> None:
+        assert check_batch(self.GOOD[case], limits, MODEL) == [len(d.tokens) for d in self.GOOD[case].data]
 
     BAD: ClassVar[dict[str, tuple[TrainBatch, str]]] = {
         "no data": (batch("r", 1, []), "empty"),
@@ -88,10 +96,10 @@ class TestBatches:
     }
 
     @pytest.mark.parametrize("case", BAD)
-    def test_bad(self, case: str, card: ModelCard) -> None:
+    def test_bad(self, case: str, limits: LimitsResponse) -> None:
         bad, says = self.BAD[case]
         with pytest.raises(Invalid, match=says):
-            check_batch(bad, card, LIMITS)
+            check_batch(bad, limits, MODEL)
 
     def test_slices(self) -> None:
         assert slices([5, 5, 20, 1], 10) == [[0, 2, 10], [2, 3, 20], [3, 4, 1]]
@@ -120,13 +128,13 @@ class TestSamples:
         [([1] * 3, 5, 5), ([1] * 3, None, 14), ([1] * 3, 1000, 14), ([1] * 16, 1, 1), ([1] * 16, None, 1)],
     )
     def test_generation_ends_at_the_context_length(
-        self, card: ModelCard, tokens: list[int], max_tokens: int | None, most: int
+        self, limits: LimitsResponse, tokens: list[int], max_tokens: int | None, most: int
     ) -> None:
-        assert check_sample(self.request({"max_tokens": max_tokens}, tokens), card, LIMITS) == most
+        assert check_sample(self.request({"max_tokens": max_tokens}, tokens), limits, MODEL) == most
 
     @pytest.mark.parametrize("stop", [None, [], "a", ["a", "b"], [1, 99]])
-    def test_every_form_of_stop(self, card: ModelCard, stop: Any) -> None:
-        check_sample(self.request({"stop": stop}), card, LIMITS)
+    def test_every_form_of_stop(self, limits: LimitsResponse, stop: Any) -> None:
+        check_sample(self.request({"stop": stop}), limits, MODEL)
 
     BAD: ClassVar[dict[str, tuple[dict[str, Any], dict[str, Any], str]]] = {
         "empty prompt": ({}, {"tokens": []}, "prompt: empty"),
@@ -135,8 +143,8 @@ class TestSamples:
         "too many samples": ({}, {"num_samples": 5}, "1 to 4, got 5"),
         "top_k 0": ({"top_k": 0}, {}, "top_k.*got 0"),
         "too many stops": ({"stop": ["a", "b", "c"]}, {}, "3 entries, the limit is 2"),
-        "empty stop": ({"stop": ["a", ""]}, {}, "entry 1 has 0 characters"),
-        "stop token beyond vocabulary": ({"stop": [1, 100]}, {}, "entry 1 is 100"),
+        "empty stop": ({"stop": ["a", ""]}, {}, r"stop\[1\]: has 0 characters"),
+        "stop token beyond vocabulary": ({"stop": [1, 100]}, {}, r"stop\[1\]: is 100"),
         "top logprobs": ({}, {"topk_sample_logprobs": 101}, "topk_sample_logprobs: must be 0 to 100, got 101"),
         "alternatives": ({}, {"prompt_alt_tokens_k": 101}, "prompt_alt_tokens_k"),
         "last n of nothing": ({}, {"prompt_logprobs_last_n": 1}, "prompt_logprobs, which is not asked for"),
@@ -175,14 +183,14 @@ class TestSamples:
             {"prompt_alt_tokens_k": 100, "topk_sample_logprobs": 100, "record_stability_info": True},
         ],
     )
-    def test_everything_that_can_be_asked(self, card: ModelCard, fields: dict[str, Any]) -> None:
-        check_sample(self.request(**fields), card, LIMITS)
+    def test_everything_that_can_be_asked(self, limits: LimitsResponse, fields: dict[str, Any]) -> None:
+        check_sample(self.request(**fields), limits, MODEL)
 
     @pytest.mark.parametrize("case", BAD)
-    def test_bad(self, case: str, card: ModelCard) -> None:
+    def test_bad(self, case: str, limits: LimitsResponse) -> None:
         params, fields, says = self.BAD[case]
         with pytest.raises(Invalid, match=says):
-            check_sample(self.request(params, **fields), card, LIMITS)
+            check_sample(self.request(params, **fields), limits, MODEL)
 
     @pytest.mark.parametrize(
         "chunk",
@@ -192,10 +200,10 @@ class TestSamples:
             {"type": "dmel", "dmel": "aaaa"},
         ],
     )
-    def test_images_and_audio_are_refused_by_name(self, card: ModelCard, chunk: dict[str, Any]) -> None:
+    def test_images_and_audio_are_refused_by_name(self, limits: LimitsResponse, chunk: dict[str, Any]) -> None:
         request = SampleRequest.model_validate({"prompt": {"chunks": [chunk]}, "sampling_params": {}})
         with pytest.raises(Invalid, match=rf"prompt.chunks.0: {chunk['type']} chunks are not supported"):
-            check_sample(request, card, LIMITS)
+            check_sample(request, limits, MODEL)
 
 
 class TestRuns:

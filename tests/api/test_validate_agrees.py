@@ -12,25 +12,25 @@ from hypothesis import strategies as st
 from weft import Datum, ModelInput, Plan, PlannedTrain
 from weft.plan.validate import validate
 from weft.types import EncodedTextChunk, ImageChunk, PromptProvenanceSpan, SampledProvenanceSpan, TensorData
+from weft.wire.checks.losses import LOSSES, ROUTES
 from weft.wire.codec import decode_train_request
 from weft.wire.error import WireError
 from weft.wire.request_codec import encode_forward_backward
 from weft.wire.training import ForwardBackwardInput, ForwardBackwardRequest
 
 from api.checks.batches import check_batch
+from api.checks.limits import limits_of
 from api.errors import Invalid
-from api.operations.limits import limits_of
 from store.settings import Limits
 from tests.search import examples
 from workers.model.card import read_card
 from workers.model.tiny import TINY_PATH
-from workers.trainer.loss_inputs import LOSSES, ROUTES
 
 VOCAB, CONTEXT = 20, 6
 _CARD = read_card("tiny", TINY_PATH)
 CARD = replace(_CARD, config=replace(_CARD.config, vocab_size=VOCAB, context_length=CONTEXT))
 LIMITS = Limits(max_tokens_per_op=12)
-PUBLISHED = limits_of({"tiny": CARD}, LIMITS, 1024, 5_000_000)
+PUBLISHED = limits_of({"tiny": CARD}, LIMITS)
 
 INPUTS = sorted(set().union(*(spec.accepted for spec in LOSSES.values())))
 LAYERS, CHOICES, EXPERTS = len(CARD.config.mixture_layers), CARD.config.experts_per_token, CARD.config.num_experts
@@ -135,12 +135,7 @@ def refused(loss: str, config: dict[str, Any], batch: list[Datum]) -> str:
     request = ForwardBackwardRequest(ForwardBackwardInput(batch, loss, dict(config)), "run", 1)
     try:
         decoded = decode_train_request(encode_forward_backward(request))
-        for index, datum in enumerate(decoded.data):
-            # What the sampler recorded is filled in before the check.
-            if loss == "stable_reinforce" and "logprobs" not in datum.inputs and datum.loss_fn_input_spans:
-                zeros = np.zeros(datum.inputs.get("target_tokens", datum.tokens).shape, np.float32)
-                decoded.data[index] = replace(datum, inputs={**datum.inputs, "logprobs": zeros})
-        check_batch(decoded, CARD, LIMITS)
+        check_batch(decoded, PUBLISHED, "tiny")
     except (Invalid, WireError) as error:
         return str(error) or type(error).__name__
     return ""

@@ -138,7 +138,9 @@ def test_custom_losses() -> None:
         return -(logprobs * weights).sum(), {}
 
     handle = trace(nll, {"logprobs": 1, "weights": 1})
-    assert places(PlannedTrain([datum([1]), datum([1], weights=None)], handle)) == ["steps[0].data[1]"]
+    assert places(PlannedTrain([datum([1]), datum([1], weights=None)], handle)) == [
+        "steps[0].data[1].loss_fn_inputs['weights']"
+    ]
     assert places(PlannedTrain([datum([1, 100], mine=np.ones(3))], lambda data, logprobs: None)) == [
         "steps[0].data[0].model_input",
         "steps[0].data[0].loss_fn_inputs['target_tokens']",
@@ -221,6 +223,7 @@ def test_saves() -> None:
 
 def test_a_problem_is_one_line() -> None:
     assert str(Problem("rank", "too much", 16, 17)) == "rank: too much (got 17; limit 16)"
+    assert str(Problem("rank", "must be 1 to 16, got 17", "1 to 16", 17)) == "rank: must be 1 to 16, got 17"
     assert str(Problem("steps", "none")) == "steps: none"
 
 

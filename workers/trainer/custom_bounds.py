@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-
-from workers.trainer.custom_format import CustomLossError
+from weft.wire.checks.custom_format import CustomLossError
 
 Call = Callable[..., Any]
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from weft.wire.checks.custom_format import WRITING, CustomLoss, CustomLossError, Node
+from weft.wire.checks.custom_names import DTYPES, FUNCTIONS, MATH, METHODS
 
 from workers.trainer.custom_bounds import Call, elements_bound, indexed_elements, placed
-from workers.trainer.custom_format import WRITING, CustomLoss, CustomLossError, Node
-from workers.trainer.custom_names import DTYPES, FUNCTIONS, MATH, METHODS
 
 #: A datum's nodes may make and read so many elements together, for each of its positions and on top.
 ELEMENTS_PER_POSITION = 1024

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from weft.wire.checks.custom_format import CustomLoss, decode_custom_loss
 from weft.wire.codec import ArrayDatum
 
+from scheduler.links.messages import loss_ref
 from store.blobs import Blobs
-from workers.trainer.custom_format import CustomLoss, decode_custom_loss, loss_ref
 from workers.trainer.custom_graph import run_custom_loss
 from workers.trainer.metrics import Measure
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from weft.wire.checks.losses import LOSSES, THRESHOLDS, clip_of
 
-from workers.trainer.loss_inputs import LOSSES, THRESHOLDS
 from workers.trainer.metrics import Measure
 
 Inputs = Mapping[str, Tensor]
@@ -154,7 +154,7 @@ def _log_ratio(lp_P: Tensor, inputs: Inputs, inside_P: Tensor) -> Tensor:
 
 def _bounds(loss_fn: str, inputs: Inputs, config: Config) -> tuple[Tensor, Tensor]:
     """Per-token thresholds if given, else those of the config, else the loss's defaults."""
-    defaults = LOSSES[loss_fn].clip
+    defaults = clip_of(LOSSES[loss_fn])
     assert defaults is not None
     like = inputs["advantages"]
     low, high = (
@@ -165,7 +165,9 @@ def _bounds(loss_fn: str, inputs: Inputs, config: Config) -> tuple[Tensor, Tenso
 
 
 def _setting(loss_fn: str, name: str, config: Config) -> float:
-    return float(config.get(name, LOSSES[loss_fn].settings[name]))
+    default = LOSSES[loss_fn].config[name]
+    assert default is not None
+    return float(config.get(name, default))
 
 
 def _ratio_metrics(log_ratio_P: Tensor, inside_P: Tensor) -> dict[str, Measure]:

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from weft.wire.checks.custom_format import CustomLossError
+from weft.wire.checks.losses import LOSSES, ROUTES, THRESHOLDS, clip_of
 from weft.wire.codec import ArrayDatum
 
 from workers.model.decoder import FREE, Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
-from workers.trainer.custom_format import CustomLossError
 from workers.trainer.custom_losses import custom_loss
-from workers.trainer.loss_inputs import LOSSES, ROUTES, THRESHOLDS
 from workers.trainer.losses import LOSS_FUNCTIONS
 from workers.trainer.metrics import Measure
 from workers.trainer.progress import Part
@@ -153,7 +153,7 @@ def _loss_inputs(part: Part) -> dict[str, Array]:
     batch, spec = part.progress.batch, LOSSES[part.progress.batch.loss_fn]
     names = list(spec.required[1:])
     fill: dict[str, float] = {}
-    for name, default in zip(THRESHOLDS, spec.clip or (), strict=False):
+    for name, default in zip(THRESHOLDS, clip_of(spec) or (), strict=False):
         if any(name in datum.inputs for datum in part.data):
             names.append(name)
             fill[name] = float(batch.loss_fn_config.get(name, default))

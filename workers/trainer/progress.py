@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from weft.wire.checks.batches import BatchRules, batch_problems, refusal
+from weft.wire.checks.custom_format import CustomLoss
+from weft.wire.checks.losses import CUSTOM, WITH_CUSTOM, loss_id_of
 from weft.wire.codec import ArrayDatum, TrainBatch, WireError, decode_train_request, encode_train_output
+from weft.wire.limits import ModelLimits
 
 from scheduler.links.messages import Failure, OpKind, TrainOp
 from workers.model.adapter import Adapter
 from workers.model.config import DecoderConfig
-from workers.trainer.custom_format import CustomLoss
-from workers.trainer.loss_inputs import CUSTOM, LossInputError, check_loss, check_routes, loss_id_of
 from workers.trainer.metrics import Measure, merge_measures, metric_values
 from workers.trainer.routing import balance_metrics
 from workers.trainer.state import PartDone, RunState
@@ -154,14 +156,17 @@ def begin(
     Raises BadOperation naming datum and field."""
     try:
         batch = decode_train_request(body)
-        lengths = [len(datum.tokens) for datum in batch.data]
-        custom = custom_loss(loss_id_of(batch.loss_fn_config)) if batch.loss_fn == CUSTOM else None
-        check_loss(batch.loss_fn, batch.loss_fn_config, [datum.inputs for datum in batch.data], lengths, custom)
-        check_routes([datum.inputs for datum in batch.data], lengths, config)
-    except (WireError, LossInputError) as error:
+    except WireError as error:
         raise BadOperation(str(error)) from error
-    for index, datum in enumerate(batch.data):
-        for name, ids in (("model_input", datum.tokens), ("target_tokens", datum.inputs["target_tokens"])):
-            if ids.size == 0 or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-                raise BadOperation(f"datum {index}: {name} must hold token ids from 0 to {config.vocab_size - 1}")
+    loss_id = loss_id_of(batch.loss_fn_config) if batch.loss_fn == CUSTOM else None
+    custom = None if loss_id is None else custom_loss(loss_id)
+    model = ModelLimits(
+        vocab_size=config.vocab_size,
+        context_length=config.context_length,
+        num_experts=config.num_experts,
+        mixture_layers=len(config.mixture_layers),
+        experts_per_token=config.experts_per_token,
+    )
+    for found in batch_problems(batch, BatchRules(WITH_CUSTOM, model, reads=custom.reads if custom else None)):
+        raise BadOperation(refusal(found))
     return Progress(op, run, batch, custom)

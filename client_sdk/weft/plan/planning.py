@@ -10,10 +10,10 @@ from typing import Any
 from weft.errors import WeftError
 from weft.plan.estimate import CostEstimate, estimate
 from weft.plan.plan import AnyDatum, Plan, PlannedSample, PlannedSave, PlannedStep, PlannedTrain, PlannedUpdate
-from weft.plan.problem import Problem
 from weft.plan.validate import validate
 from weft.rest_base import part
 from weft.transport.http import Transport
+from weft.wire.checks.problem import Problem
 from weft.wire.limits import LimitsResponse, PricesResponse
 from weft.wire.rest import CheckpointsListResponse
 from weft.wire.training import GetInfoResponse

@@ -1,25 +1,46 @@
 """Everything that is wrong with a plan, found before anything is spent: pure checks against the server's limits.
 
-All problems are reported, not the first: where, what, and the limit and the value if there are any. Nothing is sent and
-nothing is computed, so a plan without problems can still diverge; it will just not be refused.
+The rules are the server's own (`weft.wire.checks`). It raises the first problem; here all are listed: where, what, and
+the limit and the value if there are any. Nothing is sent and nothing is computed, so a plan without problems can still
+diverge; it will just not be refused.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
-from weft.plan.data import data_problems
-from weft.plan.plan import Plan, PlannedSample, PlannedSave, PlannedTrain, PlannedUpdate
-from weft.plan.problem import Problem, build
-from weft.plan.sample import sample_problems
-from weft.wire.limits import LimitsResponse
+import numpy as np
+
+from weft.errors import WeftError
+from weft.loss_handle import LossHandle
+from weft.plan.plan import AnyPrompt, Plan, PlannedSample, PlannedSave, PlannedTrain, PlannedUpdate, datum_of
+from weft.runs.chunks import split
+from weft.runs.custom_loss import forward_datum
+from weft.wire.checks.batches import BatchRules, Reads, batch_problems, size_problems
+from weft.wire.checks.losses import CUSTOM, WITH_CUSTOM
+from weft.wire.checks.problem import Problem, build
+from weft.wire.checks.runs import (
+    ADAMW,
+    DIMUON,
+    adam_problems,
+    name_problems,
+    optimizer_problems,
+    shape_problems,
+    step_problems,
+    ttl_problems,
+)
+from weft.wire.checks.samples import count_problems, params_problems, prompt_problems, top_problems
+from weft.wire.error import WireError
+from weft.wire.inputs import Datum, ModelInput
+from weft.wire.limits import LimitsResponse, ModelLimits
+from weft.wire.request_codec import as_decoded, estimate_bytes
+from weft.wire.sampling import SamplingParams
+from weft.wire.train_codec import TrainBatch
 from weft.wire.training import AdamParams, DimuonParams
 
 #: A step this long takes any adapter apart, whatever the optimizer.
 LARGEST_LEARNING_RATE = 1.0
-MAX_SEED = 2**63 - 1
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 def validate(plan: Plan, limits: LimitsResponse, names_in_use: Collection[str] = ()) -> list[Problem]:
@@ -29,19 +50,18 @@ def validate(plan: Plan, limits: LimitsResponse, names_in_use: Collection[str] =
     """
     problems = [*_run(plan, limits)]
     saved = set(names_in_use)
-    model = limits.models.get(plan.base_model or "")
     for index, step in enumerate(plan.steps):
-        where = f"steps[{index}]"
         if isinstance(step, PlannedTrain):
-            problems += data_problems(step, model, limits, where)
+            found = _train(step, plan, limits)
         elif isinstance(step, PlannedSample):
-            problems += sample_problems(step, model, limits, where)
+            found = _sample(step, plan, limits)
         elif isinstance(step, PlannedUpdate):
-            problems += _update(step, plan.optimizer, where)
+            found = (problem.within("params") for problem in _update(step, plan.optimizer))
         elif isinstance(step, PlannedSave):
-            problems += _save(step, saved, limits, plan.times, where)
+            found = _save(step, saved, limits, plan.times)
         else:
-            problems.append(Problem(where, f"not a step of a plan but {type(step).__name__}"))
+            found = iter([Problem("", f"not a step of a plan but {type(step).__name__}")])
+        problems += (problem.within(f"steps[{index}]") for problem in found)
     return problems
 
 
@@ -49,13 +69,8 @@ def _run(plan: Plan, limits: LimitsResponse) -> Iterator[Problem]:
     if plan.base_model not in limits.models:
         served = ", ".join(sorted(limits.models))
         yield Problem("base_model", "the server has no such base model", served, plan.base_model)
-    if plan.optimizer not in limits.optimizers:
-        yield Problem("optimizer", "the server has no such optimizer", ", ".join(limits.optimizers), plan.optimizer)
-    most = limits.max_rank
-    if plan.rank < 1 or (most is not None and plan.rank > most):
-        yield Problem("rank", "outside of what the server allows", f"1 to {most}", plan.rank)
-    if plan.seed is not None and not 0 <= plan.seed <= MAX_SEED:
-        yield Problem("seed", "out of range", f"0 to {MAX_SEED}", plan.seed)
+    yield from optimizer_problems(plan.optimizer, limits.optimizers)
+    yield from shape_problems(plan.rank, plan.seed, limits.max_rank)
     if not (plan.train_mlp or plan.train_attn or plan.train_unembed):
         yield Problem("train_mlp", "nothing would be trained: one of train_mlp, train_attn and train_unembed must be")
     if plan.times < 1:
@@ -64,39 +79,111 @@ def _run(plan: Plan, limits: LimitsResponse) -> Iterator[Problem]:
         yield Problem("steps", "the plan has no steps")
 
 
-def _update(step: PlannedUpdate, optimizer: str, where: str) -> Iterator[Problem]:
-    where = f"{where}.params"
-    given = step.params
-    params: AdamParams | DimuonParams | None
-    if not isinstance(given, Mapping):
-        params = given
-    elif optimizer == "dimuon":
-        params = yield from build(DimuonParams, given, where)
+def _train(step: PlannedTrain, plan: Plan, limits: LimitsResponse) -> Iterator[Problem]:
+    """Problems of a pass over data, in the order of the data."""
+    data: dict[int, Datum] = {}
+    batch = TrainBatch("", 1, *_loss(step))
+    found: list[tuple[int, Problem]] = []
+    kept: list[int] = []
+    for index, given in enumerate(step.data):
+        try:
+            data[index] = datum = datum_of(given)
+            if callable(step.loss_fn):
+                datum = forward_datum(datum)
+            batch.data.append(as_decoded(datum))
+            kept.append(index)
+        except (ValueError, KeyError, TypeError, WeftError) as error:
+            found.append((index, Problem("", " ".join(str(error).split()))))
+    reads = None
+    if isinstance(step.loss_fn, LossHandle):
+        reads = Reads(step.loss_fn.name, tuple((given.name, int(given.rank)) for given in step.loss_fn.inputs))
+    model = limits.models.get(plan.base_model or "")
+    losses = {CUSTOM: WITH_CUSTOM[CUSTOM], **limits.losses}
+    rules = BatchRules(losses, model, plan.base_model or "this model", reads)
+    for at, problem in batch_problems(batch, rules):
+        if at is not None:
+            found.append((kept[at], problem))
+        elif problem.where != "data" or not step.data:
+            yield problem
+    for index, size in zip(data, estimate_bytes([*data.values()]), strict=True):
+        if limits.max_body_bytes is not None and size > limits.max_body_bytes:
+            found.append((index, Problem("", "too many bytes for one request", limits.max_body_bytes, size)))
+    for index, problem in sorted(found, key=lambda pair: pair[0]):
+        yield problem.within(f"data[{index}]")
+    readable = [data[index] for index in kept]
+    for part in split(readable, limits.chunk_data, limits.chunk_bytes):
+        yield from size_problems([datum.model_input.length for datum in part], limits)
+
+
+def _loss(step: PlannedTrain) -> tuple[str, dict[str, float | str]]:
+    """The loss as the server sees it: one that only the client can compute begins with a plain forward pass."""
+    config = dict(step.loss_fn_config or {})
+    if isinstance(step.loss_fn, LossHandle):
+        return CUSTOM, {"loss_id": step.loss_fn.loss_id or "", **config}
+    return (step.loss_fn, config) if isinstance(step.loss_fn, str) else ("cross_entropy", config)
+
+
+def _sample(step: PlannedSample, plan: Plan, limits: LimitsResponse) -> Iterator[Problem]:
+    model = limits.models.get(plan.base_model or "")
+    params: SamplingParams | None
+    if isinstance(step.sampling_params, Mapping):
+        params = yield from build(SamplingParams, step.sampling_params, "sampling_params")
     else:
-        params = yield from build(AdamParams, given, where)
+        params = step.sampling_params
+    if params is not None:
+        yield from params_problems(params, model, limits)
+    yield from count_problems(step.num_samples, limits)
+    yield from top_problems("topk_prompt_logprobs", step.topk_prompt_logprobs, limits)
+    yield from top_problems("topk_sample_logprobs", step.topk_sample_logprobs, limits)
+    if not step.prompts:
+        yield Problem("prompts", "no prompts")
+    for index, prompt in enumerate(step.prompts):
+        for problem in _prompt(prompt, params, model, plan.base_model or "this model"):
+            yield replace(problem, where=f"prompts[{index}]")
+
+
+def _prompt(
+    prompt: AnyPrompt, params: SamplingParams | None, model: ModelLimits | None, name: str
+) -> Iterator[Problem]:
+    try:
+        ids = prompt.to_ints() if isinstance(prompt, ModelInput) else list(prompt)
+        tokens = np.asarray(ids, dtype=np.int64)
+    except (WireError, ValueError, TypeError, OverflowError) as error:
+        yield Problem("", f"not token ids: {error}")
+        return
+    yield from prompt_problems(tokens, model, name)
+    if model is None or params is None or params.max_tokens is None or tokens.size > model.context_length:
+        return
+    room = model.context_length - tokens.size + 1  # the last token that is drawn needs no place
+    if params.max_tokens > room:
+        what = f"max_tokens do not fit behind {tokens.size} tokens of prompt; sequences would end early"
+        yield Problem("", what, room, params.max_tokens)
+
+
+def _update(step: PlannedUpdate, optimizer: str) -> Iterator[Problem]:
+    params: AdamParams | DimuonParams | None
+    if not isinstance(step.params, Mapping):
+        params = step.params
+    elif optimizer == DIMUON:
+        params = yield from build(DimuonParams, step.params, "")
+    else:
+        params = yield from build(AdamParams, step.params, "")
     if params is None:
         return
-    if isinstance(params, DimuonParams) != (optimizer == "dimuon"):
-        yield Problem(where, f"{type(params).__name__} are not those of the run's optimizer", optimizer)
+    yield from step_problems(DIMUON if isinstance(params, DimuonParams) else ADAMW, optimizer)
     if params.learning_rate > LARGEST_LEARNING_RATE:
-        limit = f"0 to {LARGEST_LEARNING_RATE:g}"
-        yield Problem(f"{where}.learning_rate", "out of range", limit, params.learning_rate)
-    if isinstance(params, AdamParams) and params.eps == 0:
-        yield Problem(f"{where}.eps", "a weight without a gradient would become 0 / 0", "above 0", params.eps)
+        yield Problem("learning_rate", "out of range", f"0 to {LARGEST_LEARNING_RATE:g}", params.learning_rate)
+    if isinstance(params, AdamParams):
+        yield from adam_problems(params)
 
 
-def _save(step: PlannedSave, saved: set[str], limits: LimitsResponse, times: int, where: str) -> Iterator[Problem]:
+def _save(step: PlannedSave, saved: set[str], limits: LimitsResponse, times: int) -> Iterator[Problem]:
     """`saved` are the names in use when this step comes, and gets the new one."""
-    if not _NAME.fullmatch(step.name):
-        rule = "letters, digits, '.', '_' and '-', beginning with a letter or digit, at most 200"
-        yield Problem(f"{where}.name", "not a name", rule, step.name)
+    yield from name_problems(step.name)
     full, replaces = f"{step.kind}/{step.name}", step.overwrite and step.kind == "weights"
     if full in saved and not replaces:
-        yield Problem(f"{where}.name", "this name is in use: take another, or delete that checkpoint", None, full)
+        yield Problem("name", "this name is in use: take another, or delete that checkpoint", None, full)
     elif times > 1 and not replaces:
-        yield Problem(f"{where}.name", f"saved {times} times under one name", 1, full)
+        yield Problem("name", f"saved {times} times under one name", 1, full)
     saved.add(full)
-    least, most = limits.min_ttl_seconds, limits.max_ttl_seconds
-    ttl = step.ttl_seconds
-    if ttl is not None and ((least is not None and ttl < least) or (most is not None and ttl > most)):
-        yield Problem(f"{where}.ttl_seconds", "out of range", f"{least} to {most}", ttl)
+    yield from ttl_problems(step.ttl_seconds, limits.min_ttl_seconds, limits.max_ttl_seconds)

@@ -34,6 +34,11 @@ class LossLimits(Response):
     #: Required inputs that a datum may lack where its provenance spans say what was recorded when it was sampled.
     recorded: list[str] = Field(default_factory=list)
 
+    @property
+    def accepted(self) -> frozenset[str]:
+        """All inputs that are named here."""
+        return frozenset((*self.required, *self.optional))
+
 
 class LimitsResponse(Response):
     """What a server accepts. A limit that an older server does not name is not checked (None)."""

@@ -12,11 +12,10 @@ import numpy as np
 from weft.wire import weft_wire_pb2 as pb
 from weft.wire.arrays import INT32
 from weft.wire.error import WireError
-from weft.wire.inputs import Datum, DmelChunk, EncodedTextChunk, ImageChunk, ModelInputChunk, ProvenanceSpan
-from weft.wire.inputs import SampledProvenanceSpan as Sampled
+from weft.wire.inputs import Datum, DmelChunk, EncodedTextChunk, ImageChunk, ModelInputChunk
 from weft.wire.tensor import TensorData
 from weft.wire.tensor_codec import write_tensor_data
-from weft.wire.train_codec import decode_train_output, write_config
+from weft.wire.train_codec import ArrayDatum, check_span, decode_train_output, write_config, write_span
 from weft.wire.training import ForwardBackwardOutput, ForwardBackwardRequest
 
 
@@ -33,15 +32,26 @@ def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
     return message.SerializeToString()
 
 
+def as_decoded(datum: Datum) -> ArrayDatum:
+    """The datum as the server decodes it. `WireError` where it cannot be sent, or would not be read."""
+    inputs = {name: np.atleast_1d(tensor.to_numpy()) for name, tensor in datum.loss_fn_inputs.items()}
+    tokens = np.asarray(datum.model_input.to_ints(), dtype=np.int32)
+    spans = datum.model_input_spans, datum.loss_fn_input_spans
+    for name, given in zip(("model_input_spans", "loss_fn_input_spans"), spans, strict=True):
+        for span in given or []:
+            check_span(span, name)
+    return ArrayDatum(tokens, inputs, *(given or None for given in spans))  # on the wire, no spans are none at all
+
+
 def _write_datum(message: pb.Datum, datum: Datum, where: str) -> None:
     for index, chunk in enumerate(datum.model_input.chunks):
         _write_chunk(message.model_input.add(), chunk, f"{where}.model_input[{index}]")
     for name, tensor in datum.loss_fn_inputs.items():
         write_tensor_data(message.loss_fn_inputs[name], tensor)
     for span in datum.model_input_spans or []:
-        _write_span(message.model_input_spans.add(), span)
+        write_span(message.model_input_spans.add(), span)
     for span in datum.loss_fn_input_spans or []:
-        _write_span(message.loss_fn_input_spans.add(), span)
+        write_span(message.loss_fn_input_spans.add(), span)
 
 
 def _write_chunk(message: pb.Chunk, chunk: ModelInputChunk, where: str) -> None:
@@ -55,11 +65,6 @@ def _write_chunk(message: pb.Chunk, chunk: ModelInputChunk, where: str) -> None:
         message.dmel.dmel = chunk.dmel
     else:
         raise WireError(f"{where}: {chunk.type} chunks can only be sampled from, not trained on")
-
-
-def _write_span(message: pb.ProvenanceSpan, span: ProvenanceSpan) -> None:
-    arm = message.sampled_tokens if isinstance(span, Sampled) else message.prompt_tokens
-    arm.sequence_id, arm.offset, arm.length = span.sequence_id, span.offset, span.length
 
 
 def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:

@@ -103,13 +103,18 @@ def _read_span(span: pb.ProvenanceSpan, where: str) -> ProvenanceSpan:
     if arm is None:
         raise WireError(f"{where}: a span is neither prompt_tokens nor sampled_tokens")
     found = span.sampled_tokens if arm == "sampled_tokens" else span.prompt_tokens
-    if not found.sequence_id or found.offset < 0 or found.length < 0:
+    kind = SampledProvenanceSpan if arm == "sampled_tokens" else PromptProvenanceSpan
+    read = kind(sequence_id=found.sequence_id, offset=found.offset, length=found.length)
+    check_span(read, where)
+    return read
+
+
+def check_span(span: ProvenanceSpan, where: str) -> None:
+    if not span.sequence_id or span.offset < 0 or span.length < 0:
         raise WireError(
             f"{where}: a span needs a sequence_id, and offset and length of at least 0; "
-            f"got {found.sequence_id!r:.80}, {found.offset}, {found.length}"
+            f"got {span.sequence_id!r:.80}, {span.offset}, {span.length}"
         )
-    kind = SampledProvenanceSpan if arm == "sampled_tokens" else PromptProvenanceSpan
-    return kind(sequence_id=found.sequence_id, offset=found.offset, length=found.length)
 
 
 def write_span(message: pb.ProvenanceSpan, span: ProvenanceSpan) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import numpy as np
 from weft.wire import AdamParams, OptimStepRequest
+from weft.wire.checks.losses import CUSTOM, LOSSES
 from weft.wire.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
 
 from scheduler.links.messages import Done, OpKind, Pass, PassOver, RunSpec, Snapshot, TrainOp
 from store.blobs import Blobs
 from workers.model.decoder import Decoder
-from workers.trainer.loss_inputs import CUSTOM, LOSSES
 from workers.trainer.state import RunState
 from workers.trainer.trainer import Trainer, TrainerSettings
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,19 +13,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, trace_loss
-
-from scheduler.links.messages import OpKind
-from tests.workers.trainer.kit import Bench, ce_data, multi_data, output, rl_data
-from workers.trainer.custom_format import (
+from weft.wire.checks.batches import BatchRules, batch_problems, refusal
+from weft.wire.checks.custom_format import (
     MAX_NODES,
     CustomLoss,
     CustomLossError,
-    check_custom_data,
     decode_custom_loss,
     encode_custom_loss,
-    loss_ref,
     parse_custom_loss,
 )
+from weft.wire.checks.losses import CUSTOM, WITH_CUSTOM
+from weft.wire.codec import ArrayDatum, TrainBatch
+
+from scheduler.links.messages import OpKind, loss_ref
+from tests.workers.trainer.kit import Bench, ce_data, multi_data, output, rl_data
 from workers.trainer.custom_graph import run_custom_loss
 
 
@@ -316,18 +315,19 @@ def test_hostile_graphs_fail_before_they_cost_anything(name: str) -> None:
 def test_data_must_have_what_the_loss_reads() -> None:
     _, loss = traced("clipped")
     good = {"target_tokens": np.ones(3, np.int64), "advantages": np.ones(3), "q": np.ones(3), "mask": np.ones(3)}
-    check_custom_data(loss, [good])
+
+    def said(*data: dict[str, Any]) -> str:
+        made = [ArrayDatum(np.ones(3, np.int32), inputs) for inputs in data]
+        batch = TrainBatch("r", 1, CUSTOM, {"loss_id": "s:loss:0"}, data=made)
+        return "; ".join(refusal(found) for found in batch_problems(batch, BatchRules(WITH_CUSTOM, reads=loss.reads)))
+
+    assert said(good, good | {"mask": np.array([np.nan])}) == "", "what the loss does not read may be anything"
     for change, words in (
         ({"q": np.ones((3, 2))}, "declared rank 1"),
-        ({"q": np.array([1.0, np.nan, 1.0])}, "not finite"),
+        ({"q": np.array([1.0, np.nan, 1.0])}, "'q' is nan at element 1; it must be finite"),
         ({"target_tokens": np.ones((3, 2), np.int64)}, "'target_tokens' has shape"),
     ):
-        with pytest.raises(CustomLossError, match=words):
-            check_custom_data(loss, [good, good | change])
-    with pytest.raises(CustomLossError, match="datum 0: the loss 'clipped' reads 'q'"):
-        check_custom_data(loss, [{k: v for k, v in good.items() if k != "q"}])
-
-
-def test_the_check_needs_no_torch() -> None:
-    code = "import sys, workers.trainer.custom_format; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+        assert said(good, good | change).startswith("datum 1: ")
+        assert words in said(good, good | change)
+    lacking = {k: v for k, v in good.items() if k != "q"}
+    assert said(lacking) == f"datum 0: the loss 'clipped' reads 'q'; it has {sorted(lacking)}"

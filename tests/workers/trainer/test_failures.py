@@ -42,8 +42,8 @@ def worlds(make_bench):
     [
         ("weights", float("nan"), "datum 1: 'weights' is nan at element 4"),
         ("weights", 3e38, "datum 1|not finite|loss is"),
-        ("target_tokens", 96, "datum 1: target_tokens must hold token ids from 0 to 95"),
-        ("target_tokens", -1, "datum 1: 'target_tokens' holds the negative id -1"),
+        ("target_tokens", 96, "datum 1: target_tokens holds token 96 at position 4; this model's tokens are 0 to 95"),
+        ("target_tokens", -1, "datum 1: target_tokens holds token -1 at position 4; this model's tokens are 0 to 95"),
     ],
 )
 def test_bad_values_fail_their_operation_only(worlds, field: str, value: float, words: str) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from weft.wire.checks.losses import LOSSES, clip_of
 
-from workers.trainer.loss_inputs import LOSSES
 from workers.trainer.losses import LOSS_FUNCTIONS, cispo, cross_entropy, dro, gspo, ppo, stable_reinforce
 from workers.trainer.metrics import Measure, merge_measures, metric_values
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "tinker_losses.json").read_text())
-CLIPPING = sorted(name for name, spec in LOSSES.items() if spec.clip)
+CLIPPING = sorted(name for name, spec in LOSSES.items() if clip_of(spec))
 RATIO_LOSSES = sorted(set(LOSSES) - {"cross_entropy"})
 #: Besides what has the factor A, these have a pull towards the sampler.
 QUADRATIC = ["dro", "stable_reinforce"]
@@ -165,7 +165,7 @@ def test_every_other_term_has_the_factor_advantage(loss_fn: str, q: float) -> No
     lp_P, inputs = rl([-2.0, -1.0], [q, -1.5], [0.0, 0.75])
     inputs["sequence_ratio_mask"] = torch.tensor([0.0, 1.0])
     alone_P, alone_inputs = rl([-1.0], [-1.5], [0.75])
-    config = {"clip_low_threshold": 0.5, "clip_high_threshold": 9.0} if LOSSES[loss_fn].clip else {}
+    config = {"clip_low_threshold": 0.5, "clip_high_threshold": 9.0} if clip_of(LOSSES[loss_fn]) else {}
     loss, _ = LOSS_FUNCTIONS[loss_fn](lp_P, inputs, config)
     alone, _ = LOSS_FUNCTIONS[loss_fn](alone_P, alone_inputs, config)
     (loss + alone).backward()

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from weft.wire.checks.losses import ROUTES
 from weft.wire.codec import ArrayDatum
 
 from tests.workers.trainer.kit import Bench, ce_data, output
 from workers.model import decoder as decoder_module
 from workers.model.decoder import Decoder, PackedAttend
-from workers.trainer.loss_inputs import ROUTES
 
 LENGTHS = [9, 4]
 

@@ -1,14 +1,17 @@
-"""One thing that is wrong with a plan."""
+"""One thing that is wrong with a request, or with a plan for many."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 B = TypeVar("B", bound=BaseModel)
+
+#: Characters of a bad value that a problem quotes.
+QUOTED = 80
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,23 @@ class Problem:
     value: Any = None
 
     def __str__(self) -> str:
-        """One line for a person."""
+        """One line for a person. Value and limit are added where `what` does not name them."""
         details = [
-            f"{name} {value}" for name, value in (("got", self.value), ("limit", self.limit)) if value is not None
+            f"{name} {value}"
+            for name, value in (("got", self.value), ("limit", self.limit))
+            if value is not None and str(value) not in self.what
         ]
         return f"{self.where}: {self.what}" + (f" ({'; '.join(details)})" if details else "")
+
+    def within(self, place: str) -> Problem:
+        """The same problem, of a part of something larger."""
+        return replace(self, where=f"{place}.{self.where}" if self.where else place)
+
+
+def quote(value: object) -> str:
+    """A value as an error may show it: on one line, and not longer than a line."""
+    text = repr(value)
+    return text if len(text) <= QUOTED else text[: QUOTED - 3] + "..."
 
 
 def build(kind: type[B], fields: Mapping[str, Any], where: str) -> Generator[Problem, None, B | None]:
@@ -36,5 +51,5 @@ def build(kind: type[B], fields: Mapping[str, Any], where: str) -> Generator[Pro
     except ValidationError as error:
         for found in error.errors():
             path = ".".join(str(part) for part in found["loc"])
-            yield Problem(f"{where}.{path}" if path else where, found["msg"], None, repr(found["input"])[:80])
+            yield Problem(".".join(filter(None, (where, path))), found["msg"], None, repr(found["input"])[:QUOTED])
         return None

@@ -13,11 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from workers.trainer.custom_names import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from weft.wire.checks.batches import Reads
+from weft.wire.checks.custom_names import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS
+from weft.wire.checks.problem import quote
 
 MAX_INPUTS = 16
 MAX_NODES = 512
@@ -60,6 +58,10 @@ class CustomLoss:
     loss: str
     metrics: Mapping[str, str]
 
+    @property
+    def reads(self) -> Reads:
+        return Reads(self.name, self.inputs)
+
 
 def parse_custom_loss(name: str, inputs: Sequence[tuple[str, int]], graph: Mapping[str, Any]) -> CustomLoss:
     """Read the parts of a create_custom_loss request. Raises CustomLossError."""
@@ -67,7 +69,7 @@ def parse_custom_loss(name: str, inputs: Sequence[tuple[str, int]], graph: Mappi
         raise CustomLossError(f"name: must be 1 to {MAX_TEXT} printable characters")
     _check_inputs(inputs)
     if graph.get("format") != 1:
-        raise CustomLossError(f"graph.format: must be 1, got {_short(graph.get('format'))}")
+        raise CustomLossError(f"graph.format: must be 1, got {quote(graph.get('format'))}")
     raw = graph.get("nodes")
     if not isinstance(raw, list) or not 1 <= len(raw) <= MAX_NODES:
         count = len(raw) if isinstance(raw, list) else 0
@@ -96,35 +98,13 @@ def decode_custom_loss(stored: bytes) -> CustomLoss:
     return parse_custom_loss(found["name"], [(name, rank) for name, rank in found["inputs"]], found["graph"])
 
 
-def loss_ref(loss_id: str) -> str:
-    """The blob of an uploaded loss."""
-    return f"losses/{loss_id}"
-
-
-def check_custom_data(loss: CustomLoss, datum_inputs: Sequence[Mapping[str, Array]]) -> None:
-    """Every datum must have what the loss reads, finite and of the declared rank."""
-    for index, inputs in enumerate(datum_inputs):
-        for name, rank in loss.inputs:
-            key = "target_tokens" if name == "logprobs" else name
-            found = inputs.get(key)
-            if found is None:
-                raise CustomLossError(f"datum {index}: the loss {loss.name!r} reads {key!r}; it has {sorted(inputs)}")
-            # A scalar has no shape to say on the wire, and comes as one value.
-            if found.ndim != rank and not (rank == 0 and found.size == 1):
-                raise CustomLossError(
-                    f"datum {index}: {key!r} has shape {found.shape}, the loss {loss.name!r} declared rank {rank}"
-                )
-            if not np.isfinite(found).all():
-                raise CustomLossError(f"datum {index}: {key!r} holds values that are not finite")
-
-
 def _check_inputs(inputs: Sequence[tuple[str, int]]) -> None:
     names = [name for name, _ in inputs]
     if not 1 <= len(names) <= MAX_INPUTS or names[0] != "logprobs" or len(set(names)) != len(names):
         raise CustomLossError(f"inputs: must be 1 to {MAX_INPUTS} different names, logprobs first; got {names[:20]}")
     for name, rank in inputs:
         if _INPUT_NAME.fullmatch(name) is None or rank not in (0, 1, 2):
-            raise CustomLossError(f"inputs: {_short(name)} of rank {rank}: lowercase names, and rank 0, 1 or 2")
+            raise CustomLossError(f"inputs: {quote(name)} of rank {rank}: lowercase names, and rank 0, 1 or 2")
     if inputs[0][1] == 0:
         raise CustomLossError("inputs: logprobs has rank 1 ([T]) or 2 ([T, K])")
 
@@ -133,7 +113,7 @@ def _node(item: Any, seen: set[str], index: int) -> Node:
     if not isinstance(item, Mapping):
         raise CustomLossError(f"graph.nodes.{index}: must be an object")
     op, name, target = (item.get(key) for key in ("op", "name", "target"))
-    where = f"graph node {_short(name)}"
+    where = f"graph node {quote(name)}"
     if not isinstance(name, str) or _NODE_NAME.fullmatch(name) is None or name in seen:
         raise CustomLossError(f"{where}: names must be different identifiers of at most 128 characters")
     if not isinstance(target, str):
@@ -141,11 +121,11 @@ def _node(item: Any, seen: set[str], index: int) -> Node:
     if op == "placeholder":
         return Node("placeholder", name, target)
     if op not in ("call_function", "call_method"):
-        raise CustomLossError(f"{where}: {_short(op)} is not possible here; a loss may call functions and methods only")
+        raise CustomLossError(f"{where}: {quote(op)} is not possible here; a loss may call functions and methods only")
     allowed = FUNCTIONS if op == "call_function" else METHODS
     if target not in allowed:
         what = "function" if op == "call_function" else "method"
-        raise CustomLossError(f"{where}: the {what} {_short(target)} is not one that a custom loss may call")
+        raise CustomLossError(f"{where}: the {what} {quote(target)} is not one that a custom loss may call")
     args, kwargs = item.get("args") or [], item.get("kwargs") or {}
     if not isinstance(args, list) or not isinstance(kwargs, Mapping):
         raise CustomLossError(f"{where}: args must be a list and kwargs an object")
@@ -155,9 +135,9 @@ def _node(item: Any, seen: set[str], index: int) -> Node:
     for key, value in kwargs.items():
         writes = key in WRITING and value is not None and value is not False
         if not isinstance(key, str) or _INPUT_NAME.fullmatch(key.lower()) is None or writes:
-            raise CustomLossError(f"{where}: the keyword {_short(key)} is not possible here")
+            raise CustomLossError(f"{where}: the keyword {quote(key)} is not possible here")
     if target == "getattr" and (len(args) != 2 or args[1] not in list(ATTRIBUTES)):
-        raise CustomLossError(f"{where}: getattr reads {', '.join(sorted(ATTRIBUTES))}, not {_short(args[1:])}")
+        raise CustomLossError(f"{where}: getattr reads {', '.join(sorted(ATTRIBUTES))}, not {quote(args[1:])}")
     return Node(op, name, target, tuple(args), dict(kwargs))
 
 
@@ -171,7 +151,7 @@ def _check_value(value: Any, seen: set[str], where: str, budget: list[int], dept
         return
     if isinstance(value, int | float):
         if not math.isfinite(value) or (isinstance(value, int) and abs(value) > MAX_INTEGER):
-            raise CustomLossError(f"{where}: the number {_short(value)} is out of range")
+            raise CustomLossError(f"{where}: the number {quote(value)} is out of range")
     elif isinstance(value, str):
         if len(value) > MAX_TEXT:
             raise CustomLossError(f"{where}: a text of {len(value)} characters; the limit is {MAX_TEXT}")
@@ -201,7 +181,7 @@ def _check_tagged(kind: str, content: Any, seen: set[str], where: str, budget: l
     else:  # where a tensor lies is the server's business
         good = kind in ("device", "layout", "memory_format") and isinstance(content, str) and len(content) <= MAX_TEXT
     if not good:
-        raise CustomLossError(f"{where}: the argument {_short({kind: content})} is not known, or names a later node")
+        raise CustomLossError(f"{where}: the argument {quote({kind: content})} is not known, or names a later node")
     if kind in ("tuple", "slice"):
         for item in content:
             _check_value(item, seen, where, budget, depth - 1)
@@ -218,7 +198,7 @@ def _output(item: Any, seen: set[str]) -> tuple[str, dict[str, str]]:
         raise CustomLossError(f"graph: the metrics must be a dict of at most {MAX_METRICS}")
     for key in metrics:
         if not isinstance(key, str) or _METRIC.fullmatch(key) is None:
-            raise CustomLossError(f"graph: metric {_short(key)}: must be named custom/<name>:sum or custom/<name>:mean")
+            raise CustomLossError(f"graph: metric {quote(key)}: must be named custom/<name>:sum or custom/<name>:mean")
     return _reference(pair[0], seen, "the loss"), {
         key: _reference(value, seen, f"metric {key}") for key, value in metrics.items()
     }
@@ -231,10 +211,5 @@ def _unwrapped(value: Any, kind: str) -> Any:
 def _reference(value: Any, seen: set[str], what: str) -> str:
     name = _unwrapped(value, "ref")
     if not isinstance(value, Mapping) or not isinstance(name, str) or name not in seen:
-        raise CustomLossError(f"graph: {what} must be a tensor that the graph computes, got {_short(value)}")
+        raise CustomLossError(f"graph: {what} must be a tensor that the graph computes, got {quote(value)}")
     return name
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

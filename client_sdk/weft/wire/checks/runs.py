@@ -1,0 +1,60 @@
+"""What is wrong with a run that is asked for, with a step of its optimizer, or with what is saved of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+
+from weft.wire.checks.problem import Problem, quote
+from weft.wire.training import AdamParams
+
+ADAMW, DIMUON = "adamw", "dimuon"
+MAX_SEED = 2**63 - 1
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,256}", re.ASCII)
+_USE = {ADAMW: "step it with adam_params", DIMUON: "step it with optimizer_params of the type dimuon"}
+
+
+def shape_problems(rank: int, seed: int | None, max_rank: int | None) -> Iterator[Problem]:
+    """Rank and seed of an adapter."""
+    if rank < 1 or (max_rank is not None and rank > max_rank):
+        yield Problem("rank", f"must be 1 to {max_rank}, got {rank}", f"1 to {max_rank}", rank)
+    if seed is not None and not 0 <= seed <= MAX_SEED:
+        yield Problem("seed", f"must be 0 to {MAX_SEED}, got {seed}", f"0 to {MAX_SEED}", seed)
+
+
+def optimizer_problems(family: object, known: Collection[str]) -> Iterator[Problem]:
+    """An optimizer that the server does not have."""
+    if family not in known:
+        names = ", ".join(known)
+        what = f"the optimizer {quote(family)} is not supported; this server has {names}"
+        yield Problem("optimizer", what, names, family)
+
+
+def step_problems(given: str, optimizer: str) -> Iterator[Problem]:
+    """A step must be one of the run's own optimizer: `given` is the optimizer whose parameters it has."""
+    if given != optimizer:
+        use = f"; {_USE[optimizer]}" if optimizer in _USE else ""
+        what = f"this model's optimizer is {optimizer}, set when it was created{use}"
+        yield Problem("", what, optimizer, given)
+
+
+def adam_problems(params: AdamParams) -> Iterator[Problem]:
+    """What the type does not say: with eps 0, a weight that got no gradient yet would become 0 / 0."""
+    if params.eps == 0:
+        yield Problem("eps", f"must be above 0, got {params.eps}", "above 0", params.eps)
+
+
+def ttl_problems(ttl_seconds: int | None, least: int | None, most: int | None) -> Iterator[Problem]:
+    """How long something may be kept."""
+    if ttl_seconds is None or ((least is None or ttl_seconds >= least) and (most is None or ttl_seconds <= most)):
+        return
+    what = f"must be {least} to {most} seconds, or null for ever; got {ttl_seconds}"
+    yield Problem("ttl_seconds", what, f"{least} to {most}", ttl_seconds)
+
+
+def name_problems(name: str) -> Iterator[Problem]:
+    """The name of a checkpoint. Dots alone are refused because clients take them out of URLs."""
+    if _NAME.fullmatch(name) is None or not name.strip("."):
+        rule = "1 to 256 characters of A-Z a-z 0-9 . _ - (and not only dots)"
+        yield Problem("name", f"{quote(name)} must be {rule}", rule, name)

@@ -1,0 +1,115 @@
+"""What the check of losses and their inputs says, and that it runs without torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from weft.wire.checks.batches import BatchRules, batch_problems, refusal
+from weft.wire.checks.losses import WITH_CUSTOM
+from weft.wire.codec import ArrayDatum, TrainBatch
+from weft.wire.limits import ModelLimits
+
+RULES = BatchRules(WITH_CUSTOM, ModelLimits(vocab_size=100, context_length=64, num_experts=0), "tiny")
+
+
+def said(loss_fn: str, config: dict[str, Any], data: list[dict[str, Any]], length: int = 2) -> list[str]:
+    """All problems of these data, of `length` tokens each, as the server says the first."""
+    made = [ArrayDatum(np.ones(length, np.int32), inputs) for inputs in data]
+    return [refusal(found) for found in batch_problems(TrainBatch("r", 1, loss_fn, config, data=made), RULES)]
+
+
+def rl(**more: Any) -> dict[str, Any]:
+    return {
+        "target_tokens": np.array([1, 2]),
+        "logprobs": np.array([-1.0, -2.0], np.float32),
+        "advantages": np.array([1.0, 0.0], np.float32),
+        **more,
+    }
+
+
+CE = {"target_tokens": np.array([1, 2]), "weights": np.ones(2, np.float32)}
+
+
+def test_accepts() -> None:
+    wide = {"target_tokens": np.ones((2, 3), np.int64), "weights": np.ones((2, 3))}
+    assert said("cross_entropy", {}, [CE, wide]) == []
+    assert said("ppo", {"clip_low_threshold": 0.9}, [rl(clip_high_threshold=np.array([1.0, 1.5]))]) == []
+    assert said("importance_sampling", {}, [rl(weights=np.ones(2), mask=np.ones(2))]) == []
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "config", "datum", "words"),
+    [
+        ("sft", {}, CE, "unknown loss_fn 'sft'"),
+        ("ppo", {"clip_low": 0.5}, rl(), "unknown loss_fn_config key 'clip_low'"),
+        ("importance_sampling", {"clip_low_threshold": 0.5}, rl(), "takes none"),
+        ("ppo", {"clip_low_threshold": "0.5"}, rl(), "finite number"),
+        ("ppo", {"clip_low_threshold": 2.0}, rl(), "above clip_high_threshold"),
+        ("ppo", {}, CE, "datum 1: ppo needs the input 'logprobs'"),
+        ("cross_entropy", {}, rl(), "cross_entropy needs the input 'weights'"),
+        ("cross_entropy", {}, CE | {"mask": np.ones(2)}, "unknown input 'mask'"),
+        ("ppo", {}, rl(advantages=np.ones(3)), r"'advantages' has shape \(3,\)"),
+        ("ppo", {}, rl(advantages=np.array([1.0, np.nan])), "'advantages' is nan at element 1"),
+        ("cross_entropy", {}, CE | {"weights": np.array([np.inf, 1])}, "'weights' is inf at element 0"),
+        ("cross_entropy", {}, CE | {"target_tokens": np.array([1.0, 2.0])}, "must be integers"),
+        (
+            "cross_entropy",
+            {},
+            CE | {"target_tokens": np.array([1, -2])},
+            "token -2 at position 1; this model's tokens are 0 to 99",
+        ),
+        ("ppo", {}, {k: v[:, None] for k, v in rl().items()}, r"must have shape \[N\]"),
+        ("ppo", {"clip_low_threshold": 0.5}, rl(clip_low_threshold=np.ones(2)), "both in loss_fn_config and"),
+        ("ppo", {}, rl(clip_low_threshold=np.array([0.5, 1.5])), "above 'clip_high_threshold'"),
+        ("dro", {"beta": -0.1}, rl(), "'beta' must be a finite number >= 0"),
+        ("dro", {"kl_coeff": 0.1}, rl(), "dro takes beta"),
+        ("gspo", {}, rl(), "gspo needs the input 'sequence_ratio_mask'"),
+        ("gspo", {}, rl(sequence_ratio_mask=np.zeros(2)), "marks no position"),
+        ("stable_reinforce", {"beta": 0.1}, rl(), "stable_reinforce takes clip_low_threshold"),
+    ],
+)
+def test_refuses_by_name(loss_fn: str, config: dict[str, Any], datum: dict[str, Any], words: str) -> None:
+    good = CE if loss_fn == "cross_entropy" else rl()
+    good = good | ({"sequence_ratio_mask": np.ones(2)} if loss_fn == "gspo" else {})
+    assert re.search(words, said(loss_fn, config, [good, datum])[0])
+
+
+def test_refuses_targets_that_do_not_match_the_tokens() -> None:
+    assert said("cross_entropy", {}, [CE], 5) == [
+        "datum 0: 'target_tokens' has 2 positions, the model input 5 tokens",
+    ]
+
+
+def test_lists_everything() -> None:
+    bad = {"target_tokens": np.array([1, 100]), "weights": np.array([np.nan]), "mask": np.ones(2)}
+    assert said("cross_entropy", {"beta": 1.0}, [bad, CE, {}], 2) == [
+        "unknown loss_fn_config key 'beta': cross_entropy takes none",
+        "datum 0: unknown input 'mask': cross_entropy takes routed_experts, target_tokens, weights",
+        "datum 0: 'weights' has shape (1,), target_tokens has (2,)",
+        "datum 2: cross_entropy needs the input 'target_tokens'; it has []",
+        "datum 2: cross_entropy needs the input 'weights'; it has []",
+        "datum 0: 'weights' is nan at element 0; it must be finite",
+        "datum 0: target_tokens holds token 100 at position 1; this model's tokens are 0 to 99",
+    ]
+
+
+@pytest.mark.parametrize("spoilt", [0, 700, 1999])
+def test_one_bad_datum_among_many(spoilt: int) -> None:
+    """Small arrays are looked at together, and the one that is wrong is found."""
+    data = [{"target_tokens": np.arange(50), "weights": np.ones(50, np.float32)} for _ in range(2000)]
+    data[spoilt]["weights"][7] = np.inf
+    data[spoilt]["target_tokens"][8] = -5
+    assert said("cross_entropy", {}, data, 50) == [
+        f"datum {spoilt}: 'weights' is inf at element 7; it must be finite",
+        f"datum {spoilt}: target_tokens holds token -5 at position 8; this model's tokens are 0 to 99",
+    ]
+
+
+def test_imports_no_torch() -> None:
+    code = "import sys, weft.wire.checks.batches, weft.wire.checks.custom_format; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
