@@ -1,7 +1,8 @@
-"""The client's `validate` and the server's checks: no problems means accepted, a refusal means a problem."""
+"""The client's `validate` and the server's check of data: what is held against the rules, and what was once found."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,9 @@ from weft import Datum, ModelInput, Plan, PlannedTrain
 from weft.plan.validate import validate
 from weft.types import EncodedTextChunk, ImageChunk, PromptProvenanceSpan, SampledProvenanceSpan, TensorData
 from weft.wire.checks.losses import LOSSES, ROUTES
-from weft.wire.codec import decode_train_request
+from weft.wire.codec import ArrayDatum, decode_train_request
 from weft.wire.error import WireError
-from weft.wire.request_codec import encode_forward_backward
+from weft.wire.request_codec import as_decoded, encode_forward_backward
 from weft.wire.training import ForwardBackwardInput, ForwardBackwardRequest
 
 from api.checks.batches import check_batch
@@ -123,28 +124,49 @@ def operations(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[Datum]]:
     loss = "hinge" if draw(rarely) else draw(st.sampled_from(sorted(LOSSES)))
     config: dict[str, Any] = {}
     if draw(st.booleans()) and loss in LOSSES:
-        known = sorted(LOSSES[loss].settings) or ["beta"]
+        known = sorted(LOSSES[loss].config) or ["beta"]
         config = draw(st.dictionaries(st.sampled_from(known), numbers | wrong_numbers, max_size=2))
         if draw(rarely):
             config[draw(st.sampled_from([*known, "gamma", ""]))] = draw(odd_numbers | st.sampled_from(["", "1", "a"]))
     return loss, config, draw(st.lists(data(loss), min_size=0 if draw(rarely) else 1, max_size=3))
 
 
+def sent(given: Datum) -> ArrayDatum:
+    """What the server decodes of a datum. `WireError` for what it cannot read."""
+    request = ForwardBackwardRequest(ForwardBackwardInput([given], "cross_entropy", {}), "run", 1)
+    return decode_train_request(encode_forward_backward(request)).data[0]
+
+
+def content(given: Datum, read: Callable[[Datum], ArrayDatum]) -> Any:
+    """A datum as lists that can be compared; None for one that cannot be read."""
+    try:
+        made = read(given)
+    except WireError:
+        return None
+    arrays = {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in made.inputs.items()}
+    return made.tokens.tolist(), arrays, made.model_input_spans, made.loss_fn_input_spans
+
+
 def refused(loss: str, config: dict[str, Any], batch: list[Datum]) -> str:
     """Why the server refuses this; empty: it does not."""
     request = ForwardBackwardRequest(ForwardBackwardInput(batch, loss, dict(config)), "run", 1)
     try:
-        decoded = decode_train_request(encode_forward_backward(request))
-        check_batch(decoded, PUBLISHED, "tiny")
+        check_batch(decode_train_request(encode_forward_backward(request)), PUBLISHED, "tiny")
     except (Invalid, WireError) as error:
-        return str(error) or type(error).__name__
+        return str(error)
     return ""
 
 
 def check_agreement(loss: str, config: dict[str, Any], batch: list[Datum]) -> bool:
+    """Whether the server refuses this. The client must list it, in the same words where all can be decoded. The rules
+    are one code: both agree where they look at the same arrays."""
+    read = [content(datum, sent) for datum in batch]
+    assert [content(datum, as_decoded) for datum in batch] == read
     problems = validate(Plan("tiny", [PlannedTrain(batch, loss, config)]), PUBLISHED)
     refusal = refused(loss, config, batch)
     assert bool(problems) == bool(refusal), refusal or [str(problem) for problem in problems]
+    if refusal and None not in read:
+        assert any(problem.what in refusal for problem in problems), (refusal, problems)
     return bool(refusal)
 
 
