@@ -10,13 +10,15 @@ import builtins
 import importlib
 import inspect
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from weft.wire.checks.batches import Reads, custom_problems
+from weft.wire.checks.custom_format import INPUT_NAME, MAX_INPUTS, METRIC
 from weft.wire.inputs import Datum
 from weft.wire.losses import CustomLossGraph, CustomLossInput, CustomLossInputRank, CustomLossNode
+from weft.wire.request_codec import as_decoded
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +27,6 @@ if TYPE_CHECKING:
 #: (logprobs of a datum, its other inputs) -> (scalar loss, {"custom/<name>:sum" or ":mean": scalar})
 PerDatumLoss = Callable[..., "tuple[torch.Tensor, Mapping[str, torch.Tensor]]"]
 
-MAX_INPUTS = 16
-_METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
-_INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _MODULES = frozenset({"torch", "math", "operator", "_operator"})
 #: Tensor methods that leave torch, or run what the service runs.
 _FORBIDDEN_METHODS = frozenset({"item", "numpy", "tolist", "backward"})
@@ -46,20 +45,16 @@ class LossHandle:
     session_id: str | None = None
     loss_id: str | None = None
 
+    @property
+    def reads(self) -> Reads:
+        """What it reads of every datum."""
+        return Reads(self.name, tuple((given.name, int(given.rank)) for given in self.inputs))
+
     def check(self, data: Sequence[Datum]) -> None:
         """`ValueError` unless every datum has each input, of its rank. `logprobs` is shaped as `target_tokens`."""
         for index, datum in enumerate(data):
-            for wanted in self.inputs:
-                key = "target_tokens" if wanted.name == "logprobs" else wanted.name
-                tensor = datum.loss_fn_inputs.get(key)
-                where = f"data[{index}].loss_fn_inputs[{key!r}]"
-                if tensor is None:
-                    raise ValueError(f"{where}: missing; the loss {self.name!r} reads it")
-                rank = 1 if tensor.shape is None else len(tensor.shape)
-                if rank != wanted.rank:
-                    raise ValueError(
-                        f"{where}: rank {rank}; the loss {self.name!r} takes {wanted.name} of {wanted.rank}"
-                    )
+            for problem in custom_problems(self.reads, as_decoded(datum).inputs):
+                raise ValueError(f"data[{index}].{problem.where}: {problem.what}")
 
     def run(self, data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         """The sum of the losses of all data, and the metrics summed or averaged as their names say."""
@@ -114,7 +109,7 @@ def _inputs(fn: PerDatumLoss, name: str, ranks: Mapping[str, CustomLossInputRank
     if len(names) > MAX_INPUTS:
         raise ValueError(f"custom loss {name}: {len(names)} parameters, the limit is {MAX_INPUTS} with logprobs")
     for parameter in parameters:
-        if not _INPUT.fullmatch(parameter.name):
+        if not INPUT_NAME.fullmatch(parameter.name):
             raise ValueError(
                 f"custom loss {name}: parameter {parameter.name!r} must be in lower case, at most 64 characters"
             )
@@ -159,7 +154,7 @@ def _wrong_with_output(output: Any) -> str | None:
     if not isinstance(output[1], dict):
         return "its metrics must be a dict"
     for key, value in output[1].items():
-        if not isinstance(key, str) or not _METRIC.fullmatch(key):
+        if not isinstance(key, str) or not METRIC.fullmatch(key):
             return f"metric {key!r} must be named custom/<name>:sum or custom/<name>:mean, in lower case"
         if not isinstance(value, node):
             return f"metric {key!r} must be a tensor"

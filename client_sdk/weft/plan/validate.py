@@ -17,7 +17,7 @@ from weft.loss_handle import LossHandle
 from weft.plan.plan import AnyPrompt, Plan, PlannedSample, PlannedSave, PlannedTrain, PlannedUpdate, datum_of
 from weft.runs.chunks import split
 from weft.runs.custom_loss import forward_datum
-from weft.wire.checks.batches import BatchRules, Reads, batch_problems, size_problems
+from weft.wire.checks.batches import BatchRules, batch_problems, size_problems
 from weft.wire.checks.losses import CUSTOM, WITH_CUSTOM
 from weft.wire.checks.problem import Problem, build
 from weft.wire.checks.runs import (
@@ -94,9 +94,7 @@ def _train(step: PlannedTrain, plan: Plan, limits: LimitsResponse) -> Iterator[P
             kept.append(index)
         except (ValueError, KeyError, TypeError, WeftError) as error:
             found.append((index, Problem("", " ".join(str(error).split()))))
-    reads = None
-    if isinstance(step.loss_fn, LossHandle):
-        reads = Reads(step.loss_fn.name, tuple((given.name, int(given.rank)) for given in step.loss_fn.inputs))
+    reads = step.loss_fn.reads if isinstance(step.loss_fn, LossHandle) else None
     model = limits.models.get(plan.base_model or "")
     losses = {CUSTOM: WITH_CUSTOM[CUSTOM], **limits.losses}
     rules = BatchRules(losses, model, plan.base_model or "this model", reads)

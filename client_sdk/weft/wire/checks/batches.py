@@ -71,12 +71,18 @@ def batch_problems(batch: TrainBatch, rules: BatchRules) -> Iterator[Found]:
             yield None, problem
     loss = loss or _ANY
     reads = rules.reads if loss.other_inputs else None
+    required, accepted = set(loss.required), loss.accepted
     for index, datum in enumerate(data):
+        named = required <= datum.inputs.keys() and (loss.other_inputs or datum.inputs.keys() <= accepted)
+        for problem in () if named or reads else _names(datum, batch.loss_fn, loss):
+            yield index, problem
         for problem in _datum(datum, batch, loss, reads):
             yield index, problem
     yield from _numbers(data, loss, reads)
     for index, datum in enumerate(data):
-        for problem in (*_routes(datum, model), *span_problems(datum, loss, batch.loss_fn)):
+        for problem in _routes(datum, model) if ROUTES in datum.inputs else ():
+            yield index, problem
+        for problem in span_problems(datum, loss, batch.loss_fn):
             yield index, problem
     integers = [datum.inputs.get(TARGETS, _NONE) for datum in data]
     yield from _ids([ids if ids.dtype.kind in "iu" else _NONE for ids in integers], model, TARGETS, _input(TARGETS))
@@ -186,12 +192,10 @@ def _numbers(data: Sequence[ArrayDatum], loss: LossLimits, reads: Reads | None) 
 
 
 def _datum(datum: ArrayDatum, batch: TrainBatch, loss: LossLimits, reads: Reads | None) -> Iterator[Problem]:
-    """Problems of the inputs of one datum: which there are, their shapes, and what must agree between them."""
+    """Problems of the inputs of one datum: their shapes, and what must agree between them."""
     inputs = datum.inputs
     if reads is not None:
         yield from custom_problems(reads, inputs)
-    elif not (inputs.keys() >= set(loss.required) and (loss.other_inputs or inputs.keys() <= loss.accepted)):
-        yield from _names(datum, batch.loss_fn, loss)
     targets = inputs.get(TARGETS)
     if targets is None:
         return
@@ -226,6 +230,7 @@ def custom_problems(reads: Reads, inputs: Mapping[str, Array]) -> Iterator[Probl
 
 
 def _names(datum: ArrayDatum, loss_fn: str, loss: LossLimits) -> Iterator[Problem]:
+    """Inputs that are missing, or that the loss does not take."""
     inputs = datum.inputs
     for name in loss.required:
         if name in inputs or (name in loss.recorded and datum.loss_fn_input_spans):
@@ -278,8 +283,8 @@ def _thresholds(inputs: Mapping[str, Array], loss: LossLimits, config: Mapping[s
 
 def _routes(datum: ArrayDatum, model: ModelLimits | None) -> Iterator[Problem]:
     """Problems of a replayed routing, int64 [T, mixture layers, choices]."""
-    routes = datum.inputs.get(ROUTES)
-    if routes is None or model is None:
+    routes = datum.inputs[ROUTES]
+    if model is None:
         return
     experts, layers, choices = model.num_experts, model.mixture_layers, model.experts_per_token
     if experts is None or layers is None or choices is None:

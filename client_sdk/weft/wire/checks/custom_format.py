@@ -27,9 +27,9 @@ MAX_TEXT = 128
 WRITING = ("out", "inplace")
 MAX_INTEGER = 2**53
 
-_INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
+INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _NODE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-_METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 
 
 class CustomLossError(ValueError):
@@ -103,7 +103,7 @@ def _check_inputs(inputs: Sequence[tuple[str, int]]) -> None:
     if not 1 <= len(names) <= MAX_INPUTS or names[0] != "logprobs" or len(set(names)) != len(names):
         raise CustomLossError(f"inputs: must be 1 to {MAX_INPUTS} different names, logprobs first; got {names[:20]}")
     for name, rank in inputs:
-        if _INPUT_NAME.fullmatch(name) is None or rank not in (0, 1, 2):
+        if INPUT_NAME.fullmatch(name) is None or rank not in (0, 1, 2):
             raise CustomLossError(f"inputs: {quote(name)} of rank {rank}: lowercase names, and rank 0, 1 or 2")
     if inputs[0][1] == 0:
         raise CustomLossError("inputs: logprobs has rank 1 ([T]) or 2 ([T, K])")
@@ -134,7 +134,7 @@ def _node(item: Any, seen: set[str], index: int) -> Node:
         _check_value(value, seen, where, budget, MAX_DEPTH)
     for key, value in kwargs.items():
         writes = key in WRITING and value is not None and value is not False
-        if not isinstance(key, str) or _INPUT_NAME.fullmatch(key.lower()) is None or writes:
+        if not isinstance(key, str) or INPUT_NAME.fullmatch(key.lower()) is None or writes:
             raise CustomLossError(f"{where}: the keyword {quote(key)} is not possible here")
     if target == "getattr" and (len(args) != 2 or args[1] not in list(ATTRIBUTES)):
         raise CustomLossError(f"{where}: getattr reads {', '.join(sorted(ATTRIBUTES))}, not {quote(args[1:])}")
@@ -197,7 +197,7 @@ def _output(item: Any, seen: set[str]) -> tuple[str, dict[str, str]]:
     if not isinstance(metrics, Mapping) or len(metrics) > MAX_METRICS:
         raise CustomLossError(f"graph: the metrics must be a dict of at most {MAX_METRICS}")
     for key in metrics:
-        if not isinstance(key, str) or _METRIC.fullmatch(key) is None:
+        if not isinstance(key, str) or METRIC.fullmatch(key) is None:
             raise CustomLossError(f"graph: metric {quote(key)}: must be named custom/<name>:sum or custom/<name>:mean")
     return _reference(pair[0], seen, "the loss"), {
         key: _reference(value, seen, f"metric {key}") for key, value in metrics.items()
