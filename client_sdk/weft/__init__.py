@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft import types as types
-    from weft.admin_client import AdminClient as AdminClient
     from weft.errors import *  # noqa: F403
     from weft.future import APIFuture as APIFuture
     from weft.loss_handle import LossHandle as LossHandle
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from weft.plan.plan import PlannedSave as PlannedSave
     from weft.plan.plan import PlannedTrain as PlannedTrain
     from weft.plan.plan import PlannedUpdate as PlannedUpdate
+    from weft.rest_client import AdminClient as AdminClient
     from weft.rest_client import RestClient as RestClient
     from weft.sampling_client import SamplingClient as SamplingClient
     from weft.service_client import ServiceClient as ServiceClient
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "APIFuture": "weft.future",
-    "AdminClient": "weft.admin_client",
+    "AdminClient": "weft.rest_client",
     "CostEstimate": "weft.plan.estimate",
     "LossHandle": "weft.loss_handle",
     "Plan": "weft.plan.plan",

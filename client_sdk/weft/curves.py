@@ -16,8 +16,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from weft.background import background
 from weft.errors import WeftError
+from weft.future import background
 from weft.runs.run import Run
 from weft.transport.http import Call, encode
 from weft.wire.metrics import MAX_LOGGED_POINTS, LogMetricsRequest, MetricPoint

@@ -1,18 +1,34 @@
-"""`RestClient`: what is stored and what it cost. Needs no session."""
+"""`RestClient`: what is stored and what it cost, sessions, and who we are; `AdminClient`: what an organisation's
+administrators ask. Neither needs a session.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Callable, Coroutine
+from datetime import date, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
-from weft.admin_client import AdminClient
-from weft.errors import APIResponseValidationError
+from pydantic import BaseModel
+
+from weft.errors import APIResponseValidationError, RequestFailedError
 from weft.future import APIFuture
-from weft.rest_base import checkpoint_route, part
-from weft.rest_sessions import RestSessions
 from weft.transport.download import download_archive, download_files
-from weft.transport.http import Call, encode
+from weft.transport.endpoint import resolve_endpoint
+from weft.transport.http import Call, Transport, encode
+from weft.transport.retry import RetryPolicy
+from weft.wire.base import Request
+from weft.wire.billing import (
+    AuditEventType,
+    AuditLogResponse,
+    BillingUsageResponse,
+    CurrentCheckpointStorageUsageResponse,
+    GetBillingUsageRequest,
+)
 from weft.wire.health import RunHealthResponse
 from weft.wire.limits import BalanceResponse, LimitsResponse, PricesResponse
 from weft.wire.money import BudgetsResponse, LedgerResponse
@@ -21,18 +37,103 @@ from weft.wire.rest import (
     CheckpointArchiveUrlResponse,
     CheckpointsListResponse,
     ExternalWeightsUrlsResponse,
+    GetSessionResponse,
+    ListSessionsResponse,
     SetTtlRequest,
     TrainingRun,
     TrainingRunsResponse,
     parse_checkpoint_path,
 )
+from weft.wire.sampling import GetSamplerResponse
 from weft.wire.service import GetServerCapabilitiesResponse
+from weft.wire.sessions import (
+    AssignProjectRequest,
+    SessionSearchRequest,
+    SessionSearchResponse,
+    TraceExportResponse,
+    WhoamiResponse,
+)
 from weft.wire.training import ModelID
 from weft.wire.usage import Stats, UsageResponse
 from weft.wire.weights import CopyWeightsRequest, CopyWeightsResponse, WeightsInfoRequest, WeightsInfoResponse
 
+M = TypeVar("M", bound=BaseModel)
 
-class RestClient(RestSessions, AdminClient):
+TRACE_POLL_S = 2.0
+
+
+class RestBase:
+    """Every method returns a future at once. A foreign or unknown id is `NotFoundError`."""
+
+    def __init__(
+        self,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        policy: RetryPolicy | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        self._transport = transport or Transport(resolve_endpoint(base_url, api_key), policy or RetryPolicy())
+
+    def _get(self, path: str, answer: type[M], **params: Any) -> APIFuture[M]:
+        given = {name: value for name, value in params.items() if value is not None}
+        return APIFuture.start(self._transport.ask("GET", path, answer, params=given or None))
+
+    def _post(self, path: str, answer: type[M], body: Request) -> APIFuture[M]:
+        return APIFuture.start(self._transport.ask("POST", path, answer, encode(body.body())))
+
+    def _do(self, method: str, path: str, body: Request | None = None) -> APIFuture[None]:
+        return APIFuture.start(self._act(Call(method, path, None if body is None else encode(body.body()))))
+
+    async def _act(self, call: Call) -> None:
+        await self._transport.send(call)
+
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """For every method `x` there is `x_async`, which is awaited for the result itself."""
+        method = getattr(type(self), name.removesuffix("_async"), None) if name.endswith("_async") else None
+        if method is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+        async def twin(*args: Any, **kwargs: Any) -> Any:
+            return await method(self, *args, **kwargs)
+
+        return twin
+
+    def close(self) -> APIFuture[None]:
+        """Close the connections."""
+        return APIFuture.start(self._transport.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self.close().result()
+
+
+class AdminClient(RestBase):
+    """Every method returns a future at once. A key without the role is `PermissionDeniedError`."""
+
+    def get_audit_log(self, event_type: AuditEventType = "all", day: date | None = None) -> APIFuture[AuditLogResponse]:
+        """What happened on `day` (today if None), midnight to midnight UTC."""
+        when = None if day is None else day.isoformat()
+        return self._get("/audit", AuditLogResponse, event_type=event_type, day=when)
+
+    def get_billing_usage(
+        self, starting_on: datetime | str, ending_before: datetime | str
+    ) -> APIFuture[BillingUsageResponse]:
+        """Usage by the hour; both ends on the hour in UTC, at most 14 days apart. `RestClient.get_usage` is exact."""
+        window = GetBillingUsageRequest.model_validate({"starting_on": starting_on, "ending_before": ending_before})
+        return self._get("/billing/usage/events", BillingUsageResponse, **window.body())
+
+    def get_current_checkpoint_storage_usage(
+        self, project_id: str | None = None
+    ) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
+        """How much the checkpoints take now, of everything or of one project."""
+        route = "/billing/usage/checkpoints/current"
+        return self._get(route, CurrentCheckpointStorageUsageResponse, project_id=project_id)
+
+
+class RestClient(AdminClient):
     """Every method returns a future at once. A foreign or unknown id is `NotFoundError`."""
 
     def get_server_capabilities(self) -> APIFuture[GetServerCapabilitiesResponse]:
@@ -144,6 +245,46 @@ class RestClient(RestSessions, AdminClient):
         copied = await self._transport.ask("POST", "/copy_weights", CopyWeightsResponse, body, headers=headers)
         return copied.tinker_path
 
+    def list_sessions(
+        self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
+    ) -> APIFuture[ListSessionsResponse]:
+        """Ids of sessions, newest first."""
+        return self._get("/sessions", ListSessionsResponse, limit=limit, offset=offset, access_scope=access_scope)
+
+    def get_session(self, session_id: str, access_scope: AccessScope = "owned") -> APIFuture[GetSessionResponse]:
+        """The runs and samplers of a session."""
+        return self._get(f"/sessions/{part(session_id)}", GetSessionResponse, access_scope=access_scope)
+
+    def search_sessions(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
+        """One page of sessions that match, newest first; its `next_cursor` is the next request's `cursor`."""
+        return self._post("/sessions/search", SessionSearchResponse, request)
+
+    def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
+        """Move a session, with its runs and samplers, into a project."""
+        return self._do("PUT", f"/sessions/{part(session_id)}/project", AssignProjectRequest(project_id=project_id))
+
+    def export_session_trace(self, session_id: str) -> APIFuture[str]:
+        """The URL of a trace of the session's operations, for ui.perfetto.dev; fetched without credentials."""
+        return APIFuture.start(self._export_session_trace(session_id))
+
+    async def _export_session_trace(self, session_id: str) -> str:
+        route = f"/sessions/{part(session_id)}/trace_export"
+        while True:
+            export = await self._transport.ask("GET", route, TraceExportResponse)
+            if export.status == "ready" and export.url:
+                return export.url
+            if export.status != "pending":
+                raise RequestFailedError(f"trace of session {session_id}: {export.error}", session_id, "server")
+            await asyncio.sleep(TRACE_POLL_S)
+
+    def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
+        """What a sampler draws from."""
+        return self._get(f"/samplers/{part(sampler_id)}", GetSamplerResponse)
+
+    def whoami(self) -> APIFuture[WhoamiResponse]:
+        """Who the credential speaks for, as the token says that the server gives for it."""
+        return APIFuture.start(self._transport.identity())
+
     def get_usage(self, run_id: str | None = None) -> APIFuture[UsageResponse]:
         """Tokens and money, by run and kind; of one run if `run_id` is given."""
         return self._get("/weft/usage", UsageResponse, run_id=run_id)
@@ -179,3 +320,14 @@ class RestClient(RestSessions, AdminClient):
     async def _stats(self) -> Stats:
         stats: Stats = (await self._transport.send(Call("GET", "/weft/stats"))).json()
         return stats
+
+
+def part(name: str) -> str:
+    """An id as one part of a path; colons stay readable."""
+    return quote(name, safe=":")
+
+
+def checkpoint_route(tinker_path: str) -> str:
+    """Where a checkpoint is managed."""
+    run_id, kind, name = parse_checkpoint_path(tinker_path)
+    return f"/training_runs/{part(run_id)}/checkpoints/{kind}/{part(name)}"

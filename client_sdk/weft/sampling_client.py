@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
-from weft.background import background
 from weft.errors import APIResponseValidationError, GoneError, WeftError
-from weft.future import APIFuture, Pending
+from weft.future import APIFuture, Pending, background
 from weft.runs.sampler import Sampler, SamplerHandle, join_sampler
 from weft.runs.session import JoinedSession, Session
 from weft.tokenizer import fetch_tokenizer, load_tokenizer

@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.background import background
 from weft.curves import Curves
 from weft.errors import APIResponseValidationError
-from weft.future import APIFuture, Pending
+from weft.future import APIFuture, Pending, background
 from weft.loss_handle import LossHandle
 from weft.plan.estimate import CostEstimate
 from weft.plan.plan import AnyDatum, Plan, PlannedStep

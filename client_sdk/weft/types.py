@@ -1,4 +1,8 @@
 """Types of the wire under the names users know: `from weft import types`."""
 
+from typing import TYPE_CHECKING
+
 from weft.wire.types import *  # noqa: F403
-from weft.wire.types import __all__ as __all__
+
+if not TYPE_CHECKING:
+    from weft.wire.types import __all__ as __all__

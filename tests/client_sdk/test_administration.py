@@ -70,7 +70,7 @@ def test_projects_and_copies(rest: weft.RestClient, stub: Stub, monkeypatch: pyt
 
 
 def test_a_trace_is_waited_for(rest: weft.RestClient, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.rest_sessions.TRACE_POLL_S", 0.01)
+    monkeypatch.setattr("weft.rest_client.TRACE_POLL_S", 0.01)
     stub.faults["/sessions/s1/trace_export"] = [JSONResponse({"status": "pending"})]
     stub.replies["GET /sessions/s1/trace_export"] = {"status": "ready", "url": "http://x/t"}
     assert rest.export_session_trace("s1").result(10) == "http://x/t"

@@ -11,7 +11,7 @@ from weft.errors import WeftError
 from weft.plan.estimate import CostEstimate, estimate
 from weft.plan.plan import AnyDatum, Plan, PlannedSample, PlannedSave, PlannedStep, PlannedTrain, PlannedUpdate
 from weft.plan.validate import validate
-from weft.rest_base import part
+from weft.rest_client import part
 from weft.transport.http import Transport
 from weft.wire.checks.problem import Problem
 from weft.wire.limits import LimitsResponse, PricesResponse

@@ -10,8 +10,4 @@ in client_sdk/, by
 from __future__ import annotations
 
 from weft.wire.codec import *  # noqa: F403
-from weft.wire.codec import __all__ as _codec_names
 from weft.wire.types import *  # noqa: F403
-from weft.wire.types import __all__ as _type_names
-
-__all__ = sorted({*_codec_names, *_type_names})

@@ -12,6 +12,24 @@ from pydantic import Field
 
 from weft.wire.base import Request, Response, UserMetadata
 
+__all__ = [
+    "AuditEventType",
+    "AuditLogEntry",
+    "AuditLogResponse",
+    "BillingEventInfo",
+    "BillingUsageEvent",
+    "BillingUsageResponse",
+    "BillingUsageSession",
+    "CheckpointBillingEvent",
+    "CurrentCheckpointStorageUsageItem",
+    "CurrentCheckpointStorageUsageResponse",
+    "GetBillingUsageRequest",
+    "SamplingPrefillBillingEvent",
+    "SamplingSampleBillingEvent",
+    "StorageBillingEvent",
+    "TrainingBillingEvent",
+]
+
 AuditEventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 

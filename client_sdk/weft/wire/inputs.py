@@ -14,6 +14,21 @@ from weft.wire.base import Count, Request
 from weft.wire.error import WireError
 from weft.wire.tensor import TensorData, TensorDtype
 
+__all__ = [
+    "Datum",
+    "DmelChunk",
+    "EncodedTextChunk",
+    "ImageAssetPointerChunk",
+    "ImageChunk",
+    "LossFnInputs",
+    "ModelInput",
+    "ModelInputChunk",
+    "PromptProvenanceSpan",
+    "ProvenanceSpan",
+    "ProvenanceSpans",
+    "SampledProvenanceSpan",
+]
+
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 

@@ -9,6 +9,8 @@ from pydantic import Field
 from weft.wire.base import Response
 from weft.wire.usage import UsageKind
 
+__all__ = ["BalanceResponse", "LimitsResponse", "LossLimits", "ModelLimits", "PricesResponse"]
+
 
 class ModelLimits(Response):
     """Tokens are 0 to `vocab_size` - 1; a prompt with what follows it has at most `context_length` tokens."""

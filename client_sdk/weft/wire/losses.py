@@ -11,6 +11,16 @@ from pydantic import Field
 
 from weft.wire.base import Count, Request, Response
 
+__all__ = [
+    "CreateCustomLossRequest",
+    "CreateCustomLossResponse",
+    "CustomLossGraph",
+    "CustomLossInput",
+    "CustomLossInputRank",
+    "CustomLossNode",
+    "CustomLossNodeOp",
+]
+
 #: A scalar, [T] or [T, K].
 CustomLossInputRank = Literal[0, 1, 2]
 CustomLossNodeOp = Literal["placeholder", "get_attr", "call_function", "call_method", "call_module", "output"]

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from weft.wire.base import Finite, Request, Response
 
+__all__ = ["LogMetricsRequest", "LogMetricsResponse", "MetricPoint", "RunCurveResponse", "RunMetricsResponse"]
+
 #: Points of one request.
 MAX_LOGGED_POINTS = 1000
 

@@ -9,6 +9,23 @@ from weft.wire.base import Request, Response, UserMetadata
 from weft.wire.error import WireError
 from weft.wire.training import ModelID
 
+__all__ = [
+    "AccessScope",
+    "Checkpoint",
+    "CheckpointArchiveUrlResponse",
+    "CheckpointType",
+    "CheckpointsListResponse",
+    "Cursor",
+    "ExternalWeightsUrlsResponse",
+    "GetSessionResponse",
+    "ListSessionsResponse",
+    "ParsedCheckpointTinkerPath",
+    "SetTtlRequest",
+    "TrainingRun",
+    "TrainingRunsResponse",
+    "parse_checkpoint_path",
+]
+
 CheckpointType = Literal["training", "sampler", "external"]
 AccessScope = Literal["owned", "accessible"]
 

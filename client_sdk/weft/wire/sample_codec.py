@@ -16,6 +16,8 @@ from weft.wire.error import WireError
 from weft.wire.tensor import TensorData
 from weft.wire.tensor_codec import read_tensor_data, write_tensor_data
 
+__all__ = ["PolicySpan", "StopReason", "TopkLogprobs"]
+
 StopReason = Literal["length", "stop"]
 
 #: What an empty cell of a top-k table holds, as a token and as its logprob.

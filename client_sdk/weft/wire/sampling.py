@@ -15,6 +15,17 @@ from weft.wire.inputs import ModelInput, Token
 from weft.wire.sample_codec import PolicySpan, SampleResult, SequenceResult, StopReason, TopkLogprobs
 from weft.wire.tensor import TensorData
 
+__all__ = [
+    "CreateSamplingSessionRequest",
+    "CreateSamplingSessionResponse",
+    "GetSamplerResponse",
+    "PromptAltTokens",
+    "SampleRequest",
+    "SampleResponse",
+    "SampledSequence",
+    "SamplingParams",
+]
+
 
 class SamplingParams(Request):
     """How to draw tokens. `stop` absent means the model's end-of-sequence tokens; `stop=[]` means nothing stops it but

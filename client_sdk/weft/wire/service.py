@@ -9,6 +9,41 @@ from pydantic import Field
 
 from weft.wire.base import Request, Response, SampleSeq
 
+__all__ = [
+    "AuthTokenResponse",
+    "CancelFutureRequest",
+    "ClientConfigRequest",
+    "ClientConfigResponse",
+    "ClientDynamicConfigResponse",
+    "CreateSessionRequest",
+    "CreateSessionResponse",
+    "FinishReason",
+    "FinishSessionRequest",
+    "FinishType",
+    "FutureCompletion",
+    "FutureFailed",
+    "FutureFinished",
+    "FutureRetrieveRequest",
+    "FuturesRetrieveRequest",
+    "FuturesRetrieveResponse",
+    "GetServerCapabilitiesResponse",
+    "HealthResponse",
+    "JoinSamplingSessionRequest",
+    "JoinSamplingSessionResponse",
+    "QueueState",
+    "RequestErrorCategory",
+    "RequestFailedResponse",
+    "RequestID",
+    "SamplingSessionFuturesTarget",
+    "SessionHeartbeatRequest",
+    "SessionHeartbeatResponse",
+    "SupportedModel",
+    "TelemetryResponse",
+    "TelemetrySendRequest",
+    "TryAgainResponse",
+    "UntypedAPIFuture",
+]
+
 RequestID = str
 
 

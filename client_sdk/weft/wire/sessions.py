@@ -10,6 +10,35 @@ from pydantic import AwareDatetime, Field
 from weft.wire.base import Request, Response, UserMetadata
 from weft.wire.service import FinishType
 
+__all__ = [
+    "AccessibleSearchOwner",
+    "ActiveSessionStatusQuery",
+    "AssignProjectRequest",
+    "CancelledSessionStatusQuery",
+    "ClientFinishedSessionStatusQuery",
+    "ClientSessionFinishReason",
+    "ClientSessionFinished",
+    "FailedSessionStatusQuery",
+    "OwnSearchOwner",
+    "SearchOwner",
+    "SessionActive",
+    "SessionCancelled",
+    "SessionFailed",
+    "SessionFailedReason",
+    "SessionFailedRequestReason",
+    "SessionFailedSamplingSessionReason",
+    "SessionFailedTrainingRunReason",
+    "SessionSearchCursor",
+    "SessionSearchRequest",
+    "SessionSearchResponse",
+    "SessionStatus",
+    "SessionStatusQuery",
+    "SessionSummary",
+    "TraceExportResponse",
+    "UserSearchOwner",
+    "WhoamiResponse",
+]
+
 
 class OwnSearchOwner(Request):
     """The caller's own sessions."""

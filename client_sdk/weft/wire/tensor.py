@@ -13,6 +13,8 @@ from pydantic_core import CoreSchema, core_schema
 from weft.wire.arrays import FLOAT32, INT64, Array, check_shape, expand_csr
 from weft.wire.error import WireError
 
+__all__ = ["TensorData", "TensorDtype"]
+
 if TYPE_CHECKING:
     import torch
 

@@ -11,6 +11,29 @@ from weft.wire.base import Count, Finite, Positive, Request, Response, TrainSeq
 from weft.wire.inputs import Datum
 from weft.wire.tensor import TensorData
 
+__all__ = [
+    "AdamOptimizerConfig",
+    "AdamParams",
+    "CreateModelRequest",
+    "CreateModelResponse",
+    "DimuonOptimizerConfig",
+    "DimuonParams",
+    "ForwardBackwardInput",
+    "ForwardBackwardOutput",
+    "ForwardBackwardRequest",
+    "GetInfoRequest",
+    "GetInfoResponse",
+    "LoraConfig",
+    "LossFnOutput",
+    "LossFnType",
+    "ModelData",
+    "ModelID",
+    "OptimParams",
+    "OptimStepRequest",
+    "OptimStepResponse",
+    "OptimizerConfig",
+]
+
 ModelID = str
 LossFnType = Literal[
     "cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom"

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from weft.wire.base import Response
 
+__all__ = ["Stats", "TokenizerFilesResponse", "UsageKind", "UsageResponse", "UsageRow"]
+
 UsageKind = Literal["train", "prefill", "cached_prefill", "sample"]
 
 

@@ -9,6 +9,25 @@ from pydantic import Field, model_validator
 from weft.wire.base import Count, Request, Response, TrainSeq, UserMetadata
 from weft.wire.training import AdamOptimizerConfig, ModelID, OptimizerConfig
 
+__all__ = [
+    "CheckpointName",
+    "CopyWeightsRequest",
+    "CopyWeightsResponse",
+    "LoadWeightsRequest",
+    "LoadWeightsResponse",
+    "SamplingClientKind",
+    "SaveWeightsExternalRequest",
+    "SaveWeightsExternalResponse",
+    "SaveWeightsForSamplerRequest",
+    "SaveWeightsForSamplerResponse",
+    "SaveWeightsForSamplerResponseInternal",
+    "SaveWeightsRequest",
+    "SaveWeightsResponse",
+    "TtlSeconds",
+    "WeightsInfoRequest",
+    "WeightsInfoResponse",
+]
+
 SamplingClientKind = Literal["snapshot", "inflight"]
 
 #: A name becomes the last part of a checkpoint's path.
