@@ -18,8 +18,7 @@ from pydantic import BaseModel
 from weft.errors import APIResponseValidationError, RequestFailedError
 from weft.future import APIFuture
 from weft.transport.download import download_archive, download_files
-from weft.transport.endpoint import resolve_endpoint
-from weft.transport.http import Call, Transport, encode
+from weft.transport.http import Call, Transport, encode, resolve_endpoint
 from weft.transport.retry import RetryPolicy
 from weft.wire.base import Request
 from weft.wire.billing import (

@@ -16,8 +16,7 @@ from weft.runs.sampler import Sampler, SamplerHandle, join_sampler
 from weft.runs.session import JoinedSession, Session
 from weft.tokenizer import fetch_tokenizer, load_tokenizer
 from weft.transport.completions import Completions
-from weft.transport.endpoint import Endpoint, resolve_endpoint
-from weft.transport.http import Call, Transport, encode, parse
+from weft.transport.http import Call, Endpoint, Transport, encode, parse, resolve_endpoint
 from weft.transport.poll import fetch_result
 from weft.transport.retry import RetryPolicy
 from weft.wire.inputs import ModelInput

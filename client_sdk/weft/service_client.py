@@ -14,13 +14,12 @@ from weft.plan.estimate import CostEstimate
 from weft.plan.plan import Plan
 from weft.plan.planning import fetch_estimate, fetch_problems
 from weft.rest_client import RestClient
-from weft.runs.loss_upload import upload_loss
+from weft.runs.custom_loss import upload_loss
 from weft.runs.sampler import make_sampler
 from weft.runs.session import Session
 from weft.sampling_client import SamplingClient
 from weft.training_client import TrainingClient
-from weft.transport.endpoint import resolve_endpoint
-from weft.transport.http import Transport
+from weft.transport.http import Transport, resolve_endpoint
 from weft.transport.retry import RetryPolicy
 from weft.wire.checks.problem import Problem
 from weft.wire.losses import CustomLossInputRank

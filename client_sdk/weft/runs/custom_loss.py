@@ -1,4 +1,5 @@
-"""`forward_backward_custom`: any differentiable loss of the logprobs, computed by the user with torch.
+"""`forward_backward_custom`: any differentiable loss of the logprobs, computed by the user with torch; or, if it can be
+traced and the server runs such losses, sent there.
 
 The service's cross entropy is linear in its weights, L = -sum lp * w, so its gradient with w = -dC/dlp is that of C.
 Two passes, then: one forward for the logprobs, the user's loss here, and one backward with those weights.
@@ -9,15 +10,21 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from weft.errors import APIResponseValidationError, WeftError
+from weft.loss_handle import LossHandle
 from weft.runs.lane import Turn
 from weft.runs.run import Run
+from weft.runs.session import Session
+from weft.transport.http import encode, parse
+from weft.transport.poll import fetch_result
 from weft.wire.inputs import Datum
+from weft.wire.losses import CreateCustomLossRequest, CreateCustomLossResponse
+from weft.wire.service import UntypedAPIFuture
 from weft.wire.tensor import TensorData
 from weft.wire.training import ForwardBackwardOutput
 
@@ -111,3 +118,21 @@ def _with_metrics(output: ForwardBackwardOutput, mine: Differentiated) -> Forwar
     surrogate = server.pop("loss:sum")
     metrics = {**server, **mine.metrics, "loss:sum": mine.loss, "surrogate_loss:sum": surrogate}
     return ForwardBackwardOutput(output.loss_fn_output_type, output.loss_fn_outputs, metrics)
+
+
+async def upload_loss(session: Session, handle: LossHandle) -> LossHandle:
+    """The handle with the server's id of it, or without where losses are run by the client."""
+    session_id = await session.id()
+    if not session.config.custom_loss_server_side:
+        return replace(handle, session_id=session_id)
+    request = CreateCustomLossRequest(
+        session_id=session_id,
+        custom_loss_seq_id=next(session.loss_numbers),
+        name=handle.name,
+        inputs=list(handle.inputs),
+        graph=handle.encoded(),
+    )
+    transport = session.transport
+    future = await transport.ask("POST", "/create_custom_loss", UntypedAPIFuture, encode(request.body()))
+    made = await fetch_result(transport, future.request_id, lambda answer: parse(answer, CreateCustomLossResponse))
+    return replace(handle, session_id=session_id, loss_id=made.loss_id)

@@ -1,4 +1,4 @@
-"""HTTP to one server: pooled connections, retries by policy, typed errors. Runs on the background loop.
+"""HTTP to one server: its address, pooled connections, retries by policy, typed errors. Runs on the background loop.
 
 Two pools, because long polls hold their connections for up to half a minute and must not starve submissions.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import httpx
@@ -22,9 +23,9 @@ from weft.errors import (
     APIResponseValidationError,
     APIStatusError,
     APITimeoutError,
+    WeftError,
     status_error,
 )
-from weft.transport.endpoint import Endpoint
 from weft.transport.pool import Pool
 from weft.transport.retry import Attempts, RetryPolicy
 from weft.transport.tokens import Tokens, identity_of
@@ -39,6 +40,27 @@ PROTOBUF = "application/x-protobuf"
 MAX_CALLS, MAX_POLLS = 64, 512
 
 M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server's address, without a trailing slash, and an API key for it."""
+
+    base_url: str
+    api_key: str = field(repr=False)
+
+
+def resolve_endpoint(base_url: str | None = None, api_key: str | None = None) -> Endpoint:
+    """Fill in what is not given from WEFT_BASE_URL / WEFT_API_KEY, else TINKER_BASE_URL / TINKER_API_KEY."""
+    url = base_url or os.environ.get("WEFT_BASE_URL") or os.environ.get("TINKER_BASE_URL")
+    key = api_key or os.environ.get("WEFT_API_KEY") or os.environ.get("TINKER_API_KEY")
+    if not url:
+        raise WeftError("no server address: set WEFT_BASE_URL or pass base_url")
+    if not url.startswith(("http://", "https://")):
+        raise WeftError(f"the server address {url!r} must start with http:// or https://")
+    if not key:
+        raise WeftError("no API key: set WEFT_API_KEY or pass api_key (`weftd key create` makes one)")
+    return Endpoint(url.rstrip("/"), key)
 
 
 @dataclass(frozen=True)

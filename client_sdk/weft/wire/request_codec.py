@@ -13,8 +13,7 @@ from weft.wire import weft_wire_pb2 as pb
 from weft.wire.arrays import INT32
 from weft.wire.error import WireError
 from weft.wire.inputs import Datum, DmelChunk, EncodedTextChunk, ImageChunk, ModelInputChunk
-from weft.wire.tensor import TensorData
-from weft.wire.tensor_codec import write_tensor_data
+from weft.wire.tensor import TensorData, write_tensor_data
 from weft.wire.train_codec import ArrayDatum, check_span, decode_train_output, write_config, write_span
 from weft.wire.training import ForwardBackwardOutput, ForwardBackwardRequest
 

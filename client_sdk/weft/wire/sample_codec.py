@@ -13,8 +13,7 @@ from google.protobuf.message import DecodeError
 from weft.wire import weft_wire_pb2 as pb
 from weft.wire.arrays import FLOAT32, INT32, UINT16, Array, read_flat, read_tensor, write_tensor
 from weft.wire.error import WireError
-from weft.wire.tensor import TensorData
-from weft.wire.tensor_codec import read_tensor_data, write_tensor_data
+from weft.wire.tensor import TensorData, read_tensor_data, write_tensor_data
 
 __all__ = ["PolicySpan", "StopReason", "TopkLogprobs"]
 
