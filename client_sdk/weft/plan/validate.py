@@ -81,35 +81,31 @@ def _run(plan: Plan, limits: LimitsResponse) -> Iterator[Problem]:
 
 def _train(step: PlannedTrain, plan: Plan, limits: LimitsResponse) -> Iterator[Problem]:
     """Problems of a pass over data, in the order of the data."""
-    data: dict[int, Datum] = {}
+    model = limits.models.get(plan.base_model or "")
+    reads = step.loss_fn.reads if isinstance(step.loss_fn, LossHandle) else None
+    losses = {CUSTOM: WITH_CUSTOM[CUSTOM], **limits.losses}
     batch = TrainBatch("", 1, *_loss(step))
+    readable: dict[int, Datum] = {}
     found: list[tuple[int, Problem]] = []
-    kept: list[int] = []
     for index, given in enumerate(step.data):
         try:
-            data[index] = datum = datum_of(given)
-            if callable(step.loss_fn):
-                datum = forward_datum(datum)
-            batch.data.append(as_decoded(datum))
-            kept.append(index)
+            datum = datum_of(given)
+            batch.data.append(as_decoded(forward_datum(datum) if callable(step.loss_fn) else datum))
+            readable[index] = datum
         except (ValueError, KeyError, TypeError, WeftError) as error:
             found.append((index, Problem("", " ".join(str(error).split()))))
-    reads = step.loss_fn.reads if isinstance(step.loss_fn, LossHandle) else None
-    model = limits.models.get(plan.base_model or "")
-    losses = {CUSTOM: WITH_CUSTOM[CUSTOM], **limits.losses}
-    rules = BatchRules(losses, model, plan.base_model or "this model", reads)
-    for at, problem in batch_problems(batch, rules):
+    indices = list(readable)
+    for at, problem in batch_problems(batch, BatchRules(losses, model, plan.base_model or "this model", reads)):
         if at is not None:
-            found.append((kept[at], problem))
+            found.append((indices[at], problem))
         elif problem.where != "data" or not step.data:
             yield problem
-    for index, size in zip(data, estimate_bytes([*data.values()]), strict=True):
+    for index, size in zip(indices, estimate_bytes([*readable.values()]), strict=True):
         if limits.max_body_bytes is not None and size > limits.max_body_bytes:
             found.append((index, Problem("", "too many bytes for one request", limits.max_body_bytes, size)))
     for index, problem in sorted(found, key=lambda pair: pair[0]):
         yield problem.within(f"data[{index}]")
-    readable = [data[index] for index in kept]
-    for part in split(readable, limits.chunk_data, limits.chunk_bytes):
+    for part in split([*readable.values()], limits.chunk_data, limits.chunk_bytes):
         yield from size_problems([datum.model_input.length for datum in part], limits)
 
 

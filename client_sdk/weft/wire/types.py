@@ -1,4 +1,4 @@
-"""Every type of the wire by its name in Tinker's SDK, and Weft's own: what each module names in its `__all__`. Users see
+"""Every type of the wire by its name in Tinker's SDK, and Weft's own: what modules name in their `__all__`. Users see
 this module as `weft.types`."""
 
 # ruff: noqa: F403
