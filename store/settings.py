@@ -46,6 +46,8 @@ class TrainerSettings(_Section):
     pass_tokens: Positive = 4096
     #: A larger operation is cut between its data into slices of about this many tokens.
     slice_tokens: Positive = 1024
+    #: Tokens that are computed at once: memory grows with it, and beyond some 2k tokens a CPU gets slower.
+    microbatch_tokens: Positive = 2048
     #: A run's whole state is written after this many tokens of training, which bounds what a lost trainer replays.
     snapshot_every_tokens: Positive = 65_536
     #: Memory for the states of runs (weights, moments, gradient), on the device if the trainer has one; the others are
@@ -82,11 +84,15 @@ class GeneratorSettings(_Section):
     dtype: Dtype = "auto"
     #: Sequences that are decoded at the same time.
     slots: Positive = 32
+    #: The longest sequence, prompt and completion; a model's own context holds as well.
+    context_tokens: Positive = 8192
     #: Keys and values kept for running sequences, in tokens of all of them; 0: as many as full slots take. With less,
     #: more slots fit into the same memory, and the youngest sequences are set aside when they all grow long.
     kv_tokens: Annotated[int, Field(ge=0)] = 0
     #: Prompt tokens computed between two decode steps; longer prompts are computed in pieces.
     prefill_tokens: Positive = 2048
+    #: Memory, of each base model, for adapters that were used.
+    adapter_cache_bytes: Positive = 2 << 30
     #: Memory, of each base model, for prompts that later ones may begin with; 0 keeps none.
     prefix_cache_bytes: Annotated[int, Field(ge=0)] = 512 << 20
 
