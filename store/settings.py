@@ -1,4 +1,4 @@
-"""What an operator can set, from a TOML file and the command line; the command line wins.
+"""What an operator can set, from the environment, a TOML file and the command line; the later one wins.
 
 Unknown keys are refused: a misspelt limit that silently keeps its default is worse than a server that does not start.
 """
@@ -224,12 +224,12 @@ class Settings(_Section):
 
 
 def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
-    """Settings from the file, with `overrides` (None: not given) on top. Folders come back absolute; in the file they
-    are relative to the file's own folder. Raises SettingsError with one line that names the key."""
-    values: dict[str, Any] = {
-        name: os.environ[variable] for name, variable in FROM_ENVIRONMENT.items() if os.environ.get(variable)
-    }
-    values |= _read(config_file) if config_file is not None else {}
+    """Settings from the environment, then the file, with `overrides` (None: not given) on top. Folders come back
+    absolute; in the file they are relative to the file's own folder. Raises SettingsError with one line that names the
+    key."""
+    values = _environment()
+    if config_file is not None:
+        values = _over(values, _read(config_file))
     values.update({name: value for name, value in overrides.items() if value is not None and name != "engine"})
     if overrides.get("engine"):
         values["generator"] = {**values.get("generator", {}), "replicas": list(overrides["engine"])}
@@ -247,6 +247,39 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
             "models": {name: path.expanduser().absolute() for name, path in settings.models.items()},
         }
     )
+
+
+def _environment() -> dict[str, Any]:
+    """What the environment sets: WEFT_TRAINER__THREADS is `threads` in `[trainer]`."""
+    values: dict[str, Any] = {
+        name: os.environ[variable] for name, variable in FROM_ENVIRONMENT.items() if os.environ.get(variable)
+    }
+    for variable, text in os.environ.items():
+        if not text or not (variable.startswith("WEFT_") and "__" in variable):
+            continue
+        *sections, name = variable.removeprefix("WEFT_").lower().split("__")
+        found: Any = {name: _value(text)}
+        for section in reversed(sections):
+            found = {section: found}
+        values = _over(values, found)
+    return values
+
+
+def _value(text: str) -> Any:
+    """As in the file; words need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both, key by key and section by section; where both have a value, that of `above`."""
+    values = {**below, **above}
+    for name in below.keys() & above.keys():
+        if isinstance(below[name], dict) and isinstance(above[name], dict):
+            values[name] = _over(below[name], above[name])
+    return values
 
 
 def _read(config_file: Path) -> dict[str, Any]:
