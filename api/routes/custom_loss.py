@@ -59,7 +59,9 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
         state="done",
         tokens=0,
         body_ref=loss_ref(loss_id),
-        body_sha256=digest,
+        body_bytes=len(stored),
+        body_sha256=hashlib.sha256(stored).hexdigest(),
+        sent_sha256=digest,
         plan={},
         result_ref=result_ref,
         result_type="application/json",
@@ -74,7 +76,7 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
             service.blobs.put(result_ref, orjson.dumps({"loss_id": loss_id, "type": KIND}))
             session.add(row)
             return request_id
-        if there.body_sha256 != digest:
+        if there.sent_sha256 != digest:
             raise Invalid(f"custom_loss_seq_id: {number} is another loss already; use the next number")
         return there.id
 

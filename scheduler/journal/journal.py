@@ -27,6 +27,7 @@ from scheduler.journal.completions import Completion, Completions, Target
 from scheduler.journal.in_flight import InFlight
 from scheduler.journal.meters import Meters
 from scheduler.journal.outcomes import Answers, result_ref
+from scheduler.journal.rows import from_row
 from scheduler.journal.samplers import Samplers
 from scheduler.journal.setbacks import Setbacks
 from scheduler.journal.settlement import Ending, Settled, Settlement, result_of
@@ -45,7 +46,6 @@ from scheduler.order.operations import (
     Outcome,
     RunClosed,
     Waiting,
-    from_row,
 )
 from store import tables
 from store.blobs import Blobs

@@ -12,10 +12,11 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from scheduler.journal.journal import Journal
+from scheduler.journal.rows import from_row
 from scheduler.journal.versions import policy_of
 from scheduler.links.messages import MUTATING, OpKind, RunSpec, Snapshot
 from scheduler.order.lanes import RunLane
-from scheduler.order.operations import INTERACTIVE, SAMPLE, from_row
+from scheduler.order.operations import INTERACTIVE, SAMPLE
 from store import tables
 from store.db import Database
 

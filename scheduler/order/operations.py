@@ -8,7 +8,6 @@ from datetime import datetime
 from typing import Any
 
 from scheduler.order.timings import Timings
-from store import tables
 
 SAMPLE = "sample"
 
@@ -119,24 +118,3 @@ class Operation:
     def path(self) -> tuple[str, str, str, str]:
         """Where a sample is queued; the operations of a run are at its lane's path."""
         return (self.base_model, self.org_id, self.plan.get("priority", INTERACTIVE), self.lane)
-
-
-def from_row(row: tables.Operation) -> Operation:
-    """An operation that this process has not accepted itself."""
-    return Operation(
-        id=row.id,
-        org_id=row.org_id,
-        session_id=row.session_id,
-        lane=row.lane,
-        seq=row.seq,
-        kind=row.kind,
-        base_model=row.base_model,
-        tokens=row.tokens,
-        body_ref=row.body_ref,
-        plan=row.plan,
-        accepted_at=row.accepted_at,
-        key_id=row.key_id,
-        user_id=row.user_id,
-        project_id=row.project_id,
-        body_sha256=row.plan.get("stored_sha256", row.body_sha256) if row.body_ref else "",
-    )

@@ -23,6 +23,7 @@ from scheduler.cluster.leader import Shared
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.cluster.shared_limits import BacklogBoard
 from scheduler.journal.results import FETCHED_LAST, Results
+from scheduler.journal.rows import from_row
 from scheduler.links.broadcasts import Listener, News
 from scheduler.links.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork
 from scheduler.links.policies import PolicyBoard
@@ -304,7 +305,7 @@ def test_the_next_leader_replays_and_the_old_one_can_do_nothing_more(
         pending = await two.journal.accept(train(2))
         await until(lambda: pending in two.leadership.term.journal._open)  # type: ignore[union-attr]
         row = await postgres_database.write(lambda session: session.get_one(tables.Operation, pending))
-        old.journal.enqueue(shared_journal.from_row(row))
+        old.journal.enqueue(from_row(row))
         old.journal.finish(Done(pending, b"late", {"tokens": 10}))
         await old.journal.flush()
         assert isinstance(await two.result(pending, 0), Waiting)
