@@ -7,6 +7,7 @@ import uuid
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import orjson
 from fastapi import APIRouter, Request
 from sqlalchemy import select
@@ -22,6 +23,7 @@ from api.http.auth import PrincipalDep
 from api.http.bodies import parse_json, read_body
 from api.state.service import ServiceDep
 from api.who.may_change import active_session
+from scheduler.order.plans import BODY_ONLY
 from store import tables
 from workers.trainer.custom_format import loss_ref
 
@@ -62,7 +64,7 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
         body_bytes=len(stored),
         body_sha256=hashlib.sha256(stored).hexdigest(),
         sent_sha256=digest,
-        plan={},
+        plan=msgspec.to_builtins(BODY_ONLY),
         result_ref=result_ref,
         result_type="application/json",
         accepted_at=now,

@@ -148,7 +148,7 @@ class SharedJournal(Journal):
                 op.org_id,
                 run_id=sampler.run_id or "",
                 inflight=sampler.inflight,
-                priority=int(op.plan.get("priority", INTERACTIVE) == INTERACTIVE),
+                priority=int(op.sample.priority == INTERACTIVE),
                 body_sha256=op.body_sha256,
             )
             weight, needs = self._charges.weight(op.org_id), needed(op, sampler)

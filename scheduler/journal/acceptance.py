@@ -26,7 +26,7 @@ from billing.accounts import Accounts, OutOfMoney, Payer
 from billing.estimates import most_for_sample, most_for_tokens
 from billing.prices import Kind, PriceList
 from scheduler.journal.rows import sent_sha256_of, to_row
-from scheduler.links.messages import SAVES, OpKind
+from scheduler.links.messages import OpKind
 from scheduler.order.operations import SAMPLE, NewOperation, Operation, SequenceReused
 from store import tables
 from store.blobs import Blobs
@@ -185,7 +185,7 @@ def most_nusd(prices: PriceList, op: Operation) -> int:
         return most_for_tokens(prices, op.base_model, kind, op.tokens, op.accepted_at)
     if op.kind != SAMPLE:
         return 0
-    prompt, samples = op.plan.get("prompt_tokens", 0), op.plan.get("num_samples", 1)
+    prompt, samples = op.sample.prompt_tokens, op.sample.num_samples
     return most_for_sample(prices, op.base_model, prompt, samples, op.tokens - prompt, op.accepted_at)
 
 
@@ -194,11 +194,8 @@ def _digest(new: NewOperation) -> str:
 
 
 def _operation(new: NewOperation, request_id: str, sent_sha256: str) -> Operation:
-    plan = dict(new.plan)
     has_body = bool(new.body) and new.refused is None
     same = new.sent is None or new.sent == new.body
-    if new.kind in SAVES:
-        plan["target_ref"] = f"weights/{request_id}"
     return Operation(
         id=request_id,
         org_id=new.org_id,
@@ -209,7 +206,7 @@ def _operation(new: NewOperation, request_id: str, sent_sha256: str) -> Operatio
         base_model=new.base_model,
         tokens=new.tokens,
         body_ref=f"ops/{request_id[:2]}/{request_id}" if has_body else "",
-        plan=plan,
+        plan=new.plan,
         accepted_at=datetime.now(UTC),
         key_id=new.key_id,
         user_id=new.user_id,

@@ -1,11 +1,20 @@
-"""Operations as rows of the database, and back."""
+"""Operations as rows of the database, and back. A plan is JSON there, tagged with the name of its struct as "type"."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from scheduler.order.operations import Operation
+from scheduler.order.plans import Plan
 from store import tables
+
+_plan = tables.Operation.plan
+#: Fields of plans that queries ask for; NULL where a plan has no such field.
+source_ref = _plan["source", "ref"].as_string()
+sampler_id = _plan["sampler_id"].as_string()
+num_samples = _plan["num_samples"].as_integer()
 
 
 def to_row(op: Operation, sent_sha256: str) -> dict[str, Any]:
@@ -28,7 +37,7 @@ def to_row(op: Operation, sent_sha256: str) -> dict[str, Any]:
         "body_bytes": op.body_bytes,
         "body_sha256": op.body_sha256,
         "sent_sha256": sent_sha256 if sent_sha256 != op.body_sha256 else None,
-        "plan": op.plan,
+        "plan": msgspec.to_builtins(op.plan),
         "error": None,
         "error_category": None,
         "accepted_at": op.accepted_at,
@@ -48,7 +57,7 @@ def from_row(row: tables.Operation) -> Operation:
         base_model=row.base_model,
         tokens=row.tokens,
         body_ref=row.body_ref,
-        plan=row.plan,
+        plan=plan_of(row),
         accepted_at=row.accepted_at,
         key_id=row.key_id,
         user_id=row.user_id,
@@ -56,6 +65,12 @@ def from_row(row: tables.Operation) -> Operation:
         body_bytes=row.body_bytes,
         body_sha256=row.body_sha256,
     )
+
+
+def plan_of(row: tables.Operation) -> Plan:
+    """What an operation is to do."""
+    plan: Plan = msgspec.convert(row.plan, Plan)
+    return plan
 
 
 def sent_sha256_of(row: tables.Operation) -> str:

@@ -40,6 +40,7 @@ from scheduler.order.operations import (
     SequenceReused,
     Waiting,
 )
+from scheduler.order.plans import Sample
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
@@ -144,7 +145,7 @@ def play(postgres_database: Database, blobs: Blobs, url: str, monkeypatch: pytes
 
 
 def sample(seq: int, body: bytes = b"{}") -> NewOperation:
-    plan = {"num_samples": 2, "prompt_tokens": 5}
+    plan = Sample(2, 5, "interactive")
     return NewOperation("org", "s", "s:sample:0", seq, "sample", "m", 20, body, plan)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from scheduler.journal.journal import Journal
 from scheduler.links.messages import PullPass
 from scheduler.order.operations import Gone, Waiting
+from scheduler.order.plans import ForwardBackward, Slice
 from store import tables
 from tests.scheduler.journal.test_journal import Service, create, first_pass, go, organisation, run_row, sample, train
 
@@ -67,8 +68,8 @@ def test_timings_are_settled_with_the_result(tmp_path: Path) -> None:
         async with service.worker(service.trainer) as link:
             await first_pass(service, link)
             small = await service.journal.accept(train(1))
-            slices = [[0, 1, 60], [1, 2, 60]]
-            large = await service.journal.accept(train(2, slices=slices))
+            halves = ForwardBackward((Slice(0, 1, 60), Slice(1, 2, 60)))
+            large = await service.journal.accept(train(2, plan=halves))
             for _ in range(2):
                 await service.answer(link, await service.ask(link, PullPass(["m"])))
             for request_id in (small, large):
