@@ -12,7 +12,7 @@ from scheduler.order.timings import Timings
 
 SAMPLE = "sample"
 
-#: What an operation is when nobody says otherwise (`scheduler.order.fair.PRIORITY_SHARES`).
+#: The priority of an operation when nobody says otherwise (`scheduler.links.contract.PRIORITY_SHARES`).
 INTERACTIVE = "interactive"
 
 
@@ -86,14 +86,18 @@ class Outcome:
 
 @dataclass(eq=False)
 class Operation:
-    """An accepted operation, from acceptance to its outcome. Fields that it has from its NewOperation mean the same.
+    """An accepted operation, from acceptance to its outcome. Fields that a NewOperation has too mean the same.
 
-    Of the body: `body_ref` names its blob ("" for none), `body_bytes` is its length, which counts as queued, and
-    `body_sha256` its digest as hex. Of trainers that are lost while they compute it: `attempts` counts them since the
-    operation last got on, `reached` is up to which of its data the last one is known to have come (getting further
-    starts `attempts` anew), and `alone` says that it shares no pass with others any more. `settling`: a worker has
-    answered, and a second answer changes nothing. `stuck` says why its result cannot be stored yet. `charged` are the
-    tokens that the fair order counts a sample as until it ends (`scheduler.order.expected_cost`)."""
+    The body: `body_ref` names its blob ("" for none), `body_bytes` is its length, which counts as queued, and
+    `body_sha256` its digest as hex.
+
+    Workers that were lost while they computed it: `attempts` counts them; `reached` is how many of its data were
+    computed in passes that ended, and getting further sets `attempts` to 0; `alone` says that a trainer was lost over
+    it, so that it shares no pass any more.
+
+    Its end: `settling` says that a worker has answered, and a second answer changes nothing; `stuck` why its result
+    cannot be stored yet. `charged` are the tokens that the fair order counts a sample as until it ends
+    (`scheduler.order.expected_cost`)."""
 
     id: str
     org_id: str

@@ -32,8 +32,8 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Create(msgspec.Struct, frozen=True, tag=True):
-    """create: a run, fresh from the seed in `spec` or on the weights of `source`. `priority` (a key of
-    PRIORITY_SHARES) holds for all operations of the run."""
+    """create: a run, fresh from the seed in `spec` or on the weights of `source`. `priority` (interactive or batch)
+    holds for all operations of the run."""
 
     spec: RunSpec
     priority: str
@@ -73,8 +73,8 @@ class NewSampler(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sample(msgspec.Struct, frozen=True, tag=True):
-    """sample: `num_samples` sequences behind a prompt of `prompt_tokens` tokens. `priority` is a key of
-    PRIORITY_SHARES."""
+    """sample: `num_samples` sequences behind a prompt of `prompt_tokens` tokens. `priority` is interactive or
+    batch."""
 
     num_samples: int
     prompt_tokens: int

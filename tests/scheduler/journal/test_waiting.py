@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from scheduler.journal.journal import Journal
 from scheduler.links.messages import PullPass
 from scheduler.order.operations import Gone, Waiting
-from scheduler.order.plans import ForwardBackward, Slice
+from scheduler.order.plans import Create, ForwardBackward, Slice
 from store import tables
 from tests.scheduler.journal.test_journal import Service, create, first_pass, go, organisation, run_row, sample, train
 
@@ -39,6 +40,25 @@ def test_it_says_what_it_waits_for_and_its_place(tmp_path: Path) -> None:
             last = await waiting(service.journal, queued[-1])
             assert last.state == "active"
             assert last.reason == "waiting for the trainer, which is busy; it is next"
+
+    go(scenario())
+
+
+def test_operations_of_a_run_of_batch_priority_are_told_their_place_too(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service = Service(tmp_path)
+        organisation(service)
+        creation = create()
+        assert isinstance(creation.plan, Create)
+        batch = replace(creation, plan=Create(creation.plan.spec, "batch"))
+        queued = [await service.journal.accept(batch, run_row())]
+        queued += [await service.journal.accept(train(seq)) for seq in (1, 2)]
+        told = [(await waiting(service.journal, request_id)).reason for request_id in queued]
+        assert [reason.rpartition("; ")[2] for reason in told] == [
+            "it is next",
+            "about 1 pieces of work are ahead of it in fair order",
+            "about 2 pieces of work are ahead of it in fair order",
+        ]
 
     go(scenario())
 
