@@ -101,9 +101,9 @@ class TestBatches:
     @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 40))
     def test_slices_tile_the_data(self, lengths: list[int], cap: int) -> None:
         cuts = slices(lengths, cap)
-        assert [i for start, stop, _ in cuts for i in range(start, stop)] == list(range(len(lengths)))
-        assert all(tokens == sum(lengths[start:stop]) for start, stop, tokens in cuts)
-        assert all(tokens <= cap or stop - start == 1 for start, stop, tokens in cuts)
+        assert [i for cut in cuts for i in range(cut.start, cut.stop)] == list(range(len(lengths)))
+        assert all(cut.tokens == sum(lengths[cut.start : cut.stop]) for cut in cuts)
+        assert all(cut.tokens <= cap or cut.stop - cut.start == 1 for cut in cuts)
 
 
 #: For a prompt of three tokens.
