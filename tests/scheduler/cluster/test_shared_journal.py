@@ -40,7 +40,7 @@ from scheduler.order.operations import (
     SequenceReused,
     Waiting,
 )
-from scheduler.order.plans import Sample
+from scheduler.order.plans import NewSampler, Sample
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
@@ -329,9 +329,9 @@ def test_how_far_runs_are_is_known_after_redis_and_the_leader_were_lost(
         await one.lead()
         async with trainer(url, blobs):
             await two.journal.accept(create(), run_row())
-            inflight = {"sampler_id": "s:sample:7", "sampling_session_seq_id": 7, "sampler_kind": "inflight"}
+            inflight = NewSampler("s:sample:7", 7, inflight=True)
             await one.journal.accept(train(1, "optim_step"))
-            saved = await two.journal.accept(train(2, "save_sampler", b"", **inflight))
+            saved = await two.journal.accept(train(2, "save_sampler", b"", inflight))
             await until(lambda: known() == PolicyMoved(RUN, 1, f"weights/{saved}", 2))
             last = await one.journal.accept(train(3, "optim_step"))
             newest = PolicyMoved(RUN, 2, f"weights/{saved}", 3)
