@@ -8,7 +8,7 @@ behind it would wait for ever.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -28,6 +28,7 @@ from api.who.principal import Principal, RateLimit
 from billing.accounts import OutOfMoney
 from scheduler.links.messages import OpKind
 from scheduler.order.operations import Draining, NewOperation, QueueFull, RunClosed, SequenceReused
+from scheduler.order.plans import BODY_ONLY, Plan
 from store import tables
 from store.room import NoRoom
 
@@ -46,7 +47,7 @@ class Address(BaseModel):
 class Checked:
     """What a check has found out about an operation that may run."""
 
-    plan: dict[str, Any] = field(default_factory=dict)
+    plan: Plan = BODY_ONLY
     tokens: int = 0
     #: What is kept instead of what was sent, completed with what the server knows.
     body: bytes | None = None

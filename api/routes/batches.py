@@ -27,6 +27,7 @@ from api.state.service import Service, ServiceDep
 from api.who.lookup import served_model
 from api.who.principal import Principal
 from scheduler.links.messages import OpKind
+from scheduler.order.plans import ForwardBackward
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
@@ -100,8 +101,8 @@ def _check(service: Service, message: pb.ForwardBackwardRequest, body: bytes, ru
     if batch.loss_fn == "stable_reinforce":
         batch, recorded = with_recorded_logprobs(batch, run.session_id, service.blobs)
     cuts = slices(check_batch(batch, card, limits, custom), service.settings.trainer.slice_tokens)
-    tokens = sum(tokens for _, _, tokens in cuts)
-    return Checked({"slices": cuts}, tokens, _completed(body, recorded) if recorded else None)
+    tokens = sum(part.tokens for part in cuts)
+    return Checked(ForwardBackward(tuple(cuts)), tokens, _completed(body, recorded) if recorded else None)
 
 
 def _completed(body: bytes, logprobs: Mapping[int, Any]) -> bytes:

@@ -7,6 +7,7 @@ import uuid
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import orjson
 from fastapi import APIRouter, Request
 from sqlalchemy import select
@@ -22,6 +23,7 @@ from api.http.auth import PrincipalDep
 from api.http.bodies import parse_json, read_body
 from api.state.service import ServiceDep
 from api.who.may_change import active_session
+from scheduler.order.plans import BODY_ONLY
 from store import tables
 from workers.trainer.custom_format import loss_ref
 
@@ -59,8 +61,10 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
         state="done",
         tokens=0,
         body_ref=loss_ref(loss_id),
-        body_sha256=digest,
-        plan={},
+        body_bytes=len(stored),
+        body_sha256=hashlib.sha256(stored).hexdigest(),
+        sent_sha256=digest,
+        plan=msgspec.to_builtins(BODY_ONLY),
         result_ref=result_ref,
         result_type="application/json",
         accepted_at=now,
@@ -74,7 +78,7 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
             service.blobs.put(result_ref, orjson.dumps({"loss_id": loss_id, "type": KIND}))
             session.add(row)
             return request_id
-        if there.body_sha256 != digest:
+        if there.sent_sha256 != digest:
             raise Invalid(f"custom_loss_seq_id: {number} is another loss already; use the next number")
         return there.id
 

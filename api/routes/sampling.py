@@ -26,6 +26,7 @@ from api.who.may_change import active_session
 from api.who.principal import Principal
 from scheduler.links.messages import sequence_id
 from scheduler.order.operations import SAMPLE, NewOperation
+from scheduler.order.plans import Sample
 from store import tables
 from workers.model.card import ModelCard
 
@@ -102,7 +103,7 @@ def _checked(
         base_model=sampler.base_model,
         tokens=tokens,
         body=whole.model_dump_json(exclude_none=True).encode(),
-        plan={"num_samples": body.num_samples, "prompt_tokens": prompt, "priority": priority},
+        plan=Sample(body.num_samples, prompt, priority),
     )
 
 

@@ -18,6 +18,7 @@ from api.operations.submit import Checked, submit_json
 from api.state.service import ServiceDep
 from api.who.lookup import run_by_id, served_model
 from scheduler.links.messages import OpKind, RunSpec
+from scheduler.order.plans import Create
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
@@ -51,7 +52,7 @@ async def create_model(
     await service.read(lambda session: check_session(session, who, body.session_id, spec.run_id))
     metadata = check_metadata(body.user_metadata)
     raw = body.model_dump_json(exclude_none=True).encode()
-    return await create(service, who, body.session_id, seq, spec, metadata, raw, {"priority": priority})
+    return await create(service, who, body.session_id, seq, Create(spec, priority), metadata, raw)
 
 
 @router.post("/get_info", **declare(scope=LOOKING, limit="call"))

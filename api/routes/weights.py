@@ -29,7 +29,9 @@ from api.paths import check_name, parse_path
 from api.state.service import Service, ServiceDep
 from api.who.lookup import readable_checkpoint, run_of, served_model
 from api.who.principal import Principal
+from scheduler.journal import rows
 from scheduler.links.messages import OpKind, RunSpec
+from scheduler.order.plans import Create, Load, NewSampler, Save, Source
 from store import tables
 from workers.model.encryption import BadRecipient, parse_recipients
 
@@ -42,13 +44,13 @@ async def save_weights(request: Request, service: ServiceDep, who: PrincipalDep)
 
     def check(body: SaveWeightsRequest, run: tables.Run) -> Checked:
         return Checked(
-            {
-                "kind": "weights",
-                "name": f"auto-{body.seq_id}" if body.path is None else check_name(body.path, "path"),
-                "overwrite": body.overwrite,
-                "ttl_seconds": body.ttl_seconds,
-                "user_metadata": check_metadata(body.user_metadata),
-            }
+            Save(
+                "weights",
+                f"auto-{body.seq_id}" if body.path is None else check_name(body.path, "path"),
+                body.ttl_seconds,
+                overwrite=body.overwrite,
+                user_metadata=check_metadata(body.user_metadata),
+            )
         )
 
     raw = await read_body(request)
@@ -72,14 +74,8 @@ async def save_weights_for_sampler(request: Request, service: ServiceDep, who: P
 def _named_sampler(body: SaveWeightsForSamplerRequest, path: str) -> Checked:
     if body.kind != "snapshot":
         raise Invalid(f"kind: a named save is a snapshot; {body.kind!r} needs sampling_session_seq_id")
-    return Checked(
-        {
-            "kind": "sampler_weights",
-            "name": check_name(path, "path"),
-            "ttl_seconds": body.ttl_seconds,
-            "user_metadata": check_metadata(body.user_metadata),
-        }
-    )
+    name, metadata = check_name(path, "path"), check_metadata(body.user_metadata)
+    return Checked(Save("sampler_weights", name, body.ttl_seconds, user_metadata=metadata))
 
 
 def _unnamed_sampler(body: SaveWeightsForSamplerRequest, session: Session, run: tables.Run) -> Checked:
@@ -89,19 +85,11 @@ def _unnamed_sampler(body: SaveWeightsForSamplerRequest, session: Session, run: 
         tables.Operation.session_id == run.session_id,
         tables.Operation.kind == OpKind.SAVE_SAMPLER.value,
         tables.Operation.state == "queued",
-        tables.Operation.plan["sampler_id"].as_string() == sampler_id,
+        rows.sampler_id == sampler_id,
     )
     if session.get(tables.Sampler, sampler_id) is not None or session.scalars(saving).first() is not None:
         raise Invalid(f"sampling_session_seq_id: {number} is taken in this session; use the next number")
-    return Checked(
-        {
-            "kind": "sampler_weights",
-            "name": None,
-            "sampler_id": sampler_id,
-            "sampling_session_seq_id": number,
-            "sampler_kind": body.kind,
-        }
-    )
+    return Checked(NewSampler(sampler_id, number, inflight=body.kind == "inflight"))
 
 
 @router.post("/save_weights_external", **declare(scope="train", limit="work", meters="storage"))
@@ -114,9 +102,7 @@ async def save_weights_external(request: Request, service: ServiceDep, who: Prin
             parse_recipients(body.age_encryption_recipients or [])
         except BadRecipient as error:
             raise Invalid(f"age_encryption_recipients{error}") from None
-        return Checked(
-            {"kind": "external_weights", "name": check_name(body.path, "path"), "ttl_seconds": body.ttl_seconds}
-        )
+        return Checked(Save("external_weights", check_name(body.path, "path"), body.ttl_seconds))
 
     raw = await read_body(request)
     return await submit_json(service, who, OpKind.SAVE_EXTERNAL, raw, SaveWeightsExternalRequest, check)
@@ -173,7 +159,7 @@ def _load_in_place(body: LoadWeightsRequest, session: Session, who: Principal, r
             raise Invalid(f"path: that checkpoint has {field} {quote(theirs)}, this model has {quote(ours)}")
     if body.optimizer:
         check_same_optimizer(source.optimizer, run.optimizer)
-    return Checked({"source_ref": checkpoint.ref, "with_optimizer": body.optimizer, "path": body.path})
+    return Checked(Load(Source(checkpoint.ref, body.path, body.optimizer)))
 
 
 def _source(session: Session, who: Principal, body: LoadWeightsRequest) -> tuple[tables.Checkpoint, tables.Run]:
@@ -220,6 +206,5 @@ async def _create_from(
     if found is None:
         return await repeat(service, who, session_id, run_id, raw)
     spec, ref = found
-    plan = {"source_ref": ref, "with_optimizer": body.optimizer, "path": body.path, "priority": priority}
-    metadata = check_metadata(body.user_metadata)
-    return await create(service, who, session_id, seq, spec, metadata, raw, plan)
+    plan = Create(spec, priority, Source(ref, body.path, body.optimizer))
+    return await create(service, who, session_id, seq, plan, check_metadata(body.user_metadata), raw)

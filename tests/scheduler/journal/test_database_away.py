@@ -18,6 +18,7 @@ from billing.wallets import set_mode, wallet_of
 from scheduler.journal.journal import Journal
 from scheduler.links.messages import Done
 from scheduler.order.operations import NewOperation, Outcome
+from scheduler.order.plans import Sample
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
@@ -47,9 +48,7 @@ def set_up(session: Session) -> None:
 
 
 def sample(seq: int) -> NewOperation:
-    return NewOperation(
-        "org", "s", "s:sample:0", seq, "sample", "m", 20, b"{}", {"num_samples": 1, "prompt_tokens": 10}
-    )
+    return NewOperation("org", "s", "s:sample:0", seq, "sample", "m", 20, b"{}", Sample(1, 10, "interactive"))
 
 
 async def accept(journal: Journal, seq: int) -> str:
