@@ -9,11 +9,13 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
+from sqlalchemy import select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
+from billing import ledger
 from billing.wallets import wallet_of
-from store.tables import LedgerEntry
+from store.tables import LedgerEntry, UsageEvent
 
 EntryType = Literal["topup", "grant", "usage", "refund", "adjustment", "expiry", "invoice", "chargeback"]
 TYPES: tuple[EntryType, ...] = get_args(EntryType)
@@ -53,3 +55,16 @@ def post(
     wallet.balance_nusd += amount_nusd
     session.flush()
     return entry
+
+
+def refund_operation(session: Session, org_id: str, operation_id: str, memo: str = "") -> LedgerEntry | None:
+    """Give back all that an operation of this organisation has cost, once. To be called in a write.
+
+    None when it was refunded before, or has cost nothing. Budgets count what was spent and do not get it back."""
+    query = select(UsageEvent.amount_nusd).where(UsageEvent.org_id == org_id, UsageEvent.operation_id == operation_id)
+    amount = sum(session.scalars(query))
+    if amount == 0:
+        return None
+    return ledger.post(
+        session, org_id=org_id, type="refund", amount_nusd=amount, ref_type="operation", ref_id=operation_id, memo=memo
+    )

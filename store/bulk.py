@@ -15,7 +15,9 @@ from typing import Any
 import orjson
 import psycopg
 from sqlalchemy import Connection, TextClause, Update, bindparam, insert, text, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
 
 from store.tables import Base
 
@@ -78,3 +80,10 @@ def _update_one(table: type[Base]) -> Update:
 def _aside(row: dict[str, Any]) -> dict[str, Any]:
     values = dict(row)
     return {"of": values.pop("id"), **values}
+
+
+def insert_into(session: Session, table: type[Base]) -> postgresql.Insert:
+    """An INSERT that has `on_conflict_do_nothing` and `on_conflict_do_update`, which both dialects spell alike."""
+    if session.get_bind().dialect.name == "sqlite":
+        return sqlite.insert(table)  # type: ignore[return-value]
+    return postgresql.insert(table)

@@ -16,8 +16,8 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from billing.alerts import raise_alert, resolve_alert
+from store.bulk import insert_into
 from store.tables import StripeWebhookEvent
-from store.upsert import insert_into
 
 #: How old a signature may be.
 TOLERANCE_S = 300

@@ -12,8 +12,8 @@ from sqlalchemy.orm import Session
 
 from billing.payments.client import NUSD_PER_UUSD
 from billing.payments.periods import end_of, name_of, period_before, period_of
+from store.bulk import insert_into
 from store.tables import Invoice, LedgerEntry, Organisation, StripeMeterCursor, StripeOutbox, UsageEvent, Wallet
-from store.upsert import insert_into
 
 #: Each meter, and the kinds of usage on it: one line of an invoice each.
 METERS: dict[str, tuple[str, ...]] = {

@@ -25,7 +25,7 @@ import torch
 
 from scheduler.links.sockets import WorkerLink
 from store.blobs import Blobs
-from workers.generator.tokenizer import text_decoder
+from workers.generator.stop import text_decoder
 from workers.generator.torch_engine import (
     DEFAULT_ADAPTER_BYTES,
     DEFAULT_PREFILL_TOKENS,
@@ -36,8 +36,8 @@ from workers.generator.vllm import process as vllm
 from workers.generator.worker import Generator
 from workers.leave import leave
 from workers.model.card import read_card
-from workers.model.device import Target, add_arguments, target_of
-from workers.model.isolation import settle
+from workers.model.device import ModelDevice, add_arguments, device_of
+from workers.model.isolation import probe
 from workers.model.weights import load_decoder
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))
     if args.threads:
         torch.set_num_threads(args.threads)
-    target, blobs = target_of(args), Blobs(args.data_dir / "blobs")
-    engines = {name: _engine(name, path, args, target) for name, path in args.model}
+    where, blobs = device_of(args), Blobs(args.data_dir / "blobs")
+    engines = {name: _engine(name, path, args, where) for name, path in args.model}
     shared = _shared(args.redis, blobs) if args.redis is not None else None
     generator = Generator(engines, blobs, shared or WorkerLink(args.link_fd), slots=args.slots)
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shared.drain()
 
     signal.signal(signal.SIGTERM, drain)
-    log.info("ready on %s, with %d slots and %d threads", target, args.slots, torch.get_num_threads())
+    log.info("ready on %s, with %d slots and %d threads", where, args.slots, torch.get_num_threads())
     try:
         generator.serve()
     except EOFError:
@@ -90,13 +90,13 @@ def _shared(url: str, blobs: Blobs) -> SampleLink:
     return SampleLink(url, blobs)
 
 
-def _engine(name: str, path: Path, args: argparse.Namespace, target: Target) -> TorchEngine | VllmEngine:
+def _engine(name: str, path: Path, args: argparse.Namespace, where: ModelDevice) -> TorchEngine | VllmEngine:
     if args.engine == "vllm":
-        return vllm.vllm_engine(name, path, args, target)
+        return vllm.vllm_engine(name, path, args, where)
     began = time.monotonic()
     card = read_card(name, path)
-    decoder = load_decoder(path, target.dtype, target.device)
-    log.info("%s: tenants are computed %s", name, settle(decoder, args.data_dir / "isolation"))
+    decoder = load_decoder(path, where.dtype, where.device)
+    log.info("%s: tenants are computed %s", name, probe(decoder, args.data_dir / "isolation"))
     engine = TorchEngine(
         decoder,
         card.eos_token_ids,

@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.generator.kv_cache import KVCache
-from workers.generator.pages import PAGE_TOKENS, pages_of
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.model.native.build import library
 
 #: Attention lengths are rounded up to this many positions. Larger: fewer, bigger calls; smaller: less masked work.

@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.generator.block_index import BLOCK_TOKENS
 from workers.generator.decode_attend import DecodeAttend
-from workers.generator.kv_cache import KVCache
-from workers.generator.pages import PAGE_TOKENS, pages_of
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.generator.prefill_attend import Piece, PrefillAttend
+from workers.generator.prefix_cache import BLOCK_TOKENS
 from workers.generator.progress import RequestProgress, SequenceProgress
 from workers.generator.sampling import SamplingRows
 from workers.model.decoder import Decoder, OnRoute

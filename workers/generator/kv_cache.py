@@ -20,7 +20,48 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from workers.generator.pages import PAGE_TOKENS, pages_of
+#: Positions of a page.
+PAGE_TOKENS = 32
+
+
+def pages_of(tokens: int) -> int:
+    """Pages that so many positions take."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+class PagePool:
+    """Pages 0..count-1. One is free again when all its holders have released it."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(reversed(range(count)))
+        self._holders = [0] * count
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """So many free pages, for one holder. There must be as many."""
+        if count > len(self._free):
+            raise ValueError(f"{count} pages are asked for, {len(self._free)} of {self.count} are free")
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def share(self, pages: Sequence[int]) -> list[int]:
+        """One more holder of pages that are taken. They must not be written any more."""
+        for page in pages:
+            self._holders[page] += 1
+        return list(pages)
+
+    def release(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
 
 #: Keys and values of some pages of every layer, away from the pool.
 Saved = list[Tensor]

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.generator.block_index import BLOCK_TOKENS
 from workers.generator.kv_cache import KVCache
+from workers.generator.prefix_cache import BLOCK_TOKENS
 
 
 @dataclass(frozen=True)

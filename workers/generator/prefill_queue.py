@@ -11,8 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterator
 
-from workers.generator.block_index import BLOCK_TOKENS, BlockKey
-from workers.generator.prefix_cache import PrefixCache
+from workers.generator.prefix_cache import BLOCK_TOKENS, BlockKey, PrefixCache
 from workers.generator.progress import RequestProgress, SequenceProgress
 
 

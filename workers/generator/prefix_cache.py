@@ -11,10 +11,99 @@ any time.
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from workers.generator.block_index import BLOCK_TOKENS, BlockIndex, Chain, Root
-from workers.generator.kv_cache import KVCache, zeros
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache, zeros
+
+#: A block is one page of the KV cache.
+BLOCK_TOKENS = PAGE_TOKENS
+
+#: Where chains begin: a tenant, and what tells the weights from all others.
+Root = tuple[str, int]
+#: What a block follows (a root, or the block before, by its id) and its tokens.
+BlockKey = tuple[Root | int, tuple[int, ...]]
+
+
+@dataclass
+class Chain:
+    """The blocks at the head of one prompt, as far as they were found or added."""
+
+    tail: Root | int
+    keys: list[BlockKey] = field(default_factory=list)
+
+    def next_key(self, prompt: Sequence[int]) -> BlockKey | None:
+        """The block that would come next; None when the prompt has no further whole block."""
+        start = len(self.keys) * BLOCK_TOKENS
+        tokens = tuple(prompt[start : start + BLOCK_TOKENS])
+        return (self.tail, tokens) if len(tokens) == BLOCK_TOKENS else None
+
+
+class BlockIndex:
+    """At most `capacity` blocks, each with a place: a number below `capacity`."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._ids = itertools.count(1)
+        self._blocks: OrderedDict[BlockKey, tuple[int, int]] = OrderedDict()  # (id, place); oldest use first
+        self._free = list(reversed(range(capacity)))
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def match(self, root: Root, prompt: Sequence[int], limit: int) -> tuple[Chain, list[int]]:
+        """The longest chain of `prompt` within its first `limit` tokens, and the places of its blocks. It does not
+        count as use."""
+        chain, places = Chain(root), []
+        while (len(chain.keys) + 1) * BLOCK_TOKENS <= limit:
+            key = chain.next_key(prompt)
+            found = self._blocks.get(key) if key is not None else None
+            if key is None or found is None:
+                break
+            places.append(self._append(chain, key, found))
+        return chain, places
+
+    def use(self, chain: Chain) -> None:
+        """The blocks of a chain are used now, the first one last."""
+        for key in reversed(chain.keys):
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+
+    def extend(self, chain: Chain, prompt: Sequence[int]) -> int | None:
+        """Add the next block of `prompt` to its chain. Returns the place to fill; None when the block is there already
+        or there is no room. A chain that has lost its tail to eviction grows no more."""
+        key = chain.next_key(prompt)
+        if key is None or (chain.keys and chain.keys[-1] not in self._blocks):
+            return None
+        self.use(chain)
+        found = self._blocks.get(key)
+        if found is not None:
+            self._append(chain, key, found)
+            self.use(chain)
+            return None
+        place = self._room(chain)
+        if place is None:
+            return None
+        self._blocks[key] = (next(self._ids), place)
+        self._append(chain, key, self._blocks[key])
+        self.use(chain)
+        return place
+
+    def _append(self, chain: Chain, key: BlockKey, found: tuple[int, int]) -> int:
+        chain.tail = found[0]
+        chain.keys.append(key)
+        return found[1]
+
+    def _room(self, chain: Chain) -> int | None:
+        """A free place, if need be that of the least recently used block; never one of the chain's own."""
+        if self._free:
+            return self._free.pop()
+        oldest = next(iter(self._blocks), None)
+        if oldest is None or oldest in chain.keys:
+            return None
+        return self._blocks.pop(oldest)[1]
 
 
 class PrefixCache:

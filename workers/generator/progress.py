@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from workers.generator.adapters import HeldAdapter
-from workers.generator.block_index import BLOCK_TOKENS, Chain, Root
 from workers.generator.engine import (
     Facts,
     Finished,
@@ -26,6 +25,7 @@ from workers.generator.engine import (
     StopReason,
     TopkLogprobs,
 )
+from workers.generator.prefix_cache import BLOCK_TOKENS, Chain, Root
 from workers.generator.prompt_scores import PromptScores
 from workers.generator.sampling import Draw, sequence_rng
 from workers.generator.stop import StopRule

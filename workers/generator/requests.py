@@ -1,4 +1,4 @@
-"""Between the wire and the engine: the body of a sample becomes an `Order`, a Finished becomes a Done."""
+"""Between the wire and the engine: the body of a sample becomes an `PendingSample`, a Finished becomes a Done."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workers.generator.engine import (
 
 
 @dataclass(frozen=True)
-class Order:
+class PendingSample:
     """A request, and what its answer needs beside what the engine returns."""
 
     op: SampleOp
@@ -34,7 +34,7 @@ class Order:
     record_stability: bool
 
 
-def read_order(op: SampleOp, blobs: Blobs) -> Order:
+def read_sample(op: SampleOp, blobs: Blobs) -> PendingSample:
     """Read and translate the body of an operation. Raises when it is missing or malformed."""
     body = SampleRequest.model_validate_json(blobs.get(op.body_ref, op.body_sha256))
     request = GenerateRequest(
@@ -56,7 +56,7 @@ def read_order(op: SampleOp, blobs: Blobs) -> Order:
         max_staleness=body.max_staleness,
         return_routed_experts=bool(body.return_routed_experts),
     )
-    return Order(op, request, body.target_prompt_logprobs, bool(body.record_stability_info))
+    return PendingSample(op, request, body.target_prompt_logprobs, bool(body.record_stability_info))
 
 
 def policy_name(op: SampleOp) -> str:
@@ -100,13 +100,13 @@ def read_sampling(wire: WireSamplingParams) -> SamplingParams:
     )
 
 
-def answer(order: Order, finished: Finished) -> Done | Declined:
+def answer(pending: PendingSample, finished: Finished) -> Done | Declined:
     """What the queue is told of a request that ended."""
     if finished.error is not None:
         return _refusal(finished.id, finished.error)
     facts, targets = finished.facts, None
-    if order.targets is not None and finished.target_logprobs is not None:
-        targets = _like(order.targets, finished.target_logprobs)
+    if pending.targets is not None and finished.target_logprobs is not None:
+        targets = _like(pending.targets, finished.target_logprobs)
     payload = encode_sample_response(
         finished.sequences,
         finished.prompt_logprobs,
@@ -116,7 +116,7 @@ def answer(order: Order, finished: Finished) -> Done | Declined:
         finished.prompt_alt_tokens,
     )
     counts = {"prefill": facts.prefill, "cached_prefill": facts.cached_prefill, "sample": facts.sample}
-    return Done(finished.id, payload=payload, facts=counts, drawn=_drawn(finished) if order.op.run_id else {})
+    return Done(finished.id, payload=payload, facts=counts, drawn=_drawn(finished) if pending.op.run_id else {})
 
 
 def _drawn(finished: Finished) -> dict[int, int]:

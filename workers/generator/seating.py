@@ -14,8 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from workers.generator.kv_cache import KVCache, Saved, routes_of
-from workers.generator.pages import PAGE_TOKENS, PagePool, pages_of
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache, PagePool, Saved, pages_of, routes_of
 from workers.generator.progress import SequenceProgress
 
 

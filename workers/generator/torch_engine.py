@@ -24,14 +24,13 @@ from workers.generator import forward
 from workers.generator.adapters import AdapterCache
 from workers.generator.decode_attend import native_kernel
 from workers.generator.engine import EngineStats, Finished, GenerateRequest
-from workers.generator.kv_cache import KVCache
-from workers.generator.pages import PAGE_TOKENS, pages_of
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
+from workers.generator.open_requests import OpenRequests
 from workers.generator.prefill_queue import PrefillQueue
 from workers.generator.prefix_cache import PrefixCache
 from workers.generator.progress import RequestProgress, SequenceProgress
 from workers.generator.prompt_scores import PromptScores
 from workers.generator.refusals import NotFinite, failed, refused, request_fault
-from workers.generator.roster import Roster
 from workers.generator.sampling import Draw, SamplingRows, sample
 from workers.generator.seating import Seating
 from workers.generator.stop import DecodeText, StopRule
@@ -96,7 +95,7 @@ class TorchEngine:
         self._seating = Seating(self._cache, slots)
         self._prefix = PrefixCache(self._cache, prefix_bytes)
         self._queue = PrefillQueue(self._prefix, prefill_tokens)
-        self._roster = Roster(self._queue, self._seating, self._adapters)
+        self._open = OpenRequests(self._queue, self._seating, self._adapters)
         self._numbers = itertools.count()
         self._plan: forward.DecodePlan | None = None  # of all running sequences, while they stay the same
         self._planned = 0  # what `seating.changes` was then
@@ -108,7 +107,7 @@ class TorchEngine:
     def free_slots(self) -> int:
         """By rows and by KV space: what waits is counted as what it needs to start, what might come as what those here
         take."""
-        seating, waiting = self._seating, self._roster.waiting
+        seating, waiting = self._seating, self._open.waiting
         if seating.aside:
             return 0
         needed = sum(pages_of(len(progress.request.prompt)) * progress.unstarted for progress in self._queue)
@@ -117,43 +116,43 @@ class TorchEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._roster.here or self._roster.finished or self._adapters.reading)
+        return bool(self._open.here or self._open.finished or self._adapters.reading)
 
     def add(self, request: GenerateRequest) -> None:
         fault = request_fault(request, self._context, self._decoder.config.vocab_size)
-        if request.id in self._roster.here:
+        if request.id in self._open.here:
             fault = f"request {request.id} is here already"
         if fault is not None:
-            self._roster.finished.append(refused(request.id, fault))
+            self._open.finished.append(refused(request.id, fault))
             return
         try:
-            self._roster.enter(self._progress(request))
+            self._open.enter(self._progress(request))
         except Exception as error:
-            self._roster.finished.append(failed(request.id, error))
+            self._open.finished.append(failed(request.id, error))
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        roster = self._roster
+        requests = self._open
         self._install()
         self._seating.bring_back()
-        self._survive(list(roster.starting.values()), self._start_sequences)
+        self._survive(list(requests.starting.values()), self._start_sequences)
         self._survive(self._queue.choose(self._seating.seat), self._prefill)
-        self._survive(list(roster.starting.values()), self._start_sequences)
+        self._survive(list(requests.starting.values()), self._start_sequences)
         self._seating.grow()
-        self._survive(list(roster.running.values()), self._decode)
-        finished, roster.finished = roster.finished, []
+        self._survive(list(requests.running.values()), self._decode)
+        finished, requests.finished = requests.finished, []
         return finished
 
     def cancel(self, request_id: str) -> Finished | None:
-        return self._roster.cancel(request_id)
+        return self._open.cancel(request_id)
 
     def swap_adapter(self, name: str, folder: Path) -> None:
         self._adapters.swap(name, folder)
 
     def run_moved(self, run: str, version: int) -> None:
-        for progress in [p for p in self._roster.here.values() if p.request.run == run]:
+        for progress in [p for p in self._open.here.values() if p.request.run == run]:
             progress.run_version = version
-            self._roster.stop_stale(progress)
+            self._open.stop_stale(progress)
 
     def close(self) -> None:
         self._adapters.close()
@@ -162,7 +161,7 @@ class TorchEngine:
         return EngineStats(
             **self._counts,
             running=self._seating.seated,
-            waiting=self._roster.waiting,
+            waiting=self._open.waiting,
             adapters_loaded=len(self._adapters),
             adapter_bytes=self._adapters.size_bytes,
             kv_tokens=self._cache.pages * PAGE_TOKENS,
@@ -178,11 +177,11 @@ class TorchEngine:
 
     def _install(self) -> None:
         """Take in the adapters that have been read; while there is nothing else to do, wait a moment for one."""
-        if self._roster.stuck:
+        if self._open.stuck:
             self._adapters.wait(READ_WAIT_S)
         while (installed := self._adapters.install()) is not None:
             self._plan = None
-            self._roster.adapter_read(*installed)
+            self._open.adapter_read(*installed)
 
     def _progress(self, request: GenerateRequest) -> RequestProgress:
         limit = self._context - len(request.prompt) + 1
@@ -202,7 +201,7 @@ class TorchEngine:
         except Exception as error:
             self._plan = None
             if len(batch) == 1:
-                self._roster.fail(batch[0], error)
+                self._open.fail(batch[0], error)
                 return
             log.warning("a step of %d requests failed (%s); trying each alone", len(batch), error)
             for progress in batch:
@@ -223,19 +222,19 @@ class TorchEngine:
             self._queue.save(progress)
         for progress, logits_V in zip(complete, logits, strict=True):
             progress.prompt_logits_V, progress.prompt_version = logits_V.clone(), progress.version
-            self._roster.run(progress)
+            self._open.run(progress)
             self._plan = None
         self._accept([progress.sequences[0] for progress in complete], drawn, [p.version for p in complete])
 
     def _start_sequences(self, batch: list[RequestProgress]) -> None:
-        """Start more sequences of prefilled requests: those which took another's place (`Roster.retire`), and as many
-        others as there is room for, from the prompt that one of theirs still holds."""
+        """Start more sequences of prefilled requests: those that took over an ended sibling's pages
+        (`OpenRequests.retire`), and as many others as there is room for, with the prompt of a running sibling."""
         for progress in batch:
             while begun := self._begun(progress):
                 logits_RV = progress.prompt_logits_V.expand(len(begun), -1)
                 self._accept(begun, self._draw(begun, logits_RV), [progress.prompt_version or 0] * len(begun))
             if not progress.unstarted:
-                self._roster.starting.pop(progress.request.id, None)
+                self._open.starting.pop(progress.request.id, None)
 
     def _begun(self, progress: RequestProgress) -> list[SequenceProgress]:
         """The sequences of a request that have the prompt and no token yet."""
@@ -249,7 +248,7 @@ class TorchEngine:
     # -- decode
 
     def _decode(self, batch: list[RequestProgress]) -> None:
-        everyone = len(batch) == len(self._roster.running)
+        everyone = len(batch) == len(self._open.running)
         plan = self._plan if everyone and self._planned == self._seating.changes else None
         if plan is None:
             sequences = [sequence for progress in batch for sequence in progress.running()]
@@ -276,16 +275,16 @@ class TorchEngine:
     def _accept(self, sequences: Sequence[SequenceProgress], draws: list[Draw], versions: list[int]) -> None:
         for sequence, drawn, version in zip(list(sequences), draws, versions, strict=True):
             progress = sequence.owner
-            if progress.request.id not in self._roster.running:
+            if progress.request.id not in self._open.running:
                 continue  # another of its sequences failed it, in this very loop
             if not math.isfinite(drawn.logprob):
-                self._roster.fail(progress, NotFinite(adapted=progress.adapter is not None))
+                self._open.fail(progress, NotFinite(adapted=progress.adapter is not None))
                 continue
             try:
                 sequence.accept(drawn, version)
             except Exception as error:
-                self._roster.fail(progress, error)
+                self._open.fail(progress, error)
                 continue
             self._counts["sampled_tokens"] += 1
             if sequence.stop_reason:
-                self._roster.retire(sequence)
+                self._open.retire(sequence)

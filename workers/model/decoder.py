@@ -44,7 +44,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"):
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.isolation = "padded"  # or another mode of isolation.py: what settle found this machine to need
+        self.isolation = "padded"  # or another mode of isolation.py: what `probe` found
         #: What a forward may keep for its backward; None asks for the memory at hand (memory.py).
         self.activation_budget_bytes: int | None = None
         with torch.device(device):

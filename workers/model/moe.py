@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from workers.model.base_mm import per_expert
 from workers.model.lora import own_rows
+from workers.model.lora_products import LoraProducts, products_of
 from workers.model.lora_rows import LoraRows
-from workers.model.per_expert import per_expert
-from workers.model.place import Place, place_of
 from workers.model.routing import Routing
 
 
@@ -70,17 +70,17 @@ class _Adapters(NamedTuple):
     """Where the adapters find their rows: `shared` per token, of those that share the outer factors; per (expert,
     group) run `paired` of all and `each` of those that do not. `scale_T1` of each token."""
 
-    shared: Place | None
-    paired: Place
-    each: Place | None
+    shared: LoraProducts | None
+    paired: LoraProducts
+    each: LoraProducts | None
     scale_T1: Tensor
 
     @classmethod
     def of(cls, rows: LoraRows | None, routing: Routing, names: Names, weight: Tensor) -> _Adapters | None:
-        every, shared = place_of(rows, names.down_a, weight), place_of(rows, names.gate_up_a, weight)
+        every, shared = products_of(rows, names.down_a, weight), products_of(rows, names.gate_up_a, weight)
         if rows is None or every is None:
             return None
-        each = place_of(rows, names.each_gate_up_a, weight)
+        each = products_of(rows, names.each_gate_up_a, weight)
         scale_T1 = rows.scale_of_row(routing.experts.device)[:, None]
         return cls(shared, every.experts(routing, rows), each.experts(routing, rows) if each else None, scale_T1)
 
@@ -237,7 +237,7 @@ def _gate_up_backward(
 
 
 def _shared_backward(
-    dx_TD: Tensor | None, du_P: Tensor, x_TD: Tensor, plan: _Plan, shared: Place, scale_T1: Tensor
+    dx_TD: Tensor | None, du_P: Tensor, x_TD: Tensor, plan: _Plan, shared: LoraProducts, scale_T1: Tensor
 ) -> None:
     """Add to dx in place and to the gradients of the shared factors of gate and up."""
     du_T = _per_token(du_P, plan.routing).sum(1) * scale_T1

@@ -31,8 +31,8 @@ from scheduler.links.sockets import WorkerLink
 from store.blobs import Blobs
 from workers.leave import leave
 from workers.model.decoder import Decoder
-from workers.model.device import Target, add_arguments, target_of
-from workers.model.isolation import settle
+from workers.model.device import ModelDevice, add_arguments, device_of
+from workers.model.isolation import probe
 from workers.model.weights import load_decoder
 from workers.trainer.trainer import Trainer, TrainerSettings
 
@@ -72,7 +72,7 @@ def serve(trainer: Trainer, link: Link, stop: StopFlag) -> None:
     trainer.drain(link.send)
 
 
-def load_models(models: Sequence[str], target: Target, tried: Path | None = None) -> dict[str, Decoder]:
+def load_models(models: Sequence[str], where: ModelDevice, tried: Path | None = None) -> dict[str, Decoder]:
     """Decoders by name from NAME=PATH pairs. `tried`: where findings about this machine are kept."""
     decoders: dict[str, Decoder] = {}
     for pair in models:
@@ -80,9 +80,9 @@ def load_models(models: Sequence[str], target: Target, tried: Path | None = None
         if not (name and separator and path):
             raise SystemExit(f"--model must be NAME=PATH, got {pair!r}")
         began = time.monotonic()
-        decoders[name] = load_decoder(Path(path), target.dtype, target.device)
+        decoders[name] = load_decoder(Path(path), where.dtype, where.device)
         _log(f"loaded {name} in {time.monotonic() - began:.1f} s")
-        _log(f"{name}: tenants are computed {settle(decoders[name], tried)}")
+        _log(f"{name}: tenants are computed {probe(decoders[name], tried)}")
     return decoders
 
 
@@ -94,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     settings = TrainerSettings(args.microbatch_tokens, args.snapshot_every_tokens, args.resident_bytes, args.host_bytes)
-    target = target_of(args)
-    models, blobs = load_models(args.model, target, args.data_dir / "isolation"), Blobs(args.data_dir / "blobs")
+    where = device_of(args)
+    models, blobs = load_models(args.model, where, args.data_dir / "isolation"), Blobs(args.data_dir / "blobs")
     signal.signal(signal.SIGTERM, stop.set)
-    _log(f"loaded on {target}, with {torch.get_num_threads()} threads")
+    _log(f"loaded on {where}, with {torch.get_num_threads()} threads")
     if args.redis is None:
         pages_dir = args.data_dir / "pages"
         shutil.rmtree(pages_dir, ignore_errors=True)  # of a lost trainer: the journal rebuilds what was in them

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 from scheduler.links.messages import TrainOp
 from workers.model.decoder import Decoder
+from workers.trainer.failures import is_out_of_memory, too_large
 from workers.trainer.microbatch import run_microbatch
 from workers.trainer.packing import cut, pack
 from workers.trainer.progress import Part, Progress
-from workers.trainer.shortage import is_out_of_memory, too_large
 from workers.trainer.state import RunState
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import traceback
 
+import torch
+
 from scheduler.links.messages import Failure
 from store.blobs import BadRef, Damaged
 from workers.trainer.optimizer import OptimizerError
-from workers.trainer.progress import BadOperation
+from workers.trainer.progress import BadOperation, Part
 from workers.trainer.state import DamagedState, StateError
 
 
@@ -29,3 +31,26 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, BadRef | OSError):
         return Failure(f"the trainer could not read or write what the operation needs ({type(error).__name__})")
     return Failure(f"{type(error).__name__}: {error}")
+
+
+#: How allocators that have no exception class of their own say it (PyTorch's for the CPU, on Linux and elsewhere).
+_SIGNS = ("can't allocate memory: you tried to allocate", "not enough memory: you tried to allocate", "out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def too_large(part: Part) -> str:
+    """The reason why an operation fails whose part did not fit, alone."""
+    if part.stop - part.start == 1:
+        return (
+            f"out of memory: datum {part.start} has {part.tokens} tokens, more than this server can train on at once. "
+            "Send shorter sequences, or have the operator give the trainer more memory"
+        )
+    return (
+        f"out of memory: data {part.start} to {part.stop - 1} have {part.tokens} tokens, more than this server can "
+        "train on at once. Send shorter sequences, or have the operator lower [trainer] slice_tokens"
+    )

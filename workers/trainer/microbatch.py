@@ -23,12 +23,11 @@ from workers.model.decoder import FREE, Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
 from workers.trainer.custom_format import CustomLossError
 from workers.trainer.custom_losses import custom_loss
+from workers.trainer.failures import is_out_of_memory
 from workers.trainer.loss_inputs import LOSSES, ROUTES, THRESHOLDS
 from workers.trainer.losses import LOSS_FUNCTIONS
-from workers.trainer.metrics import Measure
+from workers.trainer.metrics import Measure, RouteCounter
 from workers.trainer.progress import Part
-from workers.trainer.routing import RouteCounter
-from workers.trainer.shortage import is_out_of_memory
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -21,8 +21,7 @@ from workers.model.adapter import Adapter
 from workers.model.config import DecoderConfig
 from workers.trainer.custom_format import CustomLoss
 from workers.trainer.loss_inputs import CUSTOM, LossInputError, check_loss, check_routes, loss_id_of
-from workers.trainer.metrics import Measure, merge_measures, metric_values
-from workers.trainer.routing import balance_metrics
+from workers.trainer.metrics import Measure, balance_metrics, merge_measures, metric_values
 from workers.trainer.state import PartDone, RunState
 
 

@@ -18,12 +18,15 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 from torch import Tensor
+from weft.wire import SaveWeightsExternalRequest
 from weft.wire.codec import decode_train_output, encode_train_output
 
 from scheduler.links.messages import RunSpec
 from store.blobs import Blobs, Damaged, is_lasting
 from workers.model.adapter import Adapter, AdapterFileError, AdapterShape, LoadedAdapter, load_adapter, save_adapter
 from workers.model.config import DecoderConfig
+from workers.model.encryption import encrypt_folder, parse_recipients
+from workers.model.peft_format import write_export
 from workers.trainer.arena import Arena, ArenaKind, TakeArena
 
 
@@ -308,3 +311,17 @@ def _check_same(spec: RunSpec, adapter: Adapter) -> None:
     ):
         if abs(have - need) > 1e-6 * abs(need):
             raise StateError(f"the checkpoint has LoRA {name} {have}, the run {need}")
+
+
+def save_external(run: RunState, blobs: Blobs, ref: str, body: bytes) -> int:
+    """Write the adapter as an export (`peft_format`) at `ref`, encrypted where `body` names recipients. Returns its
+    size in bytes."""
+    request = SaveWeightsExternalRequest.model_validate_json(body)
+    recipients = parse_recipients(request.age_encryption_recipients or [])
+    adapter, spec = run.adapter, run.spec
+    arrays = {name: view.cpu().numpy() for name, view in adapter.views.items()}
+    with blobs.new_folder(ref) as folder:
+        write_export(folder, arrays, base_model=spec.base_model, rank=spec.rank, alpha=adapter.scale * adapter.rank)
+        if recipients:
+            encrypt_folder(folder, recipients)
+    return blobs.size_bytes(ref)

@@ -31,12 +31,20 @@ from store.blobs import Blobs, is_lasting
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Computing
 from workers.trainer.custom_losses import CustomLosses
-from workers.trainer.external import save_external
 from workers.trainer.failures import NotResident, failure_of
 from workers.trainer.pages import PageError
 from workers.trainer.progress import Progress, begin
 from workers.trainer.residency import resident_within, waves
-from workers.trainer.state import RunState, StateError, create_run, kind_of, load_run, save_run, save_snapshot
+from workers.trainer.state import (
+    RunState,
+    StateError,
+    create_run,
+    kind_of,
+    load_run,
+    save_external,
+    save_run,
+    save_snapshot,
+)
 from workers.trainer.stepping import step_runs
 
 Send = Callable[[msgspec.Struct], None]

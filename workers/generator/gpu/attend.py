@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from workers.generator.gpu import kernels
-from workers.generator.kv_cache import KVCache
-from workers.generator.pages import PAGE_TOKENS
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache
 
 #: A row is cut in at most so many parts, of at least so many pages each: with few rows, parts are what keeps a device
 #: busy; beyond, they cost memory and a longer `combine`.

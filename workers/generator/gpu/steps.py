@@ -17,12 +17,11 @@ from torch import Tensor
 from workers.generator.forward import DecodePlan
 from workers.generator.gpu.capture import Capture, CudaGraphs, Repeated
 from workers.generator.gpu.step import Step
-from workers.generator.kv_cache import KVCache
-from workers.generator.pages import PAGE_TOKENS, pages_of
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.model.adapter_shape import AdapterShape
+from workers.model.base_mm import MAX_GROUPS, ROW_BYTES
 from workers.model.decoder import Decoder
 from workers.model.gpu.runs import forms
-from workers.model.per_expert import MAX_GROUPS, ROW_BYTES
 
 #: Steps that are kept: buckets of rows, times the forms of adapters that are met together.
 MAX_STEPS = 32

@@ -23,7 +23,7 @@ from workers.generator.engine import (
 )
 from workers.generator.refusals import refused, request_fault
 from workers.generator.stop import DecodeText, NoTokenizer, StopRule
-from workers.generator.vllm.adapters import Room
+from workers.generator.vllm.adapters import LoraLimits
 from workers.generator.vllm.policies import Policies
 from workers.generator.vllm.progress import RequestProgress
 from workers.generator.vllm.server import Launch, VllmFailed, VllmServer
@@ -49,7 +49,7 @@ class VllmEngine:
         *,
         slots: int,
         context: int,
-        room: Room,
+        limits: LoraLimits,
         folder: Path,
         launch: Launch | None = None,
         url: str = "",
@@ -67,11 +67,11 @@ class VllmEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
-        self._call(self._begin(folder, launch, url, room)).result()
+        self._call(self._begin(folder, launch, url, limits)).result()
 
-    async def _begin(self, folder: Path, launch: Launch | None, url: str, room: Room) -> None:
+    async def _begin(self, folder: Path, launch: Launch | None, url: str, limits: LoraLimits) -> None:
         self._server = VllmServer(launch, url)
-        self._policies = Policies(self._server.client, self._config, room, folder)
+        self._policies = Policies(self._server.client, self._config, limits, folder)
         self._serving = Serving(self._server, self._policies, self._slots, self._eos, self._tally)
         self._keeping = asyncio.create_task(self._server.keep())
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import PolicySpan
-from workers.generator.vllm.adapters import Room, convert
+from workers.generator.vllm.adapters import LoraLimits, convert
 from workers.generator.vllm.client import VllmClient, VllmRefused
 from workers.model.config import DecoderConfig
 
@@ -61,7 +61,7 @@ class Pushed:
 class Policies:
     client: VllmClient
     config: DecoderConfig
-    room: Room
+    limits: LoraLimits
     folder: Path
     epoch: int = 0
     _current: OrderedDict[str, Pushed] = field(default_factory=OrderedDict)
@@ -124,7 +124,7 @@ class Policies:
     async def _push(self, name: str, source: Path | None) -> Pushed:
         key = f"{self._life}-{next(self._counter)}"
         weights = self.folder / f"{key}.weights"
-        version = await asyncio.to_thread(convert, name, source, weights, self.config, self.room)
+        version = await asyncio.to_thread(convert, name, source, weights, self.config, self.limits)
         pushed = Pushed(f"{_key(name)}@{version}-{key}", self.folder / key, weights, [(self.epoch, version)])
         _lead(pushed.folder, weights)
         try:
@@ -139,7 +139,7 @@ class Policies:
         soon as nobody uses them."""
         gone = [old for old in self._retired if not old.users]
         self._retired = [old for old in self._retired if old.users]
-        excess = len(self._current) - 2 * self.room.slots
+        excess = len(self._current) - 2 * self.limits.max_adapters
         for name, pushed in list(self._current.items()):
             if excess > 0 and not pushed.users:
                 gone.append(self._current.pop(name))

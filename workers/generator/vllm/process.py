@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workers.generator.tokenizer import text_decoder
-from workers.generator.vllm.adapters import RANKS, Room, targets
+from workers.generator.stop import text_decoder
+from workers.generator.vllm.adapters import RANKS, LoraLimits, targets
 from workers.model.card import read_card
-from workers.model.device import Target
+from workers.model.device import ModelDevice
 
 if TYPE_CHECKING:
     from workers.generator.vllm.engine import VllmEngine
@@ -25,14 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-kv-bytes", type=int, default=1 << 30, help="for keys and values, on a CPU")
 
 
-def vllm_engine(name: str, path: Path, args: argparse.Namespace, target: Target) -> VllmEngine:
+def vllm_engine(name: str, path: Path, args: argparse.Namespace, where: ModelDevice) -> VllmEngine:
     """An engine whose vLLM has answered its first requests. Raises VllmFailed."""
     # Its HTTP client is imported where there is a vLLM only.
     from workers.generator.vllm.engine import VllmEngine
     from workers.generator.vllm.server import Launch
 
     card = read_card(name, path)
-    room = Room(args.vllm_adapters, args.vllm_rank)
+    limits = LoraLimits(args.vllm_adapters, args.vllm_rank)
     context = min(args.context, card.context_length)
     launch = Launch(
         program=args.vllm_program,
@@ -40,18 +40,18 @@ def vllm_engine(name: str, path: Path, args: argparse.Namespace, target: Target)
         targets=targets(card.config),
         context=context,
         slots=args.slots,
-        room=room,
-        dtype=str(target.dtype).removeprefix("torch."),
+        limits=limits,
+        dtype=str(where.dtype).removeprefix("torch."),
         threads=args.threads or 1,
         kv_bytes=args.vllm_kv_bytes,
-        cpu=target.device.type == "cpu",
+        cpu=where.device.type == "cpu",
     )
     engine = VllmEngine(
         card.config,
         card.eos_token_ids,
         slots=args.slots,
         context=context,
-        room=room,
+        limits=limits,
         folder=(args.vllm_folder or args.data_dir / "vllm") / name.replace("/", "--"),
         launch=None if args.vllm_url else launch,
         url=args.vllm_url,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.generator.vllm.adapters import Room
+from workers.generator.vllm.adapters import LoraLimits
 from workers.generator.vllm.client import VllmClient, VllmLost, VllmRefused
 
 log = logging.getLogger(__name__)
@@ -47,14 +47,14 @@ class Launch:
     targets: Sequence[str]
     context: int
     slots: int
-    room: Room
+    limits: LoraLimits
     dtype: str = "float32"
     threads: int = 1
     kv_bytes: int = 1 << 30
     cpu: bool = True
 
     def command(self, socket: Path) -> list[str]:
-        room = self.room
+        limits, adapters = self.limits, self.limits.max_adapters
         words = [str(self.program), "serve", str(self.model), "--served-model-name", BASE, "--uds", str(socket)]
         # One more than the context: the last token of a sequence needs no place in it.
         words += ["--dtype", self.dtype, "--max-model-len", str(self.context + 1), "--max-num-seqs", str(self.slots)]
@@ -66,8 +66,8 @@ class Launch:
             "--worker-extension-cls",
             "weft_vllm.worker.Swap",
         ]
-        words += ["--enable-lora", "--max-loras", str(room.slots), "--max-cpu-loras", str(2 * room.slots)]
-        words += ["--max-lora-rank", str(room.rank), "--lora-target-modules", *self.targets]
+        words += ["--enable-lora", "--max-loras", str(adapters), "--max-cpu-loras", str(2 * adapters)]
+        words += ["--max-lora-rank", str(limits.max_rank), "--lora-target-modules", *self.targets]
         return words + (["--enforce-eager"] if self.cpu else [])
 
     def environment(self) -> dict[str, str]:

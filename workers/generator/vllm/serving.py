@@ -7,6 +7,8 @@ apart. Lives in one event loop.
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +17,14 @@ from typing import Any
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import Finished, RequestError
 from workers.generator.refusals import refused
+from workers.generator.stop import StopRule
 from workers.generator.vllm import translate
 from workers.generator.vllm.adapters import NotServable
-from workers.generator.vllm.client import VllmLost, VllmRefused
+from workers.generator.vllm.client import VllmClient, VllmLost, VllmRefused
 from workers.generator.vllm.policies import Policies
 from workers.generator.vllm.progress import RequestProgress, SequenceProgress
 from workers.generator.vllm.server import VllmServer
-from workers.generator.vllm.slots import Slots
 from workers.generator.vllm.tally import Tally
-from workers.generator.vllm.watch import generate_watched
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Serving:
     ) -> None:
         """`slots` sequences are with vLLM at a time; `tally` is told of what ends."""
         self._server, self._policies, self._eos, self._tally = server, policies, eos_token_ids, tally
-        self._slots = Slots(slots)
+        self._slots = PrioritySemaphore(slots)
         self._requests: dict[str, RequestProgress] = {}
         self._life = 0  # of the server, that `policies` are of
         self._renewing = asyncio.Lock()
@@ -141,7 +142,7 @@ class Serving:
     async def _sequence(self, progress: RequestProgress, sequence: SequenceProgress) -> None:
         """One sequence: wait for a slot, generate, take the answer apart."""
         request, pushed = progress.request, progress.pushed
-        await self._slots.take(request.priority)
+        await self._slots.acquire(request.priority)
         try:
             sequence.version = progress.version
             if progress.too_old(sequence.version):
@@ -162,7 +163,7 @@ class Serving:
                 answer = await self._server.client.generate(body)
         finally:
             sequence.vllm_id = ""
-            self._slots.give()
+            self._slots.release()
             self._tally.sequence_ended(request.id)
         progress.take(sequence, answer)
 
@@ -195,3 +196,62 @@ def _fault(request_id: str, error: Exception) -> Finished:
 
 def _declined(request_id: str, why: str, elsewhere: Any, category: Any = "user") -> Finished:
     return Finished(request_id, error=RequestError(why, category, elsewhere))
+
+
+class PrioritySemaphore:
+    """Lives in one event loop."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+
+    async def acquire(self, priority: int) -> None:
+        """Wait for a slot. Cancelling the wait takes none."""
+        if self._free > 0:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (-priority, next(self._order), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """A slot is free again."""
+        while self._waiting:
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+async def generate_watched(client: VllmClient, body: dict[str, Any], rule: StopRule) -> dict[str, Any]:
+    """As `client.generate`, ended where `rule` stops it. In pieces vLLM tells no prompt logprobs: for them the prompt
+    is computed once more."""
+    params, scores = dict(body["sampling_params"]), None
+    if "prompt_logprobs" in params:
+        scored = await client.generate({**body, "sampling_params": {**params, "max_tokens": 1}})
+        scores = scored["prompt_logprobs"]
+        del params["prompt_logprobs"]
+    tokens: list[int] = []
+    content: list[dict[str, Any]] = []
+    usage: dict[str, Any] = {}
+    versions, stopped = None, False
+    async for piece in client.stream({**body, "sampling_params": params}):
+        usage = piece.get("usage") or usage
+        for choice in piece["choices"]:
+            versions = choice.get("weight_versions") or versions
+            for entry in (choice["logprobs"] or {}).get("content") or ():
+                if not stopped:
+                    tokens.append(entry["token_id"])
+                    content.append(entry)
+                    stopped = rule.check(tokens) == "stop"
+            if stopped and choice.get("finish_reason") is None:
+                await client.abort([body["request_id"]])
+    choice = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": versions}
+    return {"choices": [choice], "usage": usage, "prompt_logprobs": scores}

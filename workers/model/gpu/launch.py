@@ -36,8 +36,8 @@ class Precision(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
-    """A `workers.model.place.Place`: over the rows of the batch itself, or of (expert, group) runs."""
+class TritonProducts:
+    """A `workers.model.lora_products.LoraProducts`: over the rows of the batch itself, or of (expert, group) runs."""
 
     table: Table
     runs: Runs
@@ -45,12 +45,12 @@ class Place:
     precision: Precision
 
     @classmethod
-    def dense(cls, rows: LoraRows, name: str, base: torch.dtype) -> Place:
+    def dense(cls, rows: LoraRows, name: str, base: torch.dtype) -> TritonProducts:
         """The batch's own rows, of the groups that have the tensor called `name`, beside a base of this dtype."""
         table = table_of(rows)
         return cls(table, table.runs, table.blocks(name), Precision.beside(base))
 
-    def experts(self, routing: Routing, rows: LoraRows) -> Place:
+    def experts(self, routing: Routing, rows: LoraRows) -> TritonProducts:
         """The pairs of `routing`, sorted by expert and so, within, by group."""
         groups, device = len(rows.adapters), routing.experts.device
         run_P = routing.experts * groups + rows.group_of_row(device)[routing.token]

@@ -58,23 +58,23 @@ class Table:
         self.scales_G = _Array(scales, np.float32)
         self.run = rows.group_of_row(torch.device("cpu"))
         self._addresses: dict[tuple[str, bool], _Array] = {}
-        self._places: dict[bool, list[tuple[int, dict[str, Slot]]]] = {}
+        self._arenas: dict[bool, list[tuple[int, dict[str, Slot]]]] = {}
 
     def addresses(self, name: str, *, grads: bool) -> _Array:
         """[G]: where the tensor called `name` of each adapter (or of its gradient) lies; 0 where there is none."""
         found = self._addresses.get((name, grads))
         if found is None:
             arenas = self.grads if grads else self.adapters
-            if grads not in self._places:
-                self._places[grads] = [_place(arena) for arena in arenas]
+            if grads not in self._arenas:
+                self._arenas[grads] = [_arena_address(arena) for arena in arenas]
             found = _Array(
-                [at + 4 * slots[name].offset if name in slots else _NOBODY for at, slots in self._places[grads]]
+                [at + 4 * slots[name].offset if name in slots else _NOBODY for at, slots in self._arenas[grads]]
             )
             self._addresses[name, grads] = found
         return found
 
 
-def _place(arena: Adapter | None) -> tuple[int, dict[str, Slot]]:
+def _arena_address(arena: Adapter | None) -> tuple[int, dict[str, Slot]]:
     return (_NOBODY, {}) if arena is None else (arena.flat.data_ptr(), arena.shape.slots)
 
 
@@ -90,7 +90,7 @@ def table_of(rows: LoraRows) -> Table:
 
 
 class _Factor(ctypes.Structure):
-    """Place of kernels.c."""
+    """Factor of kernels.c."""
 
     _fields_ = (
         ("rows", ctypes.c_int64),
@@ -107,21 +107,22 @@ class _Factor(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Place:
+class NativeProducts:
     """Which rows the products run over: `run` [rows] int64 names the run of each, those of one expert side by side."""
 
     table: Table
     run: Tensor
 
     @classmethod
-    def dense(cls, rows: LoraRows) -> Place:
+    def dense(cls, rows: LoraRows) -> NativeProducts:
         """The batch's own rows, a run for each group."""
         table = table_of(rows)
         return cls(table, table.run)
 
-    def experts(self, routing: Routing, rows: LoraRows) -> Place:
+    def experts(self, routing: Routing, rows: LoraRows) -> NativeProducts:
         """The pairs of `routing`, sorted by expert and so, within, by group."""
-        return Place(self.table, torch.add(self.table.run[routing.token], routing.experts, alpha=len(rows.adapters)))
+        run_P = torch.add(self.table.run[routing.token], routing.experts, alpha=len(rows.adapters))
+        return NativeProducts(self.table, run_P)
 
     @property
     def max_rank(self) -> int:

@@ -12,19 +12,18 @@ import torch
 from torch import Tensor
 
 from workers.model.lora_rows import LoraRows
-from workers.model.native.launch import Parts
-from workers.model.native.launch import Place as NativePlace
+from workers.model.native.launch import NativeProducts, Parts
 from workers.model.routing import Routing
 
 
-class Place(Protocol):
+class LoraProducts(Protocol):
     """`u` is [rows, stack * max_rank] float32; a group uses the first stack * rank columns of its rows, part beside
     part. `scaled` multiplies by the scale of the group's adapter. Groups without the tensor `name` are left out."""
 
     @property
     def max_rank(self) -> int: ...
 
-    def experts(self, routing: Routing, rows: LoraRows) -> Place:
+    def experts(self, routing: Routing, rows: LoraRows) -> LoraProducts:
         """The same groups over the pairs of `routing`: each with the factor of its group and its expert."""
 
     def shrink(self, x: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
@@ -41,18 +40,18 @@ class Place(Protocol):
         adds to one gradient does so in the order of the rows."""
 
 
-def place_of(rows: LoraRows | None, name: str, weight: Tensor) -> Place | None:
+def products_of(rows: LoraRows | None, name: str, weight: Tensor) -> LoraProducts | None:
     """Of adapters beside the base's `weight`; None when none of the batch's has the tensor called `name`."""
     if rows is None or not rows.groups(name):
         return None
-    return _on_device(rows, name, weight.dtype) if on_device(weight) else NativePlace.dense(rows)
+    return _on_device(rows, name, weight.dtype) if on_device(weight) else NativeProducts.dense(rows)
 
 
 def on_device(weight: Tensor) -> bool:
     return weight.is_cuda
 
 
-def _on_device(rows: LoraRows, name: str, base: torch.dtype) -> Place:
-    from workers.model.gpu.launch import Place as DevicePlace  # Triton: only a GPU needs it
+def _on_device(rows: LoraRows, name: str, base: torch.dtype) -> LoraProducts:
+    from workers.model.gpu.launch import TritonProducts  # Triton: only a GPU needs it
 
-    return DevicePlace.dense(rows, name, base)
+    return TritonProducts.dense(rows, name, base)

@@ -15,7 +15,7 @@ from workers.generator.refusals import failed
 from workers.generator.seating import Seating
 
 
-class Roster:
+class OpenRequests:
     def __init__(self, queue: PrefillQueue, seating: Seating, adapters: AdapterCache) -> None:
         self.here: dict[str, RequestProgress] = {}  # all that have not ended
         self.queue = queue
