@@ -1,4 +1,4 @@
-"""Products with the frozen base, whose rows belong to many groups."""
+"""Products with the frozen base, whose rows belong to many groups: one weight, or one weight for each expert."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def base_mm(x_TI: Tensor, weight_OI: Tensor, *, transposed: bool = False, out: T
     """x W^T, or x W when `transposed`, in the weight's dtype and returned in x's (in `out` when given).
 
     A row comes out with the same bits whatever else is in the batch: by construction where the weight is packed
-    (native/gemm.py), else by padding to MIN_ROWS rows, which no library promises to suffice; isolation.py tests it at
-    start-up on the machine and the threads in use."""
+    (native/gemm.py), else by padding to MIN_ROWS rows. No library promises that this suffices, so isolation.py tests it
+    at start-up, on the machine and the threads in use."""
     if not transposed and (panels := packed(weight_OI)) is not None:
         return panels.product(x_TI.contiguous(), out)
     weight = weight_OI if transposed else weight_OI.t()
@@ -34,7 +34,7 @@ def base_mm(x_TI: Tensor, weight_OI: Tensor, *, transposed: bool = False, out: T
 
 
 def filled(start: int, end: int, rows: int) -> int:
-    """Where start:end must end to be MIN_ROWS with the rows that follow; `end` if these are too few."""
+    """The end of start:end, extended into the rows that follow to give MIN_ROWS; `end` if there are too few."""
     stop = max(end, start + MIN_ROWS)
     return stop if stop <= rows else end
 
@@ -45,8 +45,8 @@ ROW_BYTES = 16
 
 
 def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: bool = False) -> Tensor:
-    """y_P = x W_e^T (x W_e when `transposed`) of rows sorted by expert, in the weights' dtype; `ends_E` int32 on the
-    device says where the rows of each expert end."""
+    """y_P = x W_e^T (x W_e when `transposed`) of rows sorted by expert, in the weights' dtype: one grouped GEMM where
+    the device has it, else expert by expert. `ends_E` int32 on the device: where the rows of each expert end."""
     if not transposed and (panels := packed(weight_EOI)) is not None:
         return panels.product(x_PI.contiguous(), ends_E=ends_E)
     x_PI = x_PI.to(weight_EOI.dtype)
@@ -57,7 +57,7 @@ def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: 
     start = 0
     for weight_OI, end in zip(weight_EOI.unbind(), ends_E.tolist(), strict=True):
         if end > start:
-            # The rows beyond `end` are the next experts' own, who write them after: padding without a copy.
+            # Padding without a copy: rows beyond `end` belong to the next experts, which overwrite them later.
             stop = filled(start, end, len(x_PI))
             base_mm(x_PI[start:stop], weight_OI, transposed=transposed, out=y_PO[start:stop])
         start = end

@@ -1,4 +1,4 @@
-"""Where a worker's model lives and in which dtype, from what the operator asked for."""
+"""The device and dtype of a worker's model, from the operator's arguments."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def device_of(args: argparse.Namespace) -> ModelDevice:
-    """What the arguments ask for, made the current device, which is where Triton launches. Exits with one line when the
-    machine does not have it."""
+    """The device that the arguments ask for, made the current one, on which Triton launches. Exits with one line when
+    the machine does not have it."""
     try:
         where = choose_device(args.device, args.dtype)
         if where.device.type == "cuda":

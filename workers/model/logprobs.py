@@ -46,7 +46,7 @@ def target_logprobs(
 
 @dataclass(frozen=True)
 class _Cut:
-    """Rows a:b of the head, and the targets p:q that belong to them; `row_of` [q-p] counts from a."""
+    """Rows a:b of the head and their targets p:q; `row_of` [q-p] is the row of each target, counted from a."""
 
     a: int
     b: int
@@ -69,7 +69,7 @@ class _Head:
         ]
 
     def logits(self, hidden_RD: Tensor, rows: LoraRows) -> tuple[Tensor, Tensor | None]:
-        """Those of one cut, and what the backward needs of them."""
+        """The logits of one cut, and x A^T of its adapters, which the backward needs."""
         logits_RV, products = base_mm(hidden_RD, self.weight), products_of(rows, self.site.a, self.weight)
         return logits_RV, add_adapters(logits_RV, hidden_RD, self.site, products) if products is not None else None
 

@@ -5,8 +5,8 @@ group's own tensors. Adapters are not autograd leaves: the backward adds each gr
 caller gave, so the frozen weights never get a gradient and one arena can gather the slices of a whole operation.
 
 Invariant (bit for bit on CPU in float32): what a group gets does not depend on the other groups. Products with an
-adapter see only the group's rows; products with the base see all rows and rely on base_mm. Where the start-up test
-finds that it cannot be relied on, rows are `apart` and each group is computed alone.
+adapter see only the group's rows; products with the base see all rows and rely on base_mm. Where the isolation probe
+finds that base_mm does not keep rows apart, rows are `apart` and each group is computed alone.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["Group", "LoraRows", "Site", "adapters_backward", "add_adapters", "ba
 
 @dataclass(frozen=True)
 class Site:
-    """Where a linear finds its factors in an adapter: one A, stacked [len(b) * r, in], and one B per part of the
-    fused output. `sizes` are the widths of those parts."""
+    """The adapter tensors of one linear, by name: one A, stacked [len(b) * r, in], and one B per part of the fused
+    output. `sizes` are the widths of those parts."""
 
     a: str
     b: tuple[str, ...]
@@ -52,7 +52,7 @@ def lora_linear(x_TI: Tensor, weight_OI: Tensor, site: Site, rows: LoraRows | No
 
 
 def own_rows(x_TI: Tensor, rows: LoraRows) -> list[Tensor]:
-    """A copy of each group's rows, so that they lie in memory as they would alone."""
+    """A copy of each group's rows, so that their alignment in memory is the one they would have alone."""
     return [part.clone() for part in x_TI.split_with_sizes([b - a for a, b in pairwise(rows.offsets) if b > a])]
 
 
@@ -66,7 +66,7 @@ def add_adapters(y_TO: Tensor, x_TI: Tensor, site: Site, products: LoraProducts)
 def adapters_backward(
     dy_TO: Tensor, x_TI: Tensor, dx_TI: Tensor | None, u: Tensor, site: Site, products: LoraProducts
 ) -> None:
-    """Undo add_adapters: add to the gradient arenas and, in place, to dx."""
+    """The backward of add_adapters: add to the gradient arenas and, in place, to dx."""
     parts, du = len(site.b), torch.zeros_like(u)
     for part, (name, dy) in enumerate(zip(site.b, dy_TO.split_with_sizes(site.sizes, dim=1), strict=True)):
         products.shrink(dy, du, name, part=part, scaled=True)

@@ -1,6 +1,6 @@
-"""Where the adapters of a batch find their rows, on whatever device: three products that serve all groups at once.
+"""The low-rank products of all adapters in a batch, on any device: three products that serve all groups at once.
 
-Every low-rank part is made of them: with A [r, in] and B [out, r], u = x A^T is a `shrink` and y += u B^T an `expand`;
+All of LoRA is made of them: with A [r, in] and B [out, r], u = x A^T is a `shrink` and y += u B^T an `expand`;
 their gradients are the same two and `outer`. On a CPU they are C (native/), on a CUDA device Triton (gpu/).
 """
 
@@ -24,7 +24,7 @@ class LoraProducts(Protocol):
     def max_rank(self) -> int: ...
 
     def experts(self, routing: Routing, rows: LoraRows) -> LoraProducts:
-        """The same groups over the pairs of `routing`: each with the factor of its group and its expert."""
+        """The same groups over the (token, expert) pairs of `routing`, each with the factor of its group and expert."""
 
     def shrink(self, x: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """u[:, part] = x W^T of each row's group (and expert), for the tensor W called `name`."""
@@ -36,12 +36,12 @@ class LoraProducts(Protocol):
         """`shrink` x to u with the stacked `a`, unless x is None, and `expand` u to the columns of each of `parts`."""
 
     def outer(self, u: Tensor, y: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
-        """Add u[:, part]^T y over each group's rows (of each expert) to the gradient of the tensor called `name`. What
-        adds to one gradient does so in the order of the rows."""
+        """Add u[:, part]^T y over each group's rows (of each expert) to the gradient of the tensor `name`. Groups that
+        share a gradient add to it in the order of their rows."""
 
 
 def products_of(rows: LoraRows | None, name: str, weight: Tensor) -> LoraProducts | None:
-    """Of adapters beside the base's `weight`; None when none of the batch's has the tensor called `name`."""
+    """The products of the adapters beside the base's `weight`; None when none of them has the tensor `name`."""
     if rows is None or not rows.groups(name):
         return None
     return _on_device(rows, name, weight.dtype) if on_device(weight) else NativeProducts.dense(rows)

@@ -1,9 +1,9 @@
 """A mixture of frozen experts that carries many adapters at once.
 
 One stable sort by expert of group-major (token, choice) pairs makes both the rows of an expert and, inside them, the
-rows of an (expert, group) pair contiguous. The base runs over everybody's rows, expert by expert; the adapters add
-their low-rank parts, all groups in one call for each factor. Of the shared-outer factors the A of gate and up is
-applied once per token and the B of down once per token, after the choices are combined; only r-wide rows are permuted.
+rows of an (expert, group) pair contiguous. The base runs over all rows, expert by expert; the adapters add their
+low-rank parts, all groups in one call for each factor. Shared outer factors are applied once per token: the A of gate
+and up before the experts, the B of down after the choices are combined; only r-wide rows are permuted.
 The backward keeps the gate and up pre-activations, not the expert outputs: the gradient of a router weight is
 <d out / d h, h> (SonicMoE, arXiv 2512.14080).
 
@@ -27,7 +27,7 @@ from workers.model.routing import Routing
 
 
 class Names(NamedTuple):
-    """The adapter tensors of one layer's MLP. Experts have `each_...` where they do not share the outer factors."""
+    """Adapter tensors of one layer's MLP, by name; `each_...` where experts do not share the outer factors."""
 
     gate_up_a: str
     gate_b: str
@@ -67,8 +67,8 @@ def expert_block(
 
 
 class _Adapters(NamedTuple):
-    """Where the adapters find their rows: `shared` per token, of those that share the outer factors; per (expert,
-    group) run `paired` of all and `each` of those that do not. `scale_T1` of each token."""
+    """The low-rank products of a layer. Per token: `shared`, of adapters that share the outer factors. Per (expert,
+    group) run: `paired`, of all adapters, and `each`, of those that do not share. `scale_T1`: scale of each token."""
 
     shared: LoraProducts | None
     paired: LoraProducts
@@ -221,8 +221,8 @@ def _down_backward(
 def _gate_up_backward(
     dx_PD: Tensor | None, dgate_up_PG: Tensor, x_TD: Tensor, u_P: Tensor, plan: _Plan, adapters: _Adapters
 ) -> Tensor:
-    """Add to the gradients of the gate and up factors, and to dx what goes through factors that are not shared. Returns
-    the gradient of x A^T, before the scale, for those that are."""
+    """Add to the gradients of the gate and up factors, and to dx the part through factors that are not shared. Returns
+    the gradient of x A^T, before the scale, for the shared ones."""
     names, f = plan.names, dgate_up_PG.shape[1] // 2
     du_P = torch.zeros_like(u_P)
     for part, name in enumerate((names.gate_b, names.up_b)):

@@ -5,8 +5,8 @@ Started by a supervisor that holds the other end of the link. Pulls passes and e
 exits 1: whatever it held can be rebuilt from the journal. SIGINT is ignored, because a terminal's Ctrl-C reaches every
 process of the group and the supervisor alone decides how to stop.
 
-With `--redis URL` in place of the link it works for whichever API replica leads (`scheduler.links`), one after the
-other with empty hands, until SIGTERM.
+With `--redis URL` instead of the link it works for the API replica that leads (`scheduler.links`), without runs
+at first for each new leader, until SIGTERM.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def serve(trainer: Trainer, link: Link, stop: StopFlag) -> None:
     trainer.drain(link.send)
 
 
-def load_models(models: Sequence[str], where: ModelDevice, tried: Path | None = None) -> dict[str, Decoder]:
-    """Decoders by name from NAME=PATH pairs. `tried`: where findings about this machine are kept."""
+def load_models(models: Sequence[str], where: ModelDevice, findings: Path | None = None) -> dict[str, Decoder]:
+    """Decoders by name from NAME=PATH pairs. `findings`: the folder of the isolation probe's findings."""
     decoders: dict[str, Decoder] = {}
     for pair in models:
         name, separator, path = pair.partition("=")
@@ -82,7 +82,7 @@ def load_models(models: Sequence[str], where: ModelDevice, tried: Path | None = 
         began = time.monotonic()
         decoders[name] = load_decoder(Path(path), where.dtype, where.device)
         _log(f"loaded {name} in {time.monotonic() - began:.1f} s")
-        _log(f"{name}: tenants are computed {probe(decoders[name], tried)}")
+        _log(f"{name}: tenants are computed {probe(decoders[name], findings)}")
     return decoders
 
 
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     stop = StopFlag()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))  # it has nothing to finish yet
+    signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))  # nothing to finish yet
     if args.threads:
         torch.set_num_threads(args.threads)
     settings = TrainerSettings(args.microbatch_tokens, args.snapshot_every_tokens, args.resident_bytes, args.host_bytes)
@@ -100,10 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _log(f"loaded on {where}, with {torch.get_num_threads()} threads")
     if args.redis is None:
         pages_dir = args.data_dir / "pages"
-        shutil.rmtree(pages_dir, ignore_errors=True)  # of a lost trainer: the journal rebuilds what was in them
+        shutil.rmtree(pages_dir, ignore_errors=True)  # pages of a lost trainer, which the journal rebuilds
         trainer = Trainer(models, blobs, settings, pages_dir)
         return 0 if work(trainer, WorkerLink(args.link_fd), stop) else 1
-    from scheduler.links.train_link import TrainerLink  # with all that it needs of database and Redis
+    from scheduler.links.train_link import TrainerLink  # imports the database and Redis clients
 
     while not stop.is_set:
         with tempfile.TemporaryDirectory(prefix="weft-pages-") as pages:
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def work(trainer: Trainer, link: Link, stop: StopFlag) -> bool:
-    """Serve one server to its end. False when it was lost, and with it all that the trainer holds."""
+    """Serve one server to its end. False when it was lost; then what the trainer holds is worthless."""
     _log(f"ready: runs may take {trainer.residency.budget_bytes >> 20} MiB of memory")
     try:
         serve(trainer, link, stop)

@@ -1,4 +1,4 @@
-"""What is said of an operation that has failed."""
+"""What the user is told of an operation that has failed, and how running out of memory is recognised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NotResident(LookupError):
 
 
 def failure_of(error: Exception) -> Failure:
-    """What the user is told. Everything but a user's own mistake is logged with its trace."""
+    """The failure as the user is told it. Everything but a user's own mistake is logged with its traceback."""
     if isinstance(error, DamagedState):
         return Failure(str(error))
     if isinstance(error, BadOperation | OptimizerError | StateError):
@@ -33,7 +33,7 @@ def failure_of(error: Exception) -> Failure:
     return Failure(f"{type(error).__name__}: {error}")
 
 
-#: How allocators that have no exception class of their own say it (PyTorch's for the CPU, on Linux and elsewhere).
+#: Messages of allocators without an exception class of their own (PyTorch's on a CPU, on Linux and elsewhere).
 _SIGNS = ("can't allocate memory: you tried to allocate", "not enough memory: you tried to allocate", "out of memory")
 
 
@@ -44,7 +44,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def too_large(part: Part) -> str:
-    """The reason why an operation fails whose part did not fit, alone."""
+    """The message for an operation of which a part did not fit in memory even alone."""
     if part.stop - part.start == 1:
         return (
             f"out of memory: datum {part.start} has {part.tokens} tokens, more than this server can train on at once. "

@@ -1,8 +1,8 @@
-"""Metrics that stay right when an operation is computed in parts.
+"""Metrics that stay right when an operation is computed in parts, and how evenly its tokens spread over the experts.
 
 Every metric is named `name:reduction` with exactly one colon, the form in which Tinker clients merge chunks. A part
-contributes a total and a weight; parts are added in data order in Python floats, so the result does not depend on who
-shares the passes.
+contributes a total and a weight; parts are added in data order in Python floats. Only the operation's own tokens are
+counted. So no number depends on who shares the passes.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ static inline __attribute__((always_inline)) void outer_block(
 void weft_outer(const Factor *factor, const float *u, int64_t u_stride, const float *y, int64_t y_stride) {
 #pragma omp parallel num_threads(factor->threads) if (factor->threads > 1)
     {
-        /* Whole blocks of columns, so that a column is computed in the same way whoever does it. */
+        /* Whole blocks of columns, so that a column is computed in the same way on any thread. */
         const int64_t n = factor->n, blocks = (n + 2 * LANES - 1) / (2 * LANES), threads = threads_here();
         const int64_t from = blocks * thread_here() / threads * 2 * LANES;
         const int64_t end = blocks * (thread_here() + 1) / threads * 2 * LANES, to = end < n ? end : n;
