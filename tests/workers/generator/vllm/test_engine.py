@@ -173,7 +173,7 @@ def test_more_adapters_than_there_is_room_for(engine: VllmEngine, torch_engine: 
         np.testing.assert_allclose(
             ours[request.id].sequences[0].logprobs, theirs[request.id].sequences[0].logprobs, atol=1e-4
         )
-    assert engine.stats().adapters_loaded <= 2 * LIMITS.slots
+    assert engine.stats().adapters_loaded <= 2 * LIMITS.max_adapters
 
 
 # -- when it dies (last: the others share it)
