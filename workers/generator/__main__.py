@@ -5,7 +5,7 @@ SIGTERM), finishes what it has and exits 0. When the server is gone it exits 1: 
 journal and will be sampled again. SIGINT is ignored, because a terminal's Ctrl-C reaches every process of the group
 and the supervisor alone decides how to stop.
 
-With `--redis URL` in place of the link it leases samples from the queue that API replicas share (`scheduler.links`),
+With `--redis URL` instead of the link it leases samples from the queue that API replicas share (`scheduler.links`),
 until SIGTERM.
 """
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if args.engine == "torch":  # it has nothing to finish yet, and no vLLM to stop
+    if args.engine == "torch":  # nothing to finish yet, and no vLLM to stop
         signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _shared(url: str, blobs: Blobs) -> SampleLink:
-    """Imported here with all that it needs of database and Redis."""
+    """The link to the shared queue; imported here, with the Redis client that it needs."""
     from scheduler.links.sample_link import SampleLink
 
     return SampleLink(url, blobs)

@@ -1,4 +1,4 @@
-"""When a sequence ends: token stops, string stops, and the length. Pure; the engine asks once per new token."""
+"""When a sequence ends: stop tokens, stop strings, and the length. The engine asks once per new token."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from workers.generator.engine import SamplingParams, StopReason
 #: Turns token ids into text with special tokens spelled out.
 DecodeText = Callable[[Sequence[int]], str]
 
-#: A window that starts inside a character or a word may decode its first characters differently; these tokens
-#: more than the longest stop string absorb that.
+#: Extra tokens of the decoded window beyond the longest stop string: a window that starts inside a character or a word
+#: may decode its first characters differently.
 WINDOW_MARGIN_TOKENS = 8
 
 
 class NoTokenizer(ValueError):
-    """A request has stop strings and the model's folder has no tokenizer to read text with."""
+    """A request has stop strings, and the model's folder has no tokenizer to decode text with."""
 
 
 class StopRule:
@@ -28,7 +28,7 @@ class StopRule:
     def __init__(
         self, sampling: SamplingParams, eos_token_ids: tuple[int, ...], limit: int, decode_text: DecodeText | None
     ) -> None:
-        """`limit` is the most tokens a sequence may get. `decode_text` is needed only with stop strings."""
+        """`limit` is the most tokens a sequence may have. `decode_text` is needed only with stop strings."""
         self.limit = limit
         eos = eos_token_ids if sampling.stop_at_eos else ()
         self._token_ids = frozenset((*eos, *sampling.stop_token_ids))
@@ -54,8 +54,8 @@ class StopRule:
 
 
 def text_decoder(model_folder: Path) -> DecodeText | None:
-    """Decodes with the model's tokenizer.json, read on first use; None when the model has none. Special tokens are
-    spelled out, so that a stop string may be one."""
+    """A decoder by the model's tokenizer.json, read on first use; None when the model has none. Special tokens are
+    spelled out, so that a stop string may contain one."""
     file = model_folder / "tokenizer.json"
     if not file.is_file():
         return None

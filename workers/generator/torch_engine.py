@@ -1,12 +1,12 @@
 """TorchEngine: continuous batching of our own decoder over a paged KV cache.
 
-Each step first takes in the adapters that have been read meanwhile (`adapters`), then gives room to sequences that wait
-for it, those set aside before all others (`seating`), then prefills queued requests in order (up to a budget of prompt
-tokens, so that running sequences never wait long; longer prompts in pieces), then advances every running sequence by
-one token. Sequences join and leave between steps. Prompts that begin as an earlier one did, with the same weights, take
-up what it computed.
+Each step first installs the adapters that have been read meanwhile (`adapters`), then seats waiting sequences, those
+set aside before all others (`seating`), then prefills queued requests in order (up to a budget of prompt tokens, so
+that running sequences never wait long; longer prompts in pieces), then advances every running sequence by one token.
+Sequences join and leave between steps. Prompts that begin as an earlier one did, with the same weights, reuse its keys
+and values.
 
-What a request gets depends on nothing but itself: its rows see only its pages, its adapter and its random numbers.
+A request's result depends on the request alone: its rows see only its pages, its adapter and its random numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DEFAULT_PREFILL_TOKENS = 2048
 DEFAULT_ADAPTER_BYTES = 2 << 30
 DEFAULT_PREFIX_BYTES = 512 << 20
 
-#: How long a step waits for an adapter when all that is here does: what work that arrives waits at most.
+#: How long a step waits for an adapter when all requests do; new work waits at most this long for it.
 READ_WAIT_S = 0.005
 
 #: The totals of `EngineStats` that grow step by step.
@@ -68,8 +68,8 @@ class TorchEngine:
     ) -> None:
         """`slots` sequences at a time, each of at most `context` tokens, all together of `kv_tokens` (enough for
         `slots` of full length when None; never less than one of full length needs). `prefill_tokens` caps the prompt
-        tokens of a step; a longer prompt takes several. `adapter_bytes` and `prefix_bytes` are for adapters and for
-        keys and values of prompts, kept after use; with `prefix_bytes` 0 none are."""
+        tokens of a step; a longer prompt takes several. `adapter_bytes` and `prefix_bytes` limit the adapters and the
+        prompts' keys and values that are kept after use; with `prefix_bytes` 0 no prompts are."""
         config = decoder.config
         self._decoder = decoder
         decoder.pack()
@@ -90,7 +90,7 @@ class TorchEngine:
             dtype=weight.dtype,
             device=weight.device,
         )
-        native_kernel(self._cache)  # compiled now rather than in somebody's first step
+        native_kernel(self._cache)  # compiled now rather than during the first step
         self._decode_plan = forward.decoding(decoder, self._cache, slots=slots, context=context)
         self._seating = Seating(self._cache, slots)
         self._prefix = PrefixCache(self._cache, prefix_bytes)
@@ -105,8 +105,8 @@ class TorchEngine:
 
     @property
     def free_slots(self) -> int:
-        """By rows and by KV space: what waits is counted as what it needs to start, what might come as what those here
-        take."""
+        """By rows and by KV pages: waiting sequences are counted with the pages they need to start, new ones with the
+        average of the seated ones."""
         seating, waiting = self._seating, self._open.waiting
         if seating.aside:
             return 0
@@ -176,7 +176,7 @@ class TorchEngine:
         return loaded.adapter, version_of(loaded.details)
 
     def _install(self) -> None:
-        """Take in the adapters that have been read; while there is nothing else to do, wait a moment for one."""
+        """Install the adapters that have been read; if there is nothing else to do, wait a moment for one."""
         if self._open.stuck:
             self._adapters.wait(READ_WAIT_S)
         while (installed := self._adapters.install()) is not None:
@@ -193,7 +193,7 @@ class TorchEngine:
         return RequestProgress(request, rule, adapter, scores, next(self._numbers))
 
     def _survive(self, batch: list[RequestProgress], work: Callable[[list[RequestProgress]], None]) -> None:
-        """Do `work` for the batch; if it raises, for each request alone, so that only a culprit fails."""
+        """Do `work` for the batch; if it raises, for each request alone, so that only the faulty one fails."""
         if not batch:
             return
         try:
@@ -276,7 +276,7 @@ class TorchEngine:
         for sequence, drawn, version in zip(list(sequences), draws, versions, strict=True):
             progress = sequence.owner
             if progress.request.id not in self._open.running:
-                continue  # another of its sequences failed it, in this very loop
+                continue  # another of its sequences has failed it in this loop
             if not math.isfinite(drawn.logprob):
                 self._open.fail(progress, NotFinite(adapted=progress.adapter is not None))
                 continue

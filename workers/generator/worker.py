@@ -1,4 +1,4 @@
-"""The loop of a generator process: pull sample operations as slots come free, step the engines, send what ended.
+"""The loop of a generator process: pull sample operations as slots come free, step the engines, send results.
 
 `Generator` is the loop over any link and any engines; `__main__` gives it real ones.
 """
@@ -28,12 +28,12 @@ from workers.generator.requests import (
 
 log = logging.getLogger(__name__)
 
-#: Seconds of work between two Occupancy reports.
+#: Seconds between two Occupancy reports.
 REPORT_S = 0.5
 
 #: How often an idle generator looks whether it was told to stop by a signal.
 IDLE_POLL_S = 0.5
-#: Between two attempts at what a disk has refused.
+#: Seconds between two attempts at a read or write that the disk refused.
 DISK_AGAIN_S = 0.2
 
 
@@ -61,16 +61,16 @@ class Generator:
         self._blobs = blobs
         self._link = link
         self._slots = slots
-        self._pending: dict[str, PendingSample] = {}  # that have not ended
-        self._inflight: dict[str, str] = {}  # weights that inflight samplers are on, by the name engines know
-        self._offered = 0  # slots that the server may still fill without asking
+        self._pending: dict[str, PendingSample] = {}  # samples that have not ended, by operation
+        self._inflight: dict[str, str] = {}  # current weights of inflight samplers: name in the engine -> ref
+        self._offered = 0  # free slots that the server was told of and has not filled yet
         self._draining = False
-        self._again: dict[str, Callable[[], None]] = {}  # what a disk has refused for now, by operation
+        self._again: dict[str, Callable[[], None]] = {}  # work to retry after an error of the disk, by operation
         self._tried, self._clock = clock(), clock
         self._meter = _OccupancyMeter(link, clock)
 
     def drain(self) -> None:
-        """Pull no more; `serve` returns when what is here has ended."""
+        """Pull no more; `serve` returns when all pending samples have ended."""
         self._draining = True
 
     def serve(self) -> None:
@@ -85,8 +85,8 @@ class Generator:
         self._meter.report()
 
     def _pull(self) -> None:
-        """Offer free slots, again when they have become more than the server knows of; take the offer back when an
-        engine has lost them."""
+        """Offer free slots, again when there are more than the server knows of; withdraw the offer when an engine has
+        lost them."""
         free = self._free_slots()
         if not self._draining and (free > max(self._offered, 0) or free == 0 < self._offered):
             self._link.send(PullSamples(sorted(self._engines), free))
@@ -97,7 +97,7 @@ class Generator:
         return max(0, self._slots - taken)
 
     def _receive(self) -> None:
-        """Take everything the server has sent; wait for it when there is nothing else to do."""
+        """Handle all messages of the server; wait for one when there is nothing else to do."""
         message = self._link.recv(0 if self._pending else DISK_AGAIN_S if self._again else IDLE_POLL_S)
         while message is not None:
             self._on(message)
@@ -122,7 +122,7 @@ class Generator:
                 self.drain()
 
     def _moved(self, moved: PolicyMoved) -> None:
-        """Take running requests along; stop those that are too old for their clients."""
+        """Move running requests to the new weights; stop those that are too old for their clients."""
         engines = {self._engines[o.op.base_model] for o in self._pending.values() if o.op.run_id == moved.run_id}
         for engine in engines:
             if moved.adapter_ref:
@@ -130,7 +130,7 @@ class Generator:
             engine.run_moved(moved.run_id, moved.version)
 
     def _follow(self, engine: Engine, name: str, ref: str) -> None:
-        """The inflight samplers that an engine knows as `name` are on the weights at `ref` now."""
+        """Put the inflight samplers that the engine knows as `name` on the weights at `ref`."""
         if self._inflight.get(name, ref) != ref:
             engine.swap_adapter(name, self._blobs.path(ref))
         self._inflight[name] = ref
@@ -164,7 +164,7 @@ class Generator:
 
     def _finish(self, finished: Finished) -> None:
         pending = self._pending.pop(finished.id, None)
-        if pending is None:  # an id that came twice: the first one's request has ended with it
+        if pending is None:  # an id that came twice: the request has ended already
             return
         self._answer(pending, finished)
 
@@ -199,7 +199,7 @@ class _OccupancyMeter:
         self._begun = self._since = clock()
 
     def begin(self) -> None:
-        """The engines step now."""
+        """Call before the engines step."""
         self._begun = self._clock()
 
     def observe(self, engines: Iterable[Engine]) -> None:

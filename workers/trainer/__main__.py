@@ -5,8 +5,8 @@ Started by a supervisor that holds the other end of the link. Pulls passes and e
 exits 1: whatever it held can be rebuilt from the journal. SIGINT is ignored, because a terminal's Ctrl-C reaches every
 process of the group and the supervisor alone decides how to stop.
 
-With `--redis URL` instead of the link it works for the API replica that leads (`scheduler.links`), and for each new leader
-begins without runs, until SIGTERM.
+With `--redis URL` instead of the link it works for the API replica that leads (`scheduler.links`), and for each new
+leader begins without runs, until SIGTERM.
 """
 
 from __future__ import annotations
