@@ -1,8 +1,8 @@
-"""Adapters in the form that vLLM reads, and why one cannot be served.
+"""Adapters in the form that vLLM reads, and the reasons why one cannot be served.
 
-vLLM drops tensors that it has no place for without a word, so what it can serve is decided here, before it sees any:
-attention and MLP (experts too) up to the rank it was started with, numbers that are finite. A folder is written whole
-under a name that is never used again; whoever reads it finds one version for ever.
+vLLM silently drops tensors that it cannot use, so what it can serve is decided here, before it sees any: attention and
+MLP (experts too) up to the rank it was started with, with finite values. A folder is written whole under a name that is
+never used again, so its contents never change.
 """
 
 from __future__ import annotations
