@@ -45,7 +45,7 @@ from workers.model.decoder import Decoder, DecoderConfig
 
 BATCH = 64
 RANK = 8
-#: Of the decode figures: the first step is past a prompt of so many, so that lengths stay within one multiple of 64.
+#: Prompt tokens for the decode figures: from there on, all lengths stay within one multiple of 64.
 DECODE_PROMPT = 65
 STEPS = 2
 #: One layer of the model that Weft is for.

@@ -1,4 +1,5 @@
-"""What a person should know. Raised in the transaction that finds it out, once for each (kind, ref)."""
+"""What operators are told: alerts, raised once for each (kind, ref) in the transaction that finds the reason; and
+gauges of the money for their monitoring, read from the database on each request."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def raise_alert(
     org_id: str | None = None,
     detail: dict[str, Any] | None = None,
 ) -> bool:
-    """True if it is new. `org_id` None: for the operator alone."""
+    """Raise an alert; True if it is new. `org_id` None: for the operator only."""
     row = insert_into(session, Alert).values(
         kind=kind, ref=ref[:255], org_id=org_id, message=message[:1024], detail=detail or {}, raised_at=now
     )
@@ -37,7 +38,7 @@ def raise_alert(
 
 
 def resolve_alert(session: Session, *, kind: str, ref: str, now: datetime) -> None:
-    """Say that it is over. It is kept, and is not raised again under the same name."""
+    """Mark an alert as resolved. It is kept, so it is not raised again under the same (kind, ref)."""
     table = Alert
     session.execute(
         update(table).where(table.kind == kind, table.ref == ref, table.resolved_at.is_(None)).values(resolved_at=now)
@@ -46,8 +47,8 @@ def resolve_alert(session: Session, *, kind: str, ref: str, now: datetime) -> No
 
 @dataclass(frozen=True)
 class MoneyGauges:
-    """`drift_nusd` is what the last reconciliation found, None before the first; `succeeded` says when jobs last did
-    what they are for."""
+    """`drift_nusd` is what the last reconciliation found, None before the first; `succeeded` is when each job last
+    succeeded."""
 
     holds_open: int
     held_nusd: int

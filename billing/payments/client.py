@@ -1,4 +1,5 @@
-"""The official client, set up: short timeouts, and no retries of its own, because ours know about identifiers."""
+"""Stripe's official client with our settings: short timeouts, and no retries of its own, because ours reuse
+identifiers. Keys come from the environment, from a file that it names, or from the settings, in this order."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def _from_environment(name: str, environment: Mapping[str, str]) -> str:
 #: Seconds to connect, and to wait for an answer.
 TIMEOUTS_S = (5.0, 20.0)
 
-#: Micro-USD are what meters count; a payment counts cents.
+#: Meters count micro-USD; payments count cents.
 NUSD_PER_UUSD = 1000
 NUSD_PER_CENT = 10**7
 
