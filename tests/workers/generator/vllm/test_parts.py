@@ -75,19 +75,19 @@ def test_slots_go_to_the_higher_priority_first() -> None:
         slots, order = PrioritySemaphore(1), list[str]()
 
         async def wait(name: str, priority: int) -> None:
-            await slots.take(priority)
+            await slots.acquire(priority)
             order.append(name)
-            slots.give()
+            slots.release()
 
-        await slots.take(0)
+        await slots.acquire(0)
         waits = [
             asyncio.create_task(wait(n, p)) for n, p in [("low", -1), ("a", 0), ("gone", 5), ("b", 0), ("high", 1)]
         ]
         await asyncio.sleep(0)
         waits[2].cancel()
-        slots.give()
+        slots.release()
         await asyncio.gather(*waits, return_exceptions=True)
-        await asyncio.wait_for(slots.take(0), 1)  # the one whose wait was cancelled took none
+        await asyncio.wait_for(slots.acquire(0), 1)  # the one whose wait was cancelled took none
         return order
 
     assert asyncio.run(scenario()) == ["high", "a", "b", "low"]
