@@ -4,7 +4,7 @@
 
 - `settled_per_s`: operations that are accepted with a hold and settled with their usage, ledger entry, hourly sums,
   wallet and budget moved, each answered after its commit, through the database's one writer as in the service: by
-  asynchronous clients that keep so many operations in flight. `split` gives accepting and settling each alone.
+  asynchronous clients that keep that many operations in flight. `split` gives accepting and settling each alone.
 - `one_at_a_time_ms`: the same with one operation in flight: two commits that nothing shares.
 - `added_ms`: what holds and charges add to an operation: the time of the whole path, less that of the same path with
   the rows of the operation alone; with many in flight, and with one.
@@ -141,7 +141,7 @@ class WithoutMoney:
 
 
 async def timed(ops: list[Operation], work: Callable[[Operation], Awaitable[None]], in_flight: int) -> float:
-    """Seconds until `work` is done with all, so many at a time."""
+    """Seconds until `work` is done for all, with `in_flight` of them at a time."""
     waiting = iter(ops)
 
     async def client() -> None:

@@ -1,4 +1,4 @@
-"""What it costs that most runs are not in memory: ratios on the built-in model, on the CPU, without a server.
+"""The cost of paging runs in and out of memory: ratios on the built-in model, on the CPU, without a server.
 
     python bench/paging.py [--json] [--quick]
 

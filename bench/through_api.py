@@ -54,7 +54,7 @@ class Direct:
             self._execute([TrainOp(f"create-{run}", run, 0, OpKind.CREATE, spec=spec)])
 
     def steps(self, count: int) -> float:
-        """Tokens per second of so many steps of all runs."""
+        """Tokens per second over `count` steps of all runs."""
         start = time.perf_counter()
         for _ in range(count):
             ops = [TrainOp(f"f-{r}", r, 1, OpKind.FORWARD_BACKWARD, f"body-{r}", stop=SEQUENCES) for r in self._runs]
@@ -77,7 +77,7 @@ def _array_datum(datum: Any) -> ArrayDatum:
 
 
 def through(runs: list[Any], count: int) -> float:
-    """Tokens per second of so many steps of every client."""
+    """Tokens per second over `count` steps of every client."""
 
     def train(number: int) -> None:
         data, open_steps = batch(SEQUENCES, LENGTH, seed=number), deque[Any]()

@@ -21,10 +21,9 @@ from api.http.bodies import read_body, read_json
 from api.state.service import Service, ServiceDep
 from billing.payments import inbox
 from billing.payments.checkout import Checkout, start_topup
-from billing.payments.client import NUSD_PER_CENT, stripe_client
+from billing.payments.client import NUSD_PER_CENT, stripe_client, stripe_secrets
 from billing.payments.customers import customer_of
 from billing.payments.periods import name_of
-from billing.payments.secrets import stripe_secrets
 from scheduler.jobs.running import ask
 from store.settings import PaymentsSettings
 from store.tables import Invoice

@@ -73,7 +73,7 @@ def serve(settings: Settings) -> int:
 
 
 def check_payments(settings: PaymentsSettings) -> None:
-    from billing.payments.secrets import stripe_secrets
+    from billing.payments.client import stripe_secrets
 
     try:
         stripe_secrets(settings)

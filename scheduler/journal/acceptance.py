@@ -23,8 +23,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session, make_transient
 
 from billing.accounts import Accounts, OutOfMoney, Payer
-from billing.estimates import most_for_sample, most_for_tokens
-from billing.prices import Kind, PriceList
+from billing.prices import Kind, PriceList, most_for_sample, most_for_tokens
 from scheduler.journal.rows import sent_sha256_of, to_row
 from scheduler.links.messages import OpKind
 from scheduler.order.operations import SAMPLE, NewOperation, Operation, SequenceReused

@@ -50,7 +50,7 @@ from tests.workers.model.models import ours, reference
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.worker import DISK_AGAIN_S, Generator
 from workers.model.card import ModelCard
-from workers.model.isolation import settle
+from workers.model.isolation import probe
 from workers.trainer.process import StopFlag, serve
 from workers.trainer.state import kind_of
 from workers.trainer.trainer import Trainer
@@ -75,7 +75,7 @@ class Ground:
         self.reference = reference("moe")
         self.for_training, self.for_sampling = (ours(self.reference, folder / name) for name in ("t", "g"))
         for decoder in (self.for_training, self.for_sampling):
-            settle(decoder)
+            probe(decoder)
         self.card = ModelCard(MODEL, folder / "t", self.for_training.config, EOS)
         assert (self.card.vocab_size, self.card.context_length) == (programs.VOCAB, CONTEXT)
         self.prices = load_prices()

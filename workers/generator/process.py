@@ -23,14 +23,14 @@ import torch
 from scheduler.links.configs import GeneratorConfig, TorchConfig
 from scheduler.links.sockets import WorkerLink
 from store.blobs import Blobs
-from workers.generator.tokenizer import text_decoder
+from workers.generator.stop import text_decoder
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.vllm.process import vllm_engine
 from workers.generator.worker import Generator
 from workers.leave import leave
 from workers.model.card import read_card
-from workers.model.device import Target, target_of
-from workers.model.isolation import settle
+from workers.model.device import ModelDevice, device_of
+from workers.model.isolation import probe
 from workers.model.weights import load_decoder
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def main(config: GeneratorConfig, server: WorkerLink) -> int:
     if isinstance(config.engine, TorchConfig):  # it has nothing to finish yet, and no vLLM to stop
         signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))
     torch.set_num_threads(basics.threads)
-    target = target_of(basics.device, basics.dtype)
+    where = device_of(basics.device, basics.dtype)
     blobs = Blobs(Path(basics.data_dir, "blobs"), durable=basics.durable)
-    engines = {name: _engine(name, Path(path), config, target) for name, path in basics.models.items()}
+    engines = {name: _engine(name, Path(path), config, where) for name, path in basics.models.items()}
     shared = _shared(basics.redis_url, blobs) if basics.redis_url else None
     generator = Generator(engines, blobs, shared or server, slots=config.slots)
 
@@ -59,7 +59,7 @@ def main(config: GeneratorConfig, server: WorkerLink) -> int:
             shared.drain()
 
     signal.signal(signal.SIGTERM, drain)
-    log.info("ready on %s, with %d slots and %d threads", target, config.slots, torch.get_num_threads())
+    log.info("ready on %s, with %d slots and %d threads", where, config.slots, torch.get_num_threads())
     try:
         generator.serve()
     except EOFError:
@@ -80,14 +80,14 @@ def _shared(url: str, blobs: Blobs) -> SampleLink:
     return SampleLink(url, blobs)
 
 
-def _engine(name: str, path: Path, config: GeneratorConfig, target: Target) -> TorchEngine | VllmEngine:
+def _engine(name: str, path: Path, config: GeneratorConfig, where: ModelDevice) -> TorchEngine | VllmEngine:
     card, kind = read_card(name, path), config.engine
     context = min(config.context_tokens, card.context_length)
     if not isinstance(kind, TorchConfig):
-        return vllm_engine(card, kind, target, context=context, slots=config.slots, threads=config.basics.threads)
+        return vllm_engine(card, kind, where, context=context, slots=config.slots, threads=config.basics.threads)
     began = time.monotonic()
-    decoder = load_decoder(path, target.dtype, target.device)
-    log.info("%s: tenants are computed %s", name, settle(decoder, Path(config.basics.data_dir, "isolation")))
+    decoder = load_decoder(path, where.dtype, where.device)
+    log.info("%s: tenants are computed %s", name, probe(decoder, Path(config.basics.data_dir, "isolation")))
     engine = TorchEngine(
         decoder,
         card.eos_token_ids,

@@ -31,8 +31,8 @@ from scheduler.links.sockets import WorkerLink
 from store.blobs import Blobs
 from workers.leave import leave
 from workers.model.decoder import Decoder
-from workers.model.device import Target, target_of
-from workers.model.isolation import settle
+from workers.model.device import ModelDevice, device_of
+from workers.model.isolation import probe
 from workers.model.weights import load_decoder
 from workers.trainer.trainer import Trainer
 
@@ -72,14 +72,14 @@ def serve(trainer: Trainer, link: Link, stop: StopFlag) -> None:
     trainer.drain(link.send)
 
 
-def load_models(models: Mapping[str, str], target: Target, tried: Path) -> dict[str, Decoder]:
-    """Decoders by name, from their folders. `tried`: where findings about this machine are kept."""
+def load_models(models: Mapping[str, str], where: ModelDevice, findings: Path) -> dict[str, Decoder]:
+    """Decoders by name, from their folders. `findings`: the folder of the isolation probe's findings."""
     decoders: dict[str, Decoder] = {}
     for name, path in models.items():
         began = time.monotonic()
-        decoders[name] = load_decoder(Path(path), target.dtype, target.device)
+        decoders[name] = load_decoder(Path(path), where.dtype, where.device)
         _log(f"loaded {name} in {time.monotonic() - began:.1f} s")
-        _log(f"{name}: tenants are computed {settle(decoders[name], tried)}")
+        _log(f"{name}: tenants are computed {probe(decoders[name], findings)}")
     return decoders
 
 
@@ -89,11 +89,11 @@ def main(config: TrainerConfig, server: WorkerLink) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))  # it has nothing to finish yet
     torch.set_num_threads(basics.threads)
-    target = target_of(basics.device, basics.dtype)
-    models = load_models(basics.models, target, data_dir / "isolation")
+    where = device_of(basics.device, basics.dtype)
+    models = load_models(basics.models, where, data_dir / "isolation")
     blobs = Blobs(data_dir / "blobs", durable=basics.durable)
     signal.signal(signal.SIGTERM, stop.set)
-    _log(f"loaded on {target}, with {torch.get_num_threads()} threads")
+    _log(f"loaded on {where}, with {torch.get_num_threads()} threads")
     if not basics.redis_url:
         pages_dir = data_dir / "pages"
         shutil.rmtree(pages_dir, ignore_errors=True)  # of a lost trainer: the journal rebuilds what was in them
@@ -110,7 +110,7 @@ def main(config: TrainerConfig, server: WorkerLink) -> int:
 
 
 def work(trainer: Trainer, link: Link, stop: StopFlag) -> bool:
-    """Serve one server to its end. False when it was lost, and with it all that the trainer holds."""
+    """Serve one server to its end. False when it was lost; then what the trainer holds is worthless."""
     _log(f"ready: runs may take {trainer.residency.budget_bytes >> 20} MiB of memory")
     try:
         serve(trainer, link, stop)

@@ -6,42 +6,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scheduler.links.configs import VllmConfig
-from workers.generator.tokenizer import text_decoder
-from workers.generator.vllm.adapters import Room, targets
+from workers.generator.stop import text_decoder
+from workers.generator.vllm.adapters import LoraLimits, targets
 from workers.model.card import ModelCard
-from workers.model.device import Target
+from workers.model.device import ModelDevice
 
 if TYPE_CHECKING:
     from workers.generator.vllm.engine import VllmEngine
 
 
 def vllm_engine(
-    card: ModelCard, config: VllmConfig, target: Target, *, context: int, slots: int, threads: int
+    card: ModelCard, config: VllmConfig, where: ModelDevice, *, context: int, slots: int, threads: int
 ) -> VllmEngine:
     """An engine whose vLLM has answered its first requests. Raises VllmFailed."""
     # Its HTTP client is imported where there is a vLLM only.
     from workers.generator.vllm.engine import VllmEngine
     from workers.generator.vllm.server import Launch
 
-    room = Room(config.max_adapters, config.max_rank)
+    limits = LoraLimits(config.max_adapters, config.max_rank)
     launch = Launch(
         program=Path(config.program),
         model=card.path,
         targets=targets(card.config),
         context=context,
         slots=slots,
-        room=room,
-        dtype=str(target.dtype).removeprefix("torch."),
+        limits=limits,
+        dtype=str(where.dtype).removeprefix("torch."),
         threads=threads,
         kv_bytes=config.kv_bytes,
-        cpu=target.device.type == "cpu",
+        cpu=where.device.type == "cpu",
     )
     engine = VllmEngine(
         card.config,
         card.eos_token_ids,
         slots=slots,
         context=context,
-        room=room,
+        limits=limits,
         folder=Path(config.folder, card.name.replace("/", "--")),
         launch=None if config.url else launch,
         url=config.url,
