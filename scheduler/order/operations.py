@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from scheduler.order.timings import Timings
 from store import tables
@@ -63,7 +63,7 @@ class NewOperation:
 class Waiting:
     """Not finished yet, and why."""
 
-    state: str
+    state: Literal["active", "paused_capacity"]
     reason: str
 
 
