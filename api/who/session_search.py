@@ -158,6 +158,6 @@ def _summary(row: tables.Session, stored: _Stored) -> SessionSummary:
 def _status(row: tables.Session) -> SessionStatus | None:
     """None for one that fell silent: it neither finished nor is it running."""
     if row.state == "finished":
-        reason = ClientSessionFinishReason.model_validate({"type": row.finish_reason or "success"})
+        reason = ClientSessionFinishReason(type=row.finish_reason or "success")
         return ClientSessionFinished(reason=reason, detail=row.finish_detail)
     return SessionActive() if row.state == "active" else None

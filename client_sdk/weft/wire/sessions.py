@@ -121,7 +121,9 @@ class SessionCancelled(Response):
 
 
 class ClientSessionFinishReason(Response):
-    type: FinishType
+    """`type` is a `FinishType`, or imported: the operator brought its weights from elsewhere."""
+
+    type: str
 
 
 class ClientSessionFinished(Response):
