@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from sqlalchemy.orm import Session
+from weft.wire import UntypedAPIFuture
 
 from api.errors import Invalid
 from api.operations.submit import Place, accept, known
@@ -47,7 +48,7 @@ async def create(
     plan: Create,
     metadata: dict[str, Any],
     raw: bytes,
-) -> dict[str, Any]:
+) -> UntypedAPIFuture:
     now = datetime.now(UTC)
     spec = plan.spec
     facts = msgspec.structs.asdict(spec)
@@ -64,10 +65,10 @@ async def create(
     )
     new = NewOperation(who.org_id, session_id, spec.run_id, 0, OpKind.CREATE, spec.base_model, 0, raw, plan)
     place = await service.read(lambda session: Place.of(session, who, session_id))
-    return {"request_id": await accept(service, place, new, run), "model_id": spec.run_id}
+    return UntypedAPIFuture(request_id=await accept(service, place, new, run), model_id=spec.run_id)
 
 
-async def repeat(service: Service, who: Principal, session_id: str, run_id: str, raw: bytes) -> dict[str, Any]:
+async def repeat(service: Service, who: Principal, session_id: str, run_id: str, raw: bytes) -> UntypedAPIFuture:
     """The first answer again, for the creation of a run that exists."""
 
     def read(session: Session) -> tuple[tables.Run, Place]:
@@ -75,4 +76,4 @@ async def repeat(service: Service, who: Principal, session_id: str, run_id: str,
 
     run, place = await service.read(read)
     new = NewOperation(who.org_id, session_id, run_id, 0, OpKind.CREATE, run.base_model, 0, raw)
-    return {"request_id": await accept(service, place, new, repeat=True), "model_id": run_id}
+    return UntypedAPIFuture(request_id=await accept(service, place, new, repeat=True), model_id=run_id)

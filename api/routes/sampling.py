@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
-from weft.wire import CreateSamplingSessionRequest, SampleRequest
+from weft.wire import (
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    GetSamplerResponse,
+    SampleRequest,
+    UntypedAPIFuture,
+)
 
 from api.checks.priority import PriorityDep
 from api.checks.runs import check_sequence
@@ -37,7 +42,9 @@ MAX_SAMPLE_SEQUENCE = 2**63 - 1
 
 
 @router.post("/create_sampling_session", **declare(scope="sample", limit="call"))
-async def create_sampling_session(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def create_sampling_session(
+    request: Request, service: ServiceDep, who: PrincipalDep
+) -> CreateSamplingSessionResponse:
     """A sampler of a base model or of saved weights. Idempotent on (session, sampling_session_seq_id)."""
     body = await read_json(request, CreateSamplingSessionRequest)
     seq = check_sequence(body.sampling_session_seq_id, "sampling_session_seq_id")
@@ -52,17 +59,17 @@ async def create_sampling_session(request: Request, service: ServiceDep, who: Pr
         session.add(_new_sampler(service, session, who, owner, sampler_id, body))
 
     await service.database.write(write)
-    return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+    return CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
 
 @router.get("/samplers/{sampler_id}", **declare(scope=LOOKING, limit="call"))
-async def get_sampler(sampler_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def get_sampler(sampler_id: str, service: ServiceDep, who: PrincipalDep) -> GetSamplerResponse:
     row = await service.read(lambda session: sampler_by_id(session, who, sampler_id))
-    return {"sampler_id": row.id, "base_model": row.base_model, "model_path": row.model_path}
+    return GetSamplerResponse(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)
 
 
-@router.post("/asample", **declare(scope="sample", limit="work", meters="sample"))
-async def asample(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> dict[str, Any]:
+@router.post("/asample", response_model_exclude_none=True, **declare(scope="sample", limit="work", meters="sample"))
+async def asample(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> UntypedAPIFuture:
     """Queue one request for `num_samples` sequences. Idempotent on (sampler, seq_id), in any order."""
     raw = await read_body(request)
     large = len(raw) > INLINE_BYTES
@@ -82,7 +89,7 @@ async def asample(request: Request, service: ServiceDep, who: PrincipalDep, prio
     new = await run_in_threadpool(check) if large else check()
     request_id = await accept(service, place, new, repeat=repeat)
     sequences = [sequence_id(request_id, sample) for sample in range(body.num_samples)]
-    return {"request_id": request_id, "sample_sequence_ids": sequences}
+    return UntypedAPIFuture(request_id=request_id, sample_sequence_ids=sequences)
 
 
 def _checked(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import select
@@ -13,7 +11,9 @@ from weft.wire import (
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
+    UntypedAPIFuture,
     WeightsInfoRequest,
+    WeightsInfoResponse,
 )
 
 from api.checks.optimizers import CONFIGS, check_same_optimizer, family_of
@@ -38,8 +38,10 @@ from workers.model.encryption import BadRecipient, parse_recipients
 router = APIRouter(prefix="/api/v1")
 
 
-@router.post("/save_weights", **declare(scope="train", limit="work", meters="storage"))
-async def save_weights(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+@router.post(
+    "/save_weights", response_model_exclude_none=True, **declare(scope="train", limit="work", meters="storage")
+)
+async def save_weights(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     """Adapter and optimizer under a name. Whether the name is free is decided in order, by the journal."""
 
     def check(body: SaveWeightsRequest, run: tables.Run) -> Checked:
@@ -57,8 +59,12 @@ async def save_weights(request: Request, service: ServiceDep, who: PrincipalDep)
     return await submit_json(service, who, OpKind.SAVE_STATE, raw, SaveWeightsRequest, check)
 
 
-@router.post("/save_weights_for_sampler", **declare(scope="train", limit="work", meters="storage"))
-async def save_weights_for_sampler(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+@router.post(
+    "/save_weights_for_sampler",
+    response_model_exclude_none=True,
+    **declare(scope="train", limit="work", meters="storage"),
+)
+async def save_weights_for_sampler(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     """The adapter alone: under a name, or unnamed and at once as a sampler."""
 
     def check(body: SaveWeightsForSamplerRequest, run: tables.Run) -> Checked:
@@ -92,8 +98,10 @@ def _unnamed_sampler(body: SaveWeightsForSamplerRequest, session: Session, run: 
     return Checked(NewSampler(sampler_id, number, inflight=body.kind == "inflight"))
 
 
-@router.post("/save_weights_external", **declare(scope="train", limit="work", meters="storage"))
-async def save_weights_external(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+@router.post(
+    "/save_weights_external", response_model_exclude_none=True, **declare(scope="train", limit="work", meters="storage")
+)
+async def save_weights_external(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     """The adapter as files for other tools (`workers.model.peft_format`), for their recipients only where it names
     some."""
 
@@ -108,10 +116,10 @@ async def save_weights_external(request: Request, service: ServiceDep, who: Prin
     return await submit_json(service, who, OpKind.SAVE_EXTERNAL, raw, SaveWeightsExternalRequest, check)
 
 
-@router.post("/load_weights", **declare(scope="train", limit="work"))
+@router.post("/load_weights", response_model_exclude_none=True, **declare(scope="train", limit="work"))
 async def load_weights(
     request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep
-) -> dict[str, Any]:
+) -> UntypedAPIFuture:
     """Weights of a checkpoint: into a new run when the body names a session, in place when it names a model."""
     raw = await read_body(request)
 
@@ -125,7 +133,7 @@ async def load_weights(
 
 
 @router.post("/weights_info", **declare(scope=LOOKING, limit="call"))
-async def weights_info(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def weights_info(request: Request, service: ServiceDep, who: PrincipalDep) -> WeightsInfoResponse:
     body = await read_json(request, WeightsInfoRequest)
     path = parse_path(body.tinker_path, "tinker_path")
 
@@ -133,15 +141,15 @@ async def weights_info(request: Request, service: ServiceDep, who: PrincipalDep)
         return run_of(session, readable_checkpoint(session, who, path))
 
     run = await service.read(read)
-    return {
-        "base_model": run.base_model,
-        "optimizer_config": CONFIGS[run.optimizer],
-        "is_lora": True,
-        "lora_rank": run.rank,
-        "train_unembed": run.train_unembed,
-        "train_mlp": run.train_mlp,
-        "train_attn": run.train_attn,
-    }
+    return WeightsInfoResponse(
+        base_model=run.base_model,
+        optimizer_config=CONFIGS[run.optimizer],
+        is_lora=True,
+        lora_rank=run.rank,
+        train_unembed=run.train_unembed,
+        train_mlp=run.train_mlp,
+        train_attn=run.train_attn,
+    )
 
 
 class _Target(BaseModel):
@@ -173,7 +181,7 @@ def _source(session: Session, who: Principal, body: LoadWeightsRequest) -> tuple
 
 async def _create_from(
     service: Service, who: Principal, body: LoadWeightsRequest, raw: bytes, priority: str
-) -> dict[str, Any]:
+) -> UntypedAPIFuture:
     """A new run that goes on from a checkpoint: the base model, rank and trained parts are those of its run."""
     session_id = body.session_id or ""
     seq = check_sequence(body.model_seq_id, "model_seq_id")

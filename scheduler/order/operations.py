@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Literal
 
 from scheduler.links.messages import SAVES
 from scheduler.order.plans import BODY_ONLY, Plan, Sample
@@ -63,7 +64,7 @@ class NewOperation:
 class Waiting:
     """Not finished yet, and why."""
 
-    state: str
+    state: Literal["active", "paused_capacity"]
     reason: str
 
 
