@@ -6,11 +6,9 @@ import re
 from dataclasses import dataclass
 
 from weft.wire.checks.runs import name_problems
+from weft.wire.rest import CHECKPOINT_TYPES
 
 from api.errors import Invalid, quote, refuse
-
-#: `kind` of a path -> what Tinker calls the checkpoint's type.
-KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 _RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 _SCHEME = "tinker://"
@@ -34,8 +32,8 @@ def parse_path(path: str, field: str) -> CheckpointPath:
     run_id, kind, name = parts
     if _RUN_ID.fullmatch(run_id) is None:
         raise Invalid(f"{field}: {quote(run_id)} is not a run id")
-    if kind not in KINDS:
-        raise Invalid(f"{field}: the kind {quote(kind)} is not one of {', '.join(KINDS)}")
+    if kind not in CHECKPOINT_TYPES:
+        raise Invalid(f"{field}: the kind {quote(kind)} is not one of {', '.join(CHECKPOINT_TYPES)}")
     return CheckpointPath(run_id, kind, check_name(name, field))
 
 

@@ -106,7 +106,7 @@ def straggle(sampler: weft.SamplingClient, tenant: int, until: float) -> int:
 
 
 def occupied(watch: Watch, samplers: Sequence[weft.SamplingClient], seconds: float) -> None:
-    """Let each sampler's tenant straggle for so long, and watch."""
+    """Let each sampler's tenant straggle for that time, and watch."""
     over = threading.Event()
     watching = threading.Thread(target=watch.during, args=(over,))
     until = time.monotonic() + seconds

@@ -45,7 +45,7 @@ from workers.model.decoder import Decoder, DecoderConfig
 
 BATCH = 64
 RANK = 8
-#: Of the decode figures: the first step is past a prompt of so many, so that lengths stay within one multiple of 64.
+#: Prompt tokens for the decode figures: from there on, all lengths stay within one multiple of 64.
 DECODE_PROMPT = 65
 STEPS = 2
 #: One layer of the model that Weft is for.
@@ -233,15 +233,15 @@ def swap(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
 def against_vllm(decoder: Decoder, folder: Path, program: Path, rounds: int) -> dict[str, Any]:
     from trainer import peft_base
 
-    from workers.generator.vllm.adapters import Room, targets
+    from workers.generator.vllm.adapters import LoraLimits, targets
     from workers.generator.vllm.engine import VllmEngine
     from workers.generator.vllm.server import Launch
 
-    folders, room, context = write_adapters(folder, BATCH, RANK), Room(slots=BATCH, rank=RANK), 256
+    folders, limits, context = write_adapters(folder, BATCH, RANK), LoraLimits(max_adapters=BATCH, max_rank=RANK), 256
     peft_base().save_pretrained(folder / "model")
-    launch = Launch(program.resolve(), folder / "model", targets(CONFIG), context=context, slots=BATCH, room=room)
+    launch = Launch(program.resolve(), folder / "model", targets(CONFIG), context=context, slots=BATCH, limits=limits)
     theirs = VllmEngine(
-        CONFIG, (), slots=BATCH, context=context, room=room, folder=folder / "vllm-adapters", launch=launch
+        CONFIG, (), slots=BATCH, context=context, limits=limits, folder=folder / "vllm-adapters", launch=launch
     )
     every: dict[str, Sequence[Path | None]] = {"adapters": folders, "base": [None] * BATCH}
     best = {(kind, name): 0.0 for kind in every for name in ("ours", "vllm")}

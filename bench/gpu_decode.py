@@ -20,8 +20,7 @@ from gpu_measure import distinct_adapters, seconds_of, top_kernels
 
 from workers.generator.gpu.capture import CudaGraphs, Repeated
 from workers.generator.gpu.step import Step
-from workers.generator.kv_cache import KVCache
-from workers.generator.pages import pages_of
+from workers.generator.kv_cache import KVCache, pages_of
 from workers.model.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
@@ -48,7 +47,7 @@ def bytes_read(config: DecoderConfig, rows: int, length: int, itemsize: int) -> 
 
 @dataclass(frozen=True)
 class Batch:
-    """So many sequences with `length` positions each, the last of which is the newest token's."""
+    """Sequences with `length` positions each, the last of which is the newest token's."""
 
     decoder: Decoder
     cache: KVCache
@@ -101,7 +100,7 @@ def times(work: Callable[[], Any], steps: int) -> Callable[[], None]:
 
 
 def report(batch: Batch, seconds: dict[str, float], steps: int, distinct: int) -> list[dict[str, Any]]:
-    """`seconds` of so many steps of each variant; `limit` is the share of the base's speed that it has."""
+    """Figures from the `seconds` of each variant's steps; `limit` is its speed as a share of the base's."""
     config, itemsize = batch.decoder.config, batch.decoder.dtype.itemsize
     read = bytes_read(config, batch.rows, batch.length, itemsize)
     return [

@@ -19,15 +19,15 @@ def distinct_adapters(wanted: int, arena_bytes: int, free_bytes: int, reserve_by
     return max(1, min(wanted, (free_bytes - reserve_bytes) // (2 * arena_bytes)))
 
 
-def seconds_of(works: dict[str, Callable[[], None]], rounds: int, settle: Callable[[], None]) -> dict[str, float]:
-    """The median of each over interleaved rounds, after one that is not counted; `settle` waits for the device."""
+def seconds_of(works: dict[str, Callable[[], None]], rounds: int, wait: Callable[[], None]) -> dict[str, float]:
+    """The median of each over interleaved rounds, after one that is not counted; `wait` waits for the device."""
     taken: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):
         for name, work in works.items():
-            settle()
+            wait()
             began = time.perf_counter()
             work()
-            settle()
+            wait()
             taken[name].append(time.perf_counter() - began)
     return {name: statistics.median(times[1:]) for name, times in taken.items()}
 

@@ -4,7 +4,7 @@
 
 - `settled_per_s`: operations that are accepted with a hold and settled with their usage, ledger entry, hourly sums,
   wallet and budget moved, each answered after its commit, through the database's one writer as in the service: by
-  asynchronous clients that keep so many operations in flight. `split` gives accepting and settling each alone.
+  asynchronous clients that keep that many operations in flight. `split` gives accepting and settling each alone.
 - `one_at_a_time_ms`: the same with one operation in flight: two commits that nothing shares.
 - `added_ms`: what holds and charges add to an operation: the time of the whole path, less that of the same path with
   the rows of the operation alone; with many in flight, and with one.
@@ -44,9 +44,11 @@ from billing.prices import load_prices
 from billing.reconcile import check
 from billing.wallets import set_mode
 from scheduler.journal.acceptance import Taking, insert_all
+from scheduler.journal.rows import to_row
 from scheduler.journal.settlement import Ending, Settlement
 from scheduler.links.messages import Done
 from scheduler.order.operations import SAMPLE, Operation, Outcome
+from scheduler.order.plans import Sample
 from store import tables
 from store.db import Database
 from tests.servers import postgres_server
@@ -91,16 +93,14 @@ def new_operation() -> Operation:
         base_model="model",
         tokens=132,
         body_ref="",
-        plan={"num_samples": 1, "prompt_tokens": 100},
+        plan=Sample(1, 100, "interactive"),
         accepted_at=datetime.now(UTC),
         key_id=1,
     )
 
 
 def row_of(op: Operation, hold_nusd: int) -> dict[str, Any]:
-    names = ("id", "org_id", "session_id", "lane", "seq", "kind", "base_model", "tokens", "body_ref", "plan")
-    row = {name: getattr(op, name) for name in (*names, "accepted_at", "key_id")}
-    return row | {"state": "queued", "body_sha256": "", "hold_nusd": hold_nusd, "project_id": None, "user_id": None}
+    return to_row(op, op.body_sha256) | {"hold_nusd": hold_nusd}
 
 
 class WithMoney:
@@ -141,7 +141,7 @@ class WithoutMoney:
 
 
 async def timed(ops: list[Operation], work: Callable[[Operation], Awaitable[None]], in_flight: int) -> float:
-    """Seconds until `work` is done with all, so many at a time."""
+    """Seconds until `work` is done for all, with `in_flight` of them at a time."""
     waiting = iter(ops)
 
     async def client() -> None:

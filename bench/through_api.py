@@ -31,7 +31,7 @@ from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
 from store.blobs import Blobs
 from workers.model.weights import load_decoder
-from workers.trainer.trainer import Trainer, TrainerSettings
+from workers.trainer.trainer import Trainer
 
 MODEL = Path(__file__).parents[1] / "workers" / "model" / "tiny" / "weights"
 TENANTS, SEQUENCES, LENGTH, RANK = 16, 4, 64, 8
@@ -43,7 +43,7 @@ class Direct:
 
     def __init__(self, folder: Path) -> None:
         self._blobs = Blobs(folder)
-        self._trainer = Trainer({BASE_MODEL: load_decoder(MODEL)}, self._blobs, TrainerSettings())
+        self._trainer = Trainer({BASE_MODEL: load_decoder(MODEL)}, self._blobs)
         self._runs = [f"run{i}" for i in range(TENANTS)]
         step = OptimStepRequest(model_id="any", adam_params=AdamParams(learning_rate=1e-4))
         self._blobs.put("step", step.model_dump_json().encode())
@@ -54,7 +54,7 @@ class Direct:
             self._execute([TrainOp(f"create-{run}", run, 0, OpKind.CREATE, spec=spec)])
 
     def steps(self, count: int) -> float:
-        """Tokens per second of so many steps of all runs."""
+        """Tokens per second over `count` steps of all runs."""
         start = time.perf_counter()
         for _ in range(count):
             ops = [TrainOp(f"f-{r}", r, 1, OpKind.FORWARD_BACKWARD, f"body-{r}", stop=SEQUENCES) for r in self._runs]
@@ -77,7 +77,7 @@ def _array_datum(datum: Any) -> ArrayDatum:
 
 
 def through(runs: list[Any], count: int) -> float:
-    """Tokens per second of so many steps of every client."""
+    """Tokens per second over `count` steps of every client."""
 
     def train(number: int) -> None:
         data, open_steps = batch(SEQUENCES, LENGTH, seed=number), deque[Any]()

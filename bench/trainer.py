@@ -56,7 +56,7 @@ CONFIG = DecoderConfig(
 )
 #: More tokens than these are computed in turns, as the trainer does: larger batches fall out of the caches.
 PASS_TOKENS = 4096
-#: A tenant's tokens come in sequences of at most so many.
+#: The most tokens of a sequence; a tenant's tokens are cut into such sequences.
 SEQUENCE = 128
 TIMED_ALONE = 4
 

@@ -23,7 +23,7 @@ from serving import machine
 
 from workers.generator.engine import Engine, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
-from workers.generator.vllm.adapters import Room, targets
+from workers.generator.vllm.adapters import LoraLimits, targets
 from workers.generator.vllm.engine import VllmEngine
 from workers.generator.vllm.server import Launch
 from workers.model.adapter import Adapter, AdapterShape, save_adapter
@@ -86,12 +86,14 @@ def swap_s(engine: VllmEngine, folders: list[Path]) -> float:
 def measure(program: Path, threads: int, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as temporary:
-        folder, room = Path(temporary), Room(ADAPTERS, RANK)
+        folder, limits = Path(temporary), LoraLimits(ADAPTERS, RANK)
         folders = write_adapters(folder)
-        launch = Launch(program.absolute(), TINY_PATH, targets(CARD.config), CONTEXT, CONCURRENT, room, threads=threads)
+        launch = Launch(
+            program.absolute(), TINY_PATH, targets(CARD.config), CONTEXT, CONCURRENT, limits, threads=threads
+        )
         began = time.perf_counter()
         vllm = VllmEngine(
-            CARD.config, (), slots=CONCURRENT, context=CONTEXT, room=room, folder=folder / "vllm", launch=launch
+            CARD.config, (), slots=CONCURRENT, context=CONTEXT, limits=limits, folder=folder / "vllm", launch=launch
         )
         try:
             vllm.wait_ready()

@@ -1,11 +1,11 @@
 """The wallets and budgets that a batch of operations moves: read once, checked and moved in memory, written once.
 
-Whoever works with them has the lock of every organisation in the batch (`store.db.take_locks`) until the commit, so
-what is read here is what is true, in however many processes; that is what makes limits hard. `hold` is called when
-operations are accepted, `settle` when they have ended, and `store` when the batch is through. Nobody else writes
-wallets' holds, budgets or grants' remains.
+The caller has the lock of every organisation in the batch (`store.db.take_locks`) until the commit, so values read here
+stay true, whatever other processes do; that makes limits hard. `hold` is called when operations are accepted, `settle`
+when they have ended, and `store` at the end of the batch. Nothing else writes wallets' holds, budgets' counts or the
+remains of grants.
 
-Every operation passes here, alone if nobody else is there: hence plain rows and not mapped objects.
+Every operation passes here, possibly in a batch of one: hence plain rows and not mapped objects, for speed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from sqlalchemy import and_, bindparam, exists, insert, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from billing.wallets import available_nusd, make_wallets
+from store.bulk import insert_into
 from store.tables import Budget, BudgetAlert, BudgetPeriod, CreditGrant, LedgerEntry, Wallet
 
 _W, _G, _B, _P = (table.__table__.c for table in (Wallet, CreditGrant, Budget, BudgetPeriod))
@@ -51,13 +51,13 @@ _SET_PERIOD = (
     .values(spent_nusd=bindparam("spent"), held_nusd=bindparam("held"))
 )
 
-#: Where the one period of a total begins.
+#: The start of the single period of a total budget.
 EVER = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True)
 class Payer:
-    """Whom an operation is charged to."""
+    """The organisation, project and key that an operation is charged to."""
 
     org_id: str
     project_id: str | None = None
@@ -115,8 +115,8 @@ class PeriodRow:
 
 
 class OutOfMoney(Exception):
-    """A limit does not allow what an operation can cost. Amounts are in nano-USD; `limit` names what stands in the way
-    and `remedy` what helps; `scope` is wallet, or that of the budget."""
+    """An operation may cost more than a limit allows. Amounts are in nano-USD; `limit` names the limit, `remedy` what
+    helps; `scope` is wallet, or that of the budget."""
 
     def __init__(
         self, scope: str, limit: str, remedy: str, needed_nusd: int, available_nusd: int, held_nusd: int
@@ -131,7 +131,7 @@ class OutOfMoney(Exception):
 
 
 def period_start(period: str, at: datetime) -> datetime:
-    """When the period that `at` is in began: its month in UTC, or ever."""
+    """The start of the period that `at` is in: its month in UTC, or EVER."""
     if period == "total":
         return EVER
     at = at.astimezone(UTC)
@@ -139,7 +139,7 @@ def period_start(period: str, at: datetime) -> datetime:
 
 
 class Accounts:
-    """Those of some payers. `at` are the times at which their operations were accepted."""
+    """The accounts of some payers. `at` are the times at which their operations were accepted."""
 
     def __init__(self, session: Session, payers: Collection[Payer], at: Collection[datetime], now: datetime) -> None:
         self._session = session
@@ -154,7 +154,7 @@ class Accounts:
             self._read_grants(granted)
 
     def hold(self, payer: Payer, amount_nusd: int, at: datetime) -> None:
-        """Keep an amount back for an operation accepted at `at`. Raises OutOfMoney, with nothing kept back."""
+        """Hold an amount for an operation accepted at `at`. Raises OutOfMoney, with nothing held."""
         wallet = self._wallets[payer.org_id]
         limits = self._limits(payer, at)
         if amount_nusd:
@@ -167,7 +167,7 @@ class Accounts:
             period.changed = True
 
     def settle(self, payer: Payer, held_nusd: int, amount_nusd: int, at: datetime) -> None:
-        """Give back what was held for an operation accepted at `at`, and take what it costs."""
+        """Release the hold of an operation accepted at `at`, and charge what it costs."""
         wallet = self._wallets[payer.org_id]
         wallet.held_nusd -= held_nusd
         wallet.balance_nusd -= amount_nusd
@@ -180,8 +180,8 @@ class Accounts:
             self._alert(budget, period, before)
 
     def expire_grants(self) -> int:
-        """Take back what has expired of the grants of these organisations, but for what is held: running work was
-        promised it. Returns how many had something to take back."""
+        """Take back expired grants of these organisations, except what is held, which running work was promised.
+        Returns the number of grants with something to take back."""
         expired = 0
         for org_id, grants in self._grants.items():
             wallet = self._wallets[org_id]
@@ -197,7 +197,7 @@ class Accounts:
         return expired
 
     def store(self) -> None:
-        """Write what has moved."""
+        """Write all changes."""
         connection = self._session.connection()
         wallets = [{"of": w.org_id, "balance": w.balance_nusd, "held": w.held_nusd} for w in self._wallets.values()]
         if wallets:
@@ -217,7 +217,7 @@ class Accounts:
     # ---- reading
 
     def _read(self, payers: Collection[Payer], at: Collection[datetime]) -> list[str]:
-        """Wallets and budgets. Returns who has grants that are not used up: most have none."""
+        """Read wallets and budgets. Returns the organisations with grants that are not used up; most have none."""
         org_ids = sorted({payer.org_id for payer in payers})
         scope_ids = {scope_id for payer in payers for scope_id in payer.scope_ids().values()}
         months = {period_start("month", when) for when in at}
@@ -302,11 +302,10 @@ class Accounts:
 def record_alerts(
     session: Session, budget: Budget | BudgetLimit, start: datetime, spent_nusd: int, pcts: list[int], now: datetime
 ) -> None:
-    """That spending has reached these percentages of a budget; each is recorded once for a period."""
-    put = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    """Record that spending has reached these percentages of a budget; each is recorded once in a period."""
     facts = {"budget_id": budget.id, "start": start, "org_id": budget.org_id, "limit_nusd": budget.limit_nusd}
     rows = [facts | {"pct": pct, "spent_nusd": spent_nusd, "at": now} for pct in pcts]
-    session.execute(put(BudgetAlert).on_conflict_do_nothing(), rows)
+    session.execute(insert_into(session, BudgetAlert).on_conflict_do_nothing(), rows)
 
 
 def _check_budget(budget: BudgetLimit, period: PeriodRow, amount_nusd: int) -> None:
@@ -320,7 +319,7 @@ def _check_budget(budget: BudgetLimit, period: PeriodRow, amount_nusd: int) -> N
 
 
 def _burning_order(grant: GrantRow) -> tuple[bool, bool, datetime, str]:
-    """Promotions first, then what expires soonest; what never does comes last."""
+    """Sort key: promotions first, then by expiry; grants that never expire last."""
     return grant.kind != "promo", grant.expires_at is None, grant.expires_at or grant.created_at, grant.id
 
 

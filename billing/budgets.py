@@ -1,8 +1,8 @@
 """Limits that people set on spending: of an organisation, a project or a key, in a UTC month or in total.
 
-`billing.accounts` keeps them while work is accepted and ends. Here they are made, changed and looked at. What counts is
-the time at which work was accepted: it decides the month, and so a budget that is made in the middle of a month starts
-with what was spent and is held of that month.
+`billing.accounts` enforces them while work is accepted and ends. Here they are made, changed and listed. The time at
+which work was accepted decides its month, so a budget that is made in the middle of a month starts with what that
+month's work has spent and holds.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Scope = Literal["org", "project", "key"]
 Period = Literal["month", "total"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 PERIODS: tuple[Period, ...] = get_args(Period)
-#: Percentages at which spending is noted when nobody says otherwise.
+#: Default percentages of the limit at which spending is recorded.
 ALERT_PCTS = (50, 80, 100)
 
 
 @dataclass(frozen=True)
 class BudgetState:
-    """A budget in the period that holds now."""
+    """A budget in its current period."""
 
     budget: Budget
     start: datetime
@@ -55,10 +55,10 @@ def set_budget(
     alert_pcts: Collection[int] = ALERT_PCTS,
     now: datetime | None = None,
 ) -> Budget:
-    """Make a budget, or change the one that there is. To be called in a write. `scope_id` must be the organisation's
-    own: the caller has checked it."""
+    """Make a budget, or change the existing one. Call it in a write. The caller has checked that `scope_id` belongs to
+    the organisation."""
     now = now or datetime.now(UTC)
-    wallet_of(session, org_id)  # and its lock: nothing is accepted or ends meanwhile
+    wallet_of(session, org_id)  # takes its lock: nothing is accepted or settled meanwhile
     query = select(Budget).filter_by(org_id=org_id, scope=scope, scope_id=scope_id, period=period)
     budget = session.scalars(query).one_or_none()
     if budget is None:
@@ -81,7 +81,7 @@ def set_budget(
 
 
 def owns(session: Session, org_id: str, scope: Scope, scope_id: str) -> bool:
-    """Whether an organisation has the project or the key that a budget is to be of."""
+    """Whether an organisation has the project or key of a budget to be made."""
     if scope == "project":
         return session.get(Project, (org_id, scope_id)) is not None
     number = int(scope_id) if scope_id.isdecimal() and len(scope_id) < 19 else 0
@@ -90,7 +90,7 @@ def owns(session: Session, org_id: str, scope: Scope, scope_id: str) -> bool:
 
 
 def remove_budget(session: Session, org_id: str, budget_id: str) -> bool:
-    """Remove a budget with all that is known of it. To be called in a write."""
+    """Remove a budget with its periods and alerts. Call it in a write."""
     wallet_of(session, org_id)
     budget = session.scalars(select(Budget).filter_by(org_id=org_id, id=budget_id)).one_or_none()
     if budget is None:
@@ -103,7 +103,7 @@ def remove_budget(session: Session, org_id: str, budget_id: str) -> bool:
 
 
 def states(session: Session, org_id: str, now: datetime | None = None) -> list[BudgetState]:
-    """The budgets of an organisation as they are now: the organisation's own first."""
+    """The budgets of an organisation in their current periods, those of the whole organisation first."""
     now = now or datetime.now(UTC)
     found = []
     for budget in session.scalars(select(Budget).where(Budget.org_id == org_id)):
@@ -117,7 +117,7 @@ def states(session: Session, org_id: str, now: datetime | None = None) -> list[B
 
 
 def derived(session: Session, budget: Budget, start: datetime) -> tuple[int, int]:
-    """What was spent and is held of a budget in the period from `start`, from the events and operations themselves."""
+    """What was spent and is held of a budget in the period from `start`, computed from events and operations."""
     event, op = UsageEvent, Operation
     accepted = func.coalesce(event.accepted_at, event.recorded_at)
     spent = select(event.amount_nusd).where(*_in_scope(budget, event), *_in_period(budget, accepted, start))
@@ -127,7 +127,7 @@ def derived(session: Session, budget: Budget, start: datetime) -> tuple[int, int
 
 
 def _starts(session: Session, budget: Budget, now: datetime) -> set[datetime]:
-    """Periods with work in them that has not ended, and this one."""
+    """The current period, and periods with work that has not ended."""
     open_ops = select(Operation.accepted_at).where(Operation.org_id == budget.org_id, Operation.state == "queued")
     return {period_start(budget.period, at) for at in (now, *session.scalars(open_ops))}
 

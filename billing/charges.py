@@ -1,8 +1,8 @@
 """What operations cost, at the moment they end: usage, ledger, wallets and budgets move in one transaction.
 
-`settle` is called inside the transaction that makes results lasting, and nowhere else, so there is no result without
-its metering and no metering without a result. The caller has made sure that an operation ends once; the database
-refuses a second row for one (operation, kind) all the same.
+`settle` is called inside the transaction that commits results, and nowhere else, so there is no result without its
+metering and no metering without a result. The caller makes sure that an operation ends once; the database also refuses
+a second row for one (operation, kind).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SUMS = ("quantity", "amount_nusd", "events")
 
 
 def _put_hours(dialect: Any) -> Any:
-    """Add to the rows of hours that are there; insert the others."""
+    """Add to existing rows of hours; insert the others."""
     put = dialect.insert(UsageHour)
     sums = {name: UsageHour.__table__.c[name] + put.excluded[name] for name in _SUMS}
     return put.on_conflict_do_update(index_elements=_HOUR_KEY, set_=sums)
@@ -42,8 +42,8 @@ _PUT_HOURS = {"sqlite": _put_hours(sqlite), "postgresql": _put_hours(postgresql)
 
 @dataclass(frozen=True)
 class Charge:
-    """One operation that has ended: what it used, by kind (nothing if it failed), and what was held for it: None for
-    what nobody could refuse, which is storage. `accepted_at` decides prices and the budgets' period."""
+    """One operation that has ended: `quantities` used, by kind (empty if it failed), and the amount held for it, None
+    for storage, which is not held for. `accepted_at` decides prices and the budgets' period."""
 
     payer: Payer
     session_id: str
@@ -57,7 +57,8 @@ class Charge:
 
 
 def settle(session: Session, charges: Sequence[Charge], prices: PriceList, now: datetime) -> int:
-    """Charge operations and release their holds, in the locks of their organisations. Returns what they cost in all."""
+    """Charge operations and release their holds; the caller has the locks of their organisations. Returns the total
+    cost in nano-USD."""
     charges = [charge for charge in charges if charge.quantities or charge.hold_nusd]
     if not charges:
         return 0
@@ -86,7 +87,7 @@ def settle(session: Session, charges: Sequence[Charge], prices: PriceList, now: 
 
 
 def _events(charge: Charge, prices: PriceList, settlement: str, now: datetime) -> list[dict[str, Any]]:
-    """Kinds of which nothing was used make no row."""
+    """The usage events of a charge; kinds with quantity 0 have none."""
     rows = []
     for kind, quantity in charge.quantities.items():
         if quantity < 0:
@@ -119,8 +120,8 @@ def _events(charge: Charge, prices: PriceList, settlement: str, now: datetime) -
 
 
 def _hours(events: list[dict[str, Any]], now: datetime) -> list[dict[str, Any]]:
-    """The rows of `usage_hourly` that events of now add up to. In one order: two writers that share rows of an hour
-    never wait for each other in a ring."""
+    """The rows of `usage_hourly` that events recorded now add up to. Sorted, so that two writers that share rows of an
+    hour do not deadlock."""
     hour = now.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
     sums: defaultdict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
     for event in events:
@@ -132,7 +133,7 @@ def _hours(events: list[dict[str, Any]], now: datetime) -> list[dict[str, Any]]:
 
 
 def _hour_key(event: dict[str, Any], hour: datetime) -> tuple[Any, ...]:
-    """What of `_HOUR` tells rows apart."""
+    """The primary key of an event's row in `usage_hourly`, in the order of `_HOUR`."""
     return (
         event["org_id"],
         hour,

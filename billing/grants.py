@@ -1,4 +1,4 @@
-"""Credit that is given, and may expire. It is used up before other money (`billing.accounts`)."""
+"""Credit grants, which may expire. They are used up before other money (`billing.accounts`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def give(
     memo: str = "",
     now: datetime | None = None,
 ) -> CreditGrant:
-    """Credit an organisation. To be called in a write."""
+    """Credit an organisation. Call it in a write."""
     if amount_nusd <= 0:
         raise ValueError(f"a grant must be more than 0, got {amount_nusd} nUSD")
     now = now or datetime.now(UTC)
@@ -56,7 +56,7 @@ def give(
 
 
 def expire(database: Database, now: datetime | None = None) -> dict[str, int]:
-    """Take back what has expired, of all organisations. For the jobs; before that, `hold` does it when it matters."""
+    """Take back expired grants of all organisations. For the jobs; where it matters sooner, `hold` does it."""
     now = now or datetime.now(UTC)
 
     def work(session: Session) -> int:

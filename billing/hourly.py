@@ -1,8 +1,8 @@
 """Usage by the hour: what the ledger says, grouped as a bill shows it. Read only.
 
 An event belongs to the hour in which it was recorded; its row in `usage_hourly` is written in the same commit. Amounts
-are sums of the ledger's own, so that whatever way they are added up, they agree with it to the nano-dollar; different
-rates within an hour are different rows.
+are sums of the ledger's own, so any grouping of them agrees with it to the nano-dollar; different rates within an hour
+are different rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOUR = timedelta(hours=1)
 
 @dataclass(frozen=True, order=True)
 class UsageGroup:
-    """`key_id` and `user_id` are those that asked, and `project_id` the session's project then; None for none."""
+    """`key_id` is the key of the request (0: none), `project_id` the session's project at that time ("": none)."""
 
     hour: datetime
     kind: str
@@ -45,7 +45,7 @@ _GROUP = tuple(field.name for field in fields(UsageGroup))
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """Checkpoints that were made in an hour."""
+    """The number of checkpoints made in an hour."""
 
     hour: datetime
     base_model: str | None
@@ -54,7 +54,7 @@ class CheckpointRow:
 
 
 def usage_rows(session: Session, org_id: str, start: datetime, end: datetime) -> list[GroupRow]:
-    """What was recorded from `start` to before `end`, by hour and then by descending quantity."""
+    """Usage recorded from `start` to before `end`, by hour and then by descending quantity."""
     row = UsageHour
     query = select(row).where(row.org_id == org_id, row.hour >= start, row.hour < end)
     sums: defaultdict[UsageGroup, list[int]] = defaultdict(lambda: [0, 0])
@@ -67,7 +67,7 @@ def usage_rows(session: Session, org_id: str, start: datetime, end: datetime) ->
 
 
 def checkpoint_rows(session: Session, org_id: str, start: datetime, end: datetime) -> list[CheckpointRow]:
-    """Checkpoints made from `start` to before `end`, those that are gone by now included."""
+    """Checkpoints made from `start` to before `end`, including those deleted since."""
     entry = AuditEntry
     query = select(entry.at, entry.detail).where(entry.org_id == org_id, entry.at >= start, entry.at < end)
     counts: defaultdict[tuple[datetime, str | None, str | None], int] = defaultdict(int)

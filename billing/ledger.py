@@ -1,6 +1,6 @@
 """Movements of a wallet's balance: rows that are only ever added, each once, with the balance in the same transaction.
 
-A mistake is put right by another row. `billing.charges` posts what work costs; top-ups, refunds and the like come from
+A mistake is corrected by another row. `billing.charges` posts what work costs; top-ups, refunds and the like come from
 `billing.grants`, `billing.payments` and the operator's command.
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from billing import ledger
 from billing.wallets import wallet_of
-from store.tables import LedgerEntry
+from store.bulk import insert_into
+from store.tables import LedgerEntry, UsageEvent
 
 EntryType = Literal["topup", "grant", "usage", "refund", "adjustment", "expiry", "invoice", "chargeback"]
 TYPES: tuple[EntryType, ...] = get_args(EntryType)
@@ -32,12 +34,11 @@ def post(
 ) -> LedgerEntry | None:
     """Move a wallet's balance by `amount_nusd` (negative takes money away), once for each (org, type, ref).
 
-    To be called in a write. None when that reference was posted before; then nothing changes."""
+    Call it in a write. None when that reference was posted before; then nothing changes."""
     if amount_nusd == 0:
         raise ValueError(f"ledger entry {type} {ref_type} {ref_id}: the amount is 0; an entry moves the balance")
     wallet = wallet_of(session, org_id)
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
-    row = insert(LedgerEntry).values(
+    row = insert_into(session, LedgerEntry).values(
         org_id=org_id,
         type=type,
         amount_nusd=amount_nusd,
@@ -46,10 +47,22 @@ def post(
         memo=memo[:256],
         at=at or datetime.now(UTC),
     )
-    # Not rowcount: psycopg answers -1 whether or not there was a conflict.
     entry = session.scalars(row.on_conflict_do_nothing().returning(LedgerEntry)).one_or_none()
     if entry is None:
         return None
     wallet.balance_nusd += amount_nusd
     session.flush()
     return entry
+
+
+def refund_operation(session: Session, org_id: str, operation_id: str, memo: str = "") -> LedgerEntry | None:
+    """Give back all that an operation of this organisation has cost, once. Call it in a write.
+
+    None when it was refunded before, or has cost nothing. Metered usage and budgets stay as they are."""
+    query = select(UsageEvent.amount_nusd).where(UsageEvent.org_id == org_id, UsageEvent.operation_id == operation_id)
+    amount = sum(session.scalars(query))
+    if amount == 0:
+        return None
+    return ledger.post(
+        session, org_id=org_id, type="refund", amount_nusd=amount, ref_type="operation", ref_id=operation_id, memo=memo
+    )

@@ -1,8 +1,8 @@
-"""What serving each organisation and model has cost beside what it has paid: `billing.tco` with measured figures.
+"""What serving each organisation and model has cost and what it has paid: `billing.tco` with measured figures.
 
-The machines cost the same whether they work or not. Their cost over a time is divided by the seconds that each
-organisation's operations were computed (`operations.timings`; what several shared counts by their tokens), so idle time
-is carried in proportion to use. Read-only; for operators, since it looks at all organisations.
+The machines cost the same whether they work or not. Their cost over a time is divided in proportion to the seconds that
+each organisation's operations were computed (`operations.timings`; shared time by tokens), so idle time is carried in
+proportion to use. Read-only; for operators, since it looks at all organisations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from store.tables import Operation, UsageHour
 
 Pair = tuple[str, str]  # organisation, base model
 
-#: Kinds of usage that are computed; the rest (storage) is paid for but uses no GPU.
+#: Kinds of usage that are computed; storage is paid for but uses no GPU.
 COMPUTED = ("train", "prefill", "cached_prefill", "sample")
 
 
@@ -51,7 +51,7 @@ class Margin:
 
 @dataclass(frozen=True)
 class Ownership:
-    """A time of the whole service. `utilisation` is the share of the machines' time in which they computed."""
+    """The whole service over a time. `utilisation` is the share of the machines' time in which they computed."""
 
     since: datetime
     until: datetime
@@ -123,7 +123,7 @@ def _usage(session: Session, since: datetime, until: datetime) -> tuple[dict[Pai
 
 
 def _machine_seconds(session: Session, since: datetime, until: datetime) -> dict[Pair, float]:
-    """The time in which the trainers computed anything, and the generators, divided by who had how much of it."""
+    """The seconds in which trainers computed, and generators, divided among (organisation, model) by their share."""
     row = Operation
     query = select(row.org_id, row.base_model, row.kind == "sample", row.tokens, row.accepted_at, row.timings)
     query = query.where(row.finished_at >= since, row.finished_at < until).execution_options(yield_per=1000)
@@ -142,7 +142,7 @@ def _machine_seconds(session: Session, since: datetime, until: datetime) -> dict
 
 
 def _own(tokens: int, stretches: list[list[Any]]) -> float:
-    """Microseconds of an operation's stretches, each by its part of the tokens that shared it."""
+    """Microseconds of an operation's stretches, each times the operation's share of the tokens in it."""
     own = max(1, tokens) / max(1, len(stretches))
     return float(sum((end - start) * own / max(own, total) for _, start, end, _, _, total in stretches))
 

@@ -1,7 +1,8 @@
 """The price list: integer micro-USD per million tokens, by model and kind, and per GB-month of storage, in versions.
 
-The version that holds when an operation is accepted prices it, however long it then waits: a price change never
-alters work that is under way. Money is integer from here to the database; nothing in this room is a float.
+An operation is priced by the version in force when it is accepted, however long it then waits: a price change never
+alters accepted work. Money is integer from here to the database, never a float. `most_for_...` bound what an operation
+can cost: that is held for it when it is accepted, and it never costs more.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _MAX_UUSD_PER_MTOK = 10**12
 
 
 class PriceError(ValueError):
-    """A price list that cannot be used, or a price that it does not have; one line for the operator."""
+    """A price list is invalid, or lacks a price; one line for the operator."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What `per_units` cost in micro-USD, and the version of the list that says so."""
+    """The price of `per_units` in micro-USD, and the version of the list that it is from."""
 
     version: str
     uusd: int
@@ -116,3 +117,22 @@ def load_prices(tables: list[dict[str, Any]] | None = None, *, now: datetime | N
     prices = PriceList(versions)
     prices.rate(ANY_MODEL, "train", now or datetime.now(UTC))
     return prices
+
+
+#: An exact price in nano-USD has this as its denominator: tokens * uusd_per_mtok * 1000 / 1_000_000.
+_EXACT = 1000
+
+
+def most_for_tokens(prices: PriceList, model: str, kind: Kind, tokens: int, at: datetime) -> int:
+    """The bound for an operation on data, whose tokens are known: exactly what it costs, in nano-USD."""
+    return prices.rate(model, kind, at).amount_nusd(tokens)
+
+
+def most_for_sample(prices: PriceList, model: str, prompt: int, samples: int, new_tokens: int, at: datetime) -> int:
+    """The bound for `samples` sequences from a prompt of `prompt` tokens, with at most `new_tokens` new ones in all.
+
+    The prompt is computed once at most (cached parts are billed at their own rate) and read from the cache for the
+    other samples. Each kind is a row of its own, rounded on its own, so there is room for three roundings."""
+    prefill, cached, sample = (prices.rate(model, kind, at).uusd for kind in ("prefill", "cached_prefill", "sample"))
+    exact = max(prefill, cached) * prompt + cached * (samples - 1) * prompt + sample * new_tokens
+    return (exact + 3 * _EXACT // 2) // _EXACT if exact else 0

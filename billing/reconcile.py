@@ -1,4 +1,4 @@
-"""Holds the money against itself: everything that is kept twice must say the same, to the nano-dollar.
+"""Checks the books: every amount that is kept in two places must be equal in both, to the nano-dollar.
 
     wallet balance  = sum of ledger entries
     usage entry     = minus the sum of its events, for each settlement
@@ -7,7 +7,7 @@
     budget spent    = sum of events accepted in its period, and held likewise
     grants          remain no more than they were
 
-It only looks: what differs is a fault to be understood, and nothing is put right by itself.
+It only reads: a difference is a fault to be understood, and nothing is corrected automatically.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from billing.budgets import derived
 from store.db import Database
 from store.tables import Budget, BudgetPeriod, LedgerEntry, Operation, UsageEvent, UsageHour, Wallet
 
-#: Sums are made of two halves, each of which fits into 64 bits.
+#: Sums are computed in two halves, each of which fits into 64 bits.
 _HALF = 10**9
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Two accounts of one thing that differ."""
+    """An amount as kept and as derived from other rows, which differ."""
 
     org_id: str
     what: str
@@ -42,7 +42,7 @@ class Drift:
 
 
 def check(database: Database, org_id: str | None = None) -> list[Drift]:
-    """All that does not agree, of one organisation or of all, while work goes on."""
+    """All differences, of one organisation or of all; work may go on meanwhile."""
     with database.read() as session:
         if session.get_bind().dialect.name == "postgresql":  # one snapshot; SQLite's reads are always that
             session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
@@ -50,7 +50,7 @@ def check(database: Database, org_id: str | None = None) -> list[Drift]:
 
 
 def reconcile(session: Session, org_id: str | None = None) -> list[Drift]:
-    """`check` in a snapshot that there is."""
+    """`check` in the session's own snapshot."""
     found = [
         *_wallets(session, org_id),
         *_settlements(session, org_id),
@@ -61,7 +61,7 @@ def reconcile(session: Session, org_id: str | None = None) -> list[Drift]:
 
 
 def drift_nusd(drifts: Iterable[Drift]) -> int:
-    """One number for a gauge: 0 is good."""
+    """The sum of all differences, for a gauge; 0 is good."""
     return sum(abs(drift.kept - drift.derived) for drift in drifts)
 
 
@@ -81,7 +81,7 @@ def _wallets(session: Session, org_id: str | None) -> list[Drift]:
 
 
 def _settlements(session: Session, org_id: str | None) -> list[Drift]:
-    """Each usage entry against its events, and events without an entry. Those of before the ledger are one entry."""
+    """Each usage entry against its events, and events without an entry; events from before the ledger count as one."""
     event, entry = UsageEvent, LedgerEntry
     query = select(event.org_id, event.settlement, *_halves(event.amount_nusd))
     rows = session.execute(_of(org_id, event.org_id, query).group_by(event.org_id, event.settlement))

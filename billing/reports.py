@@ -1,8 +1,8 @@
-"""What was spent, added up for people: by day, kind, model, project, key, user and run. Read only.
+"""Spending reports: by day, kind, model, project, key, user and run. Read only.
 
-Read from the hourly sums, which are kept up in the commit of the usage itself: whatever way they are added up, they
-agree with the ledger to the nano-dollar. Days are UTC. The database adds up: in two halves, because SQLite's SUM fails
-beyond 64 bits.
+Read from the hourly sums, which are updated in the commit of the usage itself, so any grouping agrees with the ledger
+to the nano-dollar. Days are UTC. The database computes sums in two halves, because SQLite's SUM fails beyond 64
+bits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class Window:
-    """Whole days, `last` included, and what must match: `{"run": id}` and so on; None matches what has none."""
+    """Whole days, `last` included, and filters such as `("run", id)`; the value None matches rows without one."""
 
     first: date
     last: date
@@ -56,7 +56,7 @@ class DayRow:
 
 @dataclass(frozen=True)
 class ShareRow:
-    """What one model (project, key, ...) used of one kind. `name` is None for what has none."""
+    """What one model (project, key, ...) used of one kind. `name` is None for usage without one."""
 
     name: str | None
     kind: str
@@ -115,7 +115,7 @@ def total(session: Session, org_id: str, window: Window) -> int:
 
 
 def of_runs(session: Session, org_id: str, run_ids: Sequence[str]) -> dict[str, Spent]:
-    """What runs have used so far, samples from their weights included."""
+    """What runs have used so far, including samples from their weights."""
     spent: dict[str, Spent] = {}
     columns = (UsageHour.run_id, UsageHour.kind)
     query = select(*columns, *_halves()).where(UsageHour.org_id == org_id, UsageHour.run_id.in_(run_ids))
@@ -143,7 +143,7 @@ def spent_by(session: Session, org_id: str, run_id: str, times: Sequence[Sequenc
 
 
 def narrowed(window: Window, dimension: Dimension, value: str | None) -> Window:
-    """The window with one more thing that must match."""
+    """The window with one more filter."""
     return replace(window, match=(*window.match, (dimension, value)))
 
 

@@ -1,9 +1,10 @@
-"""Bytes over time: every checkpoint is metered by the hour, from its commit to its deletion or expiry.
+"""Storage: every checkpoint is metered by the hour, from its commit to its deletion or expiry.
 
-A span is what a checkpoint stores. `begin` and `end` are called in the transactions that make and delete checkpoints,
-so that a span is exact; `meter`, run every hour, also begins the span of a checkpoint that has none and ends that of
-one that is gone. Each span is one usage event for each UTC hour that it touches, of bytes x time in that hour: written
-once the hour or the span is over, named by both, and so written once. Storage is not held for: it cannot be refused.
+A span is the time for which a checkpoint stores its bytes. `begin` and `end` are called in the transactions that make
+and delete checkpoints, so that spans are exact; `meter`, run every hour, also begins missing spans and ends those of
+checkpoints that are gone. A span gives one usage event for each UTC hour that it touches, of bytes x time in that hour,
+written once the hour or the span is over; span and hour name it, so it is written once. Nothing is held for storage,
+because it cannot be refused.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from store.tables import Checkpoint, StorageSpan
 
 HOUR = timedelta(hours=1)
 _HOUR_US = 3_600_000_000
-#: Spans that one transaction meters.
+#: Spans metered in one transaction.
 AT_A_TIME = 200
 
 
 def begin(session: Session, checkpoint: Checkpoint, at: datetime) -> None:
-    """A checkpoint is stored from `at` on; its row is flushed."""
+    """Begin the span of a checkpoint, whose row is flushed, at `at`."""
     query = select(tables.Session, tables.Run.base_model).join(tables.Run, tables.Run.session_id == tables.Session.id)
     owner, base_model = session.execute(query.where(tables.Run.id == checkpoint.run_id)).one()
     session.add(
@@ -53,7 +54,7 @@ def begin(session: Session, checkpoint: Checkpoint, at: datetime) -> None:
 
 
 def end(session: Session, checkpoint: Checkpoint, at: datetime) -> None:
-    """A checkpoint is not stored any more from `at` on, or from when it expired."""
+    """End the span of a checkpoint at `at`, or when it expired if that was earlier."""
     over = min(at, checkpoint.expires_at) if checkpoint.expires_at is not None else at
     chosen = StorageSpan.checkpoint_id == checkpoint.id, StorageSpan.ended_at.is_(None)
     session.execute(update(StorageSpan).where(*chosen).values(ended_at=over))
@@ -66,7 +67,7 @@ def byte_hours(size_bytes: int, start: datetime, stop: datetime) -> int:
 
 
 def meter(database: Database, prices: PriceList, now: datetime) -> dict[str, int]:
-    """Meter all that was stored in hours that are over by `now`. For the jobs; at any time, as often as one likes."""
+    """Meter all spans in hours that are over by `now`. For the jobs; may be called at any time, repeatedly."""
     counts = {
         "begun": database.write_now(lambda s: _adopt(s, now)),
         "ended": database.write_now(lambda s: _abandon(s, now)),
@@ -100,7 +101,7 @@ def _abandon(session: Session, now: datetime) -> int:
 
 
 def _meter_some(session: Session, prices: PriceList, now: datetime) -> tuple[int, int]:
-    """Some spans, up to the last full hour or their end. Returns how many pieces, and what they cost."""
+    """Meter some spans, up to the last full hour or their end. Returns the number of pieces, and what they cost."""
     span = StorageSpan
     over = now.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
     due = select(span).where(or_(span.metered_until < over, span.ended_at.is_not(None)), span.metered_until <= now)

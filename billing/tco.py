@@ -1,4 +1,4 @@
-"""Cost of ownership: what a GPU-hour costs from capital and running costs, and what that makes of a token.
+"""Cost of ownership: the cost of a GPU-hour from capital and running costs, and the resulting cost of a token.
 
 The arithmetic is that of SemiAnalysis' comparison of owned and hosted RL (2026-06): an annuity in arrears for the
 servers, power and space by the kilowatt, and cost per Mtok = price of the pool for the time / tokens trained. Figures
@@ -20,7 +20,7 @@ HOURS_PER_MONTH = 730.0
 
 @dataclass(frozen=True)
 class Server:
-    """What a server with `gpus` GPUs costs its owner. The defaults are those of the comparison, for H100."""
+    """The costs of a server with `gpus` GPUs. The defaults are the comparison's figures for H100."""
 
     price_usd: float = 361_255.0
     gpus: int = 8
@@ -29,7 +29,7 @@ class Server:
     draw_kw: float = 10.926
     usd_per_kwh: float = 0.087
     load: float = 0.80
-    #: Power used for each watt of computers: cooling and losses.
+    #: Power usage effectiveness: total power, with cooling and losses, over the power of the computers.
     pue: float = 1.35
     space_usd_per_kw_month: float = 150.0
     other_usd_per_month: float = 170.0
@@ -100,7 +100,7 @@ def usd_per_mtok(usd: float, tokens: float) -> float:
 
 
 def break_even_tokens_per_s(gpu_hour_usd: float, price_usd_per_mtok: float) -> float:
-    """The tokens per second and GPU from which on owning is cheaper than that price."""
+    """The tokens per second and GPU above which owning is cheaper than that price."""
     return gpu_hour_usd / 3600 * 1e6 / price_usd_per_mtok
 
 

@@ -1,4 +1,4 @@
-"""What was used, added up by run: read from the hourly sums, which agree with the events to the nano-dollar."""
+"""Usage summed by run, from the hourly sums, which agree with the events to the nano-dollar."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What an organisation can spend. A wallet is made when it is first asked for, as `set_default` says."""
+"""What an organisation can spend. A wallet is made at its first use, with the mode and overdraft of `set_default`."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, Protocol, get_args
 
 from sqlalchemy import select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
+from store.bulk import insert_into
 from store.db import take_locks
 from store.settings import BillingSettings
 from store.tables import Wallet, WalletDefault
@@ -18,8 +18,8 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def wallet_of(session: Session, org_id: str) -> Wallet:
-    """The wallet of an organisation, which nobody else changes until the transaction ends. To be called in a write,
-    before anything of the organisation's money is read."""
+    """The wallet of an organisation, locked until the transaction ends. Call it in a write, before any other row of the
+    organisation's money is read."""
     take_locks(session, [org_id])
     query = select(Wallet).where(Wallet.org_id == org_id).execution_options(populate_existing=True)
     wallet = session.scalars(query).one_or_none()
@@ -32,18 +32,17 @@ def wallet_of(session: Session, org_id: str) -> Wallet:
 def make_wallets(session: Session, org_ids: list[str]) -> None:
     """Wallets for organisations that have none."""
     default = session.get(WalletDefault, 1) or WalletDefault(mode="unlimited", overdraft_nusd=0)
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     rows = [{"org_id": org_id, "mode": default.mode, "overdraft_nusd": default.overdraft_nusd} for org_id in org_ids]
-    session.execute(insert(Wallet).on_conflict_do_nothing(), rows)
+    session.execute(insert_into(session, Wallet).on_conflict_do_nothing(), rows)
 
 
 def set_default(session: Session, billing: BillingSettings) -> None:
-    """What the wallets of organisations that have none yet will be."""
+    """Set the mode and overdraft of wallets that are made from now on."""
     session.merge(WalletDefault(id=1, mode=billing.mode, overdraft_nusd=billing.overdraft_usd * NUSD_PER_USD))
 
 
 def set_mode(session: Session, org_id: str, mode: Mode, overdraft_nusd: int) -> Wallet:
-    """Change how an organisation pays. Nothing that is held or spent changes."""
+    """Change how an organisation pays. Holds and balance stay as they are."""
     wallet = wallet_of(session, org_id)
     wallet.mode, wallet.overdraft_nusd = mode, overdraft_nusd
     session.flush()
@@ -58,7 +57,7 @@ class _Spendable(Protocol):
 
 
 def available_nusd(wallet: _Spendable) -> int | None:
-    """What may still be held; None without a limit."""
+    """The amount that may still be held; None without a limit."""
     if wallet.mode == "unlimited":
         return None
     return int(wallet.balance_nusd + wallet.overdraft_nusd - wallet.held_nusd)

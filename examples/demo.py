@@ -5,7 +5,7 @@
 Starts `weftd` with a fresh data folder, makes two organisations, and runs examples/rl_arithmetic.py for one and
 examples/sft_docs.py for the other at the same time. Prints live progress, then one table, and draws both curves.
 Exits with 1 when the reward did not at least double, or when the ledger does not add up to the operations run.
-The service keeps running afterwards, so that one can look around; `--exit` stops it.
+The service keeps running afterwards so that you can look around; `--exit` stops it.
 """
 
 from __future__ import annotations

@@ -6,14 +6,13 @@ import sqlite3
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from rich.table import Table
-from weft.wire.usage import UsageResponse
+from weft.wire.usage import Stats, UsageResponse
 
 ENDS = 5  # steps at either end whose mean is compared
 
@@ -33,7 +32,7 @@ class Curve:
         return sum(self.values[:n]) / n, sum(self.values[-n:]) / n
 
 
-def table(curves: list[Curve], usage: dict[str, UsageResponse], stats: dict[str, Any]) -> Table:
+def table(curves: list[Curve], usage: dict[str, UsageResponse], stats: Stats) -> Table:
     """Reward or loss first and last, tokens and dollars by kind and organisation, and how the machines were shared."""
     made = Table(title="Two tenants, one base model")
     for heading in ("organisation", "measure", "first", "last", "kind", "tokens", "US$"):
@@ -50,7 +49,7 @@ def table(curves: list[Curve], usage: dict[str, UsageResponse], stats: dict[str,
             head = ("", "", "", "")
         made.add_row("", "", "", "", "total", "", f"{usage[curve.organisation].total_nusd / 1e9:.6f}")
         made.add_section()
-    trainer, generator = stats["trainer"], stats["generator"]
+    trainer, generator = stats.trainer, stats.generator
     shared = trainer["shared_passes"] / max(1, trainer["passes"])
     busy = generator["slots_busy"] / max(1, generator["slots_offered"])
     made.caption = (

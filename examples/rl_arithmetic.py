@@ -4,8 +4,8 @@
 
 Each step samples every question GROUP times, rewards the right answer with 1, takes the reward minus its group's mean
 as the advantage of every token of that sample (GRPO without the division by the standard deviation: Dr. GRPO,
-arXiv 2503.20783), and takes one optimizer step on the sum. A group in which all samples earn the same teaches nothing
-and is left out.
+arXiv 2503.20783), and takes one optimizer step on the sum. A group whose samples all earn the same gives no
+gradient and is left out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The audit log: one row for each thing that was done to keys, members, limits, sessions, projects and checkpoints.
 
-`record` runs inside the transaction that does the thing, so there is no deed without its row and no row without its
-deed. The database refuses to change rows, and those of an organisation are a chain: each holds a hash over itself and
-over the hash before it, so that a row that was changed, put in or taken out shows (`verify`). Rows are chained and
-written at the very end of their transaction (`seal`, called by `store.db`), organisation by organisation in a fixed
-order, under a lock of each: writers in several processes neither fork a chain nor wait for each other in a ring.
+`record` runs inside the transaction of the action, so there is no action without its row and no row without its action.
+The database refuses to change rows, and the rows of an organisation are a chain: each holds a hash over itself and the
+hash before it, so that a row that was changed, inserted or deleted is found (`verify`). Rows are chained and written at
+the end of their transaction (`seal`, called by `store.db`), organisation by organisation in a fixed order, under a lock
+of each: writers in several processes neither fork a chain nor deadlock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session
 from store.caller import caller
 from store.tables import AuditEntry
 
-#: What can be asked for, and the beginnings of the events that belong to it.
+#: Filters of the log, and the prefixes of the events that each shows.
 GROUPS: dict[str, tuple[str, ...]] = {
     "all": ("",),
     "checkpoints": ("checkpoint_",),
@@ -46,8 +46,8 @@ def record(
     detail: dict[str, Any] | None = None,
     at: datetime | None = None,
 ) -> None:
-    """Note that the caller (`store.caller`) did `event`, `<resource>_<action>`, to `target`: an id, or the tinker://
-    path of a checkpoint. `key_id` is the key that it was done with; without a caller, as whom the server did it."""
+    """Note that the caller (`store.caller`) did `event`, named `<resource>_<action>`, to `target`: an id, or the
+    tinker:// path of a checkpoint. `key_id` is the key used; when the server acts, the key it acts for."""
     who = caller()
     entry = {
         "org_id": org_id,
@@ -64,7 +64,7 @@ def record(
 
 
 def pending(session: Session) -> list[dict[str, Any]]:
-    """What `record` has noted in this session."""
+    """The entries that `record` has noted in this session."""
     noted: list[dict[str, Any]] = session.info.get(_PENDING, [])
     return noted
 
@@ -85,14 +85,14 @@ def seal(connection: Connection, entries: list[dict[str, Any]]) -> None:
 
 
 def chain_hash(entry: Mapping[str, Any]) -> str:
-    """SHA-256 over an entry with its `prev_hash`, in a form that no database changes."""
+    """SHA-256 over an entry with its `prev_hash`, in a form that is the same on every database."""
     covered = {name: entry[name] for name in _COVERED} | {"at": entry["at"].astimezone(UTC).isoformat()}
     return hashlib.sha256(json.dumps(covered, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`head` is the last hash: kept elsewhere, it shows later that nothing was cut off the end."""
+    """`head` is the last hash; kept elsewhere, it proves later that no row was cut off the end."""
 
     org_id: str
     entries: int
@@ -101,7 +101,7 @@ class Verdict:
 
 
 def verify(session: Session, org_id: str, known_head: str | None = None) -> Verdict:
-    """Recompute the chain of an organisation. `known_head` is a hash that must be in it."""
+    """Recompute the chain of an organisation. `known_head` is a hash that it must contain."""
     rows = list(_rows(session, org_id))
     problems, last = [], ""
     for values in rows:

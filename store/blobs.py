@@ -1,13 +1,13 @@
 """Files that are too large for SQL: bodies of operations, results, adapters, checkpoints.
 
 A ref is a relative name such as `ops/3f2a/body`; it may name a file or a folder, and it can never leave the root.
-Whatever is under its ref is whole: files and folders are written aside and renamed into place.
+A blob at its ref is always whole: files and folders are written elsewhere and renamed into place.
 
-What a `put` promises: after it returns, the blob survives kill -9 of any process. It survives a power cut only with
-`durable=True`, which flushes the file and its folder to the disk at the cost of a few milliseconds for each blob.
+After `put` returns, the blob survives kill -9 of any process. It survives a power cut only with `durable=True`, which
+flushes the file and its folder to the disk at the cost of a few milliseconds for each blob.
 
-Nothing damaged is ever taken for whole. A file ends with the SHA-256 of what is before it, which `get` checks and takes
-off; a folder holds a list of its files with theirs, which `check_folder` looks at.
+Damage is detected on reading. A file ends with the SHA-256 of the bytes before it, which `get` checks and strips; a
+folder holds a list of its files with their SHA-256, which `check_folder` checks.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-#: Segments start with something else than a dot: that excludes "..", "." and the folder of unfinished writes.
+#: No segment starts with a dot, which excludes "..", "." and the folder of unfinished writes.
 _REF = re.compile(r"[A-Za-z0-9_:-][A-Za-z0-9._:-]*(?:/[A-Za-z0-9_:-][A-Za-z0-9._:-]*)*", re.ASCII)
 _UNFINISHED = ".unfinished"
-#: At the end of a file: this and the SHA-256 of all before it.
+#: A file ends with this and the SHA-256 of the bytes before it.
 _MARK = b"sha256:\n"
 SEAL_BYTES = len(_MARK) + hashlib.sha256().digest_size
-#: In a folder: the SHA-256 of each of its files, as JSON {name: hex}.
+#: In each folder: the SHA-256 of its files, as JSON {name: hex}.
 SUMS_FILE = ".sha256.json"
 
 
 class BadRef(ValueError):
-    """A name that is not a ref."""
+    """The name is not a ref."""
 
 
 class Damaged(OSError):
-    """A blob is there, and is not what was written: cut, overwritten, or another one put in its place."""
+    """A blob exists but is not what was written: truncated, overwritten or exchanged."""
 
 
 def is_lasting(error: BaseException) -> bool:
-    """Whether trying again cannot help. Everything else that a disk says may pass: it is full, over a quota, not
-    mounted, or out of reach."""
+    """Whether trying again cannot help. Other errors of a disk may pass: it is full, over a quota, not mounted, or
+    unreachable."""
     return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | Damaged) or not isinstance(
         error, OSError
     )
@@ -58,7 +58,7 @@ class Blobs:
         self._unfinished.mkdir(parents=True, exist_ok=True)
 
     def path(self, ref: str) -> Path:
-        """Where `ref` is, or would be. Raises BadRef unless it is a relative name of plain segments."""
+        """The path of `ref`, which need not exist. Raises BadRef unless it is a relative name of plain segments."""
         if _REF.fullmatch(ref) is None:
             raise BadRef(
                 f"blob ref {ref!r} must be segments of letters, digits and ._:- joined by '/', none starting with '.'"
@@ -84,8 +84,8 @@ class Blobs:
             raise
 
     def get(self, ref: str, sha256: str = "") -> bytes:
-        """The bytes of a file blob, and with `sha256` (hex) only these. FileNotFoundError when there is none, Damaged
-        when it is not what was put, both times that it is read: network file systems may read short once."""
+        """The bytes of a file blob; with `sha256` (hex), they must have that digest. FileNotFoundError when there is
+        none; Damaged when two reads differ from what was put: network file systems may read short once."""
         try:
             return self._whole(ref, sha256)
         except Damaged:
@@ -119,7 +119,7 @@ class Blobs:
 
     @contextmanager
     def new_folder(self, ref: str) -> Iterator[Path]:
-        """An empty folder to fill; it becomes `ref`, whole and in place of what was there, when the block succeeds."""
+        """An empty folder to fill; when the block succeeds it becomes `ref`, in place of an older blob."""
         target = self.path(ref)
         temporary = self._temporary()
         temporary.mkdir()
@@ -137,7 +137,7 @@ class Blobs:
             raise
 
     def files(self, ref: str) -> list[str]:
-        """The names of the files in a folder blob, as they were put there, in order."""
+        """The names of the files in a folder blob, sorted."""
         return files_of(self.path(ref))
 
     def check_folder(self, ref: str) -> None:
@@ -147,7 +147,7 @@ class Blobs:
     def delete_tree(self, ref: str) -> None:
         """Delete a folder blob with all in it, or a file blob; nothing happens when there is none.
 
-        The folder is renamed away first, so that nobody finds half of it."""
+        The folder is renamed first, so that nobody sees it half deleted."""
         with suppress(FileNotFoundError):
             os.rename(self.path(ref), old := self._temporary())
             if old.is_dir():
@@ -163,7 +163,7 @@ class Blobs:
         return sum((path / name).stat().st_size for name in files_of(path))
 
     def clear_unfinished(self) -> None:
-        """Delete what writers that died have left. Only for a start, when nobody else writes here."""
+        """Delete leftovers of writers that died. Only at start-up, while nothing else writes here."""
         shutil.rmtree(self._unfinished, ignore_errors=True)
         self._unfinished.mkdir(parents=True, exist_ok=True)
 
@@ -171,7 +171,7 @@ class Blobs:
         return self._unfinished / secrets.token_hex(8)
 
     def _replace(self, temporary: Path, target: Path) -> None:
-        """Put a folder in its place; where it cannot be, what was there stays."""
+        """Move a folder to its place; if that fails, the older one stays."""
         old = self._temporary() if target.is_dir() else None
         if old is not None:
             os.rename(target, old)
@@ -195,8 +195,7 @@ class Blobs:
 
 
 def check_folder(folder: Path) -> None:
-    """`Blobs.check_folder` by path. A folder that was not made by `Blobs.new_folder` has no list, and is taken as it
-    is."""
+    """`Blobs.check_folder` by path. A folder that `Blobs.new_folder` did not make has no list and is not checked."""
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder.name}")
     try:
@@ -210,7 +209,7 @@ def check_folder(folder: Path) -> None:
             found = _sha256(folder / name)
         except FileNotFoundError:
             raise Damaged(f"blob {folder.name} is damaged: {name} is missing") from None
-        if found != digest and _sha256(folder / name) != digest:  # read again, as a file is
+        if found != digest and _sha256(folder / name) != digest:  # read twice, as in `get`
             raise Damaged(f"blob {folder.name} is damaged: {name} is not what was written")
 
 

@@ -1,8 +1,8 @@
-"""Many rows in few round trips. On PostgreSQL rows travel as one JSON document in one statement, and statements whose
-results nobody reads go out together; on SQLite there is no trip, and `executemany` is as good.
+"""Statements that PostgreSQL and SQLite need in different forms: many rows in few round trips, INSERT ... ON CONFLICT.
 
-For what every operation passes through (`scheduler.journal.acceptance`, `scheduler.journal.settlement`,
-`billing.charges`).
+On PostgreSQL many rows travel as one JSON document in one statement, and statements whose results nobody reads go out
+together; SQLite has no round trips, and `executemany` is as fast. For the paths of every operation
+(`scheduler.journal.acceptance`, `scheduler.journal.settlement`, `billing.charges`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 import orjson
 import psycopg
 from sqlalchemy import Connection, TextClause, Update, bindparam, insert, text, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
 
 from store.tables import Base
 
@@ -23,7 +25,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def insert_rows(connection: Connection, table: type[Base], rows: Rows) -> None:
-    """Insert rows, which all name the same columns."""
+    """Insert rows that all have the same columns."""
     if connection.dialect.name == "postgresql":
         connection.execute(_insert(table, tuple(rows[0])), {"rows": orjson.dumps(rows).decode()})
     else:
@@ -31,7 +33,7 @@ def insert_rows(connection: Connection, table: type[Base], rows: Rows) -> None:
 
 
 def update_rows(connection: Connection, table: type[Base], rows: Rows) -> None:
-    """Change rows by their `id`; all name the same columns."""
+    """Update rows by their `id`; all have the same columns."""
     if connection.dialect.name == "postgresql":
         connection.execute(_update(table, tuple(rows[0])), {"rows": orjson.dumps(rows).decode()})
     else:
@@ -78,3 +80,11 @@ def _update_one(table: type[Base]) -> Update:
 def _aside(row: dict[str, Any]) -> dict[str, Any]:
     values = dict(row)
     return {"of": values.pop("id"), **values}
+
+
+def insert_into(session: Session, table: type[Base]) -> postgresql.Insert:
+    """An INSERT with `on_conflict_do_nothing` and `on_conflict_do_update`, on either database. Do not look at its
+    `rowcount`, which is -1 with psycopg: use `.returning`."""
+    if session.get_bind().dialect.name == "sqlite":
+        return sqlite.insert(table)  # type: ignore[return-value]
+    return postgresql.insert(table)

@@ -1,7 +1,7 @@
-"""On whose behalf the code runs: set by the API when a request is authenticated, and carried along into threads and
-into the database's writer. Two things read it: the audit log (who, from where) and row-level security (`store.db`).
+"""On whose behalf the code runs: set by the API when a request is authenticated, and carried into threads and into the
+database's writer. The audit log (who, from where) and row-level security (`store.db`) read it.
 
-Without a caller it is the server itself that works, for all organisations.
+Without a caller the server itself acts, for all organisations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 #: The PostgreSQL role that requests work as, bound by row-level security (`store.row_security`).
 APP_ROLE = "weft_app"
-#: Where a session keeps the organisation that it is restricted to.
+#: Key of `Session.info` for the organisation that a session is restricted to.
 RESTRICTED_TO = "restricted_to"
 _RESTRICT = text("SELECT set_config('app.org_id', :org, true), set_config('role', :role, true)")
 
@@ -42,7 +42,7 @@ def caller() -> Caller:
 
 
 def become(who: Caller) -> None:
-    """Be `who` for the rest of this task (a request's) or thread."""
+    """Act as `who` for the rest of this task (a request's) or thread."""
     _caller.set(who)
 
 
@@ -57,8 +57,8 @@ def acting_as(who: Caller) -> Iterator[None]:
 
 @contextmanager
 def unrestricted(session: Session) -> Iterator[None]:
-    """Lift row-level security for the few reads that are about other organisations too: published checkpoints, folders
-    shared between copies, users by e-mail. Everything in it must say itself which rows it may show."""
+    """Lift row-level security for the few reads that concern other organisations too: published checkpoints, folders
+    shared between copies, users by e-mail. Queries inside must select the rows they may show themselves."""
     restricted = session.info.get(RESTRICTED_TO)
     if restricted is None:
         yield
@@ -71,8 +71,8 @@ def unrestricted(session: Session) -> Iterator[None]:
 
 
 def enter(session: Session) -> bool:
-    """Restrict a session that has just begun to what its caller may see. Whether that was done: not for the server, and
-    not on SQLite."""
+    """Restrict a session that has just begun to the rows its caller may see. Returns False where nothing is
+    restricted: for the server, and on SQLite."""
     org_id = caller().org_id
     if org_id is None or session.get_bind().dialect.name != "postgresql":
         return False
@@ -87,6 +87,6 @@ def restrict(session: Session, org_id: str) -> None:
 
 
 def lift(session: Session | Connection) -> None:
-    """Back to all organisations."""
+    """Undo `restrict`: show all organisations again."""
     session.info.pop(RESTRICTED_TO, None)
     session.execute(_RESTRICT, {"org": "", "role": "none"})

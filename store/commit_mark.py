@@ -1,8 +1,8 @@
-"""How often an SQLite database has committed, kept in it and in a file beside it.
+"""The number of commits of an SQLite database, kept in it and in a file beside it.
 
-SQLite says nothing when the end of its write-ahead log is missing, or an older copy was put back: it shows an earlier
-state. The count in the database is part of each commit (`PRAGMA user_version`); the file follows it. So a database
-that stands behind its file has lost something that somebody was told is durable.
+SQLite does not notice when the end of its write-ahead log is missing or an older copy was put back: it shows an earlier
+state. The count in the database is part of each commit (`PRAGMA user_version`); the file is written after it. So a
+database whose count is below the file's has lost commits that were reported as durable.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from sqlalchemy.engine import make_url
 
-#: SQLite keeps 32 bits, signed.
+#: user_version is a signed 32-bit number.
 _MOST = 2**31 - 1
 
 
 class LostCommits(RuntimeError):
-    """The database is not the newest that there was; the message says what to do."""
+    """The database is not in its newest state; the message says what to do."""
 
 
 class CommitMark:
@@ -29,7 +29,7 @@ class CommitMark:
 
     @classmethod
     def of(cls, url: str) -> CommitMark | None:
-        """That of a database by URL; None where the database looks after itself, or is in memory."""
+        """The mark of a database by URL; None for PostgreSQL, which needs none, and for a database in memory."""
         parsed = make_url(url)
         if parsed.get_backend_name() != "sqlite" or not parsed.database or parsed.database == ":memory:":
             return None
@@ -40,7 +40,7 @@ class CommitMark:
         return count % _MOST + 1
 
     def write(self, count: int) -> None:
-        """After a commit. One that is lost by a crash makes the file stand behind, which is harmless."""
+        """Write the count after a commit. If a crash loses it, the file's count is too low, which is harmless."""
         if self._descriptor is None:
             self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o600)
         os.pwrite(self._descriptor, f"{count:020d}\n".encode(), 0)
@@ -51,8 +51,8 @@ class CommitMark:
             self._descriptor = None
 
     def check(self) -> None:
-        """Raise LostCommits if the database is gone, or stands behind. Other processes may be writing to it."""
-        marked = self._marked()  # before the database is asked: it only grows
+        """Raise LostCommits if the database is gone, or behind its file. Other processes may be writing to it."""
+        marked = self._marked()  # read before the database's count, which only grows
         if not marked:
             return
         folder = self._database.parent
@@ -71,7 +71,7 @@ class CommitMark:
             )
 
     def accept(self) -> None:
-        """Take the database for the newest."""
+        """Accept the database as it is."""
         self.write(self._count())
 
     def _marked(self) -> int:

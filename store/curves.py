@@ -1,4 +1,4 @@
-"""The curves that users log for their runs: written in batches, read thinned.
+"""The curves that users log for their runs: written in batches, read with as many points as asked for.
 
 A point is (name, step, value); logging a step again replaces its value, so a batch that is sent twice changes nothing.
 """
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from sqlalchemy import select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
+from store.bulk import insert_into
 from store.tables import Run, RunCurve, RunMetric
 
 #: Curves of one run, and points of one curve.
 MAX_CURVES = 64
 MAX_POINTS = 200_000
-#: Rows of one statement: databases limit its parameters.
+#: Rows in one statement: databases limit the number of its parameters.
 _ROWS = 500
 
 
 class TooManyPoints(ValueError):
-    """A run has as many curves, or a curve as many points, as it may have."""
+    """A run has reached its limit of curves, or a curve its limit of points."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """`steps`, `values` and `at` (when logged) are parallel; of `points` there may be more than these."""
+    """`steps`, `values` and `at` (when logged) are parallel lists; `points` counts all points, before thinning."""
 
     name: str
     points: int
@@ -45,7 +45,7 @@ class Curve:
 
 
 def log_points(session: Session, org_id: str, run_id: str, points: Sequence[Point], at: datetime) -> int:
-    """Write `points`; of several with one name and step the last counts. Returns how many steps are new."""
+    """Write `points`; of several with the same name and step the last counts. Returns the number of new steps."""
     session.scalars(select(Run.id).where(Run.id == run_id).with_for_update()).all()  # one writer of a run at a time
     latest = {(point.name, point.step): point.value for point in points}
     curves = {row.name: row for row in session.scalars(select(RunCurve).filter_by(run_id=run_id, org_id=org_id))}
@@ -128,8 +128,7 @@ def _known(session: Session, run_id: str, name: str, steps: list[int]) -> set[in
 
 
 def _upsert(session: Session, rows: list[dict[str, object]]) -> None:
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     for start in range(0, len(rows), _ROWS):
-        row = insert(RunMetric).values(rows[start : start + _ROWS])
+        row = insert_into(session, RunMetric).values(rows[start : start + _ROWS])
         replaced = {"value": row.excluded.value, "at": row.excluded.at}
         session.execute(row.on_conflict_do_update(index_elements=["run_id", "name", "step"], set_=replaced))

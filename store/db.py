@@ -89,7 +89,7 @@ class _Work:
     batch: Batch | None = None
     item: Any = None
     lock: str = ""
-    context: Context = field(default_factory=copy_context)  # the work runs as whoever has asked for it
+    context: Context = field(default_factory=copy_context)  # the work runs as its caller
     noted: list[dict[str, Any]] = field(default_factory=list)  # for the audit log
     result: Any = None
     error: BaseException | None = field(default=None)

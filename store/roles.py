@@ -1,5 +1,5 @@
-"""What a role may do at most, as scopes. A key has scopes of its own; one that belongs to a user never has more than
-the user's role allows, and loses what the role loses."""
+"""The scopes that a role allows at most. Each key has its own scopes; the key of a user never has more than the user's
+role allows, and loses what the role loses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROLES: tuple[str, ...] = get_args(Role)
 #: `admin` implies every other scope.
 ADMIN = "admin"
 
-#: What is about the whole organisation: a key that is bound to a project never has it.
+#: Scopes about the whole organisation, which a key that is bound to a project never has.
 BEYOND_A_PROJECT: frozenset[str] = frozenset({ADMIN, "billing:read", "billing:write"})
 
 ALLOWED: dict[str, frozenset[str]] = {

@@ -1,8 +1,7 @@
 """Whether there is room on the disk for new work.
 
-Work that was accepted must be finished, and its results stored; so new work is turned away while a little is left. A
-disk may also refuse what it seems to have room for (a quota, a server that is away): then it has none until it takes
-something again.
+Accepted work must be finished and its results stored, so new work is refused while some space is still free. A disk may
+also refuse a write although space is free (a quota, an unreachable server): then it counts as full for a while.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-#: Free bytes below which nothing new is taken: what is in flight, several times over.
+#: Free bytes below which no new work is accepted: several times what work in flight needs.
 LEAST_FREE_BYTES = 128 << 20
-#: The disk is asked this often, and one that has refused something counts as full for as long.
+#: Seconds between two looks at the disk; one that has refused a write counts as full for as long.
 LOOK_EVERY_S = 1.0
 
 
 class NoRoom(Exception):
-    """Nothing new can be stored for now; the message says why. Try again later."""
+    """No new work can be stored for now; the message says why. Try again later."""
 
 
 class Room:
-    """Of the file system of `folder`. `clock` is of time.monotonic."""
+    """The free space of the file system of `folder`. `clock` returns seconds, as time.monotonic."""
 
     def __init__(
         self, folder: Path, least_free_bytes: int = LEAST_FREE_BYTES, clock: Callable[[], float] = time.monotonic
@@ -42,7 +41,8 @@ class Room:
             raise NoRoom(f"{self._why}: nothing new is accepted until there is room; results can be had")
 
     def refused(self, error: BaseException) -> str:
-        """Something could not be stored: what is said of it. If it was the disk, it has no room until the next look."""
+        """Something could not be stored: returns the message for people. A disk that failed counts as full until the
+        next look."""
         if isinstance(error, OSError):
             self._looked, self._why = self._clock(), what_failed(error)
         return what_failed(error)
@@ -61,7 +61,7 @@ class Room:
 
 
 def what_failed(error: BaseException) -> str:
-    """For people: why something was not stored."""
+    """The message for people why something was not stored."""
     if not isinstance(error, OSError):
         return "the server's disk is full" if "disk is full" in str(error) else "the server's database does not answer"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

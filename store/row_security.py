@@ -1,4 +1,4 @@
-"""Row-level security of PostgreSQL, the second net under the lookups that name their organisation themselves.
+"""Row-level security of PostgreSQL: a second protection besides lookups, which all name their organisation.
 
 Every table with an `org_id` (and organisations and users) gets two policies. `weft_app` sees and writes the rows of the
 organisation in `app.org_id` only, and none when that is not set; `weft_service` sees all. The server logs in as a
@@ -25,7 +25,7 @@ _OTHERS = {
     "users": (f"EXISTS (SELECT 1 FROM memberships m WHERE m.user_id = users.id AND m.org_id = {_MINE})", "true"),  # noqa: S608
     "budget_periods": (_BUDGET, _BUDGET),
 }
-#: What no request reads or writes: it is of all organisations together.
+#: Tables of all organisations together, which no request reads or writes.
 SERVER_ONLY = ("alembic_version", "job_leases", "job_runs", "stripe_webhook_events")
 
 
@@ -49,7 +49,7 @@ def protect(connection: Connection) -> None:
 
 
 def _make_role(connection: Connection, role: str) -> None:
-    """Roles are shared by all databases of a server. One who may not make them has them made by who may:
+    """Roles are shared by all databases of a server. A user who may not create them needs an administrator to run:
     CREATE ROLE weft_app NOLOGIN; CREATE ROLE weft_service NOLOGIN; GRANT weft_app, weft_service TO <user>."""
     if connection.scalar(text("SELECT 1 FROM pg_roles WHERE rolname = :role"), {"role": role}) is None:
         made_by_another = "duplicate_object OR unique_violation"

@@ -1,7 +1,7 @@
-"""The server's own secret: what it signs tokens and links with, so that it knows them again after a restart.
+"""The server's own secret, with which it signs tokens and links, so that they remain valid after a restart.
 
-It is one file in the data folder that only the server's user can read. Every use derives a key of its own from it, so
-that a signature made for one purpose is worth nothing for another.
+It is one file in the data folder that only the server's user can read. Each purpose derives its own key from it, so
+that a signature made for one purpose is invalid for another.
 """
 
 from __future__ import annotations

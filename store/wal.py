@@ -10,8 +10,8 @@ BUSY_TIMEOUT_MS = 30_000
 
 
 def use_wal(connection: sqlite3.Connection) -> None:
-    """Have readers and a writer not wait for each other. The database remembers it; while it is changed the first time,
-    whoever else opens the database is told "locked" at once, whatever the busy timeout, and so must ask again."""
+    """Let readers and a writer work at the same time. The setting stays in the database; during the first change other
+    connections get "locked" at once, whatever their busy timeout, and must try again."""
     deadline = time.monotonic() + BUSY_TIMEOUT_MS / 1000
     while True:
         try:

@@ -10,6 +10,7 @@ from weft.wire.checks.custom_format import CustomLoss
 from weft.wire.codec import TrainBatch
 
 from api.errors import Invalid, refuse
+from scheduler.order.plans import Slice
 
 
 def check_batch(batch: TrainBatch, limits: LimitsResponse, model: str, custom: CustomLoss | None = None) -> list[int]:
@@ -23,19 +24,18 @@ def check_batch(batch: TrainBatch, limits: LimitsResponse, model: str, custom: C
     return lengths
 
 
-def slices(lengths: Sequence[int], slice_tokens: int) -> list[list[int]]:
-    """Cut an operation into [start, stop, tokens] ranges of data: as many as fit `slice_tokens`, at least one.
+def slices(lengths: Sequence[int], slice_tokens: int) -> list[Slice]:
+    """Cut an operation into ranges of its data, each of as many data as fit `slice_tokens`, at least one.
 
     Where it is cut depends on the operation's own data alone: floating-point sums then come out the same whoever
     shares the pass.
 
-        slices([5, 5, 20, 1], 10) -> [[0, 2, 10], [2, 3, 20], [3, 4, 1]]
+        slices([5, 5, 20, 1], 10) -> [Slice(0, 2, 10), Slice(2, 3, 20), Slice(3, 4, 1)]
     """
-    cuts: list[list[int]] = []
+    cuts: list[Slice] = []
     for index, length in enumerate(lengths):
-        if cuts and cuts[-1][2] + length <= slice_tokens:
-            cuts[-1][1] = index + 1
-            cuts[-1][2] += length
+        if cuts and cuts[-1].tokens + length <= slice_tokens:
+            cuts[-1] = Slice(cuts[-1].start, index + 1, cuts[-1].tokens + length)
         else:
-            cuts.append([index, index + 1, length])
+            cuts.append(Slice(index, index + 1, length))
     return cuts

@@ -16,8 +16,8 @@ from weft.money import usd
 from api.commands.places import database_of, refuse, settings_of, where
 from billing.budgets import PERIODS, Period, Scope, owns, remove_budget, set_budget, states
 from billing.grants import GrantKind, give
+from billing.ledger import refund_operation
 from billing.reconcile import check
-from billing.refunds import refund_operation
 from billing.wallets import MODES, Mode, available_nusd, set_mode, wallet_of
 from store import audit
 from store.db import Database

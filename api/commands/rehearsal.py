@@ -108,7 +108,7 @@ class _Client:
 
     def steps(self) -> tuple[int, int]:
         """Decode steps so far, and the slots that were busy in them. The generator reports twice a second."""
-        found = self._rest.get_stats().result()["generator"]
+        found = self._rest.get_stats().result().generator
         return found["steps"], found["slots_busy"]
 
     def past(self, steps: int, busy: int = 0) -> tuple[int, int]:

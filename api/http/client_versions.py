@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from fastapi import Request
-
-from api.paths import KINDS
+from weft.wire.rest import CHECKPOINT_TYPES
 
 #: Clients before this version fail on a listing that has external weights in it.
 EXTERNAL_SINCE = (0, 28)
@@ -18,4 +17,4 @@ def readable_kinds(request: Request) -> list[str]:
     """The kinds of checkpoints that a listing may show to this client."""
     tinker = _TINKER.match(request.headers.get("user-agent", ""))
     old = tinker is not None and (int(tinker[1]), int(tinker[2])) < EXTERNAL_SINCE
-    return [kind for kind in KINDS if not (old and kind == "external_weights")]
+    return [kind for kind in CHECKPOINT_TYPES if not (old and kind == "external_weights")]

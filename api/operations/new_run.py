@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from sqlalchemy.orm import Session
+from weft.wire import UntypedAPIFuture
 
 from api.errors import Invalid
 from api.operations.submit import Place, accept, known
@@ -17,8 +18,9 @@ from api.state.service import Service
 from api.who.lookup import run_by_id
 from api.who.may_change import active_session
 from api.who.principal import Principal
-from scheduler.links.messages import OpKind, RunSpec
+from scheduler.links.messages import OpKind
 from scheduler.order.operations import NewOperation
+from scheduler.order.plans import Create
 from store import tables
 
 
@@ -43,12 +45,12 @@ async def create(
     who: Principal,
     session_id: str,
     seq: int,
-    spec: RunSpec,
+    plan: Create,
     metadata: dict[str, Any],
     raw: bytes,
-    plan: dict[str, Any],
-) -> dict[str, Any]:
+) -> UntypedAPIFuture:
     now = datetime.now(UTC)
+    spec = plan.spec
     facts = msgspec.structs.asdict(spec)
     run = tables.Run(
         id=facts.pop("run_id"),
@@ -61,13 +63,12 @@ async def create(
         last_request_at=now,
         **facts,
     )
-    whole = {"spec": msgspec.structs.asdict(spec), **plan}
-    new = NewOperation(who.org_id, session_id, spec.run_id, 0, OpKind.CREATE, spec.base_model, 0, raw, whole)
+    new = NewOperation(who.org_id, session_id, spec.run_id, 0, OpKind.CREATE, spec.base_model, 0, raw, plan)
     place = await service.read(lambda session: Place.of(session, who, session_id))
-    return {"request_id": await accept(service, place, new, run), "model_id": spec.run_id}
+    return UntypedAPIFuture(request_id=await accept(service, place, new, run), model_id=spec.run_id)
 
 
-async def repeat(service: Service, who: Principal, session_id: str, run_id: str, raw: bytes) -> dict[str, Any]:
+async def repeat(service: Service, who: Principal, session_id: str, run_id: str, raw: bytes) -> UntypedAPIFuture:
     """The first answer again, for the creation of a run that exists."""
 
     def read(session: Session) -> tuple[tables.Run, Place]:
@@ -75,4 +76,4 @@ async def repeat(service: Service, who: Principal, session_id: str, run_id: str,
 
     run, place = await service.read(read)
     new = NewOperation(who.org_id, session_id, run_id, 0, OpKind.CREATE, run.base_model, 0, raw)
-    return {"request_id": await accept(service, place, new, repeat=True), "model_id": run_id}
+    return UntypedAPIFuture(request_id=await accept(service, place, new, repeat=True), model_id=run_id)

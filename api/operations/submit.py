@@ -8,14 +8,15 @@ behind it would wait for ever.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.money import usd
+from weft.wire import UntypedAPIFuture
 
 from api.checks.runs import check_sequence
 from api.errors import ApiError, Busy, CannotStore, Invalid, PaymentRequired, Unavailable
@@ -28,6 +29,7 @@ from api.who.principal import Principal, RateLimit
 from billing.accounts import OutOfMoney
 from scheduler.links.messages import OpKind
 from scheduler.order.operations import Draining, NewOperation, QueueFull, RunClosed, SequenceReused
+from scheduler.order.plans import BODY_ONLY, Plan
 from store import tables
 from store.room import NoRoom
 
@@ -46,7 +48,7 @@ class Address(BaseModel):
 class Checked:
     """What a check has found out about an operation that may run."""
 
-    plan: dict[str, Any] = field(default_factory=dict)
+    plan: Plan = BODY_ONLY
     tokens: int = 0
     #: What is kept instead of what was sent, completed with what the server knows.
     body: bytes | None = None
@@ -118,7 +120,7 @@ def known(session: Session, lane: str, seq: int) -> bool:
 
 async def submit(
     service: Service, who: Principal, address: Address, kind: OpKind, body: bytes, check: Check
-) -> tuple[dict[str, Any], ApiError | None]:
+) -> tuple[UntypedAPIFuture, ApiError | None]:
     """Accept one operation of a run. Returns the future for the client, and why the operation will fail, if it will.
 
     Raises NotFound for a run that is not there, Forbidden for a colleague's, and Invalid for an impossible number:
@@ -152,7 +154,7 @@ async def submit(
     request_id = await accept(service, place, new, repeat=repeat)
     if refused is not None:
         refused.request_id = request_id
-    return {"request_id": request_id, "model_id": run.id}, refused
+    return UntypedAPIFuture(request_id=request_id, model_id=run.id), refused
 
 
 async def submit_json(
@@ -162,7 +164,7 @@ async def submit_json(
     body: bytes,
     model: type[M],
     check: Callable[[M, tables.Run], Checked],
-) -> dict[str, Any]:
+) -> UntypedAPIFuture:
     """`submit` for an operation with a JSON body. What is wrong with it is the answer at once, beside the outcome."""
     address = parse_json(body, Address)
     future, refused = await submit(service, who, address, kind, body, lambda run: check(parse_json(body, model), run))

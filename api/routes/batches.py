@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from google.protobuf.message import DecodeError
 from starlette.concurrency import run_in_threadpool
+from weft.wire import UntypedAPIFuture
 from weft.wire import weft_wire_pb2 as pb
 from weft.wire.arrays import write_tensor
 from weft.wire.codec import WireError, decode_train_request
@@ -27,6 +28,7 @@ from api.state.service import Service, ServiceDep
 from api.who.lookup import served_model
 from api.who.principal import Principal
 from scheduler.links.messages import OpKind
+from scheduler.order.plans import ForwardBackward
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
@@ -35,8 +37,10 @@ router = APIRouter(prefix="/api/v1")
 MAX_VALUES = 2**26
 
 
-@router.post("/forward_backward", **declare(scope="train", limit="work", meters="train"))
-async def forward_backward(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+@router.post(
+    "/forward_backward", response_model_exclude_none=True, **declare(scope="train", limit="work", meters="train")
+)
+async def forward_backward(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     """One chunk of data. What is wrong with the data is told through the future: Tinker's client sends the first
     chunk only after the others were answered, and would wait for ever for one that was answered with an error."""
     form = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -56,13 +60,13 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
     return future
 
 
-@router.post("/forward", **declare(scope="train", limit="work", meters="prefill"))
-async def forward(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+@router.post("/forward", response_model_exclude_none=True, **declare(scope="train", limit="work", meters="prefill"))
+async def forward(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     """The JSON form of a forward_backward that is `forward_only`, which has an address of its own."""
     return await _submit_json(service, who, await read_body(request), forward_only=True)
 
 
-async def _submit_json(service: Service, who: Principal, raw: bytes, forward_only: bool) -> dict[str, Any]:
+async def _submit_json(service: Service, who: Principal, raw: bytes, forward_only: bool) -> UntypedAPIFuture:
     """The operation of a JSON body, which is kept and executed in its protobuf form."""
 
     def check(run: tables.Run) -> Checked:
@@ -100,8 +104,8 @@ def _check(service: Service, message: pb.ForwardBackwardRequest, body: bytes, ru
     if batch.loss_fn == "stable_reinforce":
         batch, recorded = with_recorded_logprobs(batch, run.session_id, service.blobs)
     cuts = slices(check_batch(batch, service.limits, run.base_model, custom), service.settings.trainer.slice_tokens)
-    tokens = sum(tokens for _, _, tokens in cuts)
-    return Checked({"slices": cuts}, tokens, _completed(body, recorded) if recorded else None)
+    tokens = sum(part.tokens for part in cuts)
+    return Checked(ForwardBackward(tuple(cuts)), tokens, _completed(body, recorded) if recorded else None)
 
 
 def _completed(body: bytes, logprobs: Mapping[int, Any]) -> bytes:

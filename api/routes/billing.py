@@ -14,6 +14,19 @@ from fastapi import APIRouter, Query
 from pydantic import AwareDatetime
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
+from weft.wire.billing import (
+    BillingEventInfo,
+    BillingUsageEvent,
+    BillingUsageResponse,
+    BillingUsageSession,
+    CheckpointBillingEvent,
+    CurrentCheckpointStorageUsageItem,
+    CurrentCheckpointStorageUsageResponse,
+    SamplingPrefillBillingEvent,
+    SamplingSampleBillingEvent,
+    StorageBillingEvent,
+    TrainingBillingEvent,
+)
 
 from api.checks.runs import check_text
 from api.checks.times import check_utc
@@ -24,7 +37,7 @@ from api.state.service import ServiceDep
 from api.who.lookup import live_checkpoints
 from api.who.session_search import DEFAULT_PROJECT, text_values
 from api.who.tokens import owner_urn
-from billing.hourly import HOUR, CheckpointRow, GroupRow, checkpoint_rows, hour_of, usage_rows
+from billing.hourly import HOUR, CheckpointRow, GroupRow, UsageGroup, checkpoint_rows, hour_of, usage_rows
 from billing.prices import ANY_MODEL, STORAGE
 from store import tables
 
@@ -35,46 +48,42 @@ NUSD_PER_USD = 10**9
 UUSD_PER_USD = 10**6
 BYTES_PER_GB = 10**9
 
-_INFO: dict[str, dict[str, Any]] = {
-    "train": {"type": "training"},
-    "prefill": {"type": "sampling_prefill", "cached": False},
-    "cached_prefill": {"type": "sampling_prefill", "cached": True},
-    "sample": {"type": "sampling_sample"},
-}
 
-
-@router.get("/events", **declare(scope="billing:read", limit="call"))
+@router.get("/events", response_model_exclude_unset=True, **declare(scope="billing:read", limit="call"))
 async def usage_events(
     service: ServiceDep,
     who: PrincipalDep,
     starting_on: Annotated[AwareDatetime, Query()],
     ending_before: Annotated[AwareDatetime, Query()],
-) -> dict[str, Any]:
+) -> BillingUsageResponse:
     """The organisation's usage in a window, by hour, type, model, session and user, exact as of now."""
     start, end = _window(starting_on, ending_before)
 
-    def read(session: Session) -> dict[str, Any]:
+    def read(session: Session) -> BillingUsageResponse:
         used = usage_rows(session, who.org_id, start, end)
         saves = checkpoint_rows(session, who.org_id, start, end)
         ids = {row.group.session_id for row in used} | {row.session_id for row in saves if row.session_id}
         facts = _sessions(session, ids)
         events = [_usage_event(row, facts) for row in used] + [_save_event(row, facts) for row in saves]
-        return {
-            "data": sorted(events, key=lambda event: event["bucket_start"]),
-            "sessions": {name: {"user_metadata": facts[name].metadata or None} for name in sorted(ids & facts.keys())},
-            "cost_data_through": None,  # no invoice reprices what the ledger says
-        }
+        known = sorted(ids & facts.keys())
+        return BillingUsageResponse(
+            data=sorted(events, key=lambda event: event.bucket_start),
+            sessions={name: BillingUsageSession(user_metadata=facts[name].metadata or None) for name in known},
+            cost_data_through=None,  # no invoice reprices what the ledger says
+        )
 
     return await service.read(read)
 
 
 @router.get("/checkpoints/current", **declare(scope="billing:read", limit="call"))
-async def current_checkpoints(service: ServiceDep, who: PrincipalDep, project_id: str | None = None) -> dict[str, Any]:
+async def current_checkpoints(
+    service: ServiceDep, who: PrincipalDep, project_id: str | None = None
+) -> CurrentCheckpointStorageUsageResponse:
     """What is stored now, by project and owner."""
     check_text(project_id, "project_id", 64)
     rate_usd = service.prices.rate(ANY_MODEL, STORAGE, datetime.now(UTC)).uusd / UUSD_PER_USD
 
-    def read(session: Session) -> dict[str, Any]:
+    def read(session: Session) -> CurrentCheckpointStorageUsageResponse:
         run, owner, saved = tables.Run, tables.Session, tables.Checkpoint
         group = (owner.project_id, owner.key_id)
         query = select(*group, func.count(), func.sum(saved.size_bytes)).select_from(saved)
@@ -84,11 +93,20 @@ async def current_checkpoints(service: ServiceDep, who: PrincipalDep, project_id
             query = query.where(owner.project_id == (None if project_id == DEFAULT_PROJECT else project_id))
         rows = session.execute(query).all()
         names = _key_names(session, {key_id for _, key_id, _, _ in rows if key_id is not None})
-        items = [_storage(project, key_id, names, count, int(size or 0)) for project, key_id, count, size in rows]
-        for item in items:
-            item["estimated_monthly_cost_usd"] = item["size_gigabytes"] * rate_usd
-        items.sort(key=lambda item: (-item["size_bytes"], item["project_id"] or "", item["org_user_urn"] or ""))
-        return {"effective_rate_usd_per_gigabyte_month": rate_usd, "data": items}
+        items = [
+            CurrentCheckpointStorageUsageItem(
+                project_id=project,
+                org_user_urn=owner_urn(key_id) if key_id is not None else None,
+                user_name=names.get(key_id),
+                checkpoint_count=count,
+                size_bytes=int(size or 0),
+                size_gigabytes=int(size or 0) / BYTES_PER_GB,
+                estimated_monthly_cost_usd=int(size or 0) / BYTES_PER_GB * rate_usd,
+            )
+            for project, key_id, count, size in rows
+        ]
+        items.sort(key=lambda item: (-item.size_bytes, item.project_id or "", item.org_user_urn or ""))
+        return CurrentCheckpointStorageUsageResponse(effective_rate_usd_per_gigabyte_month=rate_usd, data=items)
 
     return await service.read(read)
 
@@ -137,37 +155,38 @@ def _key_names(session: Session, key_ids: set[int]) -> dict[int | None, str]:
     return {key_id: prefix for key_id, prefix in session.execute(query)}
 
 
-def _event(hour: datetime, base_model: str | None, facts: _Facts | None, session_id: str | None) -> dict[str, Any]:
-    envelope = facts.envelope if facts else {"user_id": None, "user_name": None, "session_id": session_id}
-    return {"bucket_start": hour, "bucket_end": hour + HOUR, "base_model": base_model, **envelope}
-
-
-def _usage_event(row: GroupRow, facts: dict[str, _Facts]) -> dict[str, Any]:
+def _usage_event(row: GroupRow, facts: dict[str, _Facts]) -> BillingUsageEvent:
     group = row.group
-    event = _event(group.hour, group.base_model, facts.get(group.session_id), group.session_id)
-    event["estimated_cost_usd"] = row.amount_nusd / NUSD_PER_USD
-    rate_usd = group.rate_uusd / UUSD_PER_USD
+    per = "gigabyte_month" if group.kind == STORAGE else "million_tokens"
+    return BillingUsageEvent(
+        **_envelope(group.hour, group.base_model, facts.get(group.session_id), group.session_id),
+        **{f"effective_rate_usd_per_{per}": group.rate_uusd / UUSD_PER_USD},
+        estimated_cost_usd=row.amount_nusd / NUSD_PER_USD,
+        event_info=_info(group, row.quantity),
+    )
+
+
+def _save_event(row: CheckpointRow, facts: dict[str, _Facts]) -> BillingUsageEvent:
+    return BillingUsageEvent(
+        **_envelope(row.hour, row.base_model, facts.get(row.session_id or ""), row.session_id),
+        estimated_cost_usd=None,
+        event_info=CheckpointBillingEvent(type="checkpoint", count=row.count),
+    )
+
+
+def _envelope(hour: datetime, base_model: str | None, facts: _Facts | None, session_id: str | None) -> dict[str, Any]:
+    owner = facts.envelope if facts else {"user_id": None, "user_name": None, "session_id": session_id}
+    return {"bucket_start": hour, "bucket_end": hour + HOUR, "base_model": base_model, **owner}
+
+
+def _info(group: UsageGroup, quantity: int) -> BillingEventInfo:
+    """Each type is said, though it is the default: the answer leaves out what is not."""
     if group.kind == STORAGE:
-        info = {"type": "storage", "free": group.rate_uusd == 0, "gigabyte_hours": row.quantity / BYTES_PER_GB}
-        return event | {"effective_rate_usd_per_gigabyte_month": rate_usd, "event_info": info}
-    info = {**_INFO[group.kind], "token_count": row.quantity}
-    return event | {"effective_rate_usd_per_million_tokens": rate_usd, "event_info": info}
-
-
-def _save_event(row: CheckpointRow, facts: dict[str, _Facts]) -> dict[str, Any]:
-    event = _event(row.hour, row.base_model, facts.get(row.session_id or ""), row.session_id)
-    return event | {"estimated_cost_usd": None, "event_info": {"type": "checkpoint", "count": row.count}}
-
-
-def _storage(
-    project: str | None, key_id: int | None, names: dict[int | None, str], count: int, size_bytes: int
-) -> dict[str, Any]:
-    return {
-        "project_id": project,
-        "org_user_urn": owner_urn(key_id) if key_id is not None else None,
-        "user_email": None,
-        "user_name": names.get(key_id),
-        "checkpoint_count": count,
-        "size_bytes": size_bytes,
-        "size_gigabytes": size_bytes / BYTES_PER_GB,
-    }
+        free = group.rate_uusd == 0
+        return StorageBillingEvent(type="storage", free=free, gigabyte_hours=quantity / BYTES_PER_GB)
+    if group.kind == "train":
+        return TrainingBillingEvent(type="training", token_count=quantity)
+    if group.kind == "sample":
+        return SamplingSampleBillingEvent(type="sampling_sample", token_count=quantity)
+    cached = group.kind == "cached_prefill"
+    return SamplingPrefillBillingEvent(type="sampling_prefill", cached=cached, token_count=quantity)

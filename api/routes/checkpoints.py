@@ -14,7 +14,16 @@ from fastapi.responses import RedirectResponse
 from sqlalchemy import Select, func, select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
-from weft.wire import SetTtlRequest
+from weft.wire.rest import (
+    CHECKPOINT_TYPES,
+    Checkpoint,
+    CheckpointsListResponse,
+    Cursor,
+    ExternalWeightsUrlsResponse,
+    SetTtlRequest,
+    SetTtlResponse,
+)
+from weft.wire.service import StatusResponse
 
 from api.checks.runs import check_ttl
 from api.errors import Gone, Invalid
@@ -23,7 +32,7 @@ from api.http.archives import LINKS_LAST, make_archive
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
 from api.http.client_versions import readable_kinds
-from api.paths import KINDS, CheckpointPath, parse_path
+from api.paths import CheckpointPath, parse_path
 from api.routes.downloads import archive_path, file_path
 from api.state.service import Service, ServiceDep
 from api.who.lookup import checkpoint_at, live_checkpoints, run_by_id, visible
@@ -46,47 +55,53 @@ _NEWEST_FIRST = (tables.Checkpoint.created_at.desc(), tables.Checkpoint.id)
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
-@router.get("/checkpoints", **declare(scope=LOOKING, limit="call"))
+@router.get("/checkpoints", response_model_exclude_unset=True, **declare(scope=LOOKING, limit="call"))
 async def checkpoints(
     request: Request, service: ServiceDep, who: PrincipalDep, limit: Limit = 100, offset: Offset = 0
-) -> dict[str, Any]:
+) -> CheckpointsListResponse:
     """The checkpoints that the key sees, newest first."""
     shown = tables.Checkpoint.kind.in_(readable_kinds(request))
 
-    def read(session: Session) -> dict[str, Any]:
+    def read(session: Session) -> CheckpointsListResponse:
         query = select(tables.Checkpoint).where(visible(who, tables.Checkpoint), live_checkpoints(), shown)
         total = count(session, query)
         rows = session.scalars(query.order_by(*_NEWEST_FIRST).limit(limit).offset(offset))
-        return {"checkpoints": [describe(row) for row in rows], "cursor": cursor(offset, limit, total)}
+        cursor = Cursor(offset=offset, limit=limit, total_count=total)
+        return CheckpointsListResponse(checkpoints=[describe(row) for row in rows], cursor=cursor)
 
     return await service.read(read)
 
 
-@router.get("/training_runs/{run_id}/checkpoints", **declare(scope=LOOKING, limit="call"))
-async def run_checkpoints(run_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+@router.get(
+    "/training_runs/{run_id}/checkpoints", response_model_exclude_unset=True, **declare(scope=LOOKING, limit="call")
+)
+async def run_checkpoints(
+    run_id: str, request: Request, service: ServiceDep, who: PrincipalDep
+) -> CheckpointsListResponse:
     """All checkpoints of a run, oldest first."""
     shown = tables.Checkpoint.kind.in_(readable_kinds(request))
 
-    def read(session: Session) -> dict[str, Any]:
+    def read(session: Session) -> CheckpointsListResponse:
         run_by_id(session, who, run_id)
         query = select(tables.Checkpoint).filter_by(org_id=who.org_id, run_id=run_id).where(live_checkpoints(), shown)
-        return {"checkpoints": [describe(row) for row in session.scalars(query.order_by(*OLDEST_FIRST))]}
+        rows = session.scalars(query.order_by(*OLDEST_FIRST))
+        return CheckpointsListResponse(checkpoints=[describe(row) for row in rows])
 
     return await service.read(read)
 
 
 @router.post(_ONE + "/publish", **declare(scope="checkpoints:write", limit="call"))
-async def publish(run_id: str, kind: str, name: str, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
+async def publish(run_id: str, kind: str, name: str, service: ServiceDep, who: PrincipalDep) -> StatusResponse:
     """Let every organisation read this checkpoint: load it, copy it, sample from it. Nothing else of the run."""
     await _set_public(service, who, _path(run_id, kind, name), True)
-    return {"status": "published"}
+    return StatusResponse(status="published")
 
 
 @router.delete(_ONE + "/publish", **declare(scope="checkpoints:write", limit="call"))
-async def unpublish(run_id: str, kind: str, name: str, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
+async def unpublish(run_id: str, kind: str, name: str, service: ServiceDep, who: PrincipalDep) -> StatusResponse:
     """From now on only the own organisation may read it. What others have made of it stays theirs."""
     await _set_public(service, who, _path(run_id, kind, name), False)
-    return {"status": "unpublished"}
+    return StatusResponse(status="unpublished")
 
 
 async def _set_public(service: Service, who: Principal, path: CheckpointPath, public: bool) -> None:
@@ -104,11 +119,11 @@ async def _set_public(service: Service, who: Principal, path: CheckpointPath, pu
 @router.put(_ONE + "/ttl", **declare(scope="checkpoints:write", limit="call"))
 async def set_ttl(
     run_id: str, kind: str, name: str, request: Request, service: ServiceDep, who: PrincipalDep
-) -> dict[str, Any]:
+) -> SetTtlResponse:
     """Let a checkpoint expire so many seconds from now, or (null) never."""
     path = _path(run_id, kind, name)
     body = await read_json(request, SetTtlRequest)
-    return {"expires_at": await expire(service, who, path, body.ttl_seconds)}
+    return SetTtlResponse(expires_at=await expire(service, who, path, body.ttl_seconds))
 
 
 async def expire(service: Service, who: Principal, path: CheckpointPath, ttl: int | None) -> datetime | None:
@@ -127,7 +142,7 @@ async def expire(service: Service, who: Principal, path: CheckpointPath, ttl: in
 @router.delete(_ONE, **declare(scope="checkpoints:write", limit="call"))
 async def delete_checkpoint(
     run_id: str, kind: str, name: str, service: ServiceDep, who: PrincipalDep
-) -> dict[str, str]:
+) -> StatusResponse:
     """Delete a checkpoint. It is gone at once; its files stay for as long as something else needs them."""
     path = _path(run_id, kind, name)
 
@@ -141,13 +156,13 @@ async def delete_checkpoint(
     free = await service.database.write(write)
     if free is not None:
         await run_in_threadpool(service.blobs.delete_tree, free)
-    return {"status": "deleted"}
+    return StatusResponse(status="deleted")
 
 
 @router.get(_ONE + "/external_weights_urls", **declare(scope="checkpoints:read", limit="call"))
 async def external_weights_urls(
     run_id: str, kind: str, name: str, request: Request, service: ServiceDep, who: PrincipalDep
-) -> dict[str, Any]:
+) -> ExternalWeightsUrlsResponse:
     """A link for each file of an export, good for an hour without a key."""
     path = _path(run_id, kind, name)
     if path.kind != "external_weights":
@@ -161,7 +176,7 @@ async def external_weights_urls(
         return {name: service.signer.link(request, file_path(row.id, name), expires) for name in names}
 
     with _whole(path):
-        return {"urls": await run_in_threadpool(links), "expires": expires}
+        return ExternalWeightsUrlsResponse(urls=await run_in_threadpool(links), expires=expires)
 
 
 @router.get(_ONE + "/archive", **declare(scope="checkpoints:read", limit="call"))
@@ -202,19 +217,15 @@ def count(session: Session, query: Select[Any]) -> int:
     return session.scalar(select(func.count()).select_from(query.subquery())) or 0
 
 
-def cursor(offset: int, limit: int, total: int) -> dict[str, int]:
-    return {"offset": offset, "limit": limit, "total_count": total}
-
-
-def describe(row: tables.Checkpoint) -> dict[str, Any]:
-    """A checkpoint as clients see it."""
-    return {
-        "checkpoint_id": f"{row.kind}/{row.name}",
-        "checkpoint_type": KINDS[row.kind],
-        "time": row.created_at,
-        "tinker_path": str(CheckpointPath(row.run_id, row.kind, row.name)),
-        "size_bytes": row.size_bytes,
-        "public": row.public,
-        "user_metadata": text_values(row.user_metadata),
-        "expires_at": row.expires_at,
-    }
+def describe(row: tables.Checkpoint) -> Checkpoint:
+    """A checkpoint as clients see it. `base_model` is not said: the run says it."""
+    return Checkpoint(
+        checkpoint_id=f"{row.kind}/{row.name}",
+        checkpoint_type=CHECKPOINT_TYPES[row.kind],
+        time=row.created_at,
+        tinker_path=str(CheckpointPath(row.run_id, row.kind, row.name)),
+        size_bytes=row.size_bytes,
+        public=row.public,
+        user_metadata=text_values(row.user_metadata),
+        expires_at=row.expires_at,
+    )

@@ -7,13 +7,17 @@ in the journal's rows, once.
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
-from fastapi import APIRouter, Request
+import msgspec
+from fastapi import APIRouter, Request, Response
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
-from weft.wire.service import FuturesRetrieveRequest, JoinSamplingSessionRequest
+from weft.wire.service import (
+    FuturesRetrieveRequest,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
+)
 
 from api.errors import Invalid
 from api.http.access import WORKING, declare
@@ -35,8 +39,26 @@ LOOK_BACK = timedelta(hours=24)
 SLACK = timedelta(seconds=60)
 
 
+class _Finished(msgspec.Struct, tag_field="state", tag="finished"):
+    request_id: str
+    response_payload_uncompressed_size: int
+
+
+class _Failed(msgspec.Struct, tag_field="state", tag="failed"):
+    request_id: str
+
+
+class _Answer(msgspec.Struct):
+    """A `weft.wire.FuturesRetrieveResponse`. It may name thousands, for which that takes ten times as long to make."""
+
+    completions: list[_Finished | _Failed]
+    cursor: int
+
+
 @router.post("/join_sampling_session", **declare(scope="sample", limit="call"))
-async def join_sampling_session(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def join_sampling_session(
+    request: Request, service: ServiceDep, who: PrincipalDep
+) -> JoinSamplingSessionResponse:
     """A further client of a sampler gets a number that no other has; the one that made the sampler is 0."""
     body = await read_json(request, JoinSamplingSessionRequest)
 
@@ -45,11 +67,11 @@ async def join_sampling_session(request: Request, service: ServiceDep, who: Prin
         row.clients += 1
         return row.clients
 
-    return {"type": "join_sampling_session", "client_counter": await service.database.write(write)}
+    return JoinSamplingSessionResponse(client_counter=await service.database.write(write))
 
 
 @router.post("/retrieve_futures", **declare(scope=WORKING, limit="poll"))
-async def retrieve_futures(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def retrieve_futures(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
     """Which requests of a sampler's client have completed since its cursor; waits while none has."""
     body = await read_json(request, FuturesRetrieveRequest)
     told = body.retrieved_request_ids
@@ -73,7 +95,8 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
         wait_s = max(0.0, min(wait_s, body.timeout))
     nothing: tuple[list[Completion], int] = ([], body.prev_cursor)
     found, cursor = await service.polls.hold(journal.completions.after(target, body.prev_cursor, wait_s), nothing)
-    return {"completions": [_shown(completion) for completion in found], "cursor": cursor}
+    answer = _Answer([_shown(completion) for completion in found], cursor)
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 def _seen(session: Session, who: Principal, request_ids: list[str]) -> list[str]:
@@ -88,11 +111,10 @@ def _delete(service: Service, refs: list[str]) -> None:
         service.blobs.delete(ref)
 
 
-def _shown(completion: Completion) -> dict[str, Any]:
+def _shown(completion: Completion) -> _Finished | _Failed:
     if completion.size_bytes is None:
-        return {"state": "failed", "request_id": completion.request_id}
-    size = completion.size_bytes
-    return {"state": "finished", "request_id": completion.request_id, "response_payload_uncompressed_size": size}
+        return _Failed(completion.request_id)
+    return _Finished(completion.request_id, completion.size_bytes)
 
 
 async def _follow(service: Service, target: Target, cursor: int) -> None:

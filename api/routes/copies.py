@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import uuid
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Request
 from sqlalchemy import select
 from sqlalchemy.orm import Session
-from weft.wire import CopyWeightsRequest
+from weft.wire import CopyWeightsRequest, CopyWeightsResponse
 
 from api.checks.runs import check_sequence
 from api.errors import Invalid, quote
@@ -35,7 +35,7 @@ async def copy_weights(
     service: ServiceDep,
     who: PrincipalDep,
     x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
-) -> dict[str, Any]:
+) -> CopyWeightsResponse:
     """Copy a checkpoint into a new run that cannot be trained: of a new session in a project, or of a session.
 
     The copy keeps kind and name and shares the files; it never inherits when its source expires. A retry is known by
@@ -68,7 +68,7 @@ async def copy_weights(
         )
         return path
 
-    return {"tinker_path": await service.database.write(write)}
+    return CopyWeightsResponse(tinker_path=await service.database.write(write))
 
 
 def _new_session(session: Session, who: Principal, project_id: str | None, retry_key: str | None) -> tables.Session:

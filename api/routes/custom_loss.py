@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import uuid
 from datetime import UTC, datetime
-from typing import Any
 
-import orjson
+import msgspec
 from fastapi import APIRouter, Request
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
-from weft.wire import CreateCustomLossRequest
+from weft.wire import CreateCustomLossRequest, CreateCustomLossResponse, UntypedAPIFuture
 
 from api.checks.custom_losses import MAX_GRAPH_BYTES, MAX_LOSSES, checked_loss
 from api.checks.runs import check_sequence
@@ -23,6 +22,7 @@ from api.http.bodies import parse_json, read_body
 from api.state.service import ServiceDep
 from api.who.may_change import active_session
 from scheduler.links.messages import loss_ref
+from scheduler.order.plans import BODY_ONLY
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
@@ -30,8 +30,8 @@ router = APIRouter(prefix="/api/v1")
 KIND = "create_custom_loss"
 
 
-@router.post("/create_custom_loss", **declare(scope="train", limit="call"))
-async def create_custom_loss(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+@router.post("/create_custom_loss", response_model_exclude_none=True, **declare(scope="train", limit="call"))
+async def create_custom_loss(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     """Keep a loss for the runs of its session. Idempotent on (session, custom_loss_seq_id)."""
     raw = await read_body(request)
     if len(raw) > MAX_GRAPH_BYTES:
@@ -59,8 +59,10 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
         state="done",
         tokens=0,
         body_ref=loss_ref(loss_id),
-        body_sha256=digest,
-        plan={},
+        body_bytes=len(stored),
+        body_sha256=hashlib.sha256(stored).hexdigest(),
+        sent_sha256=digest,
+        plan=msgspec.to_builtins(BODY_ONLY),
         result_ref=result_ref,
         result_type="application/json",
         accepted_at=now,
@@ -71,11 +73,11 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
         there = session.scalars(select(tables.Operation).filter_by(lane=lane, seq=number)).one_or_none()
         if there is None:
             service.blobs.put(loss_ref(loss_id), stored)
-            service.blobs.put(result_ref, orjson.dumps({"loss_id": loss_id, "type": KIND}))
+            service.blobs.put(result_ref, CreateCustomLossResponse(loss_id=loss_id).model_dump_json().encode())
             session.add(row)
             return request_id
-        if there.body_sha256 != digest:
+        if there.sent_sha256 != digest:
             raise Invalid(f"custom_loss_seq_id: {number} is another loss already; use the next number")
         return there.id
 
-    return {"request_id": await service.database.write(write)}
+    return UntypedAPIFuture(request_id=await service.database.write(write))

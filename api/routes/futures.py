@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
-from weft.wire import CancelFutureRequest, FutureRetrieveRequest
+from weft.wire import (
+    CancelFutureRequest,
+    FutureRetrieveRequest,
+    RequestErrorCategory,
+    RequestFailedResponse,
+    TryAgainResponse,
+)
+from weft.wire.service import CancelFutureResponse, FutureMetadataResponse
 
 from api.errors import Gone, NotFound, quote
 from api.http.access import WORKING, declare
@@ -43,22 +51,22 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
     if isinstance(outcome, operations.Gone):
         raise Gone(outcome.why, request_id=body.request_id)
     if isinstance(outcome, operations.Waiting):
-        pending = {
-            "type": "try_again",
-            "request_id": body.request_id,
-            "queue_state": outcome.state,
-            "queue_state_reason": outcome.reason,
-        }
-        return JSONResponse(pending, 408)
+        state, reason = outcome.state, outcome.reason
+        return _json(TryAgainResponse(request_id=body.request_id, queue_state=state, queue_state_reason=reason), 408)
     if outcome.error is not None:
-        return JSONResponse({"error": outcome.error, "category": outcome.category, "request_id": body.request_id})
+        category = RequestErrorCategory(outcome.category)
+        return _json(RequestFailedResponse(error=outcome.error, category=category, request_id=body.request_id))
     size = len(outcome.payload)
     if body.allow_metadata_only and size > service.settings.limits.inline_result_bytes:
-        return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
+        return _json(FutureMetadataResponse(response_payload_size=size))
     service.fetched.note(who.org_id, [body.request_id])
     if outcome.content_type == PROTOBUF and only_json(request.headers.get("accept", "")):
         return await run_in_threadpool(_as_json, service, body.request_id, outcome.payload)
     return Response(outcome.payload, media_type=outcome.content_type)
+
+
+def _json(answer: BaseModel, status: int = 200) -> Response:
+    return Response(answer.model_dump_json(), status, media_type="application/json")
 
 
 def _as_json(service: Service, request_id: str, payload: bytes) -> Response:
@@ -68,8 +76,8 @@ def _as_json(service: Service, request_id: str, payload: bytes) -> Response:
 
 
 @router.post("/cancel_future", **declare(scope="sample", limit="poll"))
-async def cancel_future(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, bool]:
+async def cancel_future(request: Request, service: ServiceDep, who: PrincipalDep) -> CancelFutureResponse:
     """End a sample now; its future gets the tokens that it has. Anything else, or too late, changes nothing."""
     body = await read_json(request, CancelFutureRequest)
     await service.read(lambda session: own_operation(session, who, body.request_id))
-    return {"cancelled": service.journal.cancel(who.org_id, body.request_id)}
+    return CancelFutureResponse(cancelled=service.journal.cancel(who.org_id, body.request_id))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 from sqlalchemy import select
 from sqlalchemy.orm import Session
+from weft.wire.organisation import ApiKeyRow, ApiKeysResponse, ApiKeyWithSecret
 
 from api.checks.runs import check_text
 from api.errors import Forbidden, Invalid, NotFound, quote
@@ -51,22 +52,22 @@ class Rotation(BaseModel):
 
 
 @router.get("", **declare(scope="any", limit="call"))
-async def list_keys(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def list_keys(service: ServiceDep, who: PrincipalDep) -> ApiKeysResponse:
     """The keys that `who` manages, newest first."""
 
-    def read(session: Session) -> list[dict[str, Any]]:
+    def read(session: Session) -> list[ApiKeyRow]:
         query = select(tables.ApiKey).where(tables.ApiKey.org_id == who.org_id)
         if who.project_id is not None:
             query = query.where(tables.ApiKey.project_id == who.project_id)
         if ADMIN not in who.scopes:
             query = query.where(tables.ApiKey.user_id == who.user_id, tables.ApiKey.user_id.is_not(None))
-        return [describe(row) for row in session.scalars(query.order_by(tables.ApiKey.id.desc()))]
+        return [_shown(row) for row in session.scalars(query.order_by(tables.ApiKey.id.desc()))]
 
-    return {"keys": await service.read(read)}
+    return ApiKeysResponse(keys=await service.read(read))
 
 
 @router.post("", **declare(scope="any", limit="call"))
-async def create_key(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def create_key(request: Request, service: ServiceDep, who: PrincipalDep) -> ApiKeyWithSecret:
     """A new key, and here only its secret."""
     body = await read_json(request, NewKey)
     name = check_text(body.name, "name", 128) or ""
@@ -78,7 +79,7 @@ async def create_key(request: Request, service: ServiceDep, who: PrincipalDep) -
     user_id = body.user_id if ADMIN in who.scopes else who.user_id
     project_id = body.project_id if who.project_id is None else who.project_id
 
-    def write(session: Session) -> dict[str, Any]:
+    def write(session: Session) -> ApiKeyWithSecret:
         _check_owner(session, who.org_id, user_id, project_id)
         _check_power(session, who, user_id, project_id, wanted)
         row, secret = keys.new_key(
@@ -91,41 +92,41 @@ async def create_key(request: Request, service: ServiceDep, who: PrincipalDep) -
             expires_at=body.expires_at,
             by=who.key_id,
         )
-        return describe(row) | {"key": secret}
+        return _with_secret(row, secret)
 
     return await service.database.write(write)
 
 
 @router.get("/{key_id}", **declare(scope="any", limit="call"))
-async def get_key(key_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
-    return await service.read(lambda session: describe(managed_key(session, who, key_id)))
+async def get_key(key_id: str, service: ServiceDep, who: PrincipalDep) -> ApiKeyRow:
+    return await service.read(lambda session: _shown(managed_key(session, who, key_id)))
 
 
 @router.post("/{key_id}/rotate", **declare(scope="any", limit="call"))
-async def rotate_key(key_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def rotate_key(key_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> ApiKeyWithSecret:
     """Another secret for the same key: its limits, its sessions and what it has cost stay its own."""
     body = await read_json(request, Rotation)
 
-    def write(session: Session) -> dict[str, Any]:
+    def write(session: Session) -> ApiKeyWithSecret:
         row = managed_key(session, who, key_id)
         if not keys.is_good(row):
             raise Invalid(f"key {key_id} is revoked or expired: make a new one")
         _check_power(session, who, row.user_id, row.project_id, row.scopes)
         secret = keys.rotate(session, row, timedelta(seconds=body.overlap_seconds), by=who.key_id)
-        return describe(row) | {"key": secret}
+        return _with_secret(row, secret)
 
     return await service.database.write(write)
 
 
 @router.delete("/{key_id}", **declare(scope="any", limit="call"))
-async def revoke_key(key_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def revoke_key(key_id: str, service: ServiceDep, who: PrincipalDep) -> ApiKeyRow:
     """Good for nothing within seconds, everywhere. Doing it twice is no error."""
 
-    def write(session: Session) -> dict[str, Any]:
+    def write(session: Session) -> ApiKeyRow:
         row = managed_key(session, who, key_id)
         if row.revoked_at is None:
             keys.revoke_row(session, row, by=who.key_id)
-        return describe(row)
+        return _shown(row)
 
     return await service.database.write(write)
 
@@ -163,19 +164,9 @@ def _check_power(
         raise Forbidden("scopes: only an owner gives admin to a key of the organisation or of an owner")
 
 
-def describe(row: tables.ApiKey) -> dict[str, Any]:
-    """A key as people see it."""
-    return {
-        "id": row.id,
-        "name": row.name,
-        "prefix": row.prefix,
-        "last4": row.last4,
-        "scopes": row.scopes,
-        "user_id": row.user_id,
-        "project_id": row.project_id,
-        "created_at": row.created_at,
-        "expires_at": row.expires_at,
-        "last_used_at": row.last_used_at,
-        "revoked_at": row.revoked_at,
-        "previous_expires_at": row.previous_expires_at,
-    }
+def _shown(row: tables.ApiKey) -> ApiKeyRow:
+    return ApiKeyRow.model_validate(row, from_attributes=True)
+
+
+def _with_secret(row: tables.ApiKey, secret: str) -> ApiKeyWithSecret:
+    return ApiKeyWithSecret(**dict(_shown(row)), key=secret)

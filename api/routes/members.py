@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy.orm import Session
+from weft.wire.organisation import MemberRoleResponse, MemberRow, MembersResponse
+from weft.wire.service import StatusResponse
 
 from api.errors import Forbidden
 from api.http.access import declare
@@ -32,42 +32,42 @@ class RoleChange(BaseModel):
 
 
 @router.get("", **declare(scope="any", limit="call"))
-async def list_members(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
-    def read(session: Session) -> list[dict[str, Any]]:
-        return [_describe(row, user) for row, user in people.members(session, who.org_id)]
+async def list_members(service: ServiceDep, who: PrincipalDep) -> MembersResponse:
+    def read(session: Session) -> list[MemberRow]:
+        return [_shown(row, user) for row, user in people.members(session, who.org_id)]
 
-    return {"members": await service.read(read)}
+    return MembersResponse(members=await service.read(read))
 
 
 @router.post("", **declare(scope="admin", limit="call"))
-async def add_member(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def add_member(request: Request, service: ServiceDep, who: PrincipalDep) -> MemberRow:
     """Make a person a member. They sign in with a link that the operator or the console gives them."""
     body = await read_json(request, NewMember)
     _only_owners(who, body.role)
 
-    def write(session: Session) -> dict[str, Any]:
+    def write(session: Session) -> MemberRow:
         user = people.add_member(session, who.org_id, body.email, body.role, who.key_id)
-        return _describe(session.get_one(tables.Membership, (who.org_id, user.id)), user)
+        return _shown(session.get_one(tables.Membership, (who.org_id, user.id)), user)
 
     return await service.database.write(write)
 
 
 @router.put("/{user_id}", **declare(scope="admin", limit="call"))
-async def change_role(user_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def change_role(user_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> MemberRoleResponse:
     """Another role. The member's keys have it within seconds."""
     body = await read_json(request, RoleChange)
 
-    def write(session: Session) -> dict[str, Any]:
+    def write(session: Session) -> MemberRoleResponse:
         before = people.membership(session, who.org_id, user_id).role
         _only_owners(who, body.role, before)
         people.change_role(session, who.org_id, user_id, body.role, who.key_id)
-        return {"user_id": user_id, "role": body.role}
+        return MemberRoleResponse(user_id=user_id, role=body.role)
 
     return await service.database.write(write)
 
 
 @router.delete("/{user_id}", **declare(scope="admin", limit="call"))
-async def remove_member(user_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
+async def remove_member(user_id: str, service: ServiceDep, who: PrincipalDep) -> StatusResponse:
     """End a membership; the member's keys are revoked with it."""
 
     def write(session: Session) -> None:
@@ -75,7 +75,7 @@ async def remove_member(user_id: str, service: ServiceDep, who: PrincipalDep) ->
         people.remove_member(session, who.org_id, user_id, who.key_id)
 
     await service.database.write(write)
-    return {"status": "removed"}
+    return StatusResponse(status="removed")
 
 
 def _only_owners(who: Principal, *roles: str) -> None:
@@ -83,5 +83,5 @@ def _only_owners(who: Principal, *roles: str) -> None:
         raise Forbidden("only an owner makes owners, changes their role or removes them")
 
 
-def _describe(row: tables.Membership, user: tables.User) -> dict[str, Any]:
-    return {"user_id": user.id, "email": user.email, "role": row.role, "created_at": row.created_at}
+def _shown(row: tables.Membership, user: tables.User) -> MemberRow:
+    return MemberRow(user_id=user.id, email=user.email, role=row.role, created_at=row.created_at)

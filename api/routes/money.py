@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from weft.money import usd
-from weft.wire import BalanceResponse
+from weft.wire import BalanceResponse, UsageResponse, UsageRow
 from weft.wire.money import (
     BudgetAlertRow,
     BudgetRow,
@@ -18,6 +18,7 @@ from weft.wire.money import (
     LedgerRow,
     SetBudgetRequest,
 )
+from weft.wire.service import StatusResponse
 
 from api.errors import Forbidden, Invalid, NotFound, quote
 from api.http.access import declare
@@ -67,7 +68,7 @@ async def balance(service: ServiceDep, who: PrincipalDep) -> BalanceResponse:
 
 
 @router.get("/usage", **declare(scope=("train", "sample", "billing:read"), limit="call"))
-async def get_usage(service: ServiceDep, who: PrincipalDep, run_id: str | None = None) -> dict[str, Any]:
+async def get_usage(service: ServiceDep, who: PrincipalDep, run_id: str | None = None) -> UsageResponse:
     """What the organisation, or one run of it, has used, and what it costs. Amounts are exact integers of nano-USD."""
     if run_id is None and "billing:read" not in who.scopes:
         raise Forbidden("the usage of the whole organisation is for keys with billing:read: ask for one run (run_id)")
@@ -79,23 +80,25 @@ async def get_usage(service: ServiceDep, who: PrincipalDep, run_id: str | None =
 
     rows = await service.read(read)
     total = sum(row.amount_nusd for row in rows)
-    return {
-        "rows": [
-            {
-                "run_id": row.run_id,
-                "kind": row.kind,
-                "base_model": row.base_model,
-                "tokens": 0 if row.kind == STORAGE else row.quantity,
-                "byte_hours": row.quantity if row.kind == STORAGE else 0,
-                "amount_nusd": row.amount_nusd,
-                "amount_usd": usd(row.amount_nusd),
-            }
-            for row in rows
-        ],
-        "total_nusd": total,
-        "total_usd": usd(total),
-        "price_version": service.prices.rate(ANY_MODEL, "train", datetime.now(UTC)).version,
-    }
+    return UsageResponse(
+        rows=[_used(row) for row in rows],
+        total_nusd=total,
+        total_usd=usd(total),
+        price_version=service.prices.rate(ANY_MODEL, "train", datetime.now(UTC)).version,
+    )
+
+
+def _used(row: usage.UsageRow) -> UsageRow:
+    kind: Any = row.kind  # UsageRow knows which there are
+    return UsageRow(
+        run_id=row.run_id,
+        kind=kind,
+        base_model=row.base_model,
+        tokens=0 if row.kind == STORAGE else row.quantity,
+        byte_hours=row.quantity if row.kind == STORAGE else 0,
+        amount_nusd=row.amount_nusd,
+        amount_usd=usd(row.amount_nusd),
+    )
 
 
 @router.get("/ledger", **declare(scope="billing:read", limit="call"))
@@ -157,7 +160,7 @@ async def change_budget(service: Service, who: Principal, body: SetBudgetRequest
 
 
 @router.delete("/budgets/{budget_id}", **declare(scope="admin", limit="call"))
-async def delete_budget(budget_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
+async def delete_budget(budget_id: str, service: ServiceDep, who: PrincipalDep) -> StatusResponse:
     """Remove a budget: what it limited is not limited any more."""
 
     def write(session: Session) -> bool:
@@ -168,7 +171,7 @@ async def delete_budget(budget_id: str, service: ServiceDep, who: PrincipalDep) 
 
     if not await service.database.write(write):
         raise NotFound(f"no budget {quote(budget_id)}; see GET /api/v1/weft/budgets")
-    return {"status": "deleted"}
+    return StatusResponse(status="deleted")
 
 
 def _scope_id(session: Session, org_id: str, body: SetBudgetRequest) -> str:

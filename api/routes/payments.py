@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Annotated
 
 import stripe
 from fastapi import APIRouter, Header, Request
@@ -13,6 +13,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.money import usd
+from weft.wire.money import InvoiceRow, InvoicesResponse, TopUpResponse, WebhookResponse
 
 from api.errors import Invalid, NotHere, Unavailable
 from api.http.access import declare
@@ -21,10 +22,9 @@ from api.http.bodies import read_body, read_json
 from api.state.service import Service, ServiceDep
 from billing.payments import inbox
 from billing.payments.checkout import Checkout, start_topup
-from billing.payments.client import NUSD_PER_CENT, stripe_client
+from billing.payments.client import NUSD_PER_CENT, stripe_client, stripe_secrets
 from billing.payments.customers import customer_of
 from billing.payments.periods import name_of
-from billing.payments.secrets import stripe_secrets
 from scheduler.jobs.running import ask
 from store.settings import PaymentsSettings
 from store.tables import Invoice
@@ -44,12 +44,12 @@ async def topup(
     service: ServiceDep,
     who: PrincipalDep,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=100)] = None,
-) -> dict[str, Any]:
+) -> TopUpResponse:
     """A page of Stripe's where the amount is paid by card. It is credited when Stripe says that it was paid."""
     body = await read_json(request, TopUp)
     checkout = await begin_topup(service, who.org_id, body.amount_usd, idempotency_key)
     amount_nusd = int(body.amount_usd * 100) * NUSD_PER_CENT
-    return {"id": checkout.id, "url": checkout.url, "amount_nusd": amount_nusd, "amount_usd": usd(amount_nusd)}
+    return TopUpResponse(id=checkout.id, url=checkout.url, amount_nusd=amount_nusd, amount_usd=usd(amount_nusd))
 
 
 async def begin_topup(service: Service, org_id: str, amount_usd: Decimal, key: str | None = None) -> Checkout:
@@ -80,34 +80,34 @@ async def begin_topup(service: Service, org_id: str, amount_usd: Decimal, key: s
 
 
 @router.get("/weft/billing/invoices", **declare(scope="billing:read", limit="call"))
-async def list_invoices(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def list_invoices(service: ServiceDep, who: PrincipalDep) -> InvoicesResponse:
     """The months that were closed, the latest first."""
 
     def read(session: Session) -> list[Invoice]:
         query = select(Invoice).where(Invoice.org_id == who.org_id)
         return list(session.scalars(query.order_by(Invoice.period_start.desc())))
 
-    return {"invoices": [_invoice(row) for row in await service.read(read)]}
+    return InvoicesResponse(invoices=[_invoice(row) for row in await service.read(read)])
 
 
-def _invoice(row: Invoice) -> dict[str, Any]:
-    return {
-        "id": row.id,
-        "month": name_of(row.period_start),
-        "total_nusd": row.total_nusd,
-        "total_usd": usd(row.total_nusd),
-        "status": row.status,
-        "hosted_url": row.hosted_url,
-        "pdf_url": row.pdf_url,
-        "closed_at": row.closed_at,
-        "paid_at": row.paid_at,
-    }
+def _invoice(row: Invoice) -> InvoiceRow:
+    return InvoiceRow(
+        id=row.id,
+        month=name_of(row.period_start),
+        total_nusd=row.total_nusd,
+        total_usd=usd(row.total_nusd),
+        status=row.status,
+        hosted_url=row.hosted_url,
+        pdf_url=row.pdf_url,
+        closed_at=row.closed_at,
+        paid_at=row.paid_at,
+    )
 
 
 @router.post("/stripe/webhook", **declare(scope="public", limit="poll"))
 async def webhook(
     request: Request, service: ServiceDep, stripe_signature: Annotated[str, Header()] = ""
-) -> dict[str, bool]:
+) -> WebhookResponse:
     """An event of Stripe's: verified, written down, answered. What follows from it is a job's."""
     secrets = stripe_secrets(_enabled(service)).webhook_secrets
     try:
@@ -124,7 +124,7 @@ async def webhook(
 
     new = await service.database.write(keep)
     service.journal.meters.webhook_duplicates += not new
-    return {"received": True, "new": new}
+    return WebhookResponse(received=True, new=new)
 
 
 def _enabled(service: Service) -> PaymentsSettings:

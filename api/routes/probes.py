@@ -3,11 +3,11 @@ without a key, and they tell nothing about anybody."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Response
 from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
+from weft.wire.service import HealthResponse, StatusResponse
 
 from api.http.access import declare
 from api.state.service import Service, ServiceDep
@@ -17,18 +17,17 @@ router = APIRouter()
 
 
 @router.get("/healthz", **declare(scope="public", limit="poll", meters="nothing"))
-async def healthz() -> dict[str, str]:
+async def healthz() -> HealthResponse:
     """Nothing outside of this process is asked: restarting it would mend nothing there."""
-    return {"status": "ok"}
+    return HealthResponse()
 
 
 @router.get("/readyz", **declare(scope="public", limit="poll", meters="nothing"))
-async def readyz(service: ServiceDep) -> JSONResponse:
+async def readyz(service: ServiceDep, response: Response) -> StatusResponse:
     """503 while requests should go to another replica, and why."""
-    if service.journal.draining:
-        return JSONResponse({"status": "draining"}, 503)
-    why = await run_in_threadpool(_database_says, service)
-    return JSONResponse({"status": why or "ready"}, 503 if why else 200)
+    why = "draining" if service.journal.draining else await run_in_threadpool(_database_says, service)
+    response.status_code = 503 if why else 200
+    return StatusResponse(status=why or "ready")
 
 
 def _database_says(service: Service) -> str | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import select
 from sqlalchemy.orm import Session
+from weft.wire.organisation import ProjectRow, ProjectsResponse
 
 from api.http.access import declare
 from api.http.auth import PrincipalDep
@@ -31,48 +30,48 @@ class ProjectChange(BaseModel):
 
 
 @router.get("", **declare(scope="any", limit="call"))
-async def list_projects(service: ServiceDep, who: PrincipalDep, archived: bool = False) -> dict[str, Any]:
+async def list_projects(service: ServiceDep, who: PrincipalDep, archived: bool = False) -> ProjectsResponse:
     """Projects by name; archived ones if asked."""
 
-    def read(session: Session) -> list[dict[str, Any]]:
+    def read(session: Session) -> list[ProjectRow]:
         query = select(tables.Project).where(visible_projects(who))
         if not archived:
             query = query.filter_by(archived_at=None)
-        return [_describe(row) for row in session.scalars(query.order_by(tables.Project.name))]
+        return [_shown(row) for row in session.scalars(query.order_by(tables.Project.name))]
 
-    return {"projects": await service.read(read)}
+    return ProjectsResponse(projects=await service.read(read))
 
 
 @router.post("", **declare(scope="admin", limit="call"))
-async def create_project(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def create_project(request: Request, service: ServiceDep, who: PrincipalDep) -> ProjectRow:
     body = await read_json(request, NewProject)
 
-    def write(session: Session) -> dict[str, Any]:
-        return _describe(people.create_project(session, who.org_id, body.name, key_id=who.key_id))
+    def write(session: Session) -> ProjectRow:
+        return _shown(people.create_project(session, who.org_id, body.name, key_id=who.key_id))
 
     return await service.database.write(write)
 
 
 @router.get("/{project_id}", **declare(scope="any", limit="call"))
-async def get_project(project_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
-    return await service.read(lambda session: _describe(visible_project(session, who, project_id)))
+async def get_project(project_id: str, service: ServiceDep, who: PrincipalDep) -> ProjectRow:
+    return await service.read(lambda session: _shown(visible_project(session, who, project_id)))
 
 
 @router.patch("/{project_id}", **declare(scope="admin", limit="call"))
-async def change_project(project_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def change_project(project_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> ProjectRow:
     """Rename, archive, restore. The id stays, and with it what its sessions and bills say."""
     body = await read_json(request, ProjectChange)
 
-    def write(session: Session) -> dict[str, Any]:
+    def write(session: Session) -> ProjectRow:
         row = people.project_by_id(session, who.org_id, project_id)
         if body.name is not None:
             people.rename_project(session, row, body.name, who.key_id)
         if body.archived is not None:
             people.archive_project(session, row, body.archived, who.key_id)
-        return _describe(row)
+        return _shown(row)
 
     return await service.database.write(write)
 
 
-def _describe(row: tables.Project) -> dict[str, Any]:
-    return {"id": row.id, "name": row.name, "created_at": row.created_at, "archived_at": row.archived_at}
+def _shown(row: tables.Project) -> ProjectRow:
+    return ProjectRow.model_validate(row, from_attributes=True)

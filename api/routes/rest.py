@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
+from weft.wire.rest import Cursor, TrainingRun, TrainingRunsResponse
 
 from api.checks.runs import check_text
 from api.errors import NotFound, quote
 from api.http.access import LOOKING, declare
 from api.http.auth import PrincipalDep
-from api.routes.checkpoints import OLDEST_FIRST, count, cursor, describe
+from api.routes.checkpoints import OLDEST_FIRST, count, describe
 from api.state.service import ServiceDep
 from api.who.lookup import live_checkpoints, run_by_id, visible
 from api.who.session_search import DEFAULT_PROJECT, text_values
@@ -28,7 +29,7 @@ Offset = Annotated[int, Query(ge=0, le=2**31)]
 Scope = Literal["owned", "accessible"]
 
 
-@router.get("/training_runs", **declare(scope=LOOKING, limit="call"))
+@router.get("/training_runs", response_model_exclude_unset=True, **declare(scope=LOOKING, limit="call"))
 async def training_runs(
     service: ServiceDep,
     who: PrincipalDep,
@@ -36,11 +37,11 @@ async def training_runs(
     offset: Offset = 0,
     access_scope: Scope = "owned",
     project_id: str | None = None,
-) -> dict[str, Any]:
+) -> TrainingRunsResponse:
     """Runs, newest first."""
     check_text(project_id, "project_id", 64)
 
-    def read(session: Session) -> dict[str, Any]:
+    def read(session: Session) -> TrainingRunsResponse:
         query = select(tables.Run).where(visible(who, tables.Run))
         query = query.join(tables.Session, tables.Session.id == tables.Run.session_id)
         if access_scope == "owned":
@@ -50,16 +51,17 @@ async def training_runs(
             query = query.where(tables.Session.project_id.is_not_distinct_from(project))
         total = count(session, query)
         page = session.scalars(query.order_by(tables.Run.created_at.desc(), tables.Run.id).limit(limit).offset(offset))
-        return {"training_runs": _describe_runs(session, page.all()), "cursor": cursor(offset, limit, total)}
+        cursor = Cursor(offset=offset, limit=limit, total_count=total)
+        return TrainingRunsResponse(training_runs=_describe_runs(session, page.all()), cursor=cursor)
 
     return await service.read(read)
 
 
-@router.get("/training_runs/{run_id}", **declare(scope=LOOKING, limit="call"))
+@router.get("/training_runs/{run_id}", response_model_exclude_unset=True, **declare(scope=LOOKING, limit="call"))
 async def training_run(
     run_id: str, service: ServiceDep, who: PrincipalDep, access_scope: Scope = "owned"
-) -> dict[str, Any]:
-    def read(session: Session) -> dict[str, Any]:
+) -> TrainingRun:
+    def read(session: Session) -> TrainingRun:
         run = run_by_id(session, who, run_id)
         if access_scope == "owned" and not who.owns(session.get_one(tables.Session, run.session_id)):
             raise NotFound(f"no model {quote(run_id)} of this key: ask with access_scope=accessible")
@@ -68,7 +70,7 @@ async def training_run(
     return await service.read(read)
 
 
-def _describe_runs(session: Session, runs: Sequence[tables.Run]) -> list[dict[str, Any]]:
+def _describe_runs(session: Session, runs: Sequence[tables.Run]) -> list[TrainingRun]:
     """Runs as clients see them, with three queries for all of them together."""
     ids = [run.id for run in runs]
     names = select(tables.Organisation.id, tables.Organisation.name)
@@ -89,17 +91,17 @@ def _describe_run(
     owners: dict[str, str],
     latest: dict[tuple[str, str], tables.Checkpoint],
     asked: datetime | None,
-) -> dict[str, Any]:
+) -> TrainingRun:
     weights, sampler = latest.get((run.id, "weights")), latest.get((run.id, "sampler_weights"))
-    return {
-        "training_run_id": run.id,
-        "base_model": run.base_model,
-        "model_owner": owners[run.org_id],
-        "is_lora": True,
-        "corrupted": False,
-        "lora_rank": run.rank,
-        "last_request_time": asked or run.last_request_at,
-        "last_checkpoint": describe(weights) if weights else None,
-        "last_sampler_checkpoint": describe(sampler) if sampler else None,
-        "user_metadata": text_values(run.user_metadata),
-    }
+    return TrainingRun(
+        training_run_id=run.id,
+        base_model=run.base_model,
+        model_owner=owners[run.org_id],
+        is_lora=True,
+        corrupted=False,
+        lora_rank=run.rank,
+        last_request_time=asked or run.last_request_at,
+        last_checkpoint=describe(weights) if weights else None,
+        last_sampler_checkpoint=describe(sampler) if sampler else None,
+        user_metadata=text_values(run.user_metadata),
+    )

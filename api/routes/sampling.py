@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
-from weft.wire import CreateSamplingSessionRequest, SampleRequest
+from weft.wire import (
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    GetSamplerResponse,
+    SampleRequest,
+    UntypedAPIFuture,
+)
 
 from api.checks.priority import PriorityDep
 from api.checks.runs import check_sequence
@@ -26,6 +31,7 @@ from api.who.may_change import active_session
 from api.who.principal import Principal
 from scheduler.links.messages import sequence_id
 from scheduler.order.operations import SAMPLE, NewOperation
+from scheduler.order.plans import Sample
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
@@ -35,7 +41,9 @@ MAX_SAMPLE_SEQUENCE = 2**63 - 1
 
 
 @router.post("/create_sampling_session", **declare(scope="sample", limit="call"))
-async def create_sampling_session(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def create_sampling_session(
+    request: Request, service: ServiceDep, who: PrincipalDep
+) -> CreateSamplingSessionResponse:
     """A sampler of a base model or of saved weights. Idempotent on (session, sampling_session_seq_id)."""
     body = await read_json(request, CreateSamplingSessionRequest)
     seq = check_sequence(body.sampling_session_seq_id, "sampling_session_seq_id")
@@ -50,17 +58,17 @@ async def create_sampling_session(request: Request, service: ServiceDep, who: Pr
         session.add(_new_sampler(service, session, who, owner, sampler_id, body))
 
     await service.database.write(write)
-    return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+    return CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
 
 @router.get("/samplers/{sampler_id}", **declare(scope=LOOKING, limit="call"))
-async def get_sampler(sampler_id: str, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def get_sampler(sampler_id: str, service: ServiceDep, who: PrincipalDep) -> GetSamplerResponse:
     row = await service.read(lambda session: sampler_by_id(session, who, sampler_id))
-    return {"sampler_id": row.id, "base_model": row.base_model, "model_path": row.model_path}
+    return GetSamplerResponse(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)
 
 
-@router.post("/asample", **declare(scope="sample", limit="work", meters="sample"))
-async def asample(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> dict[str, Any]:
+@router.post("/asample", response_model_exclude_none=True, **declare(scope="sample", limit="work", meters="sample"))
+async def asample(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> UntypedAPIFuture:
     """Queue one request for `num_samples` sequences. Idempotent on (sampler, seq_id), in any order."""
     raw = await read_body(request)
     large = len(raw) > INLINE_BYTES
@@ -80,7 +88,7 @@ async def asample(request: Request, service: ServiceDep, who: PrincipalDep, prio
     new = await run_in_threadpool(check) if large else check()
     request_id = await accept(service, place, new, repeat=repeat)
     sequences = [sequence_id(request_id, sample) for sample in range(body.num_samples)]
-    return {"request_id": request_id, "sample_sequence_ids": sequences}
+    return UntypedAPIFuture(request_id=request_id, sample_sequence_ids=sequences)
 
 
 def _checked(service: Service, body: SampleRequest, sampler: tables.Sampler, seq: int, priority: str) -> NewOperation:
@@ -99,7 +107,7 @@ def _checked(service: Service, body: SampleRequest, sampler: tables.Sampler, seq
         base_model=sampler.base_model,
         tokens=tokens,
         body=whole.model_dump_json(exclude_none=True).encode(),
-        plan={"num_samples": body.num_samples, "prompt_tokens": prompt, "priority": priority},
+        plan=Sample(body.num_samples, prompt, priority),
     )
 
 

@@ -9,8 +9,21 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from sqlalchemy import Select, func, select
 from sqlalchemy.orm import Session
-from weft.wire import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
-from weft.wire.sessions import AssignProjectRequest, SessionSearchRequest
+from weft.wire.rest import Cursor, GetSessionResponse, ListSessionsResponse
+from weft.wire.service import (
+    CreateSessionRequest,
+    CreateSessionResponse,
+    FinishSessionRequest,
+    SessionHeartbeatRequest,
+    SessionHeartbeatResponse,
+    StatusResponse,
+)
+from weft.wire.sessions import (
+    AssignProjectRequest,
+    AssignProjectResponse,
+    SessionSearchRequest,
+    SessionSearchResponse,
+)
 
 from api.checks.runs import check_metadata, check_text
 from api.errors import Invalid, NotFound, quote
@@ -37,8 +50,8 @@ Offset = Annotated[int, Query(ge=0, le=2**31)]
 Scope = Literal["owned", "accessible"]
 
 
-@router.post("/create_session", **declare(scope=WORKING, limit="call"))
-async def create_session(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+@router.post("/create_session", response_model_exclude_none=True, **declare(scope=WORKING, limit="call"))
+async def create_session(request: Request, service: ServiceDep, who: PrincipalDep) -> CreateSessionResponse:
     """A new session. A retry is known by its idempotency key, from which the id then follows."""
     body = await read_json(request, CreateSessionRequest)
     if len(body.tags) > MAX_TAGS:
@@ -67,26 +80,26 @@ async def create_session(request: Request, service: ServiceDep, who: PrincipalDe
             _note(session, who, "session_created", new.id, new.project_id)
 
     await service.database.write(write)
-    return {"type": "create_session", "session_id": new.id}
+    return CreateSessionResponse(session_id=new.id)
 
 
 @router.post("/session_heartbeat", **declare(scope=WORKING, limit="poll"))
-async def session_heartbeat(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
+async def session_heartbeat(request: Request, service: ServiceDep, who: PrincipalDep) -> SessionHeartbeatResponse:
     """Keeps a session alive. 410 once it has ended is how its clients learn of it."""
     body = await read_json(request, SessionHeartbeatRequest)
     await service.presence.beat(who, body.session_id)
-    return {"type": "session_heartbeat"}
+    return SessionHeartbeatResponse()
 
 
 @router.post("/sessions/search", **declare(scope=LOOKING, limit="call"))
-async def search_sessions(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def search_sessions(request: Request, service: ServiceDep, who: PrincipalDep) -> SessionSearchResponse:
     """The organisation's sessions that match, newest first, in pages."""
     body = await read_json(request, SessionSearchRequest)
     return await service.read(lambda session: search(session, who, body))
 
 
 @router.post("/sessions/{session_id}/finish", **declare(scope=WORKING, limit="call"))
-async def finish_session(session_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
+async def finish_session(session_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> StatusResponse:
     """The client is done: what is queued still runs, then its runs are forgotten. The first reason stands."""
     body = await read_json(request, FinishSessionRequest)
     detail = check_text(body.detail, "detail", MAX_DETAIL)
@@ -100,11 +113,13 @@ async def finish_session(session_id: str, request: Request, service: ServiceDep,
     service.presence.ended([session_id])
     for run_id in runs:
         service.journal.close_run(run_id)
-    return {"status": "finished"}
+    return StatusResponse(status="finished")
 
 
 @router.put("/sessions/{session_id}/project", **declare(scope=WORKING, limit="call"))
-async def assign_project(session_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, str]:
+async def assign_project(
+    session_id: str, request: Request, service: ServiceDep, who: PrincipalDep
+) -> AssignProjectResponse:
     """Move a session, with its runs, checkpoints and usage, into a project."""
     body = await read_json(request, AssignProjectRequest)
     check_project(body.project_id)
@@ -118,21 +133,21 @@ async def assign_project(session_id: str, request: Request, service: ServiceDep,
         return project
 
     project = await service.database.write(write)
-    return {"project_id": project or DEFAULT_PROJECT}
+    return AssignProjectResponse(project_id=project or DEFAULT_PROJECT)
 
 
 @router.get("/sessions", **declare(scope=LOOKING, limit="call"))
 async def sessions(
     service: ServiceDep, who: PrincipalDep, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
-) -> dict[str, Any]:
+) -> ListSessionsResponse:
     """Ids of sessions, newest first."""
 
-    def read(session: Session) -> dict[str, Any]:
+    def read(session: Session) -> ListSessionsResponse:
         query = _in_scope(select(tables.Session.id), who, access_scope)
-        total = session.scalar(select(func.count()).select_from(query.subquery()))
+        total = session.scalar(select(func.count()).select_from(query.subquery())) or 0
         newest = (tables.Session.created_at.desc(), tables.Session.id.desc())
         page = session.scalars(query.order_by(*newest).limit(limit).offset(offset))
-        return {"sessions": list(page), "cursor": {"offset": offset, "limit": limit, "total_count": total}}
+        return ListSessionsResponse(sessions=list(page), cursor=Cursor(offset=offset, limit=limit, total_count=total))
 
     return await service.read(read)
 
@@ -140,21 +155,21 @@ async def sessions(
 @router.get("/sessions/{session_id}", **declare(scope=LOOKING, limit="call"))
 async def session_details(
     session_id: str, service: ServiceDep, who: PrincipalDep, access_scope: Scope = "owned"
-) -> dict[str, Any]:
-    def read(session: Session) -> dict[str, Any]:
+) -> GetSessionResponse:
+    def read(session: Session) -> GetSessionResponse:
         row = session_by_id(session, who, session_id)
         if access_scope == "owned" and not who.owns(row):
             raise NotFound(f"no session {quote(session_id)} of this key: ask with access_scope=accessible")
         runs = select(tables.Run.id).filter_by(session_id=row.id).order_by(tables.Run.model_seq_id)
         samplers = select(tables.Sampler.id).filter_by(session_id=row.id)
-        return {
-            "training_run_ids": list(session.scalars(runs)),
-            "sampler_ids": list(session.scalars(samplers.order_by(tables.Sampler.sampling_session_seq_id))),
-            "user_metadata": text_values(row.user_metadata),
-            "display_name": row.display_name,
-            "project_id": row.project_id or DEFAULT_PROJECT,
-            "tags": row.tags,
-        }
+        return GetSessionResponse(
+            training_run_ids=list(session.scalars(runs)),
+            sampler_ids=list(session.scalars(samplers.order_by(tables.Sampler.sampling_session_seq_id))),
+            user_metadata=text_values(row.user_metadata),
+            display_name=row.display_name,
+            project_id=row.project_id or DEFAULT_PROJECT,
+            tags=row.tags,
+        )
 
     return await service.read(read)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
+from weft.wire.sessions import TraceExportResponse
 
 from api.http.access import LOOKING, declare
 from api.http.auth import PrincipalDep
@@ -19,12 +19,14 @@ router = APIRouter(prefix="/api/v1/sessions")
 LINK_LIFE = timedelta(hours=1)
 
 
-@router.get("/{session_id}/trace_export", **declare(scope=LOOKING, limit="call"))
-async def trace_export(session_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+@router.get("/{session_id}/trace_export", response_model_exclude_none=True, **declare(scope=LOOKING, limit="call"))
+async def trace_export(
+    session_id: str, request: Request, service: ServiceDep, who: PrincipalDep
+) -> TraceExportResponse:
     """A link to the trace. It is drawn when it is fetched, so it is always ready, and as new as the fetch."""
     row = await service.read(lambda session: session_by_id(session, who, session_id))
     path = f"{router.prefix}/{row.id}/trace.pftrace"
-    return {"status": "ready", "url": service.signer.link(request, path, datetime.now(UTC) + LINK_LIFE)}
+    return TraceExportResponse(status="ready", url=service.signer.link(request, path, datetime.now(UTC) + LINK_LIFE))
 
 
 @router.get("/{session_id}/trace.pftrace", **declare(scope="public", limit="call"))

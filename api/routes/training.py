@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request
-from weft.wire import CreateModelRequest, GetInfoRequest, LoraConfig, OptimStepRequest
+from weft.wire import (
+    CreateModelRequest,
+    GetInfoRequest,
+    GetInfoResponse,
+    LoraConfig,
+    ModelData,
+    OptimStepRequest,
+    UntypedAPIFuture,
+)
 from weft.wire.checks.runs import ADAMW
 
 from api.checks.optimizers import CONFIGS, check_step, family_of
@@ -19,6 +25,7 @@ from api.operations.submit import Checked, submit_json
 from api.state.service import ServiceDep
 from api.who.lookup import run_by_id, served_model
 from scheduler.links.messages import OpKind, RunSpec
+from scheduler.order.plans import Create
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
@@ -27,10 +34,10 @@ router = APIRouter(prefix="/api/v1")
 DEFAULT_RANK = 32
 
 
-@router.post("/create_model", **declare(scope="train", limit="work"))
+@router.post("/create_model", response_model_exclude_none=True, **declare(scope="train", limit="work"))
 async def create_model(
     request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep
-) -> dict[str, Any]:
+) -> UntypedAPIFuture:
     """A fresh run. Idempotent on (session, model_seq_id): it is operation 0 of its run."""
     body = await read_json(request, CreateModelRequest)
     seq = check_sequence(body.model_seq_id, "model_seq_id")
@@ -52,32 +59,28 @@ async def create_model(
     await service.read(lambda session: check_session(session, who, body.session_id, spec.run_id))
     metadata = check_metadata(body.user_metadata)
     raw = body.model_dump_json(exclude_none=True).encode()
-    return await create(service, who, body.session_id, seq, spec, metadata, raw, {"priority": priority})
+    return await create(service, who, body.session_id, seq, Create(spec, priority), metadata, raw)
 
 
 @router.post("/get_info", **declare(scope=LOOKING, limit="call"))
-async def get_info(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def get_info(request: Request, service: ServiceDep, who: PrincipalDep) -> GetInfoResponse:
     body = await read_json(request, GetInfoRequest)
     run = await service.read(lambda session: run_by_id(session, who, body.model_id))
     card = service.cards.get(run.base_model)
-    data = {
-        "arch": card.architecture if card else None,
-        "model_name": run.base_model,
-        "tokenizer_id": run.base_model,
-    }
-    return {
-        "type": "get_info",
-        "model_data": data,
-        "model_id": run.id,
-        "optimizer_config": CONFIGS[run.optimizer],
-        "is_lora": True,
-        "lora_rank": run.rank,
-        "model_name": run.base_model,
-    }
+    arch = card.architecture if card else None
+    return GetInfoResponse(
+        type="get_info",
+        model_data=ModelData(arch=arch, model_name=run.base_model, tokenizer_id=run.base_model),
+        model_id=run.id,
+        optimizer_config=CONFIGS[run.optimizer],
+        is_lora=True,
+        lora_rank=run.rank,
+        model_name=run.base_model,
+    )
 
 
-@router.post("/optim_step", **declare(scope="train", limit="work"))
-async def optim_step(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+@router.post("/optim_step", response_model_exclude_none=True, **declare(scope="train", limit="work"))
+async def optim_step(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     def check(body: OptimStepRequest, run: tables.Run) -> Checked:
         check_step(body, run.optimizer)
         return Checked()

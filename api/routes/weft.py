@@ -6,12 +6,11 @@ import hashlib
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import FileResponse
 from starlette.concurrency import run_in_threadpool
-from weft.wire import LimitsResponse, PricesResponse
+from weft.wire import LimitsResponse, PricesResponse, Stats, TokenizerFilesResponse
 
 from api.errors import NotFound, quote
 from api.http.access import declare
@@ -55,17 +54,17 @@ async def prices(service: ServiceDep, who: PrincipalDep, model: str) -> PricesRe
     )
 
 
-@router.get("/stats", **declare(scope="any", limit="call"))
-async def stats(service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+@router.get("/stats", response_model_exclude_unset=True, **declare(scope="any", limit="call"))
+async def stats(service: ServiceDep, who: PrincipalDep) -> Stats:
     """How the machines are doing; counts over all organisations, and nothing about any one of them."""
-    return service.stats()
+    return Stats.model_validate(service.stats())
 
 
 @router.get("/models/{name:path}/tokenizer", **declare(scope="any", limit="call"))
-async def tokenizer(name: str, service: ServiceDep, who: PrincipalDep) -> dict[str, dict[str, str]]:
+async def tokenizer(name: str, service: ServiceDep, who: PrincipalDep) -> TokenizerFilesResponse:
     """The tokenizer files of a base model that there are, and their SHA-256."""
     card = _card(service, name)
-    return {"files": await run_in_threadpool(_hashes, card.path)}
+    return TokenizerFilesResponse(files=await run_in_threadpool(_hashes, card.path))
 
 
 @router.get("/models/{name:path}/tokenizer/{file}", **declare(scope="any", limit="call"))

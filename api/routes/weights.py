@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import select
@@ -13,7 +11,9 @@ from weft.wire import (
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
+    UntypedAPIFuture,
     WeightsInfoRequest,
+    WeightsInfoResponse,
 )
 
 from api.checks.optimizers import CONFIGS, check_same_optimizer, family_of
@@ -29,34 +29,42 @@ from api.paths import check_name, parse_path
 from api.state.service import Service, ServiceDep
 from api.who.lookup import readable_checkpoint, run_of, served_model
 from api.who.principal import Principal
+from scheduler.journal import rows
 from scheduler.links.messages import OpKind, RunSpec
+from scheduler.order.plans import Create, Load, NewSampler, Save, Source
 from store import tables
 from workers.model.encryption import BadRecipient, parse_recipients
 
 router = APIRouter(prefix="/api/v1")
 
 
-@router.post("/save_weights", **declare(scope="train", limit="work", meters="storage"))
-async def save_weights(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+@router.post(
+    "/save_weights", response_model_exclude_none=True, **declare(scope="train", limit="work", meters="storage")
+)
+async def save_weights(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     """Adapter and optimizer under a name. Whether the name is free is decided in order, by the journal."""
 
     def check(body: SaveWeightsRequest, run: tables.Run) -> Checked:
         return Checked(
-            {
-                "kind": "weights",
-                "name": f"auto-{body.seq_id}" if body.path is None else check_name(body.path, "path"),
-                "overwrite": body.overwrite,
-                "ttl_seconds": body.ttl_seconds,
-                "user_metadata": check_metadata(body.user_metadata),
-            }
+            Save(
+                "weights",
+                f"auto-{body.seq_id}" if body.path is None else check_name(body.path, "path"),
+                body.ttl_seconds,
+                overwrite=body.overwrite,
+                user_metadata=check_metadata(body.user_metadata),
+            )
         )
 
     raw = await read_body(request)
     return await submit_json(service, who, OpKind.SAVE_STATE, raw, SaveWeightsRequest, check)
 
 
-@router.post("/save_weights_for_sampler", **declare(scope="train", limit="work", meters="storage"))
-async def save_weights_for_sampler(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+@router.post(
+    "/save_weights_for_sampler",
+    response_model_exclude_none=True,
+    **declare(scope="train", limit="work", meters="storage"),
+)
+async def save_weights_for_sampler(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     """The adapter alone: under a name, or unnamed and at once as a sampler."""
 
     def check(body: SaveWeightsForSamplerRequest, run: tables.Run) -> Checked:
@@ -72,14 +80,8 @@ async def save_weights_for_sampler(request: Request, service: ServiceDep, who: P
 def _named_sampler(body: SaveWeightsForSamplerRequest, path: str) -> Checked:
     if body.kind != "snapshot":
         raise Invalid(f"kind: a named save is a snapshot; {body.kind!r} needs sampling_session_seq_id")
-    return Checked(
-        {
-            "kind": "sampler_weights",
-            "name": check_name(path, "path"),
-            "ttl_seconds": body.ttl_seconds,
-            "user_metadata": check_metadata(body.user_metadata),
-        }
-    )
+    name, metadata = check_name(path, "path"), check_metadata(body.user_metadata)
+    return Checked(Save("sampler_weights", name, body.ttl_seconds, user_metadata=metadata))
 
 
 def _unnamed_sampler(body: SaveWeightsForSamplerRequest, session: Session, run: tables.Run) -> Checked:
@@ -89,23 +91,17 @@ def _unnamed_sampler(body: SaveWeightsForSamplerRequest, session: Session, run: 
         tables.Operation.session_id == run.session_id,
         tables.Operation.kind == OpKind.SAVE_SAMPLER.value,
         tables.Operation.state == "queued",
-        tables.Operation.plan["sampler_id"].as_string() == sampler_id,
+        rows.sampler_id == sampler_id,
     )
     if session.get(tables.Sampler, sampler_id) is not None or session.scalars(saving).first() is not None:
         raise Invalid(f"sampling_session_seq_id: {number} is taken in this session; use the next number")
-    return Checked(
-        {
-            "kind": "sampler_weights",
-            "name": None,
-            "sampler_id": sampler_id,
-            "sampling_session_seq_id": number,
-            "sampler_kind": body.kind,
-        }
-    )
+    return Checked(NewSampler(sampler_id, number, inflight=body.kind == "inflight"))
 
 
-@router.post("/save_weights_external", **declare(scope="train", limit="work", meters="storage"))
-async def save_weights_external(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+@router.post(
+    "/save_weights_external", response_model_exclude_none=True, **declare(scope="train", limit="work", meters="storage")
+)
+async def save_weights_external(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     """The adapter as files for other tools (`workers.model.peft_format`), for their recipients only where it names
     some."""
 
@@ -114,18 +110,16 @@ async def save_weights_external(request: Request, service: ServiceDep, who: Prin
             parse_recipients(body.age_encryption_recipients or [])
         except BadRecipient as error:
             raise Invalid(f"age_encryption_recipients{error}") from None
-        return Checked(
-            {"kind": "external_weights", "name": check_name(body.path, "path"), "ttl_seconds": body.ttl_seconds}
-        )
+        return Checked(Save("external_weights", check_name(body.path, "path"), body.ttl_seconds))
 
     raw = await read_body(request)
     return await submit_json(service, who, OpKind.SAVE_EXTERNAL, raw, SaveWeightsExternalRequest, check)
 
 
-@router.post("/load_weights", **declare(scope="train", limit="work"))
+@router.post("/load_weights", response_model_exclude_none=True, **declare(scope="train", limit="work"))
 async def load_weights(
     request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep
-) -> dict[str, Any]:
+) -> UntypedAPIFuture:
     """Weights of a checkpoint: into a new run when the body names a session, in place when it names a model."""
     raw = await read_body(request)
 
@@ -139,7 +133,7 @@ async def load_weights(
 
 
 @router.post("/weights_info", **declare(scope=LOOKING, limit="call"))
-async def weights_info(request: Request, service: ServiceDep, who: PrincipalDep) -> dict[str, Any]:
+async def weights_info(request: Request, service: ServiceDep, who: PrincipalDep) -> WeightsInfoResponse:
     body = await read_json(request, WeightsInfoRequest)
     path = parse_path(body.tinker_path, "tinker_path")
 
@@ -147,15 +141,15 @@ async def weights_info(request: Request, service: ServiceDep, who: PrincipalDep)
         return run_of(session, readable_checkpoint(session, who, path))
 
     run = await service.read(read)
-    return {
-        "base_model": run.base_model,
-        "optimizer_config": CONFIGS[run.optimizer],
-        "is_lora": True,
-        "lora_rank": run.rank,
-        "train_unembed": run.train_unembed,
-        "train_mlp": run.train_mlp,
-        "train_attn": run.train_attn,
-    }
+    return WeightsInfoResponse(
+        base_model=run.base_model,
+        optimizer_config=CONFIGS[run.optimizer],
+        is_lora=True,
+        lora_rank=run.rank,
+        train_unembed=run.train_unembed,
+        train_mlp=run.train_mlp,
+        train_attn=run.train_attn,
+    )
 
 
 class _Target(BaseModel):
@@ -173,7 +167,7 @@ def _load_in_place(body: LoadWeightsRequest, session: Session, who: Principal, r
             raise Invalid(f"path: that checkpoint has {field} {quote(theirs)}, this model has {quote(ours)}")
     if body.optimizer:
         check_same_optimizer(source.optimizer, run.optimizer)
-    return Checked({"source_ref": checkpoint.ref, "with_optimizer": body.optimizer, "path": body.path})
+    return Checked(Load(Source(checkpoint.ref, body.path, body.optimizer)))
 
 
 def _source(session: Session, who: Principal, body: LoadWeightsRequest) -> tuple[tables.Checkpoint, tables.Run]:
@@ -187,7 +181,7 @@ def _source(session: Session, who: Principal, body: LoadWeightsRequest) -> tuple
 
 async def _create_from(
     service: Service, who: Principal, body: LoadWeightsRequest, raw: bytes, priority: str
-) -> dict[str, Any]:
+) -> UntypedAPIFuture:
     """A new run that goes on from a checkpoint: the base model, rank and trained parts are those of its run."""
     session_id = body.session_id or ""
     seq = check_sequence(body.model_seq_id, "model_seq_id")
@@ -220,6 +214,5 @@ async def _create_from(
     if found is None:
         return await repeat(service, who, session_id, run_id, raw)
     spec, ref = found
-    plan = {"source_ref": ref, "with_optimizer": body.optimizer, "path": body.path, "priority": priority}
-    metadata = check_metadata(body.user_metadata)
-    return await create(service, who, session_id, seq, spec, metadata, raw, plan)
+    plan = Create(spec, priority, Source(ref, body.path, body.optimizer))
+    return await create(service, who, session_id, seq, plan, check_metadata(body.user_metadata), raw)

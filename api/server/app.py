@@ -48,7 +48,7 @@ from api.server.prometheus import metrics_server, render
 from api.server.worker_process import WorkerProcess
 from api.state.rates import LocalRates, Rates
 from api.state.service import Service
-from billing.gauges import MoneyGauges, read_gauges
+from billing.alerts import MoneyGauges, read_gauges
 from billing.prices import PriceList
 from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.embedded import EmbeddedJobs

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager
 from typing import Any
 
-from billing.gauges import MoneyGauges
+from billing.alerts import MoneyGauges
 from billing.wallets import NUSD_PER_USD
 from scheduler.journal.meters import BOUNDS_S, Histogram, Meters
 

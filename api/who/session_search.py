@@ -10,9 +10,15 @@ from sqlalchemy import ColumnElement, Select, and_, false, func, or_, select
 from sqlalchemy.orm import Session
 from weft.wire.sessions import (
     ClientFinishedSessionStatusQuery,
+    ClientSessionFinished,
+    ClientSessionFinishReason,
+    SessionActive,
     SessionSearchCursor,
     SessionSearchRequest,
+    SessionSearchResponse,
+    SessionStatus,
     SessionStatusQuery,
+    SessionSummary,
     UserSearchOwner,
 )
 
@@ -31,7 +37,7 @@ BATCH = 500
 S = tables.Session
 
 
-def search(session: Session, who: Principal, wanted: SessionSearchRequest) -> dict[str, Any]:
+def search(session: Session, who: Principal, wanted: SessionSearchRequest) -> SessionSearchResponse:
     """One page, newest first, and where the next one starts."""
     found: list[tables.Session] = []
     more = False
@@ -43,8 +49,11 @@ def search(session: Session, who: Principal, wanted: SessionSearchRequest) -> di
             break
         found.append(row)
     stored = _stored(session, [row.id for row in found])
-    cursor = {"last_created_at": found[-1].created_at, "last_session_id": found[-1].id} if more else None
-    return {"sessions": [_summary(row, stored.get(row.id, _NOTHING)) for row in found], "next_cursor": cursor}
+    last = found[-1] if more else None
+    return SessionSearchResponse(
+        sessions=[_summary(row, stored.get(row.id, _NOTHING)) for row in found],
+        next_cursor=SessionSearchCursor(last_created_at=last.created_at, last_session_id=last.id) if last else None,
+    )
 
 
 def text_values(metadata: dict[str, Any]) -> dict[str, str]:
@@ -132,23 +141,23 @@ def _stored(session: Session, session_ids: list[str]) -> dict[str, _Stored]:
     return {session_id: _Stored(count, int(size or 0)) for session_id, count, size in session.execute(query)}
 
 
-def _summary(row: tables.Session, stored: _Stored) -> dict[str, Any]:
-    return {
-        "session_id": row.id,
-        "created_at": row.created_at,
-        "owner": owner_urn(row.key_id) if row.key_id is not None else "",
-        "project_id": row.project_id or DEFAULT_PROJECT,
-        "status": _status(row),
-        "checkpoints_count": stored.checkpoints,
-        "checkpoint_storage_bytes": stored.size_bytes,
-        "display_name": row.display_name,
-        "user_metadata": text_values(row.user_metadata),
-    }
+def _summary(row: tables.Session, stored: _Stored) -> SessionSummary:
+    return SessionSummary(
+        session_id=row.id,
+        created_at=row.created_at,
+        owner=owner_urn(row.key_id) if row.key_id is not None else "",
+        project_id=row.project_id or DEFAULT_PROJECT,
+        status=_status(row),
+        checkpoints_count=stored.checkpoints,
+        checkpoint_storage_bytes=stored.size_bytes,
+        display_name=row.display_name,
+        user_metadata=text_values(row.user_metadata),
+    )
 
 
-def _status(row: tables.Session) -> dict[str, Any] | None:
+def _status(row: tables.Session) -> SessionStatus | None:
     """None for one that fell silent: it neither finished nor is it running."""
     if row.state == "finished":
-        reason = {"type": row.finish_reason or "success"}
-        return {"type": "client_finished", "reason": reason, "detail": row.finish_detail}
-    return {"type": "active"} if row.state == "active" else None
+        reason = ClientSessionFinishReason(type=row.finish_reason or "success")
+        return ClientSessionFinished(reason=reason, detail=row.finish_detail)
+    return SessionActive() if row.state == "active" else None

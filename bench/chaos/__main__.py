@@ -36,7 +36,7 @@ from bench.chaos.service import HERE, Service, embedded, production
 
 #: Without a kill, before the first: where usual gaps are taken.
 QUIET_S = 8.0
-#: A kill is over when each client has had so many answers since, more than were under way, and one within a second.
+#: A kill is over when each client has had this many answers since (more than were in flight), the last within a second.
 ANSWERS_AFTER = 10
 AT_LEAST_S, AT_MOST_S = 4.0, 180.0
 #: Between two kills of one kind.

@@ -37,7 +37,7 @@ ADAM = types.AdamParams(learning_rate=2e-3)
 
 
 class Client(threading.Thread):
-    """Works until `stop`, or for so many `cycles`. A client whose call fails notes it and begins anew, as a person
+    """Works until `stop`, or for `cycles` cycles. A client whose call fails notes it and begins anew, as a person
     would: with another session and another run."""
 
     def __init__(self, name: str, url: str, key: str, *, cycles: int | None = None, think_s: float = 0.0) -> None:

@@ -24,7 +24,7 @@ from tests.servers import OwnRedis, PostgresServer, postgres_server
 
 HERE = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-#: Nothing that is waited for takes so long, on any machine.
+#: The longest wait, more than anything takes on any machine.
 PATIENCE_S = 240.0
 
 CONFIG = """

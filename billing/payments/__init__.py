@@ -1,1 +1,1 @@
-"""Stripe: the printer of invoices and the taker of cards. Never the meter of record: what is owed is in our ledger."""
+"""Stripe prints invoices and takes card payments. It never decides what is owed: that is in our ledger."""

@@ -1,17 +1,68 @@
-"""The official client, set up: short timeouts, and no retries of its own, because ours know about identifiers."""
+"""Stripe's official client with our settings: short timeouts, and no retries of its own, because ours reuse
+identifiers. Keys come from the environment, from a file that it names, or from the settings, in this order."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
 import stripe
+from pydantic import SecretStr
 from stripe import StripeClient
 
-from billing.payments.secrets import stripe_secrets
-from store.settings import PaymentsSettings
+from store.settings import PaymentsSettings, SettingsError
+
+KEY = "WEFT_STRIPE_SECRET_KEY"
+WEBHOOK_SECRETS = "WEFT_STRIPE_WEBHOOK_SECRETS"
+#: Two are accepted while an endpoint's secret is rotated.
+MAX_WEBHOOK_SECRETS = 2
+
+
+@dataclass(frozen=True)
+class StripeSecrets:
+    key: SecretStr
+    webhook_secrets: tuple[SecretStr, ...]
+
+
+def stripe_secrets(settings: PaymentsSettings, environment: Mapping[str, str] = os.environ) -> StripeSecrets:
+    """Raises SettingsError, without any secret in it, when payments cannot work with what is there."""
+    key = _from_environment(KEY, environment) or (settings.secret_key.get_secret_value() if settings.secret_key else "")
+    if not key:
+        raise SettingsError(f"payments.enabled needs a Stripe key: set {KEY}, {KEY}_FILE or payments.secret_key")
+    if key.startswith("sk_live_"):
+        raise SettingsError(
+            "payments: this is an unrestricted live key (sk_live_...), which could do anything to the account: "
+            "make a restricted one (rk_live_...) with the permissions of docs/payments.md"
+        )
+    if not key.startswith(("rk_", "sk_test_")):
+        raise SettingsError("payments: the Stripe key must begin with rk_ (restricted) or sk_test_")
+    listed = _from_environment(WEBHOOK_SECRETS, environment).replace(",", " ").split()
+    found = listed or [secret.get_secret_value() for secret in settings.webhook_secrets]
+    if not 1 <= len(found) <= MAX_WEBHOOK_SECRETS:
+        raise SettingsError(
+            f"payments: {len(found)} webhook secrets; set one, or two while rotating ({WEBHOOK_SECRETS})"
+        )
+    return StripeSecrets(SecretStr(key), tuple(SecretStr(secret) for secret in found))
+
+
+def _from_environment(name: str, environment: Mapping[str, str]) -> str:
+    if value := environment.get(name, "").strip():
+        return value
+    path = environment.get(f"{name}_FILE", "")
+    if not path:
+        return ""
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read the file that {name}_FILE names: {type(error).__name__}") from None
+
 
 #: Seconds to connect, and to wait for an answer.
 TIMEOUTS_S = (5.0, 20.0)
 
-#: Micro-USD are what meters count; a payment counts cents.
+#: Meters count micro-USD; payments count cents.
 NUSD_PER_UUSD = 1000
 NUSD_PER_CENT = 10**7
 

@@ -1,4 +1,4 @@
-"""Organisations as customers at Stripe, and what postpaid ones are subscribed to."""
+"""Organisations as Stripe's customers, and the subscriptions of postpaid ones."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def customer_of(client: StripeClient, database: Database, org_id: str) -> str:
 
 
 def enrol(client: StripeClient, database: Database, org_id: str, price_ids: Sequence[str], now: datetime) -> str:
-    """Have a postpaid organisation be a customer who is subscribed to the meters, so that Stripe can invoice what it
-    uses from now on. Nothing happens when it is. Returns the customer."""
+    """Make a postpaid organisation a customer with a subscription to the meters, unless it is one, so that Stripe can
+    invoice its usage from now on. Returns the customer's id."""
     customer_id = customer_of(client, database, org_id)
     if price_ids:
         subscribe(client, customer_id, price_ids, now)
@@ -43,8 +43,8 @@ def enrol(client: StripeClient, database: Database, org_id: str, price_ids: Sequ
 
 
 def subscribe(client: StripeClient, customer_id: str, price_ids: Sequence[str], now: datetime) -> str:
-    """Have Stripe invoice a customer for its meters at the start of each month, UTC. One subscription, however often
-    this is called. Returns its id."""
+    """Have Stripe invoice a customer for its meters at the start of each month, UTC. Repeated calls make one
+    subscription. Returns its id."""
     for subscription in client.v1.subscriptions.list({"customer": customer_id, "limit": 100}).auto_paging_iter():
         if subscription.to_dict().get("metadata", {}).get("weft") == "meters":
             return subscription.id

@@ -1,6 +1,6 @@
-"""What a Stripe event makes happen. Events come late, twice and in any order, so none is believed: each says which
-object to look at, the object is fetched as it is now, and what follows from its state is posted under a reference that
-exists once. The fetch happens outside of any transaction; the effect, inside the one that marks the event as processed.
+"""The effects of Stripe's events. Events come late, twice and in any order, so none is believed: each names an object,
+the object is fetched in its present state, and the effect is posted under a reference that exists once. The fetch
+happens outside of any transaction; the effect, inside the one that marks the event as processed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from store.tables import LedgerEntry, Organisation
 
 log = logging.getLogger(__name__)
 
-#: What happens in the database, and a line that says what it was.
+#: Writes an event's effect to the database, and returns a line that describes it.
 Effect = Callable[[Session, datetime], str]
 
 #: Metadata that Checkout puts on a payment of ours.
@@ -169,7 +169,7 @@ def _take(session: Session, org_id: str, ref_type: str, ref_id: str, nusd: int, 
 
 
 def _give_back(session: Session, org_id: str, ref_type: str, ref_id: str, memo: str) -> str:
-    """Undo a `_take`, if there was one; where the end came first, there never will be one."""
+    """Undo a `_take`, if there was one; if the final event came first, there never will be one."""
     entry = LedgerEntry
     taken = session.scalar(
         select(entry.amount_nusd).where(
@@ -194,7 +194,7 @@ def _give_back(session: Session, org_id: str, ref_type: str, ref_id: str, memo: 
 
 
 def _by_hand(session: Session, what: str, ref: str, payment: Any, now: datetime) -> str:
-    """Of a customer of ours, but no top-up: for instance an invoice that was paid, whose reversal has rules."""
+    """A payment of our customer that is no top-up, for instance of an invoice: a person must book its reversal."""
     owner = organisation_of(session, payment.customer) if payment is not None else None
     if owner is None:
         log.info("%s %s is of no organisation here", what, ref)

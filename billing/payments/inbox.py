@@ -1,6 +1,6 @@
-"""Webhooks: verified and written down while Stripe waits, acted on later (`billing.payments.events`).
+"""Webhooks: verified and stored while Stripe waits, processed later (`billing.payments.events`).
 
-An event that arrives twice meets its own id. One that cannot be acted on yet is tried again for as long as it takes.
+An event that arrives twice is stored once, by its id. One that cannot be processed yet is retried until it can.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from billing.alerts import raise_alert, resolve_alert
+from store.bulk import insert_into
 from store.tables import StripeWebhookEvent
-from store.upsert import insert_into
 
-#: How old a signature may be.
+#: The greatest age of a signature.
 TOLERANCE_S = 300
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 3600.0
-#: After so many failed attempts a person is told; they go on all the same.
+#: After this many failed attempts an alert is raised; attempts go on.
 ATTEMPTS_BEFORE_ALERT = 6
 
 
 class BadWebhook(ValueError):
-    """Not signed by Stripe with a secret of ours, too old, or not an event."""
+    """The request is not signed by Stripe with a secret of ours, too old, or not an event."""
 
 
 def verify(body: bytes, signature: str, secrets: Sequence[SecretStr]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _text(value: object) -> bool:
 
 
 def keep(session: Session, event: dict[str, Any], now: datetime) -> bool:
-    """Write an event down, in a write. False: it was there."""
+    """Store an event; call it in a write. False if it was stored before."""
     row = insert_into(session, StripeWebhookEvent).values(
         event_id=event["id"], type=event["type"], payload=event, received_at=now, next_attempt_at=now
     )
@@ -68,7 +68,7 @@ def due(session: Session, now: datetime, limit: int) -> list[StripeWebhookEvent]
 
 
 def done(session: Session, event_id: str, outcome: str, now: datetime) -> None:
-    """In the transaction that does what the event asks for."""
+    """Mark an event as processed, in the transaction of its effect."""
     row = session.get_one(StripeWebhookEvent, event_id)
     row.processed_at, row.outcome = now, outcome[:512]
     resolve_alert(session, kind="webhook_stuck", ref=event_id, now=now)

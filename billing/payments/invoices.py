@@ -1,5 +1,5 @@
-"""The months of postpaid organisations. A month is closed here first, once every meter event of it is confirmed and the
-books agree; Stripe's invoice is then compared with that, and its payment credited.
+"""Invoices of postpaid organisations. We close a month first, once all its meter events are confirmed and the books
+agree; then Stripe's invoice is compared with our total, and its payment credited.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ EVENTS = (
 
 #: A month is closed no sooner than this after its end.
 CLOSE_AFTER = timedelta(hours=1)
-#: And if it cannot be by then, a person is told.
+#: If it cannot be closed by this time after its end, an alert is raised.
 CLOSE_BY = timedelta(hours=48)
 #: Each line of an invoice is rounded to a cent.
 ROUNDING_NUSD = len(METERS) * NUSD_PER_CENT // 2
 
 
 class NotClosedHere(RuntimeError):
-    """Stripe's invoice came before our own close: to be looked at again later."""
+    """Stripe's invoice came before we closed the month: try again later."""
 
 
 def close(session: Session, org_id: str, period_start: datetime, now: datetime) -> bool:
-    """Close a month of an organisation, in a write; False if it is closed, or cannot be yet."""
+    """Close a month of an organisation; call it in a write. False if it is closed already, or cannot be closed yet."""
     there = select(Invoice.id).where(Invoice.org_id == org_id, Invoice.period_start == period_start)
     if now < end_of(period_start) + CLOSE_AFTER or session.scalar(there) is not None:
         return False
@@ -74,7 +74,7 @@ def close(session: Session, org_id: str, period_start: datetime, now: datetime) 
 
 
 def follow(session: Session, invoice: Any, now: datetime) -> str:
-    """Do what follows from the state that Stripe's invoice is in. In a write. Raises NotClosedHere."""
+    """Bring our invoice to the state of Stripe's. Call it in a write. Raises NotClosedHere."""
     org = session.scalar(select(Organisation).where(Organisation.stripe_customer_id == invoice.customer))
     if org is None:
         return "ignored: of no organisation here"

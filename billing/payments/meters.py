@@ -1,6 +1,6 @@
-"""Usage becomes meter events. For each organisation, meter and month a cursor says how many micro-USD are in the outbox
-already; what the usage events add up to beyond it becomes one new row, in the transaction that moves the cursor. The
-remainder below a micro-USD stays behind for the next time, so rounding never drifts.
+"""Usage becomes meter events. For each organisation, meter and month a cursor counts the micro-USD that are in the
+outbox; usage beyond it becomes one new row, in the transaction that moves the cursor. The remainder below a micro-USD
+waits for the next time, so rounding errors do not add up.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from sqlalchemy.orm import Session
 
 from billing.payments.client import NUSD_PER_UUSD
 from billing.payments.periods import end_of, name_of, period_before, period_of
+from store.bulk import insert_into
 from store.tables import Invoice, LedgerEntry, Organisation, StripeMeterCursor, StripeOutbox, UsageEvent, Wallet
-from store.upsert import insert_into
 
-#: Each meter, and the kinds of usage on it: one line of an invoice each.
+#: The kinds of usage on each meter. A meter is one line of an invoice.
 METERS: dict[str, tuple[str, ...]] = {
     "train": ("train",),
     "prefill": ("prefill", "cached_prefill"),
@@ -25,12 +25,12 @@ METERS: dict[str, tuple[str, ...]] = {
 
 
 def event_name(meter: str) -> str:
-    """What the meter is called at Stripe."""
+    """The meter's name at Stripe."""
     return f"weft_{meter}"
 
 
 def metered_organisations(session: Session) -> list[tuple[str, str]]:
-    """Those that pay by invoice, and their customers. Prepaid ones have paid before: metering would charge twice."""
+    """Postpaid organisations and their customer ids. Prepaid ones have paid already: metering would charge twice."""
     query = select(Organisation.id, Organisation.stripe_customer_id).join(Wallet, Wallet.org_id == Organisation.id)
     query = query.where(Wallet.mode == "postpaid", Organisation.stripe_customer_id.is_not(None))
     return [(org_id, customer) for org_id, customer in session.execute(query.order_by(Organisation.id)) if customer]
@@ -42,8 +42,8 @@ def postpaid_organisations(session: Session) -> list[str]:
 
 
 def put_into_outbox(session: Session, org_id: str, customer_id: str, now: datetime) -> int:
-    """Put what is new of one organisation into the outbox: of this month, and of the last one until it is invoiced.
-    In a write. Returns how many rows."""
+    """Put new usage of an organisation into the outbox: of this month, and of the last one until it is invoiced. Call
+    it in a write. Returns the number of rows."""
     this = period_of(now)
     periods = [this] if _invoiced(session, org_id, period_before(this)) else [period_before(this), this]
     return sum(_put(session, org_id, customer_id, meter, period, now) for period in periods for meter in METERS)

@@ -1,9 +1,9 @@
-"""Sends the outbox to Stripe, each row with exactly one effect whatever is lost on the way.
+"""Sends the outbox to Stripe, each row with exactly one effect even if requests or answers are lost.
 
-Stripe knows an identifier for at least 24 hours, so until 23 hours after the first attempt a row is simply sent again
-under the same identifier. After that it would be counted twice if the first attempt had arrived; so Stripe's own sum of
-the period decides whether it did. Rows of one organisation and meter go one at a time and in order (Stripe takes one
-call at a time for a customer's meter), which is also what makes that sum mean something.
+Stripe remembers an identifier for at least 24 hours, so until 23 hours after the first attempt a row is simply sent
+again under the same identifier. Later it could be counted twice; so Stripe's own sum of the period decides whether the
+first attempt arrived. Rows of one organisation and meter are sent one at a time and in order: Stripe takes one call at
+a time for a customer's meter, and only so does its sum tell which rows arrived.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from store.tables import StripeOutbox
 
 #: No attempt begins later than this after the first one.
 RESEND_WINDOW = timedelta(hours=23)
-#: A row that is being sent is nobody else's for this long: more than the client's timeouts.
+#: How long a sender has a row for itself: more than the client's timeouts.
 CLAIM = timedelta(seconds=120)
 #: Waits after a failure, doubled each time.
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 900.0
-#: What Stripe cannot take as it is, or our key may not do, is looked at again after this.
+#: Wait after a refusal: an invalid request, or one that our key does not permit.
 REFUSED_WAIT = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
 class MeterEvent:
-    """A row of the outbox in the hands of a sender."""
+    """A row of the outbox that a sender has claimed."""
 
     row_id: int
     identifier: str
@@ -48,7 +48,7 @@ class MeterEvent:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of an attempt: `sent`, `again` after a while, or `refused` for good."""
+    """The outcome of an attempt; `state` is sent, again (after `wait`) or refused (an alert is raised)."""
 
     state: str
     error: str = ""
@@ -56,8 +56,8 @@ class Verdict:
 
 
 def claim(session: Session, now: datetime, limit: int) -> list[MeterEvent]:
-    """Take rows that may be sent now, at most one of each organisation and meter. In a write of its own, committed
-    before anything is sent: that the first attempt was made is known even to those who come after a crash."""
+    """Take rows that may be sent now, at most one of each organisation and meter. Call it in a write of its own,
+    committed before anything is sent, so that the time of the first attempt is known even after a crash."""
     row = StripeOutbox
     heads = select(func.min(row.id)).where(row.state != "sent").group_by(row.org_id, row.meter)
     query = select(row).where(row.id.in_(heads), row.state == "pending", row.next_attempt_at <= now)
@@ -88,8 +88,8 @@ def _event(row: StripeOutbox, first_sent_at: datetime) -> MeterEvent:
 
 
 def send(client: StripeClient, event: MeterEvent, now: Callable[[], datetime]) -> Verdict:
-    """One attempt. Without an Idempotency-Key of ours: Stripe would repeat a stored error for a day."""
-    if now() >= event.resend_until:  # whoever claimed it was asleep
+    """Make one attempt. There is no Idempotency-Key, with which Stripe would repeat a stored error for a day."""
+    if now() >= event.resend_until:  # this process was suspended since the claim
         return Verdict("again", "too late for its identifier")
     try:
         client.v1.billing.meter_events.create(
@@ -110,7 +110,7 @@ def send(client: StripeClient, event: MeterEvent, now: Callable[[], datetime]) -
 
 
 def settle(session: Session, event: MeterEvent, verdict: Verdict, now: datetime) -> None:
-    """Write down what came of an attempt. In a write."""
+    """Store the outcome of an attempt. Call it in a write."""
     row = session.get_one(StripeOutbox, event.row_id, with_for_update=True)
     if row.state == "sent":
         return
@@ -144,7 +144,7 @@ def _said(error: stripe.StripeError) -> str:
 
 
 def _backoff(attempts: int, error: stripe.StripeError) -> timedelta:
-    """Doubling with jitter, and no less than Stripe asks for."""
+    """The wait before the next attempt: doubling with jitter, and at least what Stripe asks for."""
     wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(attempts - 1, 20)) * random.uniform(0.5, 1.0)
     asked = (error.headers or {}).get("retry-after", "")
     return timedelta(seconds=max(wait_s, min(float(asked), LONGEST_WAIT_S) if str(asked).isdecimal() else 0.0))

@@ -1,5 +1,5 @@
-"""What Weft needs in a Stripe account: four meters and a metered price for each, made once. Values are micro-USD, so a
-unit costs 0.0001 cents, and a change of our prices changes nothing at Stripe.
+"""Sets up a Stripe account for Weft: four meters and a metered price for each, made once. Values are micro-USD, so a
+unit costs 0.0001 cents, and a change of our prices needs no change at Stripe.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What Stripe itself says it has counted: the answer for rows too old to be resent, and the daily comparison."""
+"""Stripe's own sums of meter events: they decide rows that are too old to be resent, and are compared with ours
+daily."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from billing.payments.periods import end_of, name_of
 from billing.payments.sender import mark_sent
 from store.tables import StripeMeterCursor, StripeOutbox
 
-#: Summaries trail what was sent; this long after the last attempt they are taken at their word.
+#: Summaries lag behind; this long after the last attempt they are taken as complete.
 LAG = timedelta(hours=6)
 ASK_AGAIN = timedelta(hours=1)
 
@@ -30,7 +31,7 @@ def meter_ids(client: StripeClient) -> dict[str, str]:
 def counted_uusd(
     client: StripeClient, ids: Mapping[str, str], meter: str, customer_id: str, period_start: datetime
 ) -> int:
-    """What Stripe has counted of a customer on a meter in a month."""
+    """Stripe's count for a customer on a meter in a month, in micro-USD."""
     params = {
         "customer": customer_id,
         "start_time": int(period_start.timestamp()),
@@ -41,15 +42,15 @@ def counted_uusd(
 
 
 def unclear(session: Session, now: datetime) -> list[StripeOutbox]:
-    """Rows that only Stripe's sum can decide, and that are old enough for it."""
+    """Rows that only Stripe's sum can decide, and that are old enough to be in it."""
     row = StripeOutbox
     query = select(row).where(row.state == "reconcile", row.next_attempt_at <= now, row.last_sent_at <= now - LAG)
     return list(session.scalars(query.order_by(row.id)))
 
 
 def decide(session: Session, row_id: int, counted: int, now: datetime) -> str:
-    """Settle a row by what Stripe has counted: it arrived (sent), it did not (pending again, with a new window), or the
-    sum fits neither, which a person must look at. In a write; returns the row's state."""
+    """Decide a row by Stripe's count: it arrived (sent), it did not (pending again, with a new window), or the sum fits
+    neither, for which an alert is raised. Call it in a write. Returns the row's state."""
     row = session.get_one(StripeOutbox, row_id, with_for_update=True)
     if row.state != "reconcile":
         return row.state
@@ -98,8 +99,8 @@ def cursors(session: Session, since: datetime) -> list[CursorState]:
 
 
 def compare(session: Session, state: CursorState, counted: int, now: datetime) -> int:
-    """Stripe's sum less ours, in micro-USD; raises an alert unless that is zero. In a write. Only for what Stripe has
-    had time to count."""
+    """Stripe's sum minus ours, in micro-USD; raises an alert unless that is zero. Call it in a write. 0 as long as
+    Stripe has not had time to count the last row."""
     row = StripeOutbox
     mine = select(func.max(row.sent_at)).where(row.org_id == state.org_id, row.meter == state.meter)
     last = session.scalar(mine.where(row.period_start == state.period_start))

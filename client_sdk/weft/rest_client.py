@@ -314,11 +314,7 @@ class RestClient(AdminClient):
 
     def get_stats(self) -> APIFuture[Stats]:
         """How the server is doing: passes, shared passes, slot occupancy, queue."""
-        return APIFuture.start(self._stats())
-
-    async def _stats(self) -> Stats:
-        stats: Stats = (await self._transport.send(Call("GET", "/weft/stats"))).json()
-        return stats
+        return self._get("/weft/stats", Stats)
 
 
 def part(name: str) -> str:

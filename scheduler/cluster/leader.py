@@ -27,12 +27,13 @@ from scheduler.cluster.policy_desk import PolicyDesk
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.dispatch.desks import TrainerDesk
 from scheduler.journal.recovery import recover_runs
+from scheduler.journal.rows import from_row
 from scheduler.links.broadcasts import Accepted, News
 from scheduler.links.contract import LIVES, FairQueue, QueueUnreachable
 from scheduler.links.messages import Done, Failure
 from scheduler.links.policies import PolicyBoard
 from scheduler.links.train_link import Joining, LeaderLink
-from scheduler.order.operations import SAMPLE, Operation, from_row
+from scheduler.order.operations import SAMPLE, Operation
 from store import tables
 from store.blobs import Blobs
 from store.db import Database

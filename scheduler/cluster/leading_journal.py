@@ -12,8 +12,9 @@ from billing.prices import PriceList
 from scheduler.cluster.fence import Superseded
 from scheduler.journal.journal import Journal
 from scheduler.journal.recovery import recover_run
+from scheduler.journal.rows import from_row
 from scheduler.links.messages import Done
-from scheduler.order.operations import Operation, Waiting, from_row
+from scheduler.order.operations import Operation, Waiting
 from store import tables
 from store.blobs import Blobs
 from store.db import Database

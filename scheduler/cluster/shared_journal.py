@@ -26,6 +26,7 @@ from scheduler.cluster.shared_limits import BacklogBoard, SharedBacklog, SharedI
 from scheduler.dispatch.replicas import needed, samples_of
 from scheduler.journal.completions import Completion, Target
 from scheduler.journal.journal import Journal
+from scheduler.journal.rows import from_row
 from scheduler.journal.samplers import Samplers
 from scheduler.links.broadcasts import Accepted, Ended, News
 from scheduler.links.contract import FairQueue, Item, QueueUnreachable
@@ -40,7 +41,6 @@ from scheduler.order.operations import (
     Outcome,
     RunClosed,
     Waiting,
-    from_row,
 )
 from store import tables
 from store.blobs import Blobs
@@ -148,7 +148,7 @@ class SharedJournal(Journal):
                 op.org_id,
                 run_id=sampler.run_id or "",
                 inflight=sampler.inflight,
-                priority=int(op.plan.get("priority", INTERACTIVE) == INTERACTIVE),
+                priority=int(op.sample.priority == INTERACTIVE),
                 body_sha256=op.body_sha256,
             )
             weight, needs = self._charges.weight(op.org_id), needed(op, sampler)

@@ -1,9 +1,9 @@
 """What is queued and in flight on all replicas together, as each of them counts it when it lets something in.
 
 In flight is asked of the database, which is exact: an operation of a run that is in flight anywhere is always let in,
-or what a run waits for could be kept out by what waits behind it. The backlog, of which bytes are in no table, is what
-every replica says of its own in Redis, about once a second: meanwhile all can let in as much as the limit leaves. What
-a replica says is forgotten when it is silent, so a crash leaks nothing; what it had accepted counts no more.
+or what a run waits for could be kept out by what waits behind it. The backlog is what every replica says of its own in
+Redis, about once a second: meanwhile all can let in as much as the limit leaves. What a replica says is forgotten when
+it is silent, so a crash leaks nothing; what it had accepted counts no more.
 """
 
 from __future__ import annotations

@@ -308,7 +308,7 @@ class GeneratorDesk:
             run_id=sampler.run_id or "",
             inflight=sampler.inflight,
             version=self._journal.versions.get(sampler.run_id or "", 0),
-            priority=int(op.plan.get("priority", INTERACTIVE) == INTERACTIVE),
+            priority=int(op.sample.priority == INTERACTIVE),
             body_sha256=op.body_sha256,
         )
 

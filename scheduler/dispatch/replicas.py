@@ -34,7 +34,7 @@ def fullness(free: int, slots: int) -> float:
 
 
 def samples_of(op: Operation) -> int:
-    return int(op.plan.get("num_samples", 1))
+    return op.sample.num_samples
 
 
 @dataclass(eq=False)

@@ -17,8 +17,8 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from scheduler.jobs.registry import Job, JobContext, Result
+from store.bulk import insert_into
 from store.tables import JobLease, JobRun
-from store.upsert import insert_into
 
 log = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError, OperationalError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, make_transient
 
 from billing.accounts import Accounts, OutOfMoney, Payer
-from billing.estimates import most_for_sample, most_for_tokens
-from billing.prices import Kind, PriceList
-from scheduler.links.messages import SAVES, OpKind
+from billing.prices import Kind, PriceList, most_for_sample, most_for_tokens
+from scheduler.journal.rows import sent_sha256_of, to_row
+from scheduler.links.messages import OpKind
 from scheduler.order.operations import SAMPLE, NewOperation, Operation, SequenceReused
 from store import tables
 from store.blobs import Blobs
@@ -49,12 +49,12 @@ class _Entry:
 
     id: str
     kind: str
-    body_sha256: str
+    sent_sha256: str
     durable: asyncio.Future[None] | None = None  # None: it is
 
     def check(self, new: NewOperation) -> None:
         """Raise SequenceReused unless `new` is this operation again."""
-        if self.kind != new.kind or self.body_sha256 != _digest(new):
+        if self.kind != new.kind or self.sent_sha256 != _digest(new):
             raise SequenceReused(
                 f"operation {new.seq} of {new.lane} was already submitted as {self.kind} with another body: "
                 "use the next sequence number"
@@ -94,8 +94,8 @@ class Intake:
         entry = _Entry(uuid.uuid4().hex, new.kind, _digest(new), asyncio.get_running_loop().create_future())
         assert entry.durable is not None
         self._entries[new.lane, new.seq] = entry
-        op = _operation(new, entry.id, entry.body_sha256)
-        row = _row(op, entry.body_sha256)
+        op = _operation(new, entry.id, entry.sent_sha256)
+        row = to_row(op, entry.sent_sha256)
         if new.refused is None:
             row["hold_nusd"] = most_nusd(self._prices, op)
         else:
@@ -137,7 +137,7 @@ class Intake:
     def _stored(self, lane: str, seq: int) -> _Entry | None:
         with self._database.read() as session:
             row = session.scalars(select(tables.Operation).filter_by(lane=lane, seq=seq)).one_or_none()
-        return _Entry(row.id, row.kind, row.body_sha256) if row is not None else None
+        return _Entry(row.id, row.kind, sent_sha256_of(row)) if row is not None else None
 
     async def _put_body(self, body_ref: str, body: bytes) -> None:
         if body_ref and len(body) > SMALL_BODY_BYTES:
@@ -168,6 +168,7 @@ def _take(session: Session, accounts: Accounts, payer: Payer, taking: Taking) ->
     except OutOfMoney as refusal:
         return refusal
     for other in taking.others:
+        make_transient(other)  # an attempt whose commit failed may have left it looking as if it were stored
         session.add(other)
         session.flush()
     return None
@@ -184,7 +185,7 @@ def most_nusd(prices: PriceList, op: Operation) -> int:
         return most_for_tokens(prices, op.base_model, kind, op.tokens, op.accepted_at)
     if op.kind != SAMPLE:
         return 0
-    prompt, samples = op.plan.get("prompt_tokens", 0), op.plan.get("num_samples", 1)
+    prompt, samples = op.sample.prompt_tokens, op.sample.num_samples
     return most_for_sample(prices, op.base_model, prompt, samples, op.tokens - prompt, op.accepted_at)
 
 
@@ -193,12 +194,8 @@ def _digest(new: NewOperation) -> str:
 
 
 def _operation(new: NewOperation, request_id: str, sent_sha256: str) -> Operation:
-    plan, body_sha256 = dict(new.plan), sent_sha256
-    if new.sent is not None and new.sent != new.body:
-        body_sha256 = plan["stored_sha256"] = hashlib.sha256(new.body).hexdigest()
     has_body = bool(new.body) and new.refused is None
-    if new.kind in SAVES:
-        plan["target_ref"] = f"weights/{request_id}"
+    same = new.sent is None or new.sent == new.body
     return Operation(
         id=request_id,
         org_id=new.org_id,
@@ -209,36 +206,11 @@ def _operation(new: NewOperation, request_id: str, sent_sha256: str) -> Operatio
         base_model=new.base_model,
         tokens=new.tokens,
         body_ref=f"ops/{request_id[:2]}/{request_id}" if has_body else "",
-        plan=plan,
+        plan=new.plan,
         accepted_at=datetime.now(UTC),
         key_id=new.key_id,
         user_id=new.user_id,
         project_id=new.project_id,
         body_bytes=len(new.body),
-        body_sha256=body_sha256 if has_body else "",
+        body_sha256=(sent_sha256 if same else hashlib.sha256(new.body).hexdigest()) if has_body else "",
     )
-
-
-def _row(op: Operation, digest: str) -> dict[str, Any]:
-    return {
-        "id": op.id,
-        "org_id": op.org_id,
-        "session_id": op.session_id,
-        "key_id": op.key_id,
-        "user_id": op.user_id,
-        "project_id": op.project_id,
-        "lane": op.lane,
-        "seq": op.seq,
-        "kind": str(op.kind),
-        "base_model": op.base_model,
-        "state": "queued",
-        "tokens": op.tokens,
-        "hold_nusd": 0,
-        "body_ref": op.body_ref,
-        "body_sha256": digest,
-        "plan": op.plan,
-        "error": None,
-        "error_category": None,
-        "accepted_at": op.accepted_at,
-        "finished_at": None,
-    }

@@ -27,16 +27,16 @@ from scheduler.journal.completions import Completion, Completions, Target
 from scheduler.journal.in_flight import InFlight
 from scheduler.journal.meters import Meters
 from scheduler.journal.outcomes import Answers, result_ref
+from scheduler.journal.rows import from_row
 from scheduler.journal.samplers import Samplers
 from scheduler.journal.setbacks import Setbacks
 from scheduler.journal.settlement import Ending, Settled, Settlement, result_of
 from scheduler.journal.storing import until_stored
-from scheduler.links.messages import MUTATING, SAVES, Done, Failure, OpKind, PolicyMoved, RunSpec, Snapshot
+from scheduler.links.messages import MUTATING, SAVES, Done, Failure, OpKind, PolicyMoved, Snapshot
 from scheduler.order.expected_cost import Charges
 from scheduler.order.fair import FairTree
 from scheduler.order.lanes import RunLane, Unit
 from scheduler.order.operations import (
-    INTERACTIVE,
     SAMPLE,
     Draining,
     Gone,
@@ -45,8 +45,8 @@ from scheduler.order.operations import (
     Outcome,
     RunClosed,
     Waiting,
-    from_row,
 )
+from scheduler.order.plans import Create, NewSampler
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
@@ -183,8 +183,8 @@ class Journal:
         else:
             lane = self.runs.get(op.lane)
             if lane is None:
-                spec, priority = RunSpec(**op.plan["spec"]), op.plan.get("priority", INTERACTIVE)
-                lane = self.runs[op.lane] = RunLane(op.org_id, spec, priority=priority)
+                assert isinstance(op.plan, Create), f"operation {op.seq} of {op.lane}, which is not here"
+                lane = self.runs[op.lane] = RunLane(op.org_id, op.plan.spec, priority=op.plan.priority)
             if lane.broken:
                 self._fail(op, lane.broken, lane.broken_category)
                 return
@@ -239,10 +239,11 @@ class Journal:
         return Waiting("active", f"waiting for the {worker}, which is busy; {self._place(op)}")
 
     def _place(self, op: Operation) -> str:
+        ahead = 0
         if op.kind == SAMPLE:
             ahead = self.sample_queue.ahead(op.path, lambda item: item is op)
-        else:
-            ahead = self.train_queue.ahead(op.path, lambda item: item.op is op and not item.send.replay)
+        elif (lane := self.runs.get(op.lane)) is not None:
+            ahead = self.train_queue.ahead(lane.path, lambda item: item.op is op and not item.send.replay)
         return f"about {ahead} pieces of work are ahead of it in fair order" if ahead else "it is next"
 
     # ---- finishing
@@ -340,8 +341,7 @@ class Journal:
         if op.seq < self._moved_by.get(op.lane, 0):
             return  # settled late: a later operation has moved it further
         self.versions[op.lane], self._moved_by[op.lane] = version, op.seq
-        inflight = op.plan.get("sampler_kind") == "inflight"
-        moved = PolicyMoved(op.lane, version, op.plan["target_ref"] if inflight else "", op.seq)
+        moved = PolicyMoved(op.lane, version, op.target_ref if _moves_samplers(op) else "", op.seq)
         for desk in self.desks:
             desk.policy_moved(moved)
 
@@ -361,7 +361,7 @@ class Journal:
                 self.close_for_good(lane, f"run {op.lane} was never created: {op.outcome.error}", "user")
             if lane.closing and lane.idle:
                 self._forget(lane)
-        if ok and op.kind == OpKind.SAVE_SAMPLER and op.plan.get("sampler_kind") == "inflight":
+        if ok and _moves_samplers(op):
             self.samplers.moved(op.lane)
         if not (ok and op.kind in MUTATING):
             self._drop_body(op)
@@ -479,6 +479,11 @@ class Journal:
             "running": sum(op.running for op in self._open.values()),
             "runs": len(self.runs),
         }
+
+
+def _moves_samplers(op: Operation) -> bool:
+    """Whether the inflight samplers of its run move to what `op` saves."""
+    return isinstance(op.plan, NewSampler) and op.plan.inflight
 
 
 def _closed(run_id: str) -> Update:

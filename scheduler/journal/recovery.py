@@ -12,10 +12,12 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from scheduler.journal.journal import Journal
+from scheduler.journal.rows import from_row, plan_of
 from scheduler.journal.versions import policy_of
 from scheduler.links.messages import MUTATING, OpKind, RunSpec, Snapshot
 from scheduler.order.lanes import RunLane
-from scheduler.order.operations import INTERACTIVE, SAMPLE, from_row
+from scheduler.order.operations import INTERACTIVE, SAMPLE
+from scheduler.order.plans import Create
 from store import tables
 from store.db import Database
 
@@ -42,7 +44,8 @@ def recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
     ended = {row.seq for row in rows if row.state != "queued"}
     next_seq = next(seq for seq in itertools.count() if seq not in ended)
     snapshot = snapshot_of(run)
-    priority = next((row.plan["priority"] for row in rows if "priority" in row.plan), INTERACTIVE)
+    created = next((plan_of(row) for row in rows if row.kind == OpKind.CREATE), None)
+    priority = created.priority if isinstance(created, Create) else INTERACTIVE
     lane = RunLane(run.org_id, spec_of(run), next_seq=next_seq, snapshot=snapshot, priority=priority)
     lane.broken, lane.broken_category = run.broken, "server"
     lane.closing = session.get_one(tables.Session, run.session_id).state != "active"

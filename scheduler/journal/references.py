@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import Select, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
+from scheduler.journal.rows import source_ref
 from scheduler.links.messages import SAVES, OpKind
 from store import tables
 from store.caller import unrestricted
@@ -40,11 +41,11 @@ def _queries() -> Iterator[tuple[InstrumentedAttribute[str] | Any, Select[Any]]]
     queued = select(sampler).join(tables.Operation, tables.Operation.lane == tables.Sampler.id)
     yield sampler, queued.where(tables.Operation.state == "queued")
     # A live run would be rebuilt from what it was loaded from, until its first snapshot.
-    source = tables.Operation.plan["source_ref"].as_string()
-    loaded = select(source).join(tables.Run, tables.Run.id == tables.Operation.lane)
-    yield source, loaded.where(tables.Operation.kind.in_(_LOADING), source.is_not(None), tables.Run.state == "live")
+    loaded = select(source_ref).join(tables.Run, tables.Run.id == tables.Operation.lane)
+    live = (tables.Operation.kind.in_(_LOADING), source_ref.is_not(None), tables.Run.state == "live")
+    yield source_ref, loaded.where(*live)
     # What a trainer writes before the checkpoint's row is there.
-    target = tables.Operation.plan["target_ref"].as_string()
+    target = "weights/" + tables.Operation.id  # as `scheduler.order.operations` says
     yield target, select(target).where(tables.Operation.kind.in_(_SAVING), tables.Operation.state == "queued")
 
 

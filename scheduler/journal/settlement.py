@@ -26,6 +26,7 @@ from scheduler.journal.references import in_use
 from scheduler.journal.versions import row_of
 from scheduler.links.messages import Done, OpKind
 from scheduler.order.operations import SAMPLE, Operation, Outcome
+from scheduler.order.plans import Create, Load, NewSampler, Save, Source
 from store import audit, tables
 from store.bulk import update_rows
 
@@ -44,17 +45,17 @@ def result_of(op: Operation, done: Done) -> Outcome:
     """What the client of `op` is told if nothing in the database speaks against it."""
     if done.failure is not None:
         return Outcome(error=done.failure.message, category=done.failure.category)
-    kind = op.kind
-    if op.plan.get("sampler_id"):
-        return _json({"sampling_session_id": op.plan["sampler_id"], "type": _SAVE_TYPES[OpKind(kind)]})
-    if kind in _SAVE_TYPES:
-        size = {"size_bytes": done.facts.get("size_bytes", 0)} if kind == OpKind.SAVE_EXTERNAL else {}
-        return _json({"path": _path(op), "type": _SAVE_TYPES[OpKind(kind)]} | size)
-    if kind == OpKind.CREATE and "path" not in op.plan:
+    plan = op.plan
+    if isinstance(plan, NewSampler):
+        return _json({"sampling_session_id": plan.sampler_id, "type": _SAVE_TYPES[OpKind(op.kind)]})
+    if isinstance(plan, Save):
+        size = {"size_bytes": done.facts.get("size_bytes", 0)} if op.kind == OpKind.SAVE_EXTERNAL else {}
+        return _json({"path": _path(op, plan), "type": _SAVE_TYPES[OpKind(op.kind)]} | size)
+    if isinstance(plan, Create) and plan.source is None:
         return _json({"model_id": op.lane, "type": "create_model"})
-    if kind in (OpKind.CREATE, OpKind.LOAD_STATE):
-        return _json({"path": op.plan.get("path"), "model_id": op.lane, "type": "load_weights"})
-    return Outcome(done.payload, JSON if kind == OpKind.OPTIM_STEP else PROTOBUF)
+    if (source := _source(op)) is not None:
+        return _json({"path": source.path, "model_id": op.lane, "type": "load_weights"})
+    return Outcome(done.payload, JSON if op.kind == OpKind.OPTIM_STEP else PROTOBUF)
 
 
 _OP = tables.Operation.__table__.c
@@ -156,49 +157,54 @@ def _quantities(ending: Ending) -> dict[str, int]:
 
 def _make(session: Session, op: Operation, done: Done, now: datetime, freed: list[str]) -> str | None:
     """What `op` leaves behind in the database. Returns why it cannot be."""
-    if op.plan.get("sampler_id"):
-        _new_sampler(session, op, now)
-    elif op.kind in _SAVE_TYPES:
-        return _new_checkpoint(session, op, done, now, freed)
-    elif op.plan.get("path") and op.kind in (OpKind.CREATE, OpKind.LOAD_STATE):
-        _note(session, op, "checkpoint_read", op.plan["path"], now, purpose="training")
+    if isinstance(op.plan, NewSampler):
+        _new_sampler(session, op, op.plan, now)
+    elif isinstance(op.plan, Save):
+        return _new_checkpoint(session, op, op.plan, done, now, freed)
+    elif (source := _source(op)) is not None:
+        _note(session, op, "checkpoint_read", source.path, now, purpose="training")
     return None
 
 
-def _path(op: Operation) -> str:
-    return f"tinker://{op.lane}/{op.plan['kind']}/{op.plan['name']}"
+def _source(op: Operation) -> Source | None:
+    return op.plan.source if isinstance(op.plan, Create | Load) else None
+
+
+def _path(op: Operation, plan: Save) -> str:
+    return f"tinker://{op.lane}/{plan.kind}/{plan.name}"
 
 
 def _json(result: dict[str, Any]) -> Outcome:
     return Outcome(json.dumps(result).encode(), JSON)
 
 
-def _new_checkpoint(session: Session, op: Operation, done: Done, now: datetime, freed: list[str]) -> str | None:
+def _new_checkpoint(
+    session: Session, op: Operation, plan: Save, done: Done, now: datetime, freed: list[str]
+) -> str | None:
     """A named save. The name is checked here, in order with every other save of the run: returns why it is refused."""
-    kind, name = op.plan["kind"], op.plan["name"]
+    kind, name = plan.kind, plan.name
     query = select(tables.Checkpoint).filter_by(run_id=op.lane, kind=kind, name=name)
     row = session.scalars(query).one_or_none()
     expired = row is not None and row.expires_at is not None and row.expires_at <= now
-    if row is not None and not expired and not op.plan.get("overwrite"):
-        freed.append(op.plan["target_ref"])
+    if row is not None and not expired and not plan.overwrite:
+        freed.append(op.target_ref)
         return f"a checkpoint named {kind}/{name} exists already: choose another name"
     if row is None:
         row = tables.Checkpoint(id=op.id, org_id=op.org_id, run_id=op.lane, kind=kind, name=name, public=False)
         session.add(row)
     else:
         storage.end(session, row, now)
-    older, row.ref = row.ref, op.plan["target_ref"]
-    ttl = op.plan.get("ttl_seconds")
+    older, row.ref = row.ref, op.target_ref
     row.public = False
     row.size_bytes = done.facts.get("size_bytes", 0)
-    row.user_metadata = op.plan.get("user_metadata") or {}
+    row.user_metadata = plan.user_metadata
     row.created_at = now
-    row.expires_at = now + timedelta(seconds=ttl) if ttl else None
+    row.expires_at = now + timedelta(seconds=plan.ttl_seconds) if plan.ttl_seconds else None
     if older and not in_use(session, older):
         freed.append(older)
     session.flush()
     storage.begin(session, row, now)
-    _note(session, op, "checkpoint_created", _path(op), now, size_bytes=row.size_bytes, overwritten=bool(older))
+    _note(session, op, "checkpoint_created", _path(op, plan), now, size_bytes=row.size_bytes, overwritten=bool(older))
     return None
 
 
@@ -209,24 +215,24 @@ def _note(session: Session, op: Operation, event: str, path: str, now: datetime,
     audit.record(session, org_id=op.org_id, key_id=key_id, event=event, target=path, detail=detail, at=now)
 
 
-def _new_sampler(session: Session, op: Operation, now: datetime) -> None:
+def _new_sampler(session: Session, op: Operation, plan: NewSampler, now: datetime) -> None:
     """An unnamed save: a sampler on the weights just written. An inflight one moves its siblings along."""
-    sampler_id, ref, kind = op.plan["sampler_id"], op.plan["target_ref"], op.plan.get("sampler_kind", "snapshot")
-    if kind == "inflight":
+    kind = "inflight" if plan.inflight else "snapshot"
+    if plan.inflight:
         session.execute(
             update(tables.Sampler)
             .where(tables.Sampler.run_id == op.lane, tables.Sampler.kind == kind)
-            .values(adapter_ref=ref)
+            .values(adapter_ref=op.target_ref)
         )
     session.add(
         tables.Sampler(
-            id=sampler_id,
+            id=plan.sampler_id,
             org_id=op.org_id,
             session_id=op.session_id,
-            sampling_session_seq_id=op.plan["sampling_session_seq_id"],
+            sampling_session_seq_id=plan.number,
             base_model=op.base_model,
             model_path=None,
-            adapter_ref=ref,
+            adapter_ref=op.target_ref,
             run_id=op.lane,
             kind=kind,
             created_at=now,

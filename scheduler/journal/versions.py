@@ -8,7 +8,9 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from scheduler.journal.rows import plan_of
 from scheduler.links.messages import Done, OpKind, PolicyMoved
+from scheduler.order.plans import Create, Load
 from store import tables
 
 _row = tables.Operation
@@ -43,7 +45,9 @@ def version_at(session: Session, run_id: str, seq: int) -> int:
         return 0
     since = (_row.seq > begin.seq, _row.seq <= seq, _row.kind == OpKind.OPTIM_STEP)
     steps = session.scalar(select(func.count()).select_from(_row).where(*done, *since)) or 0
-    if not begin.plan.get("with_optimizer"):
+    plan = plan_of(begin)
+    source = plan.source if isinstance(plan, Create | Load) else None
+    if source is None or not source.with_optimizer:
         return steps
-    saved = session.get(_row, begin.plan["source_ref"].removeprefix("weights/"))
+    saved = session.get(_row, source.ref.removeprefix("weights/"))
     return steps + (version_at(session, saved.lane, saved.seq) if saved is not None else 0)

@@ -47,7 +47,7 @@ class Charges:
 
     def expected(self, op: Operation) -> int:
         """The tokens that a sample will use, as far as one can tell: never more than it may."""
-        sequences, prompt = _sequences(op), int(op.plan.get("prompt_tokens", 0))
+        sequences, prompt = _sequences(op), op.sample.prompt_tokens
         lengths = self._lengths.get(op.session_id)
         if lengths is None:
             return op.tokens
@@ -64,4 +64,4 @@ class Charges:
 
 
 def _sequences(op: Operation) -> int:
-    return max(1, int(op.plan.get("num_samples", 1)))
+    return max(1, op.sample.num_samples)

@@ -17,6 +17,7 @@ from operator import itemgetter
 
 from scheduler.links.messages import MUTATING, OpKind, RunSpec, Snapshot, TrainOp
 from scheduler.order.operations import INTERACTIVE, Operation
+from scheduler.order.plans import Create, ForwardBackward, Load, Slice
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,33 +44,33 @@ class Unit:
 def units_of(op: Operation, spec: RunSpec, *, replay: bool = False, again: bool = False, done: int = 0) -> list[Unit]:
     """One unit per slice of a forward or forward_backward, else one unit. The data up to `done` are computed."""
     kind = OpKind(op.kind)
-    plan = op.plan
-    slices = plan.get("slices") or [[0, 0, op.tokens]]
-    slices = [cut for cut in slices if not done or cut[0] >= done]
+    whole = op.plan.slices if isinstance(op.plan, ForwardBackward) else (Slice(0, 0, op.tokens),)
+    slices = [part for part in whole if not done or part.start >= done]
+    source = op.plan.source if isinstance(op.plan, Create | Load) else None
     return [
         Unit(
             op=op,
             base_model=spec.base_model,
-            tokens=tokens,
+            tokens=part.tokens,
             send=TrainOp(
                 op_id=op.id,
                 run_id=op.lane,
                 seq=op.seq,
                 kind=kind,
                 body_ref=op.body_ref,
-                start=start,
-                stop=stop,
+                start=part.start,
+                stop=part.stop,
                 final=i == len(slices) - 1,
                 replay=replay,
                 again=again,
                 body_sha256=op.body_sha256,
-                source_ref=plan.get("source_ref", ""),
-                target_ref=plan.get("target_ref", ""),
-                with_optimizer=bool(plan.get("with_optimizer", False)),
+                source_ref=source.ref if source is not None else "",
+                target_ref=op.target_ref,
+                with_optimizer=source is not None and source.with_optimizer,
                 spec=spec if kind is OpKind.CREATE else None,
             ),
         )
-        for i, (start, stop, tokens) in enumerate(slices)
+        for i, part in enumerate(slices)
     ]
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Literal
 
+from scheduler.links.messages import SAVES
+from scheduler.order.plans import BODY_ONLY, Plan, Sample
 from scheduler.order.timings import Timings
-from store import tables
 
 SAMPLE = "sample"
 
-#: What an operation is when nobody says otherwise (`scheduler.order.fair.PRIORITY_SHARES`).
+#: The priority of an operation when nobody says otherwise (`scheduler.links.contract.PRIORITY_SHARES`).
 INTERACTIVE = "interactive"
 
 
@@ -34,14 +35,14 @@ class RunClosed(Exception):
 
 @dataclass(frozen=True)
 class NewOperation:
-    """What the front hands in. `lane` is a run id (ordered by seq) or, for samples, a sampler id (unordered).
+    """What the front hands in.
 
-    `plan` holds what its kind needs: `slices` [[start, stop, tokens], ...]; `spec`, `source_ref`, `with_optimizer`,
-    `path` of a create or load; `kind`, `name`, `ttl_seconds`, `overwrite`, `user_metadata` of a named save;
-    `sampler_id`, `sampling_session_seq_id`, `sampler_kind` of an unnamed one; `num_samples` of a sample;
-    `priority` of a sample, or of a create for all its run.
-    `sent` is what the client sent, where `body` is not that: repeats are known by it. `refused` says why the front
-    turns an ordered operation away: it only spends its number, and fails with that."""
+    `lane` is a run id (ordered by `seq`) or, for samples, a sampler id (unordered). `kind` is an OpKind or SAMPLE.
+    `tokens` are the most that it can use, which is what rate limits, the hold on money and the fair order count: of a
+    forward or forward_backward all tokens of its data, of a sample its prompt and `max_tokens` for each sequence,
+    else 0. `body` is what a worker reads; `sent` is what the client sent, where that is not the body: repeats are known
+    by it. `refused` says why the front turns an ordered operation away: it only spends its number, and fails with
+    that."""
 
     org_id: str
     session_id: str
@@ -51,7 +52,7 @@ class NewOperation:
     base_model: str
     tokens: int
     body: bytes = b""
-    plan: dict[str, Any] = field(default_factory=dict)
+    plan: Plan = BODY_ONLY
     refused: str | None = None
     sent: bytes | None = None
     key_id: int | None = None  # who asks, and the project that it counts for
@@ -63,7 +64,7 @@ class NewOperation:
 class Waiting:
     """Not finished yet, and why."""
 
-    state: str
+    state: Literal["active", "paused_capacity"]
     reason: str
 
 
@@ -86,7 +87,18 @@ class Outcome:
 
 @dataclass(eq=False)
 class Operation:
-    """An accepted operation, from acceptance to its outcome."""
+    """An accepted operation, from acceptance to its outcome. Fields that a NewOperation has too mean the same.
+
+    The body: `body_ref` names its blob ("" for none), `body_bytes` is its length, which counts as queued, and
+    `body_sha256` its digest as hex.
+
+    Workers that were lost while they computed it: `attempts` counts them; `reached` is how many of its data were
+    computed in passes that ended, and getting further sets `attempts` to 0; `alone` says that a trainer was lost over
+    it, so that it shares no pass any more.
+
+    Its end: `settling` says that a worker has answered, and a second answer changes nothing; `stuck` why its result
+    cannot be stored yet. `charged` are the tokens that the fair order counts a sample as until it ends
+    (`scheduler.order.expected_cost`)."""
 
     id: str
     org_id: str
@@ -97,20 +109,20 @@ class Operation:
     base_model: str
     tokens: int
     body_ref: str
-    plan: dict[str, Any]
+    plan: Plan
     accepted_at: datetime
     key_id: int | None = None
     user_id: str | None = None
     project_id: str | None = None
     body_bytes: int = 0
     running: bool = False
-    settling: bool = False  # a worker has answered; a second answer changes nothing
-    attempts: int = 0  # times a worker was lost while it ran, since it last got on
-    reached: int = 0  # data that are known to be computed: a trainer lost after more of them is not its fault
-    alone: bool = False  # a trainer was lost while it ran: it shares no pass any more
-    body_sha256: str = ""  # of the stored body
-    stuck: str = ""  # why its result cannot be stored yet
-    charged: int = 0  # tokens that the fair order counts a sample as, until it ends
+    settling: bool = False
+    attempts: int = 0
+    reached: int = 0
+    alone: bool = False
+    body_sha256: str = ""
+    stuck: str = ""
+    charged: int = 0
     outcome: Outcome | None = None
     timings: Timings = field(default_factory=Timings)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
@@ -118,25 +130,15 @@ class Operation:
     @property
     def path(self) -> tuple[str, str, str, str]:
         """Where a sample is queued; the operations of a run are at its lane's path."""
-        return (self.base_model, self.org_id, self.plan.get("priority", INTERACTIVE), self.lane)
+        return (self.base_model, self.org_id, self.sample.priority, self.lane)
 
+    @property
+    def sample(self) -> Sample:
+        """The plan of a sample."""
+        assert isinstance(self.plan, Sample), f"{self.kind} {self.id} is no sample"
+        return self.plan
 
-def from_row(row: tables.Operation) -> Operation:
-    """An operation that this process has not accepted itself."""
-    return Operation(
-        id=row.id,
-        org_id=row.org_id,
-        session_id=row.session_id,
-        lane=row.lane,
-        seq=row.seq,
-        kind=row.kind,
-        base_model=row.base_model,
-        tokens=row.tokens,
-        body_ref=row.body_ref,
-        plan=row.plan,
-        accepted_at=row.accepted_at,
-        key_id=row.key_id,
-        user_id=row.user_id,
-        project_id=row.project_id,
-        body_sha256=row.plan.get("stored_sha256", row.body_sha256) if row.body_ref else "",
-    )
+    @property
+    def target_ref(self) -> str:
+        """The folder that a save writes its weights to; "" for everything else."""
+        return f"weights/{self.id}" if self.kind in SAVES else ""

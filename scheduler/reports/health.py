@@ -20,6 +20,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from billing.ownership import covered_s
+from scheduler.journal.rows import num_samples
 from scheduler.links.messages import OpKind
 from scheduler.order.operations import SAMPLE
 from store import tables
@@ -130,7 +131,7 @@ def _rows(session: Session, run: tables.Run, since: datetime) -> list[_Row]:
         operation.finished_at,
         operation.timings,
         operation.policy,
-        operation.plan["num_samples"].as_integer().label("num_samples"),  # the rest of a plan can be long
+        num_samples.label("num_samples"),  # the rest of a plan can be long
     ).where(operation.org_id == run.org_id, operation.lane.in_([run.id, *samplers]), recent)
     latest = session.execute(query.order_by(operation.accepted_at.desc()).limit(MAX_ROWS)).all()
     return [_read(row) for row in reversed(latest)]

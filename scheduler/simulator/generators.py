@@ -95,7 +95,7 @@ class Generators:
             self._end(job)
 
     def _end(self, job: Job) -> None:
-        facts = {"prefill": int(job.op.plan["prompt_tokens"]), "sample": sum(job.lengths)}
+        facts = {"prefill": job.op.sample.prompt_tokens, "sample": sum(job.lengths)}
         self.counts.sampled_tokens += facts["sample"]
         self._queue.correct(job.op.path, self._charges.ended(job.op, facts))
         self._done(job, self._at_s)

@@ -22,10 +22,12 @@ MODEL = "model"
 
 @dataclass(eq=False)
 class Job:
-    """A request for a group, from the queue to its last token. `needs` is what a generator holds once it served it."""
+    """A request for a group, from the queue to its last token. `batch` is which one of its tenant it is for; `needs` is
+    what a generator holds once it served it."""
 
     op: Operation
     lengths: list[int]
+    batch: int
     needs: str
     pushed_s: float = 0.0
     left: int = 0
@@ -96,6 +98,6 @@ class Slots:
             self._begin(*self._coming.popleft()[1:])
 
     def _begin(self, length: int, job: Job) -> None:
-        prompt = int(job.op.plan["prompt_tokens"]) / self._cluster.prefill_speed
+        prompt = job.op.sample.prompt_tokens / self._cluster.prefill_speed
         self._number += 1
         heapq.heappush(self._running, (self.steps + prompt + length, self._number, job))

@@ -10,6 +10,7 @@ from random import Random
 from scheduler.links.messages import OpKind, RunSpec
 from scheduler.order.lanes import RunLane, Unit
 from scheduler.order.operations import SAMPLE, Operation
+from scheduler.order.plans import BODY_ONLY, ForwardBackward, Plan, Sample, Slice
 from scheduler.simulator.slots import MODEL, Job
 from scheduler.simulator.workloads import Workload
 
@@ -58,16 +59,11 @@ class Tenant:
         for group in range(work.groups):
             lengths = work.sample(self.random, self.sequences)
             self.sequences += len(lengths)
-            plan = {
-                "num_samples": len(lengths),
-                "prompt_tokens": work.prompt,
-                "priority": work.priority,
-                "batch": batch,
-            }
+            plan = Sample(len(lengths), work.prompt, work.priority)
             most = work.prompt + len(lengths) * work.max_tokens
             name = f"{self.org_id}/{batch}/{group}"
             op = Operation(name, self.org_id, self.org_id, self.org_id, group, SAMPLE, MODEL, most, "", plan, _EPOCH)
-            made.append(Job(op, lengths, needs=f"{self.org_id}@{self.version}"))
+            made.append(Job(op, lengths, batch, needs=f"{self.org_id}@{self.version}"))
         self.random.shuffle(made)
         return made
 
@@ -80,7 +76,7 @@ class Tenant:
 
     def came_back(self, job: Job, now_s: float) -> list[Unit]:
         """A group is complete. Returns what the trainer gets: all that its batch is for, when it is the last."""
-        batch = int(job.op.plan["batch"])
+        batch = job.batch
         self._data.setdefault(batch, []).extend(length + self.workload.prompt for length in job.lengths)
         self._open[batch] -= 1
         if self._open[batch]:
@@ -90,8 +86,8 @@ class Tenant:
             self.version += 1
             return []
         self._at_trainer.append((now_s, sum(data) - len(data) * self.workload.prompt))
-        slices = [[i, i + 1, tokens] for i, tokens in enumerate(data)]
-        units = self._arrive(OpKind.FORWARD_BACKWARD, sum(data), {"slices": slices})
+        slices = tuple(Slice(i, i + 1, tokens) for i, tokens in enumerate(data))
+        units = self._arrive(OpKind.FORWARD_BACKWARD, sum(data), ForwardBackward(slices))
         return units + self._arrive(OpKind.OPTIM_STEP) + self._arrive(OpKind.SAVE_SAMPLER)
 
     def trained(self, unit: Unit, now_s: float) -> bool:
@@ -110,10 +106,8 @@ class Tenant:
         self.version += 1
         return True
 
-    def _arrive(self, kind: OpKind, tokens: int = 0, plan: dict[str, object] | None = None) -> list[Unit]:
+    def _arrive(self, kind: OpKind, tokens: int = 0, plan: Plan = BODY_ONLY) -> list[Unit]:
         name = f"{self.org_id}:{self._seq}"
-        op = Operation(
-            name, self.org_id, self.org_id, self.org_id, self._seq, kind, MODEL, tokens, "", plan or {}, _EPOCH
-        )
+        op = Operation(name, self.org_id, self.org_id, self.org_id, self._seq, kind, MODEL, tokens, "", plan, _EPOCH)
         self._seq += 1
         return self.lane.arrive(op)

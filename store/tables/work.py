@@ -133,8 +133,10 @@ class Operation(Base):
     tokens: Mapped[int] = mapped_column(BigInteger)  # what the queue counts it as
     hold_nusd: Mapped[int] = mapped_column(BigInteger, server_default="0")  # the most it can cost; held while queued
     body_ref: Mapped[str] = mapped_column(String(256))
-    body_sha256: Mapped[str] = mapped_column(String(64))
-    plan: Mapped[dict[str, Any]]  # what is needed to queue it again: slices, refs, names
+    body_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")  # its length
+    body_sha256: Mapped[str] = mapped_column(String(64))  # as hex; "" without a body
+    sent_sha256: Mapped[str | None] = mapped_column(String(64))  # of what the client sent, where that is not the body
+    plan: Mapped[dict[str, Any]]  # what is needed to queue it again: scheduler.order.plans
     result_ref: Mapped[str | None] = mapped_column(String(256))
     result_type: Mapped[str | None] = mapped_column(String(64))
     result_bytes: Mapped[int | None] = mapped_column(BigInteger)  # None: there is none, or it is no longer kept

@@ -14,6 +14,8 @@ import pyrage
 import pytest
 from safetensors.numpy import load, save_file
 
+from scheduler.journal.rows import plan_of
+from scheduler.order.plans import Save
 from store import tables
 from tests.api.conftest import MODEL, World
 
@@ -77,8 +79,7 @@ class TestExternalWeights:
     def test_what_is_planned(self, world: World) -> None:
         body = {"model_id": world.run(), "seq_id": 1, "path": "x", "age_encryption_recipients": [AGE_KEY, SSH_KEY]}
         op = world.operation(world.post("save_weights_external", body)["request_id"])
-        assert (op.kind, op.plan["kind"], op.plan["name"]) == ("save_external", "external_weights", "x")
-        assert op.plan["target_ref"] == f"weights/{op.id}"
+        assert (op.kind, plan_of(op)) == ("save_external", Save("external_weights", "x"))
 
     @pytest.mark.parametrize(
         ("changes", "says"),

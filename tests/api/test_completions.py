@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from weft.wire import FuturesRetrieveResponse
 
 from scheduler.journal.completions import CLIENT_STRIDE, Completions
 from scheduler.links.messages import Done, Failure
@@ -33,6 +34,19 @@ def fail(world: World, request_id: str, why: str) -> None:
 
 def finished(request_id: str, size: int) -> dict[str, Any]:
     return {"state": "finished", "request_id": request_id, "response_payload_uncompressed_size": size}
+
+
+def test_the_answer_is_what_its_wire_class_would_say(world: World) -> None:
+    sampler_id = sampler(world, world.session())
+    done, failed = submit(world, sampler_id, 0), submit(world, sampler_id, 1)
+    world.finish(done, b"12345")
+    fail(world, failed, "no")
+    target = {"type": "sampling_session", "sampling_session_id": sampler_id}
+    reply = world.call("POST", "retrieve_futures", json={"target": target, "prev_cursor": 0, "timeout": 0})
+    told = FuturesRetrieveResponse.model_validate_json(reply.content)
+    assert [completion.state for completion in told.completions] == ["finished", "failed"]
+    assert told.model_dump_json().encode() == reply.content
+    assert reply.headers["content-type"] == "application/json"
 
 
 def test_what_ended_before_and_after_the_first_poll(world: World) -> None:

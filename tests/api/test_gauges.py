@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from api.server.prometheus import render
 from billing import ledger
-from billing.gauges import MoneyGauges, read_gauges
+from billing.alerts import MoneyGauges, read_gauges
 from billing.wallets import set_mode
 from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.registry import JobContext

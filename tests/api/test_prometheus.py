@@ -7,9 +7,10 @@ import re
 from datetime import UTC, datetime, timedelta
 
 from api.server.prometheus import metrics_server, render
-from billing.gauges import MoneyGauges
+from billing.alerts import MoneyGauges
 from scheduler.journal.meters import BOUNDS_S, Meters
 from scheduler.order.operations import Operation, Outcome
+from scheduler.order.plans import BODY_ONLY
 from scheduler.order.timings import Stretch
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
@@ -18,7 +19,7 @@ LINE = re.compile(r'^[a-z_]+(\{[a-z_]+="[^"\\]*"(,[a-z_]+="[^"\\]*")*\})? (-?[0-
 
 
 def operation(kind: str, queued_s: float, worked_s: float, error: str | None = None) -> Operation:
-    op = Operation("id", "acme", "s", "acme-run", 1, kind, "m", 10, "", {}, START)
+    op = Operation("id", "acme", "s", "acme-run", 1, kind, "m", 10, "", BODY_ONLY, START)
     op.timings.begin(Stretch(1, 1, 1, 10, START + timedelta(seconds=queued_s)))
     op.timings.done(START + timedelta(seconds=queued_s + worked_s))
     op.outcome = Outcome(error=error)

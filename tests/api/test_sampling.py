@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from scheduler.journal.rows import plan_of
+from scheduler.order.plans import Sample
 from tests.api.conftest import MODEL, World
 
 PARAMS = {"max_tokens": 5, "temperature": 1.0}
@@ -84,7 +86,7 @@ class TestSamples:
         kept = json.loads(world.service.blobs.get(op.body_ref))
         assert kept["sampling_params"]["max_tokens"] == 14
         assert kept["sampling_params"]["stop"] == []
-        assert (op.kind, op.tokens, op.plan["num_samples"]) == ("sample", 3 + 2 * 14, 2)
+        assert (op.kind, op.tokens, plan_of(op)) == ("sample", 3 + 2 * 14, Sample(2, 3, "interactive"))
 
     def test_a_prompt_too_large_for_the_event_loop(self, world: World) -> None:
         """Parsed and checked in a thread; refused all the same."""

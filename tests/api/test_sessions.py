@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import update
+from weft.wire.sessions import ClientSessionFinished, ClientSessionFinishReason, SessionSearchResponse
 
 from api.errors import SessionEnded
 from api.server.housekeeping import reap
@@ -303,6 +304,14 @@ class TestSearch:
         statuses = {s["session_id"]: s["status"] for s in world.post("sessions/search", {})["sessions"]}
         assert statuses[silent] is None
         assert statuses[failed] == {"type": "client_finished", "reason": {"type": "errored"}, "detail": "boom"}
+
+    def test_of_what_the_operator_imported(self, world: World) -> None:
+        session = create(world)
+        imported = update(tables.Session).values(state="finished", finish_reason="imported")
+        world.database.write_now(lambda database: database.execute(imported))
+        (found,) = SessionSearchResponse.model_validate(world.post("sessions/search", {})).sessions
+        assert found.session_id == session
+        assert found.status == ClientSessionFinished(reason=ClientSessionFinishReason(type="imported"))
 
     def test_owners(self, world: World) -> None:
         other = colleague(world)

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from weft.wire.codec import decode_train_request
 
+from scheduler.journal.rows import plan_of
+from scheduler.order.plans import Create, ForwardBackward, Slice
 from tests.api.conftest import MODEL, PROTOBUF, World
 from tests.api.data import batch, datum
 
@@ -18,7 +20,9 @@ class TestCreate:
         reply = world.post("create_model", body)
         assert reply["model_id"] == f"{session}:train:3"
         op = world.operation(reply["request_id"])
-        assert (op.kind, op.seq, op.plan["spec"]["seed"], op.plan["spec"]["alpha"]) == ("create", 0, 9, 32.0)
+        plan = plan_of(op)
+        assert isinstance(plan, Create)
+        assert (op.kind, op.seq, plan.spec.seed, plan.spec.alpha) == ("create", 0, 9, 32.0)
         world.finish(reply["request_id"])
         assert world.outcome(reply["request_id"]).json() == {"model_id": reply["model_id"], "type": "create_model"}
 
@@ -66,7 +70,8 @@ class TestBatches:
         run = world.run()
         sent = batch(run, 1, [datum([1] * 6), datum([2] * 4), datum([3] * 5)])
         op = world.operation(world.train(sent)["request_id"])
-        assert (op.kind, op.tokens, op.plan["slices"]) == ("forward_backward", 15, [[0, 2, 10], [2, 3, 5]])
+        assert (op.kind, op.tokens) == ("forward_backward", 15)
+        assert plan_of(op) == ForwardBackward((Slice(0, 2, 10), Slice(2, 3, 5)))
         kept = decode_train_request(world.service.blobs.get(op.body_ref))
         assert [d.tokens.tolist() for d in kept.data] == [[1] * 6, [2] * 4, [3] * 5]
 

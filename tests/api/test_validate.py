@@ -18,6 +18,7 @@ from api.checks.runs import check_lora, check_metadata, check_sequence, check_te
 from api.checks.samples import check_sample
 from api.errors import Invalid, Malformed
 from api.paths import CheckpointPath, check_name, parse_path
+from scheduler.order.plans import Slice
 from store.settings import Limits
 from tests.api.conftest import MODEL
 from tests.api.data import batch, datum
@@ -102,15 +103,15 @@ class TestBatches:
             check_batch(bad, limits, MODEL)
 
     def test_slices(self) -> None:
-        assert slices([5, 5, 20, 1], 10) == [[0, 2, 10], [2, 3, 20], [3, 4, 1]]
-        assert slices([3], 10) == [[0, 1, 3]]
+        assert slices([5, 5, 20, 1], 10) == [Slice(0, 2, 10), Slice(2, 3, 20), Slice(3, 4, 1)]
+        assert slices([3], 10) == [Slice(0, 1, 3)]
 
     @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 40))
     def test_slices_tile_the_data(self, lengths: list[int], cap: int) -> None:
         cuts = slices(lengths, cap)
-        assert [i for start, stop, _ in cuts for i in range(start, stop)] == list(range(len(lengths)))
-        assert all(tokens == sum(lengths[start:stop]) for start, stop, tokens in cuts)
-        assert all(tokens <= cap or stop - start == 1 for start, stop, tokens in cuts)
+        assert [i for cut in cuts for i in range(cut.start, cut.stop)] == list(range(len(lengths)))
+        assert all(cut.tokens == sum(lengths[cut.start : cut.stop]) for cut in cuts)
+        assert all(cut.tokens <= cap or cut.stop - cut.start == 1 for cut in cuts)
 
 
 #: For a prompt of three tokens.

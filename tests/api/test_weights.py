@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
+from scheduler.journal.rows import plan_of
+from scheduler.order.plans import Create, Load, Source
 from tests.api.conftest import MODEL, World
 
 
@@ -81,8 +84,10 @@ class TestLoading:
         run = f"{session}:train:1"
         assert reply["model_id"] == run
         op = world.operation(reply["request_id"])
-        assert (op.kind, op.seq, op.plan["with_optimizer"]) == ("create", 0, True)
-        assert (op.plan["spec"]["rank"], op.plan["spec"]["train_mlp"]) == (6, False)
+        plan = plan_of(op)
+        assert isinstance(plan, Create)
+        assert (op.kind, op.seq, plan.source) == ("create", 0, Source(ANY, path, with_optimizer=True))
+        assert (plan.spec.rank, plan.spec.train_mlp) == (6, False)
         world.finish(reply["request_id"])
         assert world.outcome(reply["request_id"]).json() == {"path": path, "model_id": run, "type": "load_weights"}
         assert world.post("get_info", {"model_id": run})["lora_rank"] == 6
@@ -96,8 +101,7 @@ class TestLoading:
         path = world.checkpoint(run, 1)
         reply = world.post("load_weights", {"model_id": run, "seq_id": 2, "path": path, "optimizer": False})
         op = world.operation(reply["request_id"])
-        assert (op.kind, op.plan["with_optimizer"]) == ("load_state", False)
-        assert op.plan["source_ref"]
+        assert (op.kind, plan_of(op)) == ("load_state", Load(Source(ANY, path, with_optimizer=False)))
 
     def test_in_place_needs_the_same_shape(self, world: World) -> None:
         path = world.checkpoint(world.run(), 1)

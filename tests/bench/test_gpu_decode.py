@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.workers.model.gpu_kit import DEVICE
-from workers.model import place
+from workers.model import lora_products
 from workers.model.adapter import Adapter, AdapterShape
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -38,7 +38,7 @@ def test_what_a_step_must_read(gpu: Any, gpu_decode: Any) -> None:
 
 
 def test_steps_of_the_tiny_shape(gpu: Any, gpu_decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "on_device", lambda weight: True)
+    monkeypatch.setattr(lora_products, "on_device", lambda weight: True)
     with torch.inference_mode():
         decoder = gpu.random_decoder(gpu.SHAPES["tiny"], DEVICE, torch.float32)
         adapters = [Adapter.init(AdapterShape(decoder.config, 4), seed, device=DEVICE) for seed in range(2)]

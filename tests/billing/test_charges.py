@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from billing import ledger, usage
 from billing.accounts import Payer
 from billing.charges import Charge, settle
-from billing.estimates import most_for_sample, most_for_tokens
 from billing.grants import give
-from billing.prices import KINDS, amount_nusd, load_prices
-from billing.refunds import refund_operation
+from billing.ledger import refund_operation
+from billing.prices import KINDS, amount_nusd, load_prices, most_for_sample, most_for_tokens
 from billing.usage import UsageRow
 from store import tables
 from store.db import Database

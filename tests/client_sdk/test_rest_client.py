@@ -161,12 +161,12 @@ def test_weft_lists(stub: Stub) -> None:
         ],
         "cursor": {"offset": 0, "limit": 20, "total_count": 30},
     }
-    stub.replies["GET /weft/stats"] = {"passes": 3, "slots": {"share": 0.25}}
+    stub.replies["GET /weft/stats"] = {"trainer": {"passes": 3, "slots": {"share": 0.25}}}
     for arguments, cells in (
         (("checkpoints",), (PATH, "3.0 MiB", "never")),
         (("models",), ("org/tiny", "2,048", "yes")),
         (("runs",), (RUN, "1 of 30")),
-        (("stats",), ("passes", "slots.share", "0.25")),
+        (("stats",), ("trainer.passes", "trainer.slots.share", "0.25")),
     ):
         code, printed = cli(stub, *arguments)
         assert code == 0

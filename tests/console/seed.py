@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 from sqlalchemy.orm import Session
 
 from billing import charges, ledger
@@ -16,6 +17,7 @@ from billing.budgets import set_budget
 from billing.charges import Charge
 from billing.prices import PriceList
 from billing.wallets import set_mode
+from scheduler.order.plans import BODY_ONLY
 from store import people, tables
 from store.curves import Point, log_points
 from store.keys import new_key
@@ -215,7 +217,7 @@ def _operation(
         tokens=max(1, int(total * share)),
         body_ref="",
         body_sha256="",
-        plan={},
+        plan=msgspec.to_builtins(BODY_ONLY),
         accepted_at=at,
         finished_at=at + timedelta(microseconds=length_us),
         timings={"stretches": [[number, 200_000, length_us, 2, 2, total]], "computed": length_us, "settled": length_us},

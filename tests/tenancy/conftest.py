@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from fastapi import FastAPI
@@ -28,6 +28,7 @@ class Route:
     method: str
     path: str
     access: Access | None
+    answer: Any
 
     def __str__(self) -> str:
         return f"{self.method} {self.path}"
@@ -39,8 +40,9 @@ def routes_of(app: FastAPI) -> list[Route]:
     for mounted in app.routes:
         contexts = getattr(mounted, "effective_route_contexts", None)
         for route in contexts() if contexts is not None else [mounted]:
-            access = declared(getattr(route, "original_route", route))
-            found.extend(Route(method, route.path, access) for method in sorted(route.methods))
+            own = getattr(route, "original_route", route)
+            answer = get_type_hints(own.endpoint).get("return")
+            found.extend(Route(method, route.path, declared(own), answer) for method in sorted(route.methods))
     return found
 
 

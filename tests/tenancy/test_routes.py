@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 import pytest
+from starlette.responses import Response as Reply
+from weft.wire.base import Response as Answer
 
 from api.server.app import front
 from store.roles import ALLOWED, ROLES, SCOPES
@@ -61,6 +63,11 @@ def test_what_makes_operations_is_counted_as_work() -> None:
         "POST /api/v1/asample",
     }
     assert all(r.access and r.access.limit == "work" for r in metered)
+
+
+def test_every_route_answers_with_a_class_of_the_wire() -> None:
+    """Or, where it encodes by hand, with a response."""
+    assert [str(r) for r in ROUTES if not (isinstance(r.answer, type) and issubclass(r.answer, (Answer, Reply)))] == []
 
 
 def _ask(world: World, route: Route, key: str) -> Any:

@@ -1,8 +1,8 @@
 """The adapters an engine has in memory: read on first use, kept for the next request, evicted least recently used.
 
-One thread reads, in the order in which it was asked to; the engine's own thread does everything else and, between two
-steps, installs what has been read. So nobody waits for a disk but the requests that need what is on it. One in use, or
-on its way, is never evicted; if those alone exceed the cap, the cap is exceeded until they are released.
+One thread reads, in the order of the requests; the engine's own thread does everything else and, between two steps,
+installs what has been read. So only requests that need an adapter wait for its disk. An adapter in use, or being read,
+is never evicted; if those alone exceed the cap, the cap is exceeded until they are released.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ log = logging.getLogger(__name__)
 
 
 class AdapterUnusable(Exception):
-    """The weights of an adapter cannot be had. The message goes to the user: it names the adapter, not its folder."""
+    """The weights of an adapter cannot be loaded. The message goes to the user: it names the adapter, not its
+    folder."""
 
 
 @dataclass(eq=False)
 class HeldAdapter:
-    """What `adapter` holds may be replaced between steps (`AdapterCache.install`): read it anew for each. There is none
-    before the first read has ended well."""
+    """`adapter` may be replaced between steps (`AdapterCache.install`): look it up anew for each. It is not set before
+    the first read has succeeded. `users` is the number of requests that hold it."""
 
     name: str
     adapter: Adapter = field(init=False, repr=False)
     size_bytes: int = 0
     version: int = 0
-    #: 0 before there are any, and never the same for other weights.
+    #: A number that no other weights have; 0 before any are loaded.
     weights: int = 0
     users: int = 0
-    #: The newest read that was asked for, and the newest that has ended, well or not.
+    #: Numbers of the newest read that was requested, and of the newest that has ended, successful or not.
     asked: int = 0
     ended: int = 0
-    failed: bool = False  # that one, so that `weights` are not the newest that were asked for
+    failed: bool = False  # whether the read `ended` failed, so that `weights` are older than requested
 
     @property
     def coming(self) -> bool:
-        """Whether newer weights are on their way."""
+        """Whether newer weights are being read."""
         return self.ended < self.asked
 
 
@@ -78,7 +79,7 @@ class AdapterCache:
         return bool(self._reads)
 
     def acquire(self, name: str, folder: Path | None) -> HeldAdapter:
-        """The adapter called `name`, being read from `folder` if need be: who acquires it now may use it once the read
+        """The adapter called `name`, being read from `folder` if it is not in memory: it may be used once the read
         `asked` has `ended`. Pair each call with a `release`."""
         held = self._here.setdefault(name, HeldAdapter(name))
         if not held.coming and (held.failed or not held.weights):
@@ -92,18 +93,18 @@ class AdapterCache:
         self._evict()
 
     def swap(self, name: str, folder: Path) -> None:
-        """Begin to make `name` mean the weights in `folder`, for those who hold it too. If they cannot be read, these
-        keep what they have, and who acquires it next brings a folder."""
+        """Begin to make `name` mean the weights in `folder`, also for requests that hold it. If they cannot be read,
+        those keep the old weights, and the next `acquire` reads from its own folder."""
         self._read(self._here.setdefault(name, HeldAdapter(name)), folder)
 
     def wait(self, timeout_s: float) -> None:
-        """Until the next read has ended."""
+        """Wait until the next read has ended."""
         if self._reads:
             wait([self._reads[0].found], timeout_s)
 
     def install(self) -> tuple[HeldAdapter, BaseException | None] | None:
-        """Take in the oldest read if it has ended: which adapter it is of, and what went wrong with it, if anything.
-        AdapterUnusable is a fault of the files."""
+        """Take in the oldest read if it has ended. Returns its adapter and its exception, if it failed: AdapterUnusable
+        is a fault of the files."""
         if not self._reads or not self._reads[0].found.done():
             return None
         read = self._reads.popleft()
@@ -119,11 +120,11 @@ class AdapterCache:
         return held, error
 
     def close(self) -> None:
-        """End the thread. What is still to be read never is."""
+        """End the thread; pending reads are dropped."""
         self._thread.shutdown(cancel_futures=True)
 
     def _read(self, held: HeldAdapter, folder: Path | None) -> None:
-        """Begin to read; an older read of this adapter that has not begun is not needed any more."""
+        """Begin to read. An older read of this adapter that has not begun is cancelled."""
         for older in [read for read in self._reads if read.held is held and read.found.cancel()]:
             self._reads.remove(older)
         held.asked = next(self._numbers)

@@ -1,9 +1,10 @@
 """Attention of a decode step: one new token for each of many sequences, each over its own pages.
 
-A row's attention must not depend on who shares the step, bit for bit. In float32 on the CPU a kernel in C (attend.c)
-reads every row's pages where they lie and adds in an order that follows from the row's length. Elsewhere, and without a
-C compiler, pages are gathered first, and rows whose lengths have the same multiple of `LENGTH_QUANTUM` share a product:
-its shape per row then follows from the row's own length, too. On a CUDA device the engine attends by gpu/attend.py.
+A row's attention must not depend on the other rows of the step, bit for bit. In float32 on the CPU a kernel in C
+(attend.c) reads every row's pages in place and adds in an order that follows from the row's length. Elsewhere, and
+without a C compiler, pages are gathered first, and rows whose lengths round up to the same multiple of `LENGTH_QUANTUM`
+share a product, so that its shape per row follows from the row's own length, too. On a CUDA device the engine attends
+by gpu/attend.py.
 
 Shapes: R rows, W pages of the longest row at most, H query heads, K kv heads, D head dim, N rows of a call, B = N * K,
 G = H / K queries that share a kv head, L length.
@@ -22,20 +23,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.generator.kv_cache import KVCache
-from workers.generator.pages import PAGE_TOKENS, pages_of
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.model.native.build import library
 
 #: Attention lengths are rounded up to this many positions. Larger: fewer, bigger calls; smaller: less masked work.
 LENGTH_QUANTUM = 2 * PAGE_TOKENS
 
 _SOURCE = Path(__file__).with_name("attend.c")
-#: Widths of vectors in attend.c.
+#: Floats in a vector of attend.c.
 _LANES = 16
 
 
 def native_kernel(cache: KVCache) -> ctypes.CDLL | None:
-    """attend.c, compiled when it is first asked for, where it can serve this cache."""
+    """attend.c, compiled at the first call; None where it cannot serve this cache."""
     sample = cache.k_NKDP[0]
     fits = sample.dtype == torch.float32 and sample.device.type == "cpu" and sample.shape[2] % _LANES == 0
     return library(_SOURCE) if fits else None
@@ -86,11 +86,11 @@ class _Bucket:
 
     rows_N: Tensor | None  # which rows of the step; None: all of them, in order
     pages: Tensor  # [N * pages each]
-    bias_B1L: Tensor  # per row and kv head: 0 where it may look, -inf beyond
+    bias_B1L: Tensor  # per row and kv head: 0 where it attends, -inf beyond
 
 
 class _Gathered:
-    """The same by torch, from copies of the pages."""
+    """`DecodeAttend` in torch, from copies of the pages."""
 
     def __init__(self, cache: KVCache, table_RW: npt.NDArray[np.int32], positions_R: npt.NDArray[np.int64]) -> None:
         self._cache = cache
@@ -116,7 +116,7 @@ class _Gathered:
         own = table_RW[rows, : pages_of(length)].astype(np.int64)
         if own.shape[1] < pages_of(length):  # the context ends before the quantum does
             own = np.pad(own, ((0, 0), (0, pages_of(length) - own.shape[1])), mode="edge")
-        # A place in the table that no page has been put in yet names page 0, which is finite, and is masked.
+        # Table entries without a page yet name page 0, which is finite, and is masked.
         beyond_NL = np.arange(length)[None] > positions_R[rows][:, None]
         bias_NL = torch.zeros(beyond_NL.shape, dtype=cache.k_NKDP[0].dtype)
         bias_NL.masked_fill_(torch.from_numpy(beyond_NL), -torch.inf)
@@ -153,8 +153,8 @@ class _Gathered:
 def _weighted_values(q_BGD: Tensor, k_BDL: Tensor, v_BLD: Tensor, bias_B1L: Tensor) -> Tensor:
     """softmax(q k / sqrt(D) + bias) v, [B, G, D].
 
-    In float32 by plain batched products: scaled_dot_product_attention on several CPU threads rounds a row by the
-    thread that it falls to. In shorter types it is used, for it keeps the scores in float32."""
+    In float32 by plain batched products, because scaled_dot_product_attention on several CPU threads rounds a row by
+    the thread that computes it. In shorter types it is used, because it keeps the scores in float32."""
     if q_BGD.dtype != torch.float32:
         bias = bias_B1L.expand(-1, q_BGD.shape[1], -1)
         return F.scaled_dot_product_attention(q_BGD, k_BDL.transpose(1, 2), v_BLD, attn_mask=bias)

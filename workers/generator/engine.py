@@ -1,18 +1,18 @@
-"""The contract of a generator engine: what the worker loop asks of it, whoever runs the model.
+"""The contract of a generator engine: what the worker loop asks of it, whichever library runs the model.
 
 An engine generates for many requests at once. It is driven by one thread: `add` queues a request and returns at once,
 `step` does a bounded amount of work and returns whatever finished. A request's own faults (a prompt that does not
 fit, an adapter that cannot be read, logits that are not finite) come back as a `Finished` with `error`; they are never
 raised and never touch another request.
 
-Seeded requests are reproducible whoever shares the engine: every sequence draws from a generator of its own, keyed by
-(seed, sample index), and uses one uniform number per token.
+Seeded requests are reproducible whatever else the engine is doing: every sequence has its own random generator, keyed
+by (seed, sample index), and uses one uniform number per token.
 
-Policies in flight: an adapter has a version, the optimizer steps of its run behind it (`workers.model.adapter
-.policy_version` reads it of a folder; the base model's is 0). Every token is labelled with the version whose logits it
-was drawn from. `swap_adapter` moves running requests to newer weights between two steps, over the keys and values they
-have, as soon as these weights have been read; `run_moved` says how far the run itself is, and stops what has become too
-old for its request.
+Policies in flight: an adapter has a version, the number of optimizer steps that made it (`workers.model.adapter
+.policy_version` reads it from a folder; the base model's is 0). Every token is labelled with the version whose logits
+it was drawn from. `swap_adapter` moves running requests to newer weights between two steps, keeping their keys and
+values, as soon as these weights have been read; `run_moved` tells the run's newest version, and stops sequences that
+have become too old for their requests.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, eq=False)
 class TargetTokens:
-    """Tokens whose logprobs to tell: `ids[m]` in place of prompt token `rows[m] + 1`. `rows` ascend; id -1 asks for
-    nothing and gets 0."""
+    """Tokens whose logprobs are asked for: `ids[m]` instead of prompt token `rows[m] + 1`. `rows` ascend; id -1 asks
+    for nothing and gets 0."""
 
     rows: npt.NDArray[np.int64]
     ids: npt.NDArray[np.int64]
@@ -81,17 +81,17 @@ class TargetTokens:
 class GenerateRequest:
     """`num_samples` continuations of one prompt.
 
-    Only prompts of one `tenant` reuse what was computed of another.
+    Keys and values of a prompt are reused only for prompts of the same `tenant`.
     `adapter` names the weights ("" is the base model); equal names are equal weights until `swap_adapter`. The first
-    request with a name brings the folder it is read from. `prompt_logprobs_last_n` limits `prompt_logprobs` and
-    `topk_prompt_logprobs` to the last n prompt tokens; `prompt_alt_tokens_k` asks for so many independent draws, at the
-    request's temperature, in place of each prompt token after the first.
+    request with a name has the folder to read it from. `prompt_logprobs_last_n` limits `prompt_logprobs` and
+    `topk_prompt_logprobs` to the last n prompt tokens; `prompt_alt_tokens_k` is the number of independent draws, at the
+    request's temperature, to make instead of each prompt token after the first.
 
-    `priority`: when there is no room for all, higher ones start first and lower ones are set aside; it changes nothing
-    else. `run` is whose policy is sampled, "" when nobody's. With `max_staleness`, a sequence whose oldest token is of
-    a version more than that below the run's (`run_moved`) ends there, `stale`, with the tokens it has.
+    `priority`: when memory is short, higher ones start first and lower ones are set aside; it changes nothing else.
+    `run` is the run whose policy is sampled, "" for none. With `max_staleness`, a sequence whose oldest token is more
+    than that many versions below the run's (`run_moved`) ends there, `stale`, with the tokens it has.
 
-    `return_routed_experts` asks for the experts that its tokens were sent to, of a mixture of experts.
+    `return_routed_experts` asks which experts its tokens were routed to, in a mixture-of-experts model.
     """
 
     id: str
@@ -115,8 +115,8 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Facts:
-    """Tokens of a request, for metering: `prefill` prompt tokens were computed, `cached_prefill` were not because they
-    had been: `cache_hit` of them by an earlier request, the others for another sample of this one."""
+    """Tokens of a request, for metering: `prefill` prompt tokens were computed; `cached_prefill` were taken from
+    memory, `cache_hit` of them from an earlier request, the others from another sample of this one."""
 
     prefill: int = 0
     cached_prefill: int = 0
@@ -126,8 +126,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class RequestError:
-    """Why a request ended without a result. `elsewhere` says what may still become of it: an engine of another kind
-    may serve it ("request"; "weights" when the adapter is the reason), or any, because this one was lost ("again")."""
+    """Why a request ended without a result. `elsewhere` says who may still serve it: an engine of another kind
+    ("request"; "weights" when the adapter is the reason), or any engine, because this one was lost ("again")."""
 
     message: str
     category: ErrorCategory
@@ -158,9 +158,9 @@ class Finished:
 @dataclass(frozen=True)
 class EngineStats:
     """Totals since the engine was made, and what it holds now: `prefill_tokens` were computed, `cache_hit_tokens` found
-    in the prefix cache. `slots_busy / slots_offered`, summed over decode
-    steps, is the share of slots that worked while at least one did. Of `kv_tokens` places for keys and values,
-    `kv_tokens_used` are taken. `preempted` counts how often a sequence was set aside for lack of them."""
+    in the prefix cache. `slots_busy / slots_offered`, summed over decode steps, is the share of slots that worked while
+    at least one did. `kv_tokens_used` of `kv_tokens` positions for keys and values are in use. `preempted` counts how
+    often a sequence was set aside for lack of them."""
 
     decode_steps: int = 0
     slots_busy: int = 0
@@ -189,25 +189,25 @@ class Engine(Protocol):
         """Whether `step` has something to do."""
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Requests start in the order they were added, but for one that waits a step or more for
-        another which computes the head of its prompt."""
+        """Queue a request. Requests start in the order they were added, except that one may wait a step or more for
+        another to compute the head of its prompt."""
 
     def step(self) -> list[Finished]:
-        """Prefill what fits, advance every running sequence by a token, and return what ended. Waits a moment when that
-        is nothing yet."""
+        """Prefill what fits, advance every running sequence by a token, and return the requests that ended. Waits a
+        moment when nothing has ended yet."""
 
     def cancel(self, request_id: str) -> Finished | None:
-        """End a request now, with the tokens it has (stop reason "length"). None: there is no such request."""
+        """End a request now, with the tokens it has (stop reason "length"). None if there is no such request."""
 
     def swap_adapter(self, name: str, folder: Path) -> None:
         """As soon as they have been read, `name` means the weights in `folder`: for running requests from their next
-        token on, for what is added from now on from the first. Swaps of one name keep their order. When they cannot be
-        read, running requests stay as they are, and the next one brings a folder, as the first did."""
+        token on, for requests added from now on from their first. Swaps of one name keep their order. When they cannot
+        be read, running requests keep the old weights, and the next request's own folder is read."""
 
     def run_moved(self, run: str, version: int) -> None:
-        """The policy of `run` is at `version` now, whatever is sampled from: stop what has become too old."""
+        """The newest policy of `run` is `version`: stop sequences that have become too old, whatever they sample."""
 
     def stats(self) -> EngineStats: ...
 
     def close(self) -> None:
-        """Let go of threads and processes, whatever is here. Nothing may be asked of the engine afterwards."""
+        """End threads and processes, whatever is running. The engine must not be used afterwards."""

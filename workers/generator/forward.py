@@ -1,6 +1,6 @@
 """The model passes of TorchEngine: pieces of prompts packed into one prefill, and one token for every running sequence.
 
-A pass may be repeated, for fewer requests, after one that raised: writing the same keys and values to the same pages
+After a pass that raised, it may be repeated for fewer requests: writing the same keys and values to the same pages
 twice is harmless, and so is scoring the same rows of a prompt twice.
 
 A prefill treats every block of a prompt (BLOCK_TOKENS at a multiple of BLOCK_TOKENS) alike, bit for bit, whichever
@@ -20,23 +20,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.generator.block_index import BLOCK_TOKENS
 from workers.generator.decode_attend import DecodeAttend
-from workers.generator.kv_cache import KVCache
-from workers.generator.pages import PAGE_TOKENS, pages_of
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.generator.prefill_attend import Piece, PrefillAttend
+from workers.generator.prefix_cache import BLOCK_TOKENS
 from workers.generator.progress import RequestProgress, SequenceProgress
 from workers.generator.sampling import SamplingRows
 from workers.model.decoder import Decoder, OnRoute
 from workers.model.lora import LoraRows
 
-#: A prompt is scored by so many logits at a time (rows x vocabulary), to bound memory.
+#: Logits (rows x vocabulary) that are computed at a time to score a prompt, to bound memory.
 MAX_LOGITS = 1 << 24
 
 
 class DecodePlan:
-    """A fixed set of running sequences, one row each, in the order of their adapters, so that an adapter is read from
-    memory once. It is good for as many steps as the set and its adapters stay the same."""
+    """A fixed set of running sequences, one row each, sorted by adapter, so that an adapter is read from memory once.
+    Valid for as long as the set and its adapters stay the same."""
 
     def __init__(
         self, sequences: Iterable[SequenceProgress], decoder: Decoder, *, context: int, device: torch.device
@@ -51,7 +50,7 @@ class DecodePlan:
         self._known = [0] * len(self.rows)
 
     def turn_pages(self) -> None:
-        """Take up the pages that sequences have got since."""
+        """Add the pages that sequences have got since the last call."""
         for i, row in enumerate(self.rows):
             if len(row.pages) != self._known[i]:
                 self._known[i] = len(row.pages)
@@ -70,11 +69,11 @@ def _adapter_order(sequence: SequenceProgress) -> tuple[str, int, int]:
 
 
 def lora_rows(decoder: Decoder, counts: Sequence[tuple[RequestProgress, int]]) -> LoraRows | None:
-    """A group for each item: how many packed rows it has in turn. None when no request has an adapter, unless rows must
-    not share products.
+    """A LoRA group for each (request, number of packed rows). None when no request has an adapter, unless rows must not
+    share products with the base.
 
     Neighbours with one adapter do not share a group: the product of a group is computed over its rows together, and
-    how it rounds depends on their number. A group of a request's own rows gives it the same bits in any company."""
+    how it rounds depends on their number. A group of its own gives a request the same bits in any batch."""
     if decoder.isolation != "per-segment" and all(progress.adapter is None for progress, _ in counts):
         return None
     adapters = [progress.adapter.adapter if progress.adapter else None for progress, _ in counts]
@@ -82,7 +81,7 @@ def lora_rows(decoder: Decoder, counts: Sequence[tuple[RequestProgress, int]]) -
 
 
 def decoding(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> Callable[[DecodePlan], Tensor]:
-    """How to `decode` here: on a CUDA device by steps that are captured and replayed."""
+    """The function that decodes a plan: `decode`, or on a CUDA device captured steps that are replayed."""
     if cache.device.type != "cuda":
         return partial(decode, decoder, cache)
     from workers.generator.gpu.steps import DecodeSteps  # Triton: only a GPU needs it
@@ -91,7 +90,7 @@ def decoding(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> C
 
 
 def decode(decoder: Decoder, cache: KVCache, plan: DecodePlan) -> Tensor:
-    """Feed every sequence its newest token: logits_RV for the next."""
+    """Feed every sequence its newest token. Returns logits_RV for the next."""
     positions = [row.position for row in plan.rows]
     tokens_R = torch.tensor([row.tokens[-1] for row in plan.rows], device=cache.device)
     plan.turn_pages()

@@ -1,10 +1,10 @@
 """Keys and values of everything that is being generated, in pages of a few positions each.
 
-The pool is allocated once (untouched pages cost nothing on CPU); whose a page is, `pages` and `seating` know. Keys lie
-turned, [pages, kv_heads, head_dim, page], as the product with a query reads them; values [pages, kv_heads, page,
-head_dim]. `routes`, the experts that each position was sent to, are recorded for those who ask (`record_routes`).
-What lies beyond a sequence's length in its last page is left over from earlier holders. It is masked, so it
-must only be finite: 0 * nan would be nan. `clear` makes it so after a sequence that was not.
+The pool is allocated once (untouched pages cost nothing on a CPU); `PagePool` and `seating` know who holds a page. Keys
+are stored transposed, [pages, kv_heads, head_dim, page], as the product with a query reads them; values [pages,
+kv_heads, page, head_dim]. `routes`, the experts that each position was routed to, are recorded on request
+(`record_routes`). Positions beyond a sequence's length in its last page hold values of earlier holders. They are
+masked, so they must only be finite, since 0 * nan is nan: `clear` wipes pages of a sequence that was not.
 
 Shapes: N pages, K kv heads, D head dim, P positions of a page, T new positions, L length; of routes M mixture layers, C
 choices.
@@ -20,9 +20,50 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from workers.generator.pages import PAGE_TOKENS, pages_of
+#: Positions of a page.
+PAGE_TOKENS = 32
 
-#: Keys and values of some pages of every layer, away from the pool.
+
+def pages_of(tokens: int) -> int:
+    """Pages that `tokens` positions take."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+class PagePool:
+    """Which of the pages 0..count-1 are in use, and by how many holders. A page is free when all have released it."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(reversed(range(count)))
+        self._holders = [0] * count
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` free pages, for one holder. ValueError when there are fewer."""
+        if count > len(self._free):
+            raise ValueError(f"{count} pages are asked for, {len(self._free)} of {self.count} are free")
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def share(self, pages: Sequence[int]) -> list[int]:
+        """Add a holder to pages in use. They must not be written any more."""
+        for page in pages:
+            self._holders[page] += 1
+        return list(pages)
+
+    def release(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+
+#: A copy of some pages of every layer, outside of the pool.
 Saved = list[Tensor]
 
 
@@ -40,7 +81,7 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.pages = pages
-        #: A page more, which nobody ever holds: for rows that only fill a step up.
+        #: An extra page that no sequence holds: unused rows of a captured step write to it.
         self.scratch = pages
         keys, values = (pages + 1, kv_heads, head_dim, PAGE_TOKENS), (pages + 1, kv_heads, PAGE_TOKENS, head_dim)
         self.k_NKDP = [zeros(keys, dtype, torch.device(device)) for _ in range(layers)]
@@ -56,7 +97,8 @@ class KVCache:
         return [*self.k_NKDP, *self.v_NKPD, self.routes_NPMC]
 
     def write(self, layer: int, pages: Sequence[int], start: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Store keys and values of consecutive positions of a sequence with these pages; `start` begins a page."""
+        """Store keys and values of consecutive positions of a sequence with these pages; `start` is the first of a
+        page."""
         pools = (self.k_NKDP[layer].transpose(2, 3), k_TKD), (self.v_NKPD[layer], v_TKD)
         whole, rest = divmod(k_TKD.shape[0], PAGE_TOKENS)
         first = start // PAGE_TOKENS
@@ -69,8 +111,8 @@ class KVCache:
                 pool_NKPD[pages[first + whole], :, :rest] = new_TKD[whole * PAGE_TOKENS :].transpose(0, 1)
 
     def read(self, layer: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-        """The first positions of a sequence, as a copy: keys [K, D, L] and values [K, L, D], both with room to the end
-        of their last page."""
+        """A copy of the first `length` positions of a sequence, rounded up to whole pages: keys [K, D, L] and values
+        [K, L, D]."""
         mine_N = torch.tensor(pages[: pages_of(length)], device=self.device)
         k_KDNP = self.k_NKDP[layer].index_select(0, mine_N).permute(1, 2, 0, 3)
         v_KNPD = self.v_NKPD[layer].index_select(0, mine_N).transpose(0, 1)
@@ -84,7 +126,7 @@ class KVCache:
         )
 
     def routes(self, pages: Sequence[int], length: int) -> npt.NDArray[np.int64]:
-        """What was recorded of the first positions of a sequence: [L, M, C]."""
+        """The recorded experts of the first `length` positions of a sequence: [L, M, C]."""
         return routes_of(self.routes_NPMC[torch.tensor(pages[: pages_of(length)], device=self.device)], length)
 
     def copy_page(self, source: int, target: int) -> None:
@@ -97,7 +139,7 @@ class KVCache:
         return [pool.index_select(0, mine_N).cpu() for pool in self.tensors]
 
     def bring_in(self, pages: Sequence[int], saved: Saved) -> None:
-        """Put what `take_out` gave into these pages, the first ones."""
+        """Put a copy from `take_out` into the first of these pages."""
         mine_N = torch.tensor(pages[: len(saved[0])], device=self.device)
         for pool, own in zip(self.tensors, saved, strict=True):
             pool[mine_N] = own.to(self.device)
@@ -108,14 +150,14 @@ class KVCache:
 
 
 def routes_of(routes_NPMC: Tensor, length: int) -> npt.NDArray[np.int64]:
-    """The first positions in these pages."""
+    """The routes of the first `length` positions in these pages: [L, M, C]."""
     found: npt.NDArray[np.int64] = routes_NPMC.flatten(0, 1)[:length].to(torch.int64).cpu().numpy()
     return found
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU as memory that the system provides when it is touched (torch.zeros touches it all), on a cache
-    line."""
+    """Zeros. On the CPU they start on a cache line, in memory that the system provides only when it is touched
+    (torch.zeros touches it all)."""
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize

@@ -1,8 +1,8 @@
-"""Attention of a prefill: pieces of prompts, each over everything its sequence has before it.
+"""Attention of a prefill: pieces of prompts, each over its sequence's positions up to its end.
 
-What a block of a prompt gets must depend on nothing but the prompt up to its end: not on what else is in the pass, nor
-on whether what stands before it was computed in this pass, in an earlier one, or copied from the prefix cache. So each
-block is a call of its own, always of the same shape for its place in the prompt, over the sequence's keys and values.
+The result of a block must depend on the prompt up to its end alone: not on what else is in the pass, nor on whether the
+blocks before it were computed in this pass, in an earlier one, or copied from the prefix cache. So each block is a call
+of its own, whose shape depends only on its place in the prompt, over the sequence's keys and values.
 
 Shapes: T packed tokens, N rows of a block, K kv heads, G query heads per kv head, D head dim, L length attended to.
 """
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.generator.block_index import BLOCK_TOKENS
 from workers.generator.kv_cache import KVCache
+from workers.generator.prefix_cache import BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Piece:
     stop: int
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """The whole blocks, and the rest at the end."""
+        """(start, stop) of the whole blocks, and of the incomplete one at the end."""
         for start in range(self.start, self.stop, BLOCK_TOKENS):
             yield start, min(start + BLOCK_TOKENS, self.stop)
 
 
 class PrefillAttend:
-    """The `Attend` of one prefill: the pieces lie one after the other in T."""
+    """The `Attend` of one prefill; the pieces follow each other in T."""
 
     def __init__(self, cache: KVCache, pieces: Sequence[Piece]) -> None:
         self._cache = cache
@@ -57,7 +57,7 @@ class PrefillAttend:
         return out_THD
 
     def _attend_block(self, q_NHD: Tensor, k_KDL: Tensor, v_KLD: Tensor) -> Tensor:
-        """The last N of L positions attend to all of them up to themselves."""
+        """Causal attention of the last N of L positions."""
         rows, heads, head_dim = q_NHD.shape
         kv_heads, length, _ = v_KLD.shape
         ahead_NN = self._ahead_NN[:rows, :rows]

@@ -1,9 +1,9 @@
 """Requests whose prompts are not computed yet, and which of them the next prefill takes.
 
-A prefill takes at most a budget of prompt tokens, so that running sequences never wait long for their next one; a
-longer prompt is computed in pieces of whole blocks, over several steps. Requests start by priority and then in the
-order they came, with two exceptions: one whose adapter is still being read lets others go first, and one whose next
-block of prompt is being computed by another waits for that, for then it need not compute it.
+A prefill takes at most a budget of prompt tokens, so that running sequences never wait long for their next token; a
+longer prompt is computed in pieces of whole blocks, over several steps. Requests start by priority and then in order of
+arrival, with two exceptions: a request whose adapter is still being read lets others go first, and one whose next block
+of prompt is being computed for another request waits to take it from the prefix cache.
 """
 
 from __future__ import annotations
@@ -11,25 +11,24 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterator
 
-from workers.generator.block_index import BLOCK_TOKENS, BlockKey
-from workers.generator.prefix_cache import PrefixCache
+from workers.generator.prefix_cache import BLOCK_TOKENS, BlockKey, PrefixCache
 from workers.generator.progress import RequestProgress, SequenceProgress
 
 
 class PrefillQueue:
     def __init__(self, prefix: PrefixCache, budget: int) -> None:
-        """`budget`: prompt tokens of a prefill; at least a block."""
+        """`budget`: the most prompt tokens in a prefill; at least one block."""
         self._prefix = prefix
         self._budget = max(budget, BLOCK_TOKENS)
         self._waiting: list[RequestProgress] = []  # in the order they start
-        self._begun: list[RequestProgress] = []  # they have room, with the head of their prompt
+        self._begun: list[RequestProgress] = []  # seated, with a part of their prompt computed
 
     def __bool__(self) -> bool:
         return bool(self._waiting or self._begun)
 
     @property
     def ready(self) -> bool:
-        """Whether one of them does not wait for its adapter."""
+        """Whether any of them can be computed, its adapter having been read."""
         return any(not progress.awaits for progress in self)
 
     def __iter__(self) -> Iterator[RequestProgress]:
@@ -40,15 +39,15 @@ class PrefillQueue:
         insort(self._waiting, progress, key=lambda waiting: -waiting.request.priority)
 
     def discard(self, progress: RequestProgress) -> None:
-        """Take a request out: its prompt is done, or it will never be."""
+        """Take a request out: its prompt is computed, or never will be."""
         if progress in self._begun:
             self._begun.remove(progress)
         elif progress in self._waiting:
             self._waiting.remove(progress)
 
     def choose(self, seat: Callable[[SequenceProgress], bool]) -> list[RequestProgress]:
-        """The requests of the next prefill, with `goal` set to where it takes each. Those that start get room from
-        `seat` (False: there is none) and what the prefix cache has."""
+        """The requests of the next prefill, each with `goal` set to the position it will reach. Those that start are
+        seated by `seat` (False: no memory is free) and get the blocks that the prefix cache has."""
         chosen: list[RequestProgress] = []
         computing: set[BlockKey] = set()
         left = self._budget
@@ -72,7 +71,7 @@ class PrefillQueue:
         return chosen
 
     def save(self, progress: RequestProgress) -> None:
-        """Keep for others what a prefill has computed of this prompt."""
+        """Put the blocks that a prefill has computed of this prompt into the prefix cache."""
         self._prefix.save(progress.chain, progress.request.prompt, progress.sequences[0].pages, progress.goal)
 
     def _look_up(self, progress: RequestProgress) -> None:

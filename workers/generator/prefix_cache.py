@@ -1,20 +1,110 @@
 """Keys and values of prompts, kept so that later prompts which begin alike need not compute them again.
 
-Only what a prefill computed is kept, never what decoding did, because the two round differently; and a prefill computes
-every block alike whatever is computed beside or before it (`workers.generator.forward`). Together that makes results
-bitwise the same with a hit and without.
+Only blocks computed by a prefill are kept, never by decoding, because the two round differently; and a prefill computes
+a block the same way whatever is computed beside or before it (`workers.generator.forward`). So results are bitwise the
+same with a hit and without. Blocks are copied in and out: a sequence owns its pages, so the pool may evict at any time.
 
-A block is a page of the KV cache. It is copied in and out: a sequence owns what it reads, so the pool may evict at
-any time.
-
+A block is `BLOCK_TOKENS` prompt tokens at a multiple of `BLOCK_TOKENS`, after one exact history: a tenant, the
+adapter's weights and all tokens before it. Tenants share nothing, for a hit would tell one what another has asked.
+Blocks that follow each other form a `Chain`. The index evicts the least recently used block; a use of a block is
+followed at once by a use of those before it, so a block always outlives those that follow it.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from workers.generator.block_index import BLOCK_TOKENS, BlockIndex, Chain, Root
-from workers.generator.kv_cache import KVCache, zeros
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache, zeros
+
+#: A block is one page of the KV cache.
+BLOCK_TOKENS = PAGE_TOKENS
+
+#: Where a chain begins: a tenant, and the number of its weights (`HeldAdapter.weights`; 0: the base model).
+Root = tuple[str, int]
+#: The predecessor of a block (a root, or the id of the block before) and its tokens.
+BlockKey = tuple[Root | int, tuple[int, ...]]
+
+
+@dataclass
+class Chain:
+    """The blocks at the head of one prompt, as far as they were found or added."""
+
+    tail: Root | int
+    keys: list[BlockKey] = field(default_factory=list)
+
+    def next_key(self, prompt: Sequence[int]) -> BlockKey | None:
+        """The key of the next block; None when the prompt has no further whole block."""
+        start = len(self.keys) * BLOCK_TOKENS
+        tokens = tuple(prompt[start : start + BLOCK_TOKENS])
+        return (self.tail, tokens) if len(tokens) == BLOCK_TOKENS else None
+
+
+class BlockIndex:
+    """Which blocks are kept, and where; no tensors here. At most `capacity` blocks, each with a place below that."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._ids = itertools.count(1)
+        self._blocks: OrderedDict[BlockKey, tuple[int, int]] = OrderedDict()  # (id, place); oldest use first
+        self._free = list(reversed(range(capacity)))
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def match(self, root: Root, prompt: Sequence[int], limit: int) -> tuple[Chain, list[int]]:
+        """The longest chain of `prompt` within its first `limit` tokens, and the places of its blocks. This does not
+        count as a use."""
+        chain, places = Chain(root), []
+        while (len(chain.keys) + 1) * BLOCK_TOKENS <= limit:
+            key = chain.next_key(prompt)
+            found = self._blocks.get(key) if key is not None else None
+            if key is None or found is None:
+                break
+            places.append(self._append(chain, key, found))
+        return chain, places
+
+    def use(self, chain: Chain) -> None:
+        """Mark the blocks of a chain as used now, the first one last."""
+        for key in reversed(chain.keys):
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+
+    def extend(self, chain: Chain, prompt: Sequence[int]) -> int | None:
+        """Add the next block of `prompt` to its chain. Returns the place to fill; None when the block is there already
+        or there is no room. A chain that has lost its tail to eviction grows no more."""
+        key = chain.next_key(prompt)
+        if key is None or (chain.keys and chain.keys[-1] not in self._blocks):
+            return None
+        self.use(chain)
+        found = self._blocks.get(key)
+        if found is not None:
+            self._append(chain, key, found)
+            self.use(chain)
+            return None
+        place = self._room(chain)
+        if place is None:
+            return None
+        self._blocks[key] = (next(self._ids), place)
+        self._append(chain, key, self._blocks[key])
+        self.use(chain)
+        return place
+
+    def _append(self, chain: Chain, key: BlockKey, found: tuple[int, int]) -> int:
+        chain.tail = found[0]
+        chain.keys.append(key)
+        return found[1]
+
+    def _room(self, chain: Chain) -> int | None:
+        """A free place, by evicting the least recently used block if necessary; never one of the chain's own."""
+        if self._free:
+            return self._free.pop()
+        oldest = next(iter(self._blocks), None)
+        if oldest is None or oldest in chain.keys:
+            return None
+        return self._blocks.pop(oldest)[1]
 
 
 class PrefixCache:
@@ -30,7 +120,7 @@ class PrefixCache:
 
     @property
     def capacity(self) -> int:
-        """Most blocks it keeps."""
+        """The most blocks it keeps."""
         return self._index.capacity
 
     def match(self, root: Root, prompt: Sequence[int], limit: int) -> tuple[Chain, list[int]]:
@@ -38,14 +128,14 @@ class PrefixCache:
         return self._index.match(root, prompt, limit)
 
     def load(self, chain: Chain, places: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy the blocks that `match` found, just now, to the first of these pages."""
+        """Copy the blocks that `match` has just found into the first of these pages."""
         self._index.use(chain)
         for cached, pool in zip(self._cache.tensors, self._pools, strict=True):
             for page, place in zip(pages, places, strict=False):
                 cached[page] = pool[place]
 
     def save(self, chain: Chain, prompt: Sequence[int], pages: Sequence[int], stop: int) -> None:
-        """Keep the whole blocks among the first `stop` tokens, all of which these pages hold by now."""
+        """Keep the whole blocks among the first `stop` tokens, which these pages hold."""
         while (len(chain.keys) + 1) * BLOCK_TOKENS <= stop:
             before = len(chain.keys)
             place = self._index.extend(chain, prompt)

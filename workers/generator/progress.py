@@ -1,8 +1,8 @@
-"""How far a request has come: its sequences, what they sampled, and the `Finished` it ends as. No torch work here.
+"""The progress of a request: its sequences, what they sampled, and the `Finished` it ends as. No torch work here.
 
 A request waits, its prompt is prefilled in one or more pieces, and then its sequences run, each with pages of the KV
-cache. Sequences for which there was no room start later from what the prefill left: the prompt's keys and values are
-the first that each of its sequences has, and the logits after the prompt are kept.
+cache. Sequences for which there was no memory start later: a sibling holds the prompt's keys and values in its first
+pages, and the logits after the prompt are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from workers.generator.adapters import HeldAdapter
-from workers.generator.block_index import BLOCK_TOKENS, Chain, Root
 from workers.generator.engine import (
     Facts,
     Finished,
@@ -26,6 +25,7 @@ from workers.generator.engine import (
     StopReason,
     TopkLogprobs,
 )
+from workers.generator.prefix_cache import BLOCK_TOKENS, Chain, Root
 from workers.generator.prompt_scores import PromptScores
 from workers.generator.sampling import Draw, sequence_rng
 from workers.generator.stop import StopRule
@@ -42,17 +42,17 @@ class SequenceProgress:
         self.logprobs: list[float] = []
         self.tops: list[tuple[list[int], list[float]]] = []
         self.stop_reason: StopReason | None = None
-        self.policy: list[tuple[int, int]] = []  # (version, tokens in a row that are of it)
+        self.policy: list[tuple[int, int]] = []  # (version, consecutive tokens drawn from it)
         self.stale = False
-        self.routes: npt.NDArray[np.int64] | None = None  # once it has ended, where asked for
+        self.routes: npt.NDArray[np.int64] | None = None  # set when it ends, if requested
         self._rng = sequence_rng(owner.request.sampling.seed, sample)
-        #: The random number of the next token. It is renewed only when a token is accepted, so that a step which
-        #: is tried again draws the same.
+        #: The random number of the next token, renewed only when a token is accepted, so that a repeated step draws
+        #: the same one.
         self.uniform = float(self._rng.random())
 
     @property
     def position(self) -> int:
-        """Where the newest token goes in the cache."""
+        """The position of the newest token."""
         return len(self.owner.request.prompt) + len(self.tokens) - 1
 
     def accept(self, drawn: Draw, version: int) -> None:
@@ -69,7 +69,7 @@ class SequenceProgress:
         self.stop_reason = self.owner.rule.check(self.tokens)
 
     def result(self) -> SequenceResult:
-        """What it has; one that was cut short ends for its length."""
+        """Its result so far; a sequence that was cut short has the stop reason "length"."""
         tokens, logprobs = np.array(self.tokens, dtype=np.int32), np.array(self.logprobs, dtype=np.float32)
         reason = self.stop_reason or "length"
         policy = tuple(PolicySpan(version, length) for version, length in self.policy)
@@ -88,19 +88,19 @@ class RequestProgress:
     rule: StopRule
     adapter: HeldAdapter | None
     scores: PromptScores
-    number: int = 0  # of all requests of an engine, by age
+    number: int = 0  # position in the engine's order of arrival
     sequences: list[SequenceProgress] = field(default_factory=list)
     started: int = 0  # sequences[:started] are or were seated
     chain: Chain = field(default_factory=lambda: Chain(("", 0)))  # the prompt's blocks in the prefix cache
-    places: list[int] = field(default_factory=list)  # of those that were there when it started
-    cache_hit: int = 0  # prompt tokens that they cover
-    computed: int = 0  # prompt tokens that are in its pages
-    goal: int = 0  # where the prefill that is under way, or was the last, takes `computed`
+    places: list[int] = field(default_factory=list)  # of the blocks found in the prefix cache when it started
+    cache_hit: int = 0  # prompt tokens in those blocks
+    computed: int = 0  # prompt tokens whose keys and values are in its pages
+    goal: int = 0  # the value of `computed` after the prefill in progress, or the last one
     prompt_logits_V: Tensor = field(default_factory=lambda: torch.empty(0))
-    prompt_version: int | None = None  # of the policy that they are from
-    given_up: bool = False  # what has not started will not
-    awaits: int = 0  # the read of its adapter without which its prompt is not computed (any further); 0 if none
-    run_version: int = 0  # how far its run is, as far as it was told
+    prompt_version: int | None = None  # policy version of these logits
+    given_up: bool = False  # sequences that have not started never will
+    awaits: int = 0  # number of the read of its adapter that its prompt waits for; 0: none
+    run_version: int = 0  # the newest version of its run that it was told
 
     def __post_init__(self) -> None:
         if self.adapter is not None and self.adapter.coming:
@@ -113,33 +113,33 @@ class RequestProgress:
 
     @property
     def version(self) -> int:
-        """Of the policy that it samples from now."""
+        """The version of the policy that it samples from now."""
         return self.adapter.version if self.adapter is not None else 0
 
     @property
     def cache_root(self) -> Root:
-        """Whose prompts, computed with which weights, begin as this one's may."""
-        # Only who asks for routes has them recorded.
+        """The tenant and weights whose cached prompts this one may reuse."""
+        # Routes are recorded only for requests that ask for them.
         tenant = f"{self.request.tenant} with routes" if self.request.return_routed_experts else self.request.tenant
         return tenant, self.adapter.weights if self.adapter is not None else 0
 
     @property
     def hit_limit(self) -> int:
-        """Most prompt tokens that need not be computed: logits are needed after the last, and where it is scored."""
+        """The most prompt tokens that may come from the cache: the last one, and scored ones, need logits."""
         return min(len(self.request.prompt) - 1, self.scores.first_row)
 
     @property
     def may_hit_more(self) -> bool:
-        """Whether one more block could come from the prefix cache, if only it were there."""
+        """Whether one more block may come from the prefix cache once it is there."""
         return (len(self.chain.keys) + 1) * BLOCK_TOKENS <= self.hit_limit
 
     @property
     def at_end(self) -> bool:
-        """Whether the prefill under way completes the prompt."""
+        """Whether the prefill in progress completes the prompt."""
         return self.goal == len(self.request.prompt)
 
     def reach(self, budget: int) -> int:
-        """How far a prefill of at most `budget` tokens gets: to the end, or by whole blocks."""
+        """The position that a prefill of at most `budget` tokens reaches: the end, or a whole number of blocks."""
         end = len(self.request.prompt)
         return end if end - self.computed <= budget else self.computed + budget // BLOCK_TOKENS * BLOCK_TOKENS
 
@@ -148,11 +148,11 @@ class RequestProgress:
         return all(sequence.stop_reason for sequence in self.sequences)
 
     def running(self) -> Iterator[SequenceProgress]:
-        """Those that are seated."""
+        """The seated sequences."""
         return (sequence for sequence in self.sequences[: self.started] if sequence.pages)
 
     def too_old(self) -> list[SequenceProgress]:
-        """The sequences that `max_staleness` ends, as far as its run is."""
+        """The sequences that `max_staleness` ends at the run's present version."""
         most = self.request.max_staleness
         if most is None:
             return []
@@ -163,7 +163,7 @@ class RequestProgress:
         ]
 
     def finished(self) -> Finished:
-        """The request as it stands, whether all its sequences have ended or it is cancelled."""
+        """The request's result so far, whether all its sequences have ended or it is cancelled."""
         length, hit = len(self.request.prompt), self.cache_hit if self.started else 0
         facts = Facts(
             prefill=self.computed - hit if self.started else 0,

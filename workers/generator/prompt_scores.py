@@ -1,4 +1,4 @@
-"""What a request asks about its prompt: logprobs, tables of the likeliest tokens, chosen tokens, other draws.
+"""Scores of a prompt's tokens that a request asks for: logprobs, top-k tables, logprobs of chosen tokens, other draws.
 
 The logits after prompt token i say what token i + 1 could have been, so row i of them scores position i + 1. A prefill
 comes in pieces; `fill` takes the rows of one at a time. Filling a row twice gives the same.
@@ -18,7 +18,7 @@ from workers.generator.sampling import draw, prompt_rng
 
 
 class PromptScores:
-    """`first_row` is the first row of logits that is needed; beyond the prompt when nothing is asked."""
+    """`first_row` is the first row of logits that is needed; the prompt's length when none is."""
 
     def __init__(self, request: GenerateRequest, vocab_size: int) -> None:
         length = len(request.prompt)
@@ -50,7 +50,7 @@ class PromptScores:
         return int(min([*rows, *named[:1]]))
 
     def fill(self, start: int, logits_RV: Tensor) -> None:
-        """Take the logits of rows `start` and on."""
+        """Take the logits of the rows from `start` on."""
         logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
         self._fill_own(start, logprobs_RV)
         self._fill_targets(start, logprobs_RV)
@@ -76,7 +76,7 @@ class PromptScores:
         self._targets_M[cells_M] = logprobs_RV[rows_M, ids_M].cpu().numpy()
 
     def _fill_alternatives(self, start: int, logits_RV: Tensor, logprobs_RV: Tensor) -> None:
-        """Draws at the request's temperature from the whole distribution; their logprobs are the model's own."""
+        """Draws at the request's temperature from the whole distribution; their logprobs are at temperature 1."""
         rows = slice(start, start + len(logits_RV))
         temperature = self._request.sampling.temperature
         if temperature == 0:

@@ -1,6 +1,6 @@
-"""Requests that end without a result: what is wrong with one, and what its sender is told.
+"""Requests that end without a result: what is wrong with them, and what their sender is told.
 
-Only what we word ourselves goes to the user: the rest may name files.
+Users see only messages written here: text of other exceptions may name files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def failed(request_id: str, error: BaseException) -> Finished:
     if isinstance(error, NotFinite):
         return Finished(request_id, error=RequestError(str(error), "user" if error.adapted else "server"))
     message = f"generation failed ({type(error).__name__}); the generator's log has the details"
-    # A disk that does not answer may answer the next one who tries.
+    # A disk that does not answer now may answer the next attempt.
     return Finished(request_id, error=RequestError(message, "server", "" if is_lasting(error) else "again"))
 
 
@@ -42,7 +42,7 @@ def refused(request_id: str, message: str) -> Finished:
 
 
 def request_fault(request: GenerateRequest, context: int, vocab_size: int) -> str | None:
-    """What is wrong with a request, or None. The last token sampled needs no place in the context."""
+    """What is wrong with a request, or None. A prompt may fill the context: the last token sampled is not fed back."""
     sampling = request.sampling
     if not request.prompt:
         return "the prompt is empty: it needs at least one token"

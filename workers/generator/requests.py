@@ -1,4 +1,4 @@
-"""Between the wire and the engine: the body of a sample becomes an `Order`, a Finished becomes a Done."""
+"""Between the wire and the engine: the body of a sample becomes a `PendingSample`, a Finished becomes a Done."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from workers.generator.engine import (
 
 
 @dataclass(frozen=True)
-class Order:
-    """A request, and what its answer needs beside what the engine returns."""
+class PendingSample:
+    """A request, and what its answer needs besides the engine's result."""
 
     op: SampleOp
     request: GenerateRequest
-    targets: TensorData | None  # as they came: the answer has their shape and layout
+    targets: TensorData | None  # as sent by the client: the answer has their shape and layout
     record_stability: bool
 
 
-def read_order(op: SampleOp, blobs: Blobs) -> Order:
+def read_sample(op: SampleOp, blobs: Blobs) -> PendingSample:
     """Read and translate the body of an operation. Raises when it is missing or malformed."""
     body = SampleRequest.model_validate_json(blobs.get(op.body_ref, op.body_sha256))
     request = GenerateRequest(
@@ -56,11 +56,11 @@ def read_order(op: SampleOp, blobs: Blobs) -> Order:
         max_staleness=body.max_staleness,
         return_routed_experts=bool(body.return_routed_experts),
     )
-    return Order(op, request, body.target_prompt_logprobs, bool(body.record_stability_info))
+    return PendingSample(op, request, body.target_prompt_logprobs, bool(body.record_stability_info))
 
 
 def policy_name(op: SampleOp) -> str:
-    """What an engine knows the weights by: those that follow a run by the run, others by what they are."""
+    """The name of the weights in an engine: the run's, for weights that follow it, else their ref."""
     return inflight_name(op.run_id) if op.inflight and op.adapter_ref else op.adapter_ref
 
 
@@ -100,13 +100,13 @@ def read_sampling(wire: WireSamplingParams) -> SamplingParams:
     )
 
 
-def answer(order: Order, finished: Finished) -> Done | Declined:
-    """What the queue is told of a request that ended."""
+def answer(pending: PendingSample, finished: Finished) -> Done | Declined:
+    """The message to the queue about a request that ended."""
     if finished.error is not None:
         return _refusal(finished.id, finished.error)
     facts, targets = finished.facts, None
-    if order.targets is not None and finished.target_logprobs is not None:
-        targets = _like(order.targets, finished.target_logprobs)
+    if pending.targets is not None and finished.target_logprobs is not None:
+        targets = _like(pending.targets, finished.target_logprobs)
     payload = encode_sample_response(
         finished.sequences,
         finished.prompt_logprobs,
@@ -116,11 +116,11 @@ def answer(order: Order, finished: Finished) -> Done | Declined:
         finished.prompt_alt_tokens,
     )
     counts = {"prefill": facts.prefill, "cached_prefill": facts.cached_prefill, "sample": facts.sample}
-    return Done(finished.id, payload=payload, facts=counts, drawn=_drawn(finished) if order.op.run_id else {})
+    return Done(finished.id, payload=payload, facts=counts, drawn=_drawn(finished) if pending.op.run_id else {})
 
 
 def _drawn(finished: Finished) -> dict[int, int]:
-    """Its tokens by the version of the policy."""
+    """Its tokens by policy version."""
     counts = Counter[int]()
     for sequence in finished.sequences:
         for span in sequence.policy:
@@ -135,7 +135,7 @@ def _refusal(op_id: str, error: RequestError) -> Done | Declined:
 
 
 def record_stability(op: SampleOp, sequences: Sequence[SequenceResult], blobs: Blobs) -> None:
-    """Leave the logprobs of each sequence where training finds them. Before the answer: who has that may train."""
+    """Store the logprobs of each sequence for training. Before the answer: a client that has it may train at once."""
     for sample, sequence in enumerate(sequences):
         logprobs = np.asarray(sequence.logprobs, dtype="<f4")
         blobs.put(stability_ref(op.session_id, sequence_id(op.op_id, sample)), logprobs.tobytes())

@@ -1,7 +1,7 @@
 """From logits to tokens, for many rows at once; and each sequence's own random numbers.
 
 A row's token depends on its logits, its parameters and its one uniform number only: nothing here mixes rows, so a
-sequence draws the same tokens alone and in a crowd.
+sequence draws the same tokens alone and in any batch.
 
 Shapes: R rows (sequences), V vocabulary, K kept candidates.
 """
@@ -30,7 +30,7 @@ def sequence_rng(seed: int | None, sample: int) -> np.random.Generator:
 
 
 def prompt_rng(seed: int | None) -> np.random.Generator:
-    """The uniform numbers of the draws along a prompt: a key that no sequence has."""
+    """The uniform numbers for draws along a prompt, keyed by a sample index that no sequence has."""
     return sequence_rng(seed, 2**64 - 1)
 
 
@@ -51,9 +51,9 @@ class SamplingRows:
     greedy: list[int]  # rows that take the most probable token
     free: list[int]  # rows that draw from the whole vocabulary
     cut: list[int]  # rows that draw after top-k / top-p
-    top_k_C: Tensor  # of the cut rows; the vocabulary size where off
+    top_k_C: Tensor  # of the `cut` rows; the vocabulary size where off
     top_p_C: Tensor
-    tops: list[int]  # how many of the likeliest tokens to tell of each row
+    tops: list[int]  # the number of likeliest tokens to return for each row
 
     @staticmethod
     def of(
@@ -79,8 +79,8 @@ def _cuts(params: SamplingParams, vocab_size: int) -> bool:
 
 
 def sample(logits_RV: Tensor, rows: SamplingRows, uniforms: Sequence[float]) -> list[Draw]:
-    """Draw one token per row; its logprob is that before any cut. A row whose logits are not finite has a logprob that
-    is not finite either; its token means nothing."""
+    """Draw one token per row; its logprob is that before any cut. A row whose logits are not finite gets a logprob that
+    is not finite either, and a meaningless token."""
     logprobs_RV = torch.log_softmax(logits_RV.float() / rows.divisor_R[:, None], dim=-1)
     uniform_R = torch.tensor(uniforms, dtype=torch.float64, device=logits_RV.device)
     tokens_R = torch.empty(len(uniforms), dtype=torch.long, device=logits_RV.device)
@@ -109,7 +109,7 @@ def _tables(logprobs_RV: Tensor, tops: list[int]) -> list[tuple[list[int], list[
 
 
 def _rows(matrix_RV: Tensor, rows: list[int]) -> Tensor:
-    """The given ascending rows, without a copy when they are all there are."""
+    """The given ascending rows, without a copy when they are all rows."""
     return matrix_RV if len(rows) == matrix_RV.shape[0] else matrix_RV[rows]
 
 
@@ -120,15 +120,15 @@ def _draw_one(logprobs_RV: Tensor, uniform_R: Tensor) -> Tensor:
 def draw(logprobs_RV: Tensor, uniform_RN: Tensor) -> Tensor:
     """Invert the cumulative distribution of each row (which need not be normalised) at N uniforms in [0, 1): ids_RN.
 
-    Sums run in float64: in float32 the tail of a large vocabulary would be lost. Probabilities too small for normal
-    floats count as none: a processor takes a hundred times as long over each of them.
+    Sums run in float64: in float32 the tail of a large vocabulary would be lost. Probabilities below the normal floats
+    count as zero: processors take a hundred times as long for each of them.
     """
     cumulative_RV = F.threshold(logprobs_RV.double(), SMALLEST, -torch.inf).exp().cumsum(-1)
     total_R1 = cumulative_RV[:, -1:]
-    # The product may round up to the total; the largest float below it belongs to the last token that has any mass.
+    # The product may round up to the total; the largest float below that selects the last token with any mass.
     threshold_RN = torch.minimum(uniform_RN * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
     index_RN = torch.searchsorted(cumulative_RV, threshold_RN.contiguous(), right=True)
-    return index_RN.clamp_(max=logprobs_RV.shape[-1] - 1)  # not-a-number rows only; the caller drops them
+    return index_RN.clamp_(max=logprobs_RV.shape[-1] - 1)  # only for rows with NaN, which the caller drops
 
 
 def truncate(logprobs_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor) -> tuple[Tensor, Tensor]:

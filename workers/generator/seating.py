@@ -1,10 +1,10 @@
-"""Which sequences have room in the KV cache, and who makes way when there is none.
+"""Which sequences have pages in the KV cache, and which are preempted when pages run out.
 
-A seated sequence holds a row of the decode step and pages for what it has so far; it gets one more page when it grows
-into it, so nobody reserves what it may never use. When pages run out, whoever comes last in precedence (lowest
-priority first, then youngest) is set aside: its pages are copied out, and back in as soon as there is room, so that
-it goes on from the same bits. Nothing of its own or lower priority starts while a sequence is aside. The first in
-precedence is never set aside for anybody else, so something always runs to its end.
+A seated sequence holds a row of the decode step and pages for its positions so far; it gets another page when it grows
+into it, so none is reserved that may never be used. When pages run out, the sequence last in precedence (lowest
+priority first, then youngest) is set aside: its pages are copied out, and back in as soon as pages are free, so that it
+continues from the same bits. While a sequence is set aside, none of the same or lower priority starts. The first in
+precedence is never set aside, so some sequence always runs to its end.
 
 Siblings of one request share the whole pages of their prompt.
 """
@@ -14,18 +14,17 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from workers.generator.kv_cache import KVCache, Saved, routes_of
-from workers.generator.pages import PAGE_TOKENS, PagePool, pages_of
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache, PagePool, Saved, pages_of, routes_of
 from workers.generator.progress import SequenceProgress
 
 
 class Seating:
     def __init__(self, cache: KVCache, rows: int) -> None:
-        """At most `rows` sequences at a time."""
+        """At most `rows` sequences are seated at a time."""
         self.pool = PagePool(cache.pages)
         self.rows = rows
         self.preempted = 0
-        #: Goes up whenever the seated sequences are others.
+        #: Goes up whenever the set of seated sequences changes.
         self.changes = 0
         self._cache = cache
         self._seated: dict[SequenceProgress, None] = {}
@@ -45,11 +44,11 @@ class Seating:
 
     @property
     def pages_each(self) -> int:
-        """What a sequence takes, as far as those here tell; at least a page to start and one to grow."""
+        """Pages that a sequence takes, estimated from the seated ones; at least one to start and one to grow."""
         return max(2, -(-(self.pool.count - self.pool.free) // max(1, len(self._seated))))
 
     def seat(self, sequence: SequenceProgress) -> bool:
-        """Give a request's first sequence room for the prompt, if need be that of lower priorities."""
+        """Give a request's first sequence pages for the prompt, setting lower priorities aside if necessary."""
         need = pages_of(len(sequence.owner.request.prompt))
         if not self._make_room(sequence, need):
             return False
@@ -57,7 +56,7 @@ class Seating:
         return True
 
     def seat_beside(self, sequence: SequenceProgress, source: SequenceProgress) -> bool:
-        """Give a sibling room, and the prompt that `source` holds."""
+        """Seat a sibling, with the prompt that `source` holds."""
         whole, rest = divmod(len(sequence.owner.request.prompt), PAGE_TOKENS)
         if not self._make_room(sequence, 1 if rest else 0) or not source.pages:
             return False
@@ -69,7 +68,7 @@ class Seating:
         return True
 
     def hand_over(self, source: SequenceProgress, sequence: SequenceProgress) -> None:
-        """A sequence has ended: a sibling takes its place, with the prompt that is there."""
+        """A sequence has ended: a sibling takes over its row and the pages of the prompt."""
         pages, keep = source.pages, pages_of(len(sequence.owner.request.prompt))
         self.pool.release(pages[keep:])
         del self._seated[source]
@@ -77,13 +76,13 @@ class Seating:
         self._sit(sequence, pages[:keep])
 
     def leave(self, sequence: SequenceProgress) -> None:
-        """It needs no room any more, wherever it is."""
+        """Release all that a sequence holds, seated or set aside."""
         if sequence in self._seated:
             self._rise(sequence)
         self._aside.pop(sequence, None)
 
     def grow(self) -> None:
-        """Give every sequence that decodes a page for its next position, setting others aside for it."""
+        """Give every decoding sequence a page for its next position, setting others aside if necessary."""
         short = [s for s in self._seated if s.tokens and s.position >= len(s.pages) * PAGE_TOKENS]
         for sequence in sorted(short, key=_precedence):
             while sequence in self._seated and not self.pool.free:
@@ -92,7 +91,7 @@ class Seating:
                 sequence.pages += self.pool.take(1)
 
     def bring_back(self) -> None:
-        """Seat those who were set aside, in their order, as long as there is room."""
+        """Seat sequences that were set aside, by precedence, while pages are free."""
         for sequence in sorted(self._aside, key=_precedence):
             need = pages_of(sequence.position + 1)
             if not self._fits(need):
@@ -102,12 +101,12 @@ class Seating:
             self._sit(sequence, pages)
 
     def clear(self, sequence: SequenceProgress) -> None:
-        """Wipe what a sequence has in its pages: it is not finite, and no mask would hide it."""
+        """Wipe the pages of a sequence with values that are not finite, which no mask would hide."""
         if sequence.pages:
             self._cache.clear(sequence.pages)
 
     def routes(self, sequence: SequenceProgress) -> npt.NDArray[np.int64] | None:
-        """The experts that its tokens but the newest were sent to, wherever it is; None for one without room."""
+        """The experts that its tokens but the newest were routed to; None if it is neither seated nor set aside."""
         if sequence in self._seated:
             return self._cache.routes(sequence.pages, sequence.position)
         saved = self._aside.get(sequence)
@@ -125,7 +124,8 @@ class Seating:
         return True
 
     def _fits(self, need: int) -> bool:
-        """Whether there is room, and one page more for each who is here, lest somebody is set aside at once."""
+        """Whether a row and `need` pages are free, and one more page per seated sequence, lest one is set aside at
+        once."""
         return self.free_rows > 0 and self.pool.free >= need + len(self._seated)
 
     def _set_aside(self, sequence: SequenceProgress) -> None:
@@ -146,5 +146,5 @@ class Seating:
 
 
 def _precedence(sequence: SequenceProgress) -> tuple[int, int, int]:
-    """Who comes first: by priority, then by age."""
+    """Sort key: by priority, then by age."""
     return -sequence.owner.request.priority, sequence.owner.number, sequence.sample

@@ -1,21 +1,24 @@
-"""When a sequence ends: token stops, string stops, and the length. Pure; the engine asks once per new token."""
+"""When a sequence ends: stop tokens, stop strings, and the length. The engine asks once per new token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
 
 from workers.generator.engine import SamplingParams, StopReason
 
 #: Turns token ids into text with special tokens spelled out.
 DecodeText = Callable[[Sequence[int]], str]
 
-#: A window that starts inside a character or a word may decode its first characters differently; these tokens
-#: more than the longest stop string absorb that.
+#: Extra tokens of the decoded window beyond the longest stop string: a window that starts inside a character or a word
+#: may decode its first characters differently.
 WINDOW_MARGIN_TOKENS = 8
 
 
 class NoTokenizer(ValueError):
-    """A request has stop strings and the model's folder has no tokenizer to read text with."""
+    """A request has stop strings, and the model's folder has no tokenizer to decode text with."""
 
 
 class StopRule:
@@ -25,7 +28,7 @@ class StopRule:
     def __init__(
         self, sampling: SamplingParams, eos_token_ids: tuple[int, ...], limit: int, decode_text: DecodeText | None
     ) -> None:
-        """`limit` is the most tokens a sequence may get. `decode_text` is needed only with stop strings."""
+        """`limit` is the most tokens a sequence may have. `decode_text` is needed only with stop strings."""
         self.limit = limit
         eos = eos_token_ids if sampling.stop_at_eos else ()
         self._token_ids = frozenset((*eos, *sampling.stop_token_ids))
@@ -48,3 +51,20 @@ class StopRule:
             return False
         text = self._decode_text(tokens[-self._window :])
         return any(stop in text for stop in self._strings)
+
+
+def text_decoder(model_folder: Path) -> DecodeText | None:
+    """A decoder by the model's tokenizer.json, read on first use; None when the model has none. Special tokens are
+    spelled out, so that a stop string may contain one."""
+    file = model_folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    loaded: list[Tokenizer] = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        if not loaded:
+            loaded.append(Tokenizer.from_file(str(file)))
+        text: str = loaded[0].decode(list(tokens), skip_special_tokens=False)
+        return text
+
+    return decode

@@ -1,12 +1,12 @@
 """TorchEngine: continuous batching of our own decoder over a paged KV cache.
 
-Each step first takes in the adapters that have been read meanwhile (`adapters`), then gives room to sequences that wait
-for it, those set aside before all others (`seating`), then prefills queued requests in order (up to a budget of prompt
-tokens, so that running sequences never wait long; longer prompts in pieces), then advances every running sequence by
-one token. Sequences join and leave between steps. Prompts that begin as an earlier one did, with the same weights, take
-up what it computed.
+Each step first installs the adapters that have been read meanwhile (`adapters`), then seats waiting sequences, those
+set aside before all others (`seating`), then prefills queued requests in order (up to a budget of prompt tokens, so
+that running sequences never wait long; longer prompts in pieces), then advances every running sequence by one token.
+Sequences join and leave between steps. Prompts that begin as an earlier one did, with the same weights, reuse its keys
+and values.
 
-What a request gets depends on nothing but itself: its rows see only its pages, its adapter and its random numbers.
+A request's result depends on the request alone: its rows see only its pages, its adapter and its random numbers.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from workers.generator import forward
 from workers.generator.adapters import AdapterCache
 from workers.generator.decode_attend import native_kernel
 from workers.generator.engine import EngineStats, Finished, GenerateRequest
-from workers.generator.kv_cache import KVCache
-from workers.generator.pages import PAGE_TOKENS, pages_of
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
+from workers.generator.open_requests import OpenRequests
 from workers.generator.prefill_queue import PrefillQueue
 from workers.generator.prefix_cache import PrefixCache
 from workers.generator.progress import RequestProgress, SequenceProgress
 from workers.generator.prompt_scores import PromptScores
 from workers.generator.refusals import NotFinite, failed, refused, request_fault
-from workers.generator.roster import Roster
 from workers.generator.sampling import Draw, SamplingRows, sample
 from workers.generator.seating import Seating
 from workers.generator.stop import DecodeText, StopRule
@@ -44,7 +43,7 @@ DEFAULT_PREFILL_TOKENS = 2048
 DEFAULT_ADAPTER_BYTES = 2 << 30
 DEFAULT_PREFIX_BYTES = 512 << 20
 
-#: How long a step waits for an adapter when all that is here does: what work that arrives waits at most.
+#: How long a step waits for an adapter when all requests do; new work waits at most this long for it.
 READ_WAIT_S = 0.005
 
 #: The totals of `EngineStats` that grow step by step.
@@ -69,8 +68,8 @@ class TorchEngine:
     ) -> None:
         """`slots` sequences at a time, each of at most `context` tokens, all together of `kv_tokens` (enough for
         `slots` of full length when None; never less than one of full length needs). `prefill_tokens` caps the prompt
-        tokens of a step; a longer prompt takes several. `adapter_bytes` and `prefix_bytes` are for adapters and for
-        keys and values of prompts, kept after use; with `prefix_bytes` 0 none are."""
+        tokens of a step; a longer prompt takes several. `adapter_bytes` and `prefix_bytes` limit the adapters and the
+        prompts' keys and values that are kept after use; with `prefix_bytes` 0 no prompts are."""
         config = decoder.config
         self._decoder = decoder
         decoder.pack()
@@ -91,12 +90,12 @@ class TorchEngine:
             dtype=weight.dtype,
             device=weight.device,
         )
-        native_kernel(self._cache)  # compiled now rather than in somebody's first step
+        native_kernel(self._cache)  # compiled now rather than during the first step
         self._decode_plan = forward.decoding(decoder, self._cache, slots=slots, context=context)
         self._seating = Seating(self._cache, slots)
         self._prefix = PrefixCache(self._cache, prefix_bytes)
         self._queue = PrefillQueue(self._prefix, prefill_tokens)
-        self._roster = Roster(self._queue, self._seating, self._adapters)
+        self._open = OpenRequests(self._queue, self._seating, self._adapters)
         self._numbers = itertools.count()
         self._plan: forward.DecodePlan | None = None  # of all running sequences, while they stay the same
         self._planned = 0  # what `seating.changes` was then
@@ -106,9 +105,9 @@ class TorchEngine:
 
     @property
     def free_slots(self) -> int:
-        """By rows and by KV space: what waits is counted as what it needs to start, what might come as what those here
-        take."""
-        seating, waiting = self._seating, self._roster.waiting
+        """By rows and by KV pages: waiting sequences are counted with the pages they need to start, new ones with the
+        average of the seated ones."""
+        seating, waiting = self._seating, self._open.waiting
         if seating.aside:
             return 0
         needed = sum(pages_of(len(progress.request.prompt)) * progress.unstarted for progress in self._queue)
@@ -117,43 +116,43 @@ class TorchEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._roster.here or self._roster.finished or self._adapters.reading)
+        return bool(self._open.here or self._open.finished or self._adapters.reading)
 
     def add(self, request: GenerateRequest) -> None:
         fault = request_fault(request, self._context, self._decoder.config.vocab_size)
-        if request.id in self._roster.here:
+        if request.id in self._open.here:
             fault = f"request {request.id} is here already"
         if fault is not None:
-            self._roster.finished.append(refused(request.id, fault))
+            self._open.finished.append(refused(request.id, fault))
             return
         try:
-            self._roster.enter(self._progress(request))
+            self._open.enter(self._progress(request))
         except Exception as error:
-            self._roster.finished.append(failed(request.id, error))
+            self._open.finished.append(failed(request.id, error))
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        roster = self._roster
+        requests = self._open
         self._install()
         self._seating.bring_back()
-        self._survive(list(roster.starting.values()), self._start_sequences)
+        self._survive(list(requests.starting.values()), self._start_sequences)
         self._survive(self._queue.choose(self._seating.seat), self._prefill)
-        self._survive(list(roster.starting.values()), self._start_sequences)
+        self._survive(list(requests.starting.values()), self._start_sequences)
         self._seating.grow()
-        self._survive(list(roster.running.values()), self._decode)
-        finished, roster.finished = roster.finished, []
+        self._survive(list(requests.running.values()), self._decode)
+        finished, requests.finished = requests.finished, []
         return finished
 
     def cancel(self, request_id: str) -> Finished | None:
-        return self._roster.cancel(request_id)
+        return self._open.cancel(request_id)
 
     def swap_adapter(self, name: str, folder: Path) -> None:
         self._adapters.swap(name, folder)
 
     def run_moved(self, run: str, version: int) -> None:
-        for progress in [p for p in self._roster.here.values() if p.request.run == run]:
+        for progress in [p for p in self._open.here.values() if p.request.run == run]:
             progress.run_version = version
-            self._roster.stop_stale(progress)
+            self._open.stop_stale(progress)
 
     def close(self) -> None:
         self._adapters.close()
@@ -162,7 +161,7 @@ class TorchEngine:
         return EngineStats(
             **self._counts,
             running=self._seating.seated,
-            waiting=self._roster.waiting,
+            waiting=self._open.waiting,
             adapters_loaded=len(self._adapters),
             adapter_bytes=self._adapters.size_bytes,
             kv_tokens=self._cache.pages * PAGE_TOKENS,
@@ -177,12 +176,12 @@ class TorchEngine:
         return loaded.adapter, version_of(loaded.details)
 
     def _install(self) -> None:
-        """Take in the adapters that have been read; while there is nothing else to do, wait a moment for one."""
-        if self._roster.stuck:
+        """Install the adapters that have been read; if there is nothing else to do, wait a moment for one."""
+        if self._open.stuck:
             self._adapters.wait(READ_WAIT_S)
         while (installed := self._adapters.install()) is not None:
             self._plan = None
-            self._roster.adapter_read(*installed)
+            self._open.adapter_read(*installed)
 
     def _progress(self, request: GenerateRequest) -> RequestProgress:
         limit = self._context - len(request.prompt) + 1
@@ -194,7 +193,7 @@ class TorchEngine:
         return RequestProgress(request, rule, adapter, scores, next(self._numbers))
 
     def _survive(self, batch: list[RequestProgress], work: Callable[[list[RequestProgress]], None]) -> None:
-        """Do `work` for the batch; if it raises, for each request alone, so that only a culprit fails."""
+        """Do `work` for the batch; if it raises, for each request alone, so that only the faulty one fails."""
         if not batch:
             return
         try:
@@ -202,7 +201,7 @@ class TorchEngine:
         except Exception as error:
             self._plan = None
             if len(batch) == 1:
-                self._roster.fail(batch[0], error)
+                self._open.fail(batch[0], error)
                 return
             log.warning("a step of %d requests failed (%s); trying each alone", len(batch), error)
             for progress in batch:
@@ -223,19 +222,19 @@ class TorchEngine:
             self._queue.save(progress)
         for progress, logits_V in zip(complete, logits, strict=True):
             progress.prompt_logits_V, progress.prompt_version = logits_V.clone(), progress.version
-            self._roster.run(progress)
+            self._open.run(progress)
             self._plan = None
         self._accept([progress.sequences[0] for progress in complete], drawn, [p.version for p in complete])
 
     def _start_sequences(self, batch: list[RequestProgress]) -> None:
-        """Start more sequences of prefilled requests: those which took another's place (`Roster.retire`), and as many
-        others as there is room for, from the prompt that one of theirs still holds."""
+        """Start more sequences of prefilled requests: those that took over an ended sibling's pages
+        (`OpenRequests.retire`), and as many others as there is room for, with the prompt of a running sibling."""
         for progress in batch:
             while begun := self._begun(progress):
                 logits_RV = progress.prompt_logits_V.expand(len(begun), -1)
                 self._accept(begun, self._draw(begun, logits_RV), [progress.prompt_version or 0] * len(begun))
             if not progress.unstarted:
-                self._roster.starting.pop(progress.request.id, None)
+                self._open.starting.pop(progress.request.id, None)
 
     def _begun(self, progress: RequestProgress) -> list[SequenceProgress]:
         """The sequences of a request that have the prompt and no token yet."""
@@ -249,7 +248,7 @@ class TorchEngine:
     # -- decode
 
     def _decode(self, batch: list[RequestProgress]) -> None:
-        everyone = len(batch) == len(self._roster.running)
+        everyone = len(batch) == len(self._open.running)
         plan = self._plan if everyone and self._planned == self._seating.changes else None
         if plan is None:
             sequences = [sequence for progress in batch for sequence in progress.running()]
@@ -276,16 +275,16 @@ class TorchEngine:
     def _accept(self, sequences: Sequence[SequenceProgress], draws: list[Draw], versions: list[int]) -> None:
         for sequence, drawn, version in zip(list(sequences), draws, versions, strict=True):
             progress = sequence.owner
-            if progress.request.id not in self._roster.running:
-                continue  # another of its sequences failed it, in this very loop
+            if progress.request.id not in self._open.running:
+                continue  # another of its sequences has failed it in this loop
             if not math.isfinite(drawn.logprob):
-                self._roster.fail(progress, NotFinite(adapted=progress.adapter is not None))
+                self._open.fail(progress, NotFinite(adapted=progress.adapter is not None))
                 continue
             try:
                 sequence.accept(drawn, version)
             except Exception as error:
-                self._roster.fail(progress, error)
+                self._open.fail(progress, error)
                 continue
             self._counts["sampled_tokens"] += 1
             if sequence.stop_reason:
-                self._roster.retire(sequence)
+                self._open.retire(sequence)

@@ -1,4 +1,4 @@
-"""The loop of a generator process: pull sample operations as slots come free, step the engines, send what ended.
+"""The loop of a generator process: pull sample operations as slots come free, step the engines, send results.
 
 `Generator` is the loop over any link and any engines; `__main__` gives it real ones.
 """
@@ -16,16 +16,24 @@ import msgspec
 from scheduler.links.messages import Cancel, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
 from store.blobs import Blobs, is_lasting
 from workers.generator.engine import Engine, Finished
-from workers.generator.requests import Order, answer, failure, inflight_name, policy_name, read_order, record_stability
+from workers.generator.requests import (
+    PendingSample,
+    answer,
+    failure,
+    inflight_name,
+    policy_name,
+    read_sample,
+    record_stability,
+)
 
 log = logging.getLogger(__name__)
 
-#: Seconds of work between two Occupancy reports.
+#: Seconds between two Occupancy reports.
 REPORT_S = 0.5
 
 #: How often an idle generator looks whether it was told to stop by a signal.
 IDLE_POLL_S = 0.5
-#: Between two attempts at what a disk has refused.
+#: Seconds between two attempts at a read or write that the disk refused.
 DISK_AGAIN_S = 0.2
 
 
@@ -53,21 +61,21 @@ class Generator:
         self._blobs = blobs
         self._link = link
         self._slots = slots
-        self._orders: dict[str, Order] = {}  # that have not ended
-        self._inflight: dict[str, str] = {}  # weights that inflight samplers are on, by the name engines know
-        self._offered = 0  # slots that the server may still fill without asking
+        self._pending: dict[str, PendingSample] = {}  # samples that have not ended, by operation
+        self._inflight: dict[str, str] = {}  # current weights of inflight samplers: name in the engine -> ref
+        self._offered = 0  # free slots that the server was told of and has not filled yet
         self._draining = False
-        self._again: dict[str, Callable[[], None]] = {}  # what a disk has refused for now, by operation
+        self._again: dict[str, Callable[[], None]] = {}  # work to retry after an error of the disk, by operation
         self._tried, self._clock = clock(), clock
         self._meter = _OccupancyMeter(link, clock)
 
     def drain(self) -> None:
-        """Pull no more; `serve` returns when what is here has ended."""
+        """Pull no more; `serve` returns when all pending samples have ended."""
         self._draining = True
 
     def serve(self) -> None:
         """Work until drained. EOFError when the server is gone."""
-        while not (self._draining and not self._orders):
+        while not (self._draining and not self._pending):
             self._pull()
             self._receive()
             self._try_again()
@@ -77,8 +85,8 @@ class Generator:
         self._meter.report()
 
     def _pull(self) -> None:
-        """Offer free slots, again when they have become more than the server knows of; take the offer back when an
-        engine has lost them."""
+        """Offer free slots, again when there are more than the server knows of; withdraw the offer when an engine has
+        lost them."""
         free = self._free_slots()
         if not self._draining and (free > max(self._offered, 0) or free == 0 < self._offered):
             self._link.send(PullSamples(sorted(self._engines), free))
@@ -89,8 +97,8 @@ class Generator:
         return max(0, self._slots - taken)
 
     def _receive(self) -> None:
-        """Take everything the server has sent; wait for it when there is nothing else to do."""
-        message = self._link.recv(0 if self._orders else DISK_AGAIN_S if self._again else IDLE_POLL_S)
+        """Handle all messages of the server; wait for one when there is nothing else to do."""
+        message = self._link.recv(0 if self._pending else DISK_AGAIN_S if self._again else IDLE_POLL_S)
         while message is not None:
             self._on(message)
             message = self._link.recv(0)
@@ -102,11 +110,11 @@ class Generator:
                     self._offered -= op.num_samples
                     self._add(op)
             case Cancel():
-                order = self._orders.get(message.op_id)
-                finished = self._engines[order.op.base_model].cancel(message.op_id) if order is not None else None
+                pending = self._pending.get(message.op_id)
+                finished = self._engines[pending.op.base_model].cancel(message.op_id) if pending is not None else None
                 if finished is not None:
                     self._finish(finished)
-                elif order is None and self._again.pop(message.op_id, None) is not None:
+                elif pending is None and self._again.pop(message.op_id, None) is not None:
                     self._link.send(failure(message.op_id, "cancelled before it started", "user"))
             case PolicyMoved():
                 self._moved(message)
@@ -114,15 +122,15 @@ class Generator:
                 self.drain()
 
     def _moved(self, moved: PolicyMoved) -> None:
-        """Take running requests along; stop those that are too old for their clients."""
-        engines = {self._engines[o.op.base_model] for o in self._orders.values() if o.op.run_id == moved.run_id}
+        """Move running requests to the new weights; stop those that are too old for their clients."""
+        engines = {self._engines[o.op.base_model] for o in self._pending.values() if o.op.run_id == moved.run_id}
         for engine in engines:
             if moved.adapter_ref:
                 self._follow(engine, inflight_name(moved.run_id), moved.adapter_ref)
             engine.run_moved(moved.run_id, moved.version)
 
     def _follow(self, engine: Engine, name: str, ref: str) -> None:
-        """The inflight samplers that an engine knows as `name` are on the weights at `ref` now."""
+        """Put the inflight samplers that the engine knows as `name` on the weights at `ref`."""
         if self._inflight.get(name, ref) != ref:
             engine.swap_adapter(name, self._blobs.path(ref))
         self._inflight[name] = ref
@@ -133,7 +141,7 @@ class Generator:
             self._link.send(failure(op.op_id, f"this generator does not serve {op.base_model}"))
             return
         try:
-            order = read_order(op, self._blobs)
+            pending = read_sample(op, self._blobs)
         except Exception as error:
             log.exception("sample %s: its body cannot be read", op.op_id)
             if is_lasting(error):
@@ -143,8 +151,8 @@ class Generator:
             return
         if op.inflight:
             self._follow(engine, policy_name(op), op.adapter_ref)
-        self._orders[op.op_id] = order
-        engine.add(order.request)
+        self._pending[op.op_id] = pending
+        engine.add(pending.request)
         if op.run_id:
             engine.run_moved(op.run_id, op.version)
 
@@ -155,20 +163,20 @@ class Generator:
                     self._finish(finished)
 
     def _finish(self, finished: Finished) -> None:
-        order = self._orders.pop(finished.id, None)
-        if order is None:  # an id that came twice: the first one's request has ended with it
+        pending = self._pending.pop(finished.id, None)
+        if pending is None:  # an id that came twice: the request has ended already
             return
-        self._answer(order, finished)
+        self._answer(pending, finished)
 
-    def _answer(self, order: Order, finished: Finished) -> None:
-        if order.record_stability:
+    def _answer(self, pending: PendingSample, finished: Finished) -> None:
+        if pending.record_stability:
             try:
-                record_stability(order.op, finished.sequences, self._blobs)
+                record_stability(pending.op, finished.sequences, self._blobs)
             except OSError:
                 log.exception("sample %s: its logprobs cannot be recorded; it is tried again", finished.id)
-                self._again[finished.id] = partial(self._answer, order, finished)
+                self._again[finished.id] = partial(self._answer, pending, finished)
                 return
-        self._link.send(answer(order, finished))
+        self._link.send(answer(pending, finished))
 
     def _try_again(self) -> None:
         if not self._again or self._clock() - self._tried < DISK_AGAIN_S:
@@ -191,7 +199,7 @@ class _OccupancyMeter:
         self._begun = self._since = clock()
 
     def begin(self) -> None:
-        """The engines step now."""
+        """Call before the engines step."""
         self._begun = self._clock()
 
     def observe(self, engines: Iterable[Engine]) -> None:

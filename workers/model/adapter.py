@@ -49,12 +49,12 @@ class Adapter:
         if flat.shape != (shape.numel,) or flat.dtype != torch.float32:
             raise ValueError(f"an arena of float32 [{shape.numel}] is needed, got {flat.dtype} {list(flat.shape)}")
         self.shape, self.flat, self.scale = shape, flat, scale
-        #: As they lie in memory: contiguous, B factors [.., r, out].
+        #: As stored: contiguous, B factors [.., r, out].
         self.stored: dict[str, Tensor] = {
             slot.name: flat[slot.offset : slot.offset + slot.numel].view(slot.stored_shape)
             for slot in shape.slots.values()
         }
-        #: As everybody writes them: B factors [.., out, r].
+        #: In the usual orientation: B factors [.., out, r].
         self.views: dict[str, Tensor] = {
             slot.name: self.stored[slot.name].transpose(-1, -2) if slot.turned else self.stored[slot.name]
             for slot in shape.slots.values()
@@ -88,7 +88,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """What load_adapter found: `extra` are the tensors the trainer added, `details` its own JSON fields."""
+    """`extra` are the tensors that the trainer saved beside the adapter, `details` its own JSON fields."""
 
     adapter: Adapter
     base_model: str

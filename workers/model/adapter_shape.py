@@ -2,8 +2,8 @@
 
 One arena per run makes the optimizer one fused call, paging one memcpy and hashing one pass. Experts use the
 shared-outer form: the factor on the hidden side is shared by all experts, the one on the expert side is per expert.
-That is 3.6 times fewer parameters than a full pair per expert on Qwen3-30B-A3B, and what Tinker trains. An adapter that
-another tool has trained with a full pair for each expert keeps it (`shared` False).
+That is 3.6 times fewer parameters than a full pair per expert on Qwen3-30B-A3B, and what Tinker trains. An adapter from
+another tool with a full pair for each expert keeps it (`shared` False).
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from typing import Any
 
 from workers.model.config import DecoderConfig
 
-#: Of the folders that hold an adapter.
+#: Format tag in adapter_config.json.
 FORMAT = "weft-shared-outer-1"
 
-#: Every tensor starts on a cache line, so a kernel sees the same alignment whatever the rank (float32 elements).
+#: In float32 elements: every tensor starts on a cache line, so kernels see the same alignment at any rank.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of the arena: `offset` counts float32 elements; `fan_in` is what init divides by, 0 for a B factor.
+    """One tensor of the arena: `offset` counts float32 elements; `fan_in` is the number of inputs, which sets the scale
+    of the initial values, and 0 for a B factor, which starts at zero.
 
-    A B factor [.., out, r] lies in memory as [.., r, out]: matrix libraries are up to four times faster with the long
-    side innermost, in its products and above all in those that make its gradient."""
+    A B factor [.., out, r] is stored as [.., r, out]: matrix libraries are up to four times faster with the long side
+    innermost, in its products and above all in those that compute its gradient."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +38,7 @@ class Slot:
 
     @property
     def turned(self) -> bool:
-        """Whether memory holds the last two dimensions the other way round."""
+        """Whether the last two dimensions are stored transposed."""
         return self.fan_in == 0
 
     @property
@@ -76,7 +77,7 @@ class AdapterShape:
 
     @classmethod
     def of_tensors(cls, config: DecoderConfig, rank: int, names: Collection[str]) -> AdapterShape:
-        """The shape of an adapter that has tensors of these names. ValueError as for any other."""
+        """The shape of an adapter with tensors of these names. Raises ValueError as the constructor does."""
         attn, mlp, unembed = (any(part in name for name in names) for part in (".attn.", ".mlp.", "unembed_"))
         return cls(config, rank, attn, mlp, unembed, not any(".each_" in name for name in names))
 
@@ -141,7 +142,7 @@ def adapter_config(
     extra: Collection[str] = (),
     details: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What adapter_config.json says of an adapter; `extra` names the tensors that lie beside it."""
+    """The contents of adapter_config.json; `extra` names the tensors in extra.safetensors."""
     return {
         "format": FORMAT,
         "base_model": base_model,

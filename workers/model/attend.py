@@ -1,8 +1,8 @@
 """Attention over packed sequences.
 
-The decoder hands rotated queries and keys of all packed tokens to an `Attend`; what a token may look at is the
-Attend's business alone. PackedAttend is causal attention within each sequence of the batch; the generator has its own,
-over its cache.
+The decoder hands rotated queries and keys of all packed tokens to an `Attend`, which alone decides what each token may
+attend to. PackedAttend is causal attention within each sequence of the batch; the generator has its own, over its
+cache.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ OnKv = Callable[[int, Tensor, Tensor], None]
 class PackedAttend:
     """Causal attention within each of the packed sequences, differentiable.
 
-    Sequences of equal length share one call, so nothing is padded and no sequence sees another's length; 16-bit tensors
-    on CUDA take one call altogether.
+    Sequences of equal length share one call, so nothing is padded and no result depends on another's length; 16-bit
+    tensors on CUDA take one call for all.
     `on_kv(layer, k, v)` is called with the packed keys and values of every layer, for a prefill that keeps them.
     """
 
@@ -86,7 +86,7 @@ def _permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 
 class _Permute(torch.autograd.Function):
-    """Reorder rows. The gradient is the inverse gather; index_select's own would scatter row by row."""
+    """Reorder rows. The gradient is a gather by the inverse; the one of index_select would scatter row by row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the service tells about a base model, and the check that a folder holds one it can serve.
+"""What the service tells its users about a base model, and the check that a folder holds one it can serve.
 
 Read once when a process starts; free of torch and transformers because the API imports it.
 """

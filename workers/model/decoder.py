@@ -28,13 +28,13 @@ from workers.model.native.gemm import pack
 
 __all__ = ["Attend", "Decoder", "DecoderConfig", "LoraRows", "PackedAttend"]
 
-#: Rotary angles are computed for so many positions at a time.
+#: Positions for which rotary angles are computed at a time.
 ROTARY_BLOCK = 256
 
-#: Told of every mixture layer: layer index and the chosen experts [tokens, choices].
+#: Called for every mixture layer with its index and the chosen experts [tokens, choices].
 OnRoute = Callable[[int, Tensor], None]
 
-#: In a replayed routing: the token's own router decides.
+#: In a replayed routing, for a token whose experts the router is to choose.
 FREE = -1
 
 
@@ -44,8 +44,8 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"):
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.isolation = "padded"  # or another mode of isolation.py: what settle found this machine to need
-        #: What a forward may keep for its backward; None asks for the memory at hand (memory.py).
+        self.isolation = "padded"  # a mode of isolation.py, set by `probe`
+        #: Bytes that a forward may keep for its backward; None: a share of the free memory (memory.py).
         self.activation_budget_bytes: int | None = None
         with torch.device(device):
             self.embed = _frozen(dtype, config.vocab_size, config.hidden_size)
@@ -61,7 +61,7 @@ class Decoder(nn.Module):
         return self.embed.device
 
     def pack(self) -> None:
-        """Make forward passes faster on a CPU, for a copy of the weights in memory."""
+        """Make forward passes faster on a CPU, at the cost of a second copy of the weights in memory."""
         for weight in self.parameters():
             if (weight.dim() > 1 and weight is not self.embed) or weight is self.head:
                 pack(weight)
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
         replay_MTK: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [T, D] float32 after the final norm. `replay_MTK` has the experts that tokens must choose in
-        each of the M mixture layers, all of a token FREE where its own router decides; the weights are the router's."""
+        each of the M mixture layers, FREE for a token whose router chooses; their weights are the router's."""
         if lora is not None and len(lora) != len(tokens_T):
             raise ValueError(f"the adapters cover {len(lora)} rows, the batch has {len(tokens_T)} tokens")
         lora, mixture = self.arranged(lora), self.config.mixture_layers
@@ -95,19 +95,19 @@ class Decoder(nn.Module):
         return F.rms_norm(x_TD, self.norm.shape, self.norm, self.config.norm_eps)
 
     def logits(self, hidden_RD: Tensor, lora: LoraRows | None = None) -> Tensor:
-        """Logits [R, V] float32 of selected rows; `lora` counts those rows (`LoraRows.select`)."""
+        """Logits [R, V] float32 of selected rows; `lora` is over those rows (`LoraRows.select`)."""
         return lora_linear(hidden_RD, self.head, self.unembed, self.arranged(lora))
 
     def arranged(self, lora: LoraRows | None) -> LoraRows | None:
-        """The rows as this machine can compute them with isolation."""
+        """The same rows, computed group by group if this machine needs that for isolation."""
         return lora.kept_apart() if lora is not None and self.isolation == "per-segment" else lora
 
     def _rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of each token's angles, [T, 1, head_dim] each.
 
         From a table that grows by whole blocks: the value at a position must not depend on where a token stands in the
-        batch, as it does when a vectorised cos rounds the ends of a tensor differently. On a CUDA device, which to ask
-        for the last position is to wait for, it has all positions of the context from the start."""
+        batch, as it does when a vectorised cos rounds the ends of a tensor differently. On a CUDA device, where reading
+        the last position would wait for the device, the table has all positions of the context from the start."""
         if positions_T.is_cuda:
             last = self.config.context_length - 1
         else:
@@ -174,7 +174,7 @@ class _Attention(nn.Module):
         return lora_linear(out_THD.reshape(-1, c.q_size).float(), self.o, self.o_site, lora)
 
     def _turn(self, x_THD: Tensor, norm: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Norm over the head, then the rotary turn, in the dtype of the weights as the cache keeps it."""
+        """Norm over the head, then the rotary embedding, in the dtype of the weights, which is the cache's."""
         if norm is not None:
             x_THD = F.rms_norm(x_THD, norm.shape, norm, self.config.norm_eps)
         cos, sin = rotary
@@ -241,7 +241,7 @@ def _recomputed(
     on_route: OnRoute | None,
     forced_TK: Tensor | None,
 ) -> Tensor:
-    """Run a layer so that the backward computes it again. `on_route` is told the first time only."""
+    """Run a layer so that the backward computes it again. `on_route` is called the first time only."""
     runs = 0
 
     def run(x_TD: Tensor) -> Tensor:

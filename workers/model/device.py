@@ -1,8 +1,7 @@
-"""Where a worker's model lives and in which dtype, from what the operator asked for."""
+"""The device and dtype of a worker's model, from the operator's arguments."""
 
 from __future__ import annotations
 
-import argparse
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ class DeviceError(ValueError):
     """The machine does not have what was asked for; the message says what it has."""
 
 
-class Target(NamedTuple):
+class ModelDevice(NamedTuple):
     """`dtype` is that of the frozen weights; adapters, gradients and optimizer state are always float32."""
 
     device: torch.device
@@ -24,7 +23,7 @@ class Target(NamedTuple):
         return f"{self.device}, weights in {str(self.dtype).removeprefix('torch.')}"
 
 
-def choose_target(device: str = "auto", dtype: str = "auto") -> Target:
+def choose_device(device: str = "auto", dtype: str = "auto") -> ModelDevice:
     """`device` is "auto" (a GPU when there is one), "cpu", "cuda" or "cuda:N"; `dtype` is "auto" (bfloat16 on a GPU,
     float32 on a CPU), "float32" or "bfloat16"."""
     cuda = torch.cuda.is_available()
@@ -42,22 +41,16 @@ def choose_target(device: str = "auto", dtype: str = "auto") -> Target:
         dtype = "float32" if chosen.type == "cpu" else "bfloat16"
     if dtype not in DTYPES:
         raise DeviceError(f"dtype must be auto, {' or '.join(DTYPES)}, got {dtype!r}")
-    return Target(chosen, DTYPES[dtype])
+    return ModelDevice(chosen, DTYPES[dtype])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--device` and `--dtype`, for `target_of`."""
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", default="auto", help="of the frozen weights: auto, float32 or bfloat16")
-
-
-def target_of(args: argparse.Namespace) -> Target:
-    """What the arguments ask for, made the current device, which is where Triton launches. Exits with one line when the
-    machine does not have it."""
+def device_of(device: str, dtype: str) -> ModelDevice:
+    """`choose_device`, made the current device, which is where Triton launches. Exits with one line when the machine
+    does not have it."""
     try:
-        target = choose_target(args.device, args.dtype)
-        if target.device.type == "cuda":
-            torch.cuda.set_device(target.device)
+        where = choose_device(device, dtype)
+        if where.device.type == "cuda":
+            torch.cuda.set_device(where.device)
     except (DeviceError, RuntimeError) as error:
         raise SystemExit(str(error)) from error
-    return target
+    return where

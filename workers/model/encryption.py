@@ -17,7 +17,7 @@ Recipient = Any
 
 
 class BadRecipient(ValueError):
-    """Text that is no public key that age can encrypt to."""
+    """The text is not a public key that age can encrypt to."""
 
 
 def parse_recipients(recipients: Sequence[str]) -> list[Recipient]:

@@ -1,5 +1,4 @@
-"""An adapter that another tool trained, brought into the form Weft keeps its own in. No torch: the operator's command
-runs it.
+"""An adapter that another tool trained, converted to Weft's own format. No torch: the operator's command runs it.
 
 Read are PEFT's and Tinker's layouts (peft_format.py), in float32, float16 or bfloat16. What Weft cannot train or serve
 is refused by name: other modules, other variants of LoRA, another model's shapes.
@@ -21,10 +20,10 @@ from workers.model.adapter_shape import AdapterShape, adapter_config
 from workers.model.config import DecoderConfig
 from workers.model.peft_format import CONFIG_FILE, WEIGHTS_FILE, Array, PeftFormatError, read_layout
 
-#: Larger files are no adapter.
+#: A larger file is not taken for an adapter.
 MAX_BYTES = 64 << 30
 
-#: Fields of PEFT's configuration that change what the factors mean, and the one value that Weft computes.
+#: Fields of PEFT's configuration that change what the factors mean, with the only value that Weft supports.
 _PLAIN: dict[str, Any] = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False}
 _EMPTY = ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "target_parameters")
 

@@ -1,50 +1,59 @@
-"""The start-up test of what isolation rests on: do rows come out with the same bits whatever else is in the batch?
+"""The isolation probe, at start-up: does a row come out with the same bits whatever else is in the batch?
 
-Products with the base, and the transcendental functions between them, are computed for all tenants at once, and the
-rows of a tenant lie wherever they come to lie. Matrix libraries choose kernels by the number of rows, split work over
-threads and look at the alignment of memory; vectorised functions round the ends of a tensor differently. None of that
-is documented, so it is tried: for every distinct weight shape of the loaded decoder,
-in both directions, on the threads in use. Where all agree the trainer packs ("padded": base_mm); where anything
-differs, every group is computed alone ("per-segment"), which is exact whatever the library does, and slower.
-Runs once per process: `settle` after the threads are set and the weights are loaded; what it has found may be kept for
-the next process (`tried`).
+Products with the base, and the transcendental functions between them, are computed for all tenants at once, with a
+tenant's rows anywhere in the batch. Matrix libraries choose kernels by the number of rows, split work over threads and
+look at the alignment of memory; vectorised functions round the ends of a tensor differently. None of that is
+documented, so it is tested: for every distinct weight shape of the loaded decoder, in both directions, on the threads
+in use. Where all agree the trainer packs ("padded": base_mm); where anything differs, every group is computed alone
+("per-segment"), which is exact whatever the library does, and slower.
+
+Call `probe` once per process, after the threads are set and the weights are loaded. The test takes a second, so its
+finding is kept on disk for the next start. It holds for the same code, libraries, processor, threads and weight shapes
+only; a file that cannot be read counts as none.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.base_mm import MIN_ROWS, base_mm
+from workers.model.native.build import processor
 from workers.model.native.gemm import packed
-from workers.model.tried import Finding, once
 
 if TYPE_CHECKING:
     from workers.model.decoder import Decoder
 
-#: Batches of so many rows, from the rows in brackets of a large one, must give the bits of the large one.
+#: (rows, start): these rows of a large batch, computed on their own, must give the bits of the large one.
 BATCHES = tuple(
     (rows, start) for rows in (1, 3, 7, 15, 16, 17, 19, 24, 31, 33, 63, 65, 100, 129, 257) for start in (0, 5)
 )
 
-#: The large batch, unless the weight is so large that it would take long.
+#: Rows of the large batch; fewer where the product would exceed MAX_MULTIPLICATIONS, to save time.
 MAX_ROWS = 1024
 MAX_MULTIPLICATIONS = 2**33
 
-#: Rows wider than this are whole cache lines in every published model; they are not tried for alignment.
+#: Rows wider than this are whole cache lines in every published model; they are not tested for alignment.
 MAX_ALIGNED_WIDTH = 1 << 16
 
+#: Environment variables that make matrix libraries compute in another way.
+_LIBRARIES = ("MKL_", "OMP_", "KMP_", "DNNL_", "ONEDNN_", "ATEN_", "OPENBLAS_", "LD_PRELOAD")
+_CODE = ("isolation.py", "base_mm.py")
 
-@dataclass(frozen=True)
-class Isolation:
-    """`mode` is "padded", "per-segment" or, untried, "packed-inexact"; `reason` names the first difference;
-    `shapes` were tried."""
+
+class Isolation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`mode` is "padded", "per-segment" or, on a GPU and untested, "packed-inexact"; `shapes` is the number of weight
+    shapes tested, `reason` the first difference found."""
 
     mode: str
     shapes: int
@@ -58,9 +67,8 @@ class Isolation:
         return f"group by group, which is slower ({self.reason})"
 
 
-def settle(decoder: Decoder, kept: Path | None = None) -> Isolation:
-    """Test the decoder's shapes, or find in the folder `kept` what such a test has found on this machine, and set
-    `decoder.isolation`."""
+def probe(decoder: Decoder, kept: Path | None = None) -> Isolation:
+    """Set `decoder.isolation` by testing the decoder's shapes, or from an earlier finding in the folder `kept`."""
     found = choose(decoder) if kept is None or decoder.device.type != "cpu" else _kept(decoder, kept)
     decoder.isolation = found.mode
     return found
@@ -71,12 +79,7 @@ def _kept(decoder: Decoder, folder: Path) -> Isolation:
     weights = [(list(w.shape), str(w.dtype), packed(w) is not None) for w in _shapes(decoder)]
     widths = (config.moe_intermediate_size, config.intermediate_size)
 
-    def trial() -> Finding:
-        found = choose(decoder)
-        return Finding(found.mode, found.shapes, found.reason)
-
-    found = once(folder, f"{weights} {widths}", trial)
-    return Isolation(found.mode, found.shapes, found.reason)
+    return once(folder, f"{weights} {widths}", lambda: choose(decoder))
 
 
 def choose(decoder: Decoder) -> Isolation:
@@ -115,7 +118,7 @@ def _differences(decoder: Decoder, shapes: list[Tensor]) -> Iterator[str]:
                 name = "x W" if transposed else "x W^T"
                 yield f"{name} with {list(weight.shape)} gives {at} rows other bits than {rows}"
     for width in {size for weight in shapes for size in weight.shape}:
-        if width <= MAX_ALIGNED_WIDTH and _minds_its_place(width, decoder.device):
+        if width <= MAX_ALIGNED_WIDTH and _depends_on_alignment(width, decoder.device):
             yield f"products of rows of {width} depend on where in memory they lie"
     config = decoder.config
     for width in {config.moe_intermediate_size, config.intermediate_size} - {0}:
@@ -124,7 +127,7 @@ def _differences(decoder: Decoder, shapes: list[Tensor]) -> Iterator[str]:
             yield f"silu over rows of {width} gives {at} rows other bits than {MAX_ROWS}"
 
 
-def _minds_its_place(width: int, device: torch.device) -> bool:
+def _depends_on_alignment(width: int, device: torch.device) -> bool:
     """Whether the products of an adapter with a group's rows depend on the alignment of those rows."""
     generator = torch.Generator().manual_seed(0)
     for rank in (1, 4, 7, 16):
@@ -164,7 +167,7 @@ def _activation(gate_up_PG: Tensor) -> Tensor:
 
 
 def _first_difference(of: Callable[[Tensor], Tensor], width: int, rows: int, device: torch.device) -> int | None:
-    """The size of the first batch whose rows are not those of the batch of `rows`; None when all agree."""
+    """The size of the first batch in BATCHES whose rows differ from those of the large one; None when all agree."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, width, generator=generator).to(device)
     whole = of(x)
@@ -174,3 +177,25 @@ def _first_difference(of: Callable[[Tensor], Tensor], width: int, rows: int, dev
         ):
             return count
     return None
+
+
+def once(folder: Path, weights: str, trial: Callable[[], Isolation]) -> Isolation:
+    """What an earlier `trial` with the same `weights` found on this machine, from `folder`; else run it and keep it."""
+    file = folder / f"{_circumstances(weights)}.json"
+    with suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(file.read_bytes(), type=Isolation)
+    found = trial()
+    with suppress(OSError):  # a disk that is full costs the next start a second
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, written = tempfile.mkstemp(dir=folder)
+        with os.fdopen(handle, "wb") as out:
+            out.write(msgspec.json.encode(found))
+        os.replace(written, file)  # atomic: another process may write the same file
+    return found
+
+
+def _circumstances(weights: str) -> str:
+    code = [Path(__file__).with_name(name).read_text() for name in _CODE]
+    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_LIBRARIES))
+    facts = [torch.__version__, torch.__config__.show(), str(torch.get_num_threads()), processor(), weights]
+    return hashlib.sha256("\n".join([*code, *settings, *facts]).encode()).hexdigest()[:32]

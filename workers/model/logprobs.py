@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from workers.model.decoder import Decoder
 from workers.model.lora import LoraRows, adapters_backward, add_adapters, base_mm
-from workers.model.place import place_of
+from workers.model.lora_products import products_of
 
 
 def target_logprobs(
@@ -46,7 +46,7 @@ def target_logprobs(
 
 @dataclass(frozen=True)
 class _Cut:
-    """Rows a:b of the head, and the targets p:q that belong to them; `row_of` [q-p] counts from a."""
+    """Rows a:b of the head and their targets p:q; `row_of` [q-p] is the row of each target, counted from a."""
 
     a: int
     b: int
@@ -69,15 +69,15 @@ class _Head:
         ]
 
     def logits(self, hidden_RD: Tensor, rows: LoraRows) -> tuple[Tensor, Tensor | None]:
-        """Those of one cut, and what the backward needs of them."""
-        logits_RV, place = base_mm(hidden_RD, self.weight), place_of(rows, self.site.a, self.weight)
-        return logits_RV, add_adapters(logits_RV, hidden_RD, self.site, place) if place is not None else None
+        """The logits of one cut, and x A^T of its adapters, which the backward needs."""
+        logits_RV, products = base_mm(hidden_RD, self.weight), products_of(rows, self.site.a, self.weight)
+        return logits_RV, add_adapters(logits_RV, hidden_RD, self.site, products) if products is not None else None
 
     def backward(self, dlogits_RV: Tensor, hidden_RD: Tensor, u: Tensor | None, rows: LoraRows) -> Tensor:
         dhidden_RD = base_mm(dlogits_RV, self.weight, transposed=True)
-        place = place_of(rows, self.site.a, self.weight)
-        if place is not None and u is not None:
-            adapters_backward(dlogits_RV, hidden_RD, dhidden_RD, u, self.site, place)
+        products = products_of(rows, self.site.a, self.weight)
+        if products is not None and u is not None:
+            adapters_backward(dlogits_RV, hidden_RD, dhidden_RD, u, self.site, products)
         return dhidden_RD
 
 

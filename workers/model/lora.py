@@ -5,8 +5,8 @@ group's own tensors. Adapters are not autograd leaves: the backward adds each gr
 caller gave, so the frozen weights never get a gradient and one arena can gather the slices of a whole operation.
 
 Invariant (bit for bit on CPU in float32): what a group gets does not depend on the other groups. Products with an
-adapter see only the group's rows; products with the base see all rows and rely on base_mm. Where the start-up test
-finds that it cannot be relied on, rows are `apart` and each group is computed alone.
+adapter see only the group's rows; products with the base see all rows and rely on base_mm. Where the isolation probe
+finds that base_mm does not keep rows apart, rows are `apart` and each group is computed alone.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from workers.model.base_mm import base_mm
+from workers.model.lora_products import LoraProducts, products_of
 from workers.model.lora_rows import Group, LoraRows
-from workers.model.place import Place, place_of
 
 __all__ = ["Group", "LoraRows", "Site", "adapters_backward", "add_adapters", "base_mm", "lora_linear"]
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a linear finds its factors in an adapter: one A, stacked [len(b) * r, in], and one B per part of the
-    fused output. `sizes` are the widths of those parts."""
+    """The adapter tensors of one linear, by name: one A, stacked [len(b) * r, in], and one B per part of the fused
+    output. `sizes` are the widths of those parts."""
 
     a: str
     b: tuple[str, ...]
@@ -41,48 +41,50 @@ def lora_linear(x_TI: Tensor, weight_OI: Tensor, site: Site, rows: LoraRows | No
     if rows is not None and rows.apart:
         own = zip(own_rows(x_TI, rows), rows.singles, strict=True)
         return torch.cat([lora_linear(x, weight_OI, site, single) for x, single in own])
-    place = place_of(rows, site.a, weight_OI)
-    trigger = rows.trigger(rows.groups(site.a)) if rows is not None and place is not None else None
+    products = products_of(rows, site.a, weight_OI)
+    trigger = rows.trigger(rows.groups(site.a)) if rows is not None and products is not None else None
     if torch.is_grad_enabled() and (trigger is not None or x_TI.requires_grad):
-        return cast(Tensor, _LoraLinear.apply(x_TI, trigger, weight_OI, site, place))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _LoraLinear.apply(x_TI, trigger, weight_OI, site, products))  # type: ignore[no-untyped-call]
     y_TO = base_mm(x_TI, weight_OI)
-    if place is not None:
-        add_adapters(y_TO, x_TI.contiguous(), site, place)
+    if products is not None:
+        add_adapters(y_TO, x_TI.contiguous(), site, products)
     return y_TO
 
 
 def own_rows(x_TI: Tensor, rows: LoraRows) -> list[Tensor]:
-    """A copy of each group's rows, so that they lie in memory as they would alone."""
+    """A copy of each group's rows, so that their alignment in memory is the one they would have alone."""
     return [part.clone() for part in x_TI.split_with_sizes([b - a for a, b in pairwise(rows.offsets) if b > a])]
 
 
-def add_adapters(y_TO: Tensor, x_TI: Tensor, site: Site, place: Place) -> Tensor:
+def add_adapters(y_TO: Tensor, x_TI: Tensor, site: Site, products: LoraProducts) -> Tensor:
     """Add scale * (x A^T) B^T of each group to its rows of y in place. Returns x A^T, which the backward needs."""
-    u = x_TI.new_zeros(len(x_TI), len(site.b) * place.max_rank)
-    place.add(y_TO, x_TI, u, site.a, tuple(zip(site.b, site.sizes, strict=True)), scaled=True)
+    u = x_TI.new_zeros(len(x_TI), len(site.b) * products.max_rank)
+    products.add(y_TO, x_TI, u, site.a, tuple(zip(site.b, site.sizes, strict=True)), scaled=True)
     return u
 
 
-def adapters_backward(dy_TO: Tensor, x_TI: Tensor, dx_TI: Tensor | None, u: Tensor, site: Site, place: Place) -> None:
-    """Undo add_adapters: add to the gradient arenas and, in place, to dx."""
+def adapters_backward(
+    dy_TO: Tensor, x_TI: Tensor, dx_TI: Tensor | None, u: Tensor, site: Site, products: LoraProducts
+) -> None:
+    """The backward of add_adapters: add to the gradient arenas and, in place, to dx."""
     parts, du = len(site.b), torch.zeros_like(u)
     for part, (name, dy) in enumerate(zip(site.b, dy_TO.split_with_sizes(site.sizes, dim=1), strict=True)):
-        place.shrink(dy, du, name, part=part, scaled=True)
-        place.outer(u, dy, name, part=part, scaled=True)
-    place.outer(du, x_TI, site.a, stack=parts, scaled=False)
+        products.shrink(dy, du, name, part=part, scaled=True)
+        products.outer(u, dy, name, part=part, scaled=True)
+    products.outer(du, x_TI, site.a, stack=parts, scaled=False)
     if dx_TI is not None:
-        place.expand(dx_TI, du, site.a, stack=parts, scaled=False)
+        products.expand(dx_TI, du, site.a, stack=parts, scaled=False)
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TI: Tensor, trigger: Tensor | None, weight_OI: Tensor, site: Site, place: Place | None
+        ctx: Any, x_TI: Tensor, trigger: Tensor | None, weight_OI: Tensor, site: Site, products: LoraProducts | None
     ) -> Tensor:
         y_TO, x_TI = base_mm(x_TI, weight_OI), x_TI.contiguous()
-        u = add_adapters(y_TO, x_TI, site, place) if place is not None else None
-        ctx.save_for_backward(x_TI if place is not None else None, weight_OI, u)
-        ctx.site, ctx.place = site, place
+        u = add_adapters(y_TO, x_TI, site, products) if products is not None else None
+        ctx.save_for_backward(x_TI if products is not None else None, weight_OI, u)
+        ctx.site, ctx.products = site, products
         return y_TO
 
     @staticmethod
@@ -91,6 +93,6 @@ class _LoraLinear(torch.autograd.Function):
         x_TI, weight_OI, u = ctx.saved_tensors
         dy_TO = dy_TO.contiguous()
         dx_TI = base_mm(dy_TO, weight_OI, transposed=True) if ctx.needs_input_grad[0] else None
-        if ctx.place is not None:
-            adapters_backward(dy_TO, x_TI, dx_TI, u, ctx.site, ctx.place)
+        if ctx.products is not None:
+            adapters_backward(dy_TO, x_TI, dx_TI, u, ctx.site, ctx.products)
         return dx_TI, None, None, None, None

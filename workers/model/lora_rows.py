@@ -1,6 +1,6 @@
 """Which rows of a packed batch run through which adapter.
 
-Rows are group-major: group g owns rows offsets[g]:offsets[g+1] and one adapter. A group is what isolation is about:
+Rows are group-major: group g owns rows offsets[g]:offsets[g+1] and one adapter. The group is the unit of isolation:
 everything computed with an adapter sees the rows of one group only.
 """
 
@@ -80,7 +80,7 @@ class LoraRows:
 
     def trigger(self, groups: Sequence[Group]) -> Tensor | None:
         """A leaf that makes autograd record a product although neither its weights nor, below the first trained
-        linear, its input wants a gradient. None when no group is trained, so that nothing is recorded."""
+        linear, its input needs a gradient. None when no group is trained, so that nothing is recorded."""
         if torch.is_grad_enabled() and any(group.grad is not None for group in groups):
             return self._leaf
         return None
@@ -119,7 +119,7 @@ class LoraRows:
 
     @cached_property
     def singles(self) -> list[LoraRows]:
-        """Each group that has rows on its own."""
+        """Each group that has rows, as a LoraRows of its own."""
         return [
             LoraRows([0, b - a], [self.adapters[g]], [self.grads[g]])
             for g, (a, b) in enumerate(pairwise(self.offsets))

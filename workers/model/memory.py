@@ -13,10 +13,10 @@ import torch
 
 from workers.model.config import DecoderConfig
 
-#: Activations may fill so much of what is free; gradients, logits and other work need the rest.
+#: Share of the free memory that activations may fill; gradients, logits and other work need the rest.
 SHARE = 0.5
 
-#: Below this the question is not asked.
+#: Up to this size the free memory is not looked up.
 ALWAYS_FITS_BYTES = 128 << 20
 
 
@@ -27,7 +27,7 @@ class Saving(Enum):
 
 
 def choose_saving(config: DecoderConfig, tokens: int, device: torch.device, budget_bytes: int | None = None) -> Saving:
-    """How to run a forward of so many tokens; `budget_bytes` stands in for the share of the free memory."""
+    """How to run a forward of `tokens` tokens; `budget_bytes` replaces the share of the free memory."""
     kept = tokens * config.num_layers * kept_bytes(config)
     if budget_bytes is None:
         if kept <= ALWAYS_FITS_BYTES:
@@ -40,8 +40,8 @@ def choose_saving(config: DecoderConfig, tokens: int, device: torch.device, budg
 
 
 def kept_bytes(config: DecoderConfig) -> int:
-    """What autograd keeps of one token in one layer, about: inputs and outputs of norms and linears, queries, keys
-    and values before and after norm and rotation, and the inside of the MLP; float32."""
+    """Bytes that autograd keeps of one token in one layer, approximately: inputs and outputs of norms and linears,
+    queries, keys and values before and after norm and rotation, and the inside of the MLP; float32."""
     attention = 7 * config.q_size + 6 * config.kv_size
     dense = 5 * config.intermediate_size
     experts = config.experts_per_token * (2 * config.moe_intermediate_size + 16) + 3 * config.num_experts
@@ -55,7 +55,7 @@ def free_bytes(device: torch.device) -> int:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = _meminfo_bytes()
     try:
-        # In a container its own limit counts.
+        # In a container the cgroup's limit applies as well.
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
 """A mixture of frozen experts that carries many adapters at once.
 
 One stable sort by expert of group-major (token, choice) pairs makes both the rows of an expert and, inside them, the
-rows of an (expert, group) pair contiguous. The base runs over everybody's rows, expert by expert; the adapters add
-their low-rank parts, all groups in one call for each factor. Of the shared-outer factors the A of gate and up is
-applied once per token and the B of down once per token, after the choices are combined; only r-wide rows are permuted.
+rows of an (expert, group) pair contiguous. The base runs over all rows, expert by expert; the adapters add their
+low-rank parts, all groups in one call for each factor. Shared outer factors are applied once per token: the A of gate
+and up before the experts, the B of down after the choices are combined; only r-wide rows are permuted.
 The backward keeps the gate and up pre-activations, not the expert outputs: the gradient of a router weight is
 <d out / d h, h> (SonicMoE, arXiv 2512.14080).
 
@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from workers.model.base_mm import per_expert
 from workers.model.lora import own_rows
+from workers.model.lora_products import LoraProducts, products_of
 from workers.model.lora_rows import LoraRows
-from workers.model.per_expert import per_expert
-from workers.model.place import Place, place_of
 from workers.model.routing import Routing
 
 
 class Names(NamedTuple):
-    """The adapter tensors of one layer's MLP. Experts have `each_...` where they do not share the outer factors."""
+    """Adapter tensors of one layer's MLP, by name; `each_...` where experts do not share the outer factors."""
 
     gate_up_a: str
     gate_b: str
@@ -67,20 +67,20 @@ def expert_block(
 
 
 class _Adapters(NamedTuple):
-    """Where the adapters find their rows: `shared` per token, of those that share the outer factors; per (expert,
-    group) run `paired` of all and `each` of those that do not. `scale_T1` of each token."""
+    """The low-rank products of a layer. Per token: `shared`, of adapters that share the outer factors. Per (expert,
+    group) run: `paired`, of all adapters, and `each`, of those that do not share. `scale_T1`: scale of each token."""
 
-    shared: Place | None
-    paired: Place
-    each: Place | None
+    shared: LoraProducts | None
+    paired: LoraProducts
+    each: LoraProducts | None
     scale_T1: Tensor
 
     @classmethod
     def of(cls, rows: LoraRows | None, routing: Routing, names: Names, weight: Tensor) -> _Adapters | None:
-        every, shared = place_of(rows, names.down_a, weight), place_of(rows, names.gate_up_a, weight)
+        every, shared = products_of(rows, names.down_a, weight), products_of(rows, names.gate_up_a, weight)
         if rows is None or every is None:
             return None
-        each = place_of(rows, names.each_gate_up_a, weight)
+        each = products_of(rows, names.each_gate_up_a, weight)
         scale_T1 = rows.scale_of_row(routing.experts.device)[:, None]
         return cls(shared, every.experts(routing, rows), each.experts(routing, rows) if each else None, scale_T1)
 
@@ -221,8 +221,8 @@ def _down_backward(
 def _gate_up_backward(
     dx_PD: Tensor | None, dgate_up_PG: Tensor, x_TD: Tensor, u_P: Tensor, plan: _Plan, adapters: _Adapters
 ) -> Tensor:
-    """Add to the gradients of the gate and up factors, and to dx what goes through factors that are not shared. Returns
-    the gradient of x A^T, before the scale, for those that are."""
+    """Add to the gradients of the gate and up factors, and to dx the part through factors that are not shared. Returns
+    the gradient of x A^T, before the scale, for the shared ones."""
     names, f = plan.names, dgate_up_PG.shape[1] // 2
     du_P = torch.zeros_like(u_P)
     for part, name in enumerate((names.gate_b, names.up_b)):
@@ -237,7 +237,7 @@ def _gate_up_backward(
 
 
 def _shared_backward(
-    dx_TD: Tensor | None, du_P: Tensor, x_TD: Tensor, plan: _Plan, shared: Place, scale_T1: Tensor
+    dx_TD: Tensor | None, du_P: Tensor, x_TD: Tensor, plan: _Plan, shared: LoraProducts, scale_T1: Tensor
 ) -> None:
     """Add to dx in place and to the gradients of the shared factors of gate and up."""
     du_T = _per_token(du_P, plan.routing).sum(1) * scale_T1

@@ -8,8 +8,8 @@ Two layouts say the same thing, and differ only for experts and for the unembedd
 | experts | `mlp.experts.{e}.gate_proj` A [r,d], 2-D for each | `mlp.experts.w1` A [1 or E,r,d]; w2 is down, w3 up |
 | unembedding | `lm_head` | `model.unembed_tokens` |
 
-An export has Tinker's layout in its root, because every Tinker tool reads the root, and where PEFT's is not the very
-same, PEFT's beside it in `peft/`. Weft shares the hidden-side factor of experts among them: Tinker's layout keeps it
+An export has Tinker's layout in its root, because every Tinker tool reads the root, and PEFT's in `peft/` where the two
+differ. Weft shares the hidden-side factor of experts among them: Tinker's layout keeps it
 once, PEFT's repeats it for every expert. Reading takes either and gives back exactly the same bits. Where experts do
 not share it, because another tool trained it, each keeps its own.
 """
@@ -97,7 +97,7 @@ def _config(base_model: str, rank: int, alpha: float, modules: list[str]) -> dic
 
 
 def _pairs(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
-    """(module as transformers calls it, A, B); of experts 3-D, and [1, ...] where the factor is shared."""
+    """(transformers' name of the module, A, B); 3-D for experts, [1, ...] where they share the factor."""
     for name, a in tensors.items():
         if name == "unembed_A":
             yield "lm_head", a, tensors["unembed_B"]
@@ -126,7 +126,7 @@ def _mlp_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Arr
 
 
 def _each_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
-    """Of experts that share nothing."""
+    """`_mlp_pairs` for experts that do not share the outer factors."""
     gate_a, up_a = np.split(tensors[f"{at}each_gate_up_A"], 2, axis=1)
     module = f"model.{at}experts."
     yield f"{module}gate_proj", gate_a, tensors[f"{at}gate_B"]
@@ -240,7 +240,7 @@ def _mlp(layer: str, pairs: Mapping[str, Mapping[str, Array]], *, experts: bool)
 
 
 def _each(layer: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
-    """Of experts that do not share the outer factors."""
+    """`_mlp` for experts that do not share the outer factors."""
     at, experts = f"{layer}.mlp.", len(pairs["gate_proj"]["B"])
     gate_a, up_a, down_b = (_of_each(layer, x, experts) for x in _outer(pairs))
     joined = {f"{at}each_gate_up_A": _concatenate(layer, [gate_a, up_a], axis=1), f"{at}each_down_B": down_b}

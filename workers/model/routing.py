@@ -9,8 +9,8 @@ from torch import Tensor
 class Routing:
     """How one batch is spread over the experts. P = tokens * choices pairs, sorted by expert, stable.
 
-    `order` [P]: sorted position -> token * choices + choice; `inverse` [P] the other way; `experts` and `token` [P] of
-    each sorted pair; `ends_E` int32 says where those of each expert end. Nothing here waits for a device.
+    `order` [P]: sorted position -> token * choices + choice, `inverse` [P] back; `experts` and `token` [P] of each
+    sorted pair; `ends_E` int32: where the pairs of each expert end. Nothing here waits for a device.
     """
 
     def __init__(self, experts_TK: Tensor, num_experts: int) -> None:

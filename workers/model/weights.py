@@ -1,7 +1,7 @@
 """A decoder from a Hugging Face model folder: its safetensors, tensor by tensor, in any order of shards.
 
-Every tensor of the decoder must be found once and every tensor found must have a place: a checkpoint that fits only
-nearly is refused by name instead of served wrong. Experts may be stored one by one (what save_pretrained writes) or
+Every tensor of the decoder must be found once, and every tensor found must belong to it: a checkpoint that almost fits
+is refused by name instead of served wrong. Experts may be stored one by one (what save_pretrained writes) or
 fused over experts.
 """
 
@@ -18,7 +18,7 @@ from workers.model.card import weight_files
 from workers.model.config import read_config
 from workers.model.decoder import Decoder
 
-#: Tensors that some checkpoints carry and no decoder needs: they follow from the config.
+#: Tensors that some checkpoints carry and the decoder computes from its config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 

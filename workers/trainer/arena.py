@@ -1,7 +1,7 @@
 """The memory of one run: weights, moments and gradient in one flat float32 tensor, so that paging is one copy.
 
-An arena is recycled from run to run. It comes with whatever was in it: who takes one writes all that it reads
-(`RunState` says which sections hold something), and nothing else is ever read or paged.
+Arenas are recycled between runs and are not cleared: a run writes a section before it reads it (`RunState` says which
+sections hold something), and nothing else is ever read or paged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BYTES = 4  # of a float32
 
 @dataclass(frozen=True)
 class ArenaKind:
-    """What a run needs: the sections are weights, `moments` moments, gradient, each [shape.numel]."""
+    """The layout of a run's arena: weights, `moments` moments, gradient, each [shape.numel]."""
 
     shape: AdapterShape
     scale: float
@@ -44,11 +44,11 @@ class Arena:
         self.v: Tensor = moments[1] if kind.moments > 1 else self.flat.new_empty(0)
 
     def used(self, with_gradient: bool) -> Tensor:
-        """The part that is worth keeping."""
+        """The part that a page must hold."""
         return self.flat if with_gradient else self.flat[: self.flat.numel() - self.gradient.flat.numel()]
 
 
-#: Where a new run gets its arena from.
+#: Gives a new run its arena.
 TakeArena = Callable[[ArenaKind], Arena]
 
 
@@ -63,7 +63,7 @@ class Arenas:
         self._free: list[Arena] = []
 
     def take(self, kind: ArenaKind) -> Arena:
-        """An arena with anything in it. Beyond the budget if nothing is free: the pager has decided so."""
+        """An arena with arbitrary contents. It may exceed the budget: the pager, who asks, has decided that."""
         for i in reversed(range(len(self._free))):
             if self._free[i].kind == kind:
                 return self._free.pop(i)
@@ -81,14 +81,14 @@ class Arenas:
         return arena
 
     def give(self, arena: Arena) -> None:
-        """Nobody reads `arena` any more."""
+        """Give an arena back that nobody reads any more."""
         if self.size_bytes > self.budget_bytes:
             self._drop(arena)
         else:
             self._free.append(arena)
 
     def trim(self) -> None:
-        """Return what is free to the machine."""
+        """Return the memory of free arenas to the machine."""
         while self._free:
             self._drop(self._free.pop())
 

@@ -1,4 +1,4 @@
-"""The forwards and backwards of one stage: planned into parts, packed, computed, and recovered when one raises."""
+"""The forwards and backwards of one stage: cut into parts, packed, computed, and recovered when one raises."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator
 
 from scheduler.links.messages import TrainOp
 from workers.model.decoder import Decoder
+from workers.trainer.failures import is_out_of_memory, too_large
 from workers.trainer.microbatch import run_microbatch
 from workers.trainer.packing import cut, pack
 from workers.trainer.progress import Part, Progress
-from workers.trainer.shortage import is_out_of_memory, too_large
 from workers.trainer.state import RunState
 
 
 class Computing:
     """Collects slices with `plan`, computes them with `run`. `cap_tokens` bounds a part, and a microbatch at first.
 
-    `bring` makes a run be in memory. `relieve` gives back what memory it can, when it has run out."""
+    `bring` brings a run into memory. `relieve` frees memory after an allocation has failed."""
 
     def __init__(self, cap_tokens: int, bring: Callable[[RunState], None], relieve: Callable[[], None]) -> None:
         self._cap_tokens = self._room_tokens = cap_tokens
@@ -28,7 +28,7 @@ class Computing:
         self._planned: list[Progress] = []
 
     def plan(self, progress: Progress, op: TrainOp) -> None:
-        """Add one slice of an operation. A final slice 0:0 is the whole operation."""
+        """Add one slice of an operation. A final slice 0:0 means the whole operation."""
         lengths = [len(datum.tokens) for datum in progress.batch.data]
         stop = op.stop if op.stop or not op.final else len(lengths)
         progress.ended = op.final
@@ -44,8 +44,7 @@ class Computing:
     def run(self, decoder_of: Callable[[RunState], Decoder]) -> Iterator[Progress]:
         """Compute everything, giving out each operation as soon as it is complete (its `failure` set if it failed).
 
-        Operations that need gradients and those that do not are packed apart, so that a forward pays no backward; the
-        forwards go first, being the shorter."""
+        Forwards are packed apart from forward_backwards, so that they cost no backward, and go first, being shorter."""
         yield from self._complete()
         for trains in (False, True):
             waiting = deque(self._pack([part for part in self._parts if part.trains is trains]))
@@ -79,9 +78,9 @@ class Computing:
             _one_by_one(decoder, parts, trains)
 
     def _split(self, decoder: Decoder, parts: list[Part], trains: bool) -> None:
-        """Compute a microbatch that ran out of memory in smaller ones, down to one part at a time; what follows is
-        packed as small. Parts are groups of their own, so the results are the same bits. A part that does not fit
-        alone fails its operation: cut any finer, the sums would not be those of a machine with more memory."""
+        """Compute a microbatch that ran out of memory in smaller ones, down to one part at a time, and pack later ones
+        as small. Each part is a LoRA group, so the results are the same bits. A part that does not fit alone fails its
+        operation: cut finer, its sums would differ from those of a machine with more memory."""
         self._room_tokens = min(self._room_tokens, sum(part.tokens for part in parts))
         fits = False
         while not fits:
@@ -106,13 +105,13 @@ class Computing:
 
 
 def _alive(parts: list[Part]) -> list[Part]:
-    """An operation that has failed needs no more compute; its place stays empty, nobody else moves."""
+    """The parts whose operations have not failed; the other parts of a microbatch stay where they are."""
     return [part for part in parts if part.progress.failure is None]
 
 
 def _anew(parts: list[Part]) -> list[Part]:
-    """All parts to compute for these to be computed: an operation that is repeated starts from its first part, because
-    its arena may hold a part of a gradient."""
+    """These parts and all earlier ones of their operations: a repeat starts from an operation's first part, because its
+    arena may hold an incomplete gradient."""
     again: list[Part] = []
     for progress in dict.fromkeys(part.progress for part in parts):
         again += dict.fromkeys(progress.restart() + [part for part in parts if part.progress is progress])
@@ -120,7 +119,7 @@ def _anew(parts: list[Part]) -> list[Part]:
 
 
 def _raised(decoder: Decoder, parts: list[Part], trains: bool) -> Exception | None:
-    """Compute a microbatch; what it raises, without the frames, which would keep its tensors alive."""
+    """Compute a microbatch. Returns the exception it raised, without its frames, which would keep tensors alive."""
     try:
         run_microbatch(decoder, parts, trains=trains)
     except Exception as error:
@@ -131,7 +130,7 @@ def _raised(decoder: Decoder, parts: list[Part], trains: bool) -> Exception | No
 
 
 def _one_by_one(decoder: Decoder, parts: list[Part], trains: bool) -> None:
-    """Compute the operations of a microbatch that raised one after the other, to find the guilty one."""
+    """Compute the operations of a microbatch that raised one by one, so that only the faulty one fails."""
     for progress in dict.fromkeys(part.progress for part in parts):
         again = _anew([part for part in parts if part.progress is progress])
         try:

@@ -1,7 +1,7 @@
-"""How large what a node of an uploaded loss makes could be, found before it is made.
+"""Upper bounds on the size of a result in an uploaded loss, found before it is computed.
 
-Most calls make no more than their operands broadcast or put together. Those that make a size from numbers are tried on
-tensors without data, where torch can do that at once, or bounded by a product.
+Most calls return no more elements than their operands broadcast or concatenated. Calls whose size comes from number
+arguments are tried on meta tensors, where torch can do that quickly, or bounded by a product.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _FACTORIES = frozenset({"torch.zeros", "torch.ones", "torch.full", "torch.arange
 _GROWING = frozenset(
     {"broadcast_to", "repeat_interleave", "index_select", "unflatten", "expand"} | {"new_zeros", "new_ones", "new_full"}
 )
-#: Calls whose result may be larger than their operands broadcast: they are tried without memory first.
+#: Calls whose result may be larger than their operands broadcast: tried on meta tensors first.
 _SIZED = _FACTORIES - {"torch.arange"} | _GROWING | {f"torch.{name}" for name in _GROWING} | {"torch.nn.functional.pad"}
-#: The same, for calls that torch can only try after an import of seconds: their operands' product is the bound.
+#: The same, but torch needs seconds of imports to try them on meta tensors: bounded by their operands' product.
 _MULTIPLYING = frozenset({"repeat", "tile", "outer", "quantile"} | {"torch.tile", "torch.outer", "torch.quantile"})
 
 
 def elements_bound(target: str, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """At least as many elements as `call(*args, **kwargs)` makes and reads."""
+    """An upper bound on the elements that `call(*args, **kwargs)` returns and reads."""
     given = [*args, *kwargs.values()]
     if target in _SIZED:
         return _elements(call(*_meta(list(args)), **_meta(dict(kwargs)), **placed(target, "meta")))
@@ -46,12 +46,12 @@ def indexed_elements(value: Tensor, index: Any) -> int:
 
 
 def placed(target: str, device: str) -> dict[str, str]:
-    """Where a call that makes a tensor of nothing has to make it."""
+    """The device argument for a call that makes a tensor from numbers."""
     return {"device": device} if target in _FACTORIES else {}
 
 
 def _meta(value: Any) -> Any:
-    """The same arguments without their data."""
+    """The same arguments as meta tensors."""
     if isinstance(value, Tensor):
         return value.detach().to("meta")
     if isinstance(value, tuple | list):
@@ -62,7 +62,7 @@ def _meta(value: Any) -> Any:
 
 
 def _elements(value: Any) -> int:
-    """Counted from shapes: an element count of torch can overflow."""
+    """The number of elements, from shapes: torch's own count can overflow."""
     if isinstance(value, Tensor):
         return math.prod(value.shape)
     return sum(_elements(item) for item in value) if isinstance(value, tuple | list) else 1
@@ -76,7 +76,7 @@ def _range_length(start: Any, end: Any = None, step: Any = 1, dtype: Any = None)
 
 
 def _product_bound(args: Sequence[Any]) -> int:
-    """Of tensors all elements and of integers all values, multiplied."""
+    """The product of all tensors' element counts and of all integers."""
     product = 1
     for value in args:
         if isinstance(value, Tensor):
@@ -89,7 +89,7 @@ def _product_bound(args: Sequence[Any]) -> int:
 
 
 def _broadcast_bound(args: Sequence[Any]) -> int:
-    """At least as many elements as any elementwise, reducing or joining call can make of `args`."""
+    """An upper bound on what any elementwise, reducing or joining call can return for `args`."""
     tensors: list[Tensor] = []
     stack = list(args)
     while stack:

@@ -20,7 +20,7 @@ from weft.wire.checks.custom_names import DTYPES, FUNCTIONS, MATH, METHODS
 
 from workers.trainer.custom_bounds import Call, elements_bound, indexed_elements, placed
 
-#: A datum's nodes may make and read so many elements together, for each of its positions and on top.
+#: Elements that a datum's nodes may make and read together: per position of the datum, and in addition.
 ELEMENTS_PER_POSITION = 1024
 ELEMENTS_FREE = 65_536
 MAX_TUPLE = 64

@@ -1,4 +1,4 @@
-"""The uploaded losses that a trainer has met, and what one makes of a part of an operation."""
+"""The uploaded losses that a trainer has used, and their evaluation on a part of an operation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def custom_loss(loss: CustomLoss, lp_P: Tensor, data: Sequence[ArrayDatum]) -> t
 
 
 def _inputs(loss: CustomLoss, datum: ArrayDatum) -> list[Tensor]:
-    """Copies: nothing that a graph does may reach the batch."""
+    """The loss's inputs as copies, so that a graph cannot change the batch."""
     found = []
     for name, rank in loss.inputs[1:]:
         array = datum.inputs[name]

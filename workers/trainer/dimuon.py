@@ -11,7 +11,7 @@ the gradient, and no bias correction is needed. U V^T comes from Newton-Schulz i
 Tinker's reference says of its Dimuon; the 0.2 sqrt(max(rows, columns)) of arXiv 2502.16982 is not applied. Tinker
 publishes no more than that, so the formula is ours (docs/losses.md).
 
-Invariant: a run's result is bitwise the same whoever else is in the call. Matrices of one shape are batched within a
+Invariant: a run's result is bitwise the same whichever runs share the call. Matrices of one shape are batched within a
 run and never across runs, because a batched product may round differently in a larger batch.
 """
 
@@ -93,7 +93,7 @@ def _move(step: DimuonStep) -> None:
 
 
 def matrices(shape: AdapterShape, flat: Tensor) -> list[Tensor]:
-    """Views [N, rows, columns] of an arena: what is one matrix to the optimizer. An A factor that feeds several
+    """Views [N, rows, columns] of an arena, a matrix each for the optimizer. An A factor that feeds several
     products (qkv, gate and up) is that many matrices of `rank` rows; expert tensors are one matrix per expert. A B
     factor is taken as it lies in memory, [r, out]: the direction of a transpose is the transposed direction."""
     views = []

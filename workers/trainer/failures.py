@@ -1,14 +1,16 @@
-"""What is said of an operation that has failed."""
+"""What the user is told of an operation that has failed, and how running out of memory is recognised."""
 
 from __future__ import annotations
 
 import sys
 import traceback
 
+import torch
+
 from scheduler.links.messages import Failure
 from store.blobs import BadRef, Damaged
 from workers.trainer.optimizer import OptimizerError
-from workers.trainer.progress import BadOperation
+from workers.trainer.progress import BadOperation, Part
 from workers.trainer.state import DamagedState, StateError
 
 
@@ -17,7 +19,7 @@ class NotResident(LookupError):
 
 
 def failure_of(error: Exception) -> Failure:
-    """What the user is told. Everything but a user's own mistake is logged with its trace."""
+    """The failure as the user is told it. Everything but a user's own mistake is logged with its traceback."""
     if isinstance(error, DamagedState):
         return Failure(str(error))
     if isinstance(error, BadOperation | OptimizerError | StateError):
@@ -29,3 +31,26 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, BadRef | OSError):
         return Failure(f"the trainer could not read or write what the operation needs ({type(error).__name__})")
     return Failure(f"{type(error).__name__}: {error}")
+
+
+#: Messages of allocators without an exception class of their own (PyTorch's on a CPU, on Linux and elsewhere).
+_SIGNS = ("can't allocate memory: you tried to allocate", "not enough memory: you tried to allocate", "out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def too_large(part: Part) -> str:
+    """The message for an operation of which a part did not fit in memory even alone."""
+    if part.stop - part.start == 1:
+        return (
+            f"out of memory: datum {part.start} has {part.tokens} tokens, more than this server can train on at once. "
+            "Send shorter sequences, or have the operator give the trainer more memory"
+        )
+    return (
+        f"out of memory: data {part.start} to {part.stop - 1} have {part.tokens} tokens, more than this server can "
+        "train on at once. Send shorter sequences, or have the operator lower [trainer] slice_tokens"
+    )

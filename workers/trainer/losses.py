@@ -6,11 +6,11 @@ lp_P = log p(target) now, q_P = `logprobs` when sampled, A_P = `advantages`, r =
 Formulas: the "Losses" pages of the Tinker docs, whose thresholds are absolute bounds on r, except for
 stable_reinforce, which is ours. docs/losses.md has all of them, with their defaults.
 
-A position that cannot matter is outside an RL loss, and its q reaches no exp (prompt positions often carry a
-placeholder for which exp(lp - q) overflows). In a loss whose every term has the factor A, that is a position with
-A = 0. In one with a quadratic term (dro, stable_reinforce), A = 0 leaves that term, as a group whose rewards are all
-equal must still be held to its sampler: outside is only what has A = 0 and q = 0, as the prompts of Tinker's recipes
-have, which nobody sampled.
+A position that cannot contribute is outside an RL loss, and its q reaches no exp (prompt positions often carry a
+placeholder for which exp(lp - q) overflows). In a loss whose every term has the factor A, these are the positions with
+A = 0. A quadratic term (dro, stable_reinforce) remains at A = 0, because a group whose rewards are all equal must still
+be held to its sampler: there, only positions with A = 0 and q = 0 are outside, as in the prompts of Tinker's recipes,
+which were not sampled.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def stable_reinforce(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tens
     ratio_P = log_ratio_P.detach().exp()
     moved_P = lp_P.detach().exp() - inputs["logprobs"].exp()
     keep_P = (ratio_P >= low) & (ratio_P <= high) & (moved_P * advantages_P.sign() <= limit)
-    # The ratio of a position that is masked may overflow: it must not reach a product.
+    # The ratio of a masked position may overflow: it must not reach a product.
     pull_P = torch.where(keep_P, log_ratio_P, torch.zeros_like(log_ratio_P)).exp() * keep_P * advantages_P
     drift = log_ratio_P.square().sum()
     loss = -pull_P.sum() + _setting("stable_reinforce", "kl_coeff", config) * drift
@@ -138,12 +138,12 @@ LOSS_FUNCTIONS: dict[str, Loss] = {
 
 
 def _pushed(inputs: Inputs) -> Tensor:
-    """bool [P]: what is inside a loss whose every term has the factor A."""
+    """bool [P]: the positions inside a loss whose every term has the factor A."""
     return inputs["advantages"] != 0
 
 
 def _pushed_or_sampled(inputs: Inputs) -> Tensor:
-    """bool [P]: what is inside a loss with a quadratic term, which an advantage of 0 does not end."""
+    """bool [P]: the positions inside a loss with a quadratic term, which remains at an advantage of 0."""
     return (inputs["advantages"] != 0) | (inputs["logprobs"] != 0)
 
 

@@ -1,7 +1,7 @@
 """One forward, the losses, and one backward over parts of many operations.
 
-The losses see only detached log-probabilities of their own part; their gradients are put together and run through the
-decoder once. So an error or a NaN in one operation's loss stays with that operation: its gradient is replaced by zero.
+A loss sees only detached log-probabilities of its own part; the gradients of all losses are concatenated and run
+through the decoder once. So an error or a NaN in one operation's loss stays there: its gradient is replaced by zero.
 
 Shapes: T packed tokens, P target positions (of all parts, in order; K per token with K targets).
 """
@@ -24,11 +24,10 @@ from weft.wire.codec import ArrayDatum
 from workers.model.decoder import FREE, Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
 from workers.trainer.custom_losses import custom_loss
+from workers.trainer.failures import is_out_of_memory
 from workers.trainer.losses import LOSS_FUNCTIONS
-from workers.trainer.metrics import Measure
+from workers.trainer.metrics import Measure, RouteCounter
 from workers.trainer.progress import Part
-from workers.trainer.routing import RouteCounter
-from workers.trainer.shortage import is_out_of_memory
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -71,8 +70,8 @@ class _Packed:
     lora: LoraRows
     rows_P: Tensor
     targets_P: Tensor
-    positions: list[int]  # of each part: how many of P are its own
-    replay_MTK: Tensor | None  # where any datum says which experts to choose
+    positions: list[int]  # target positions of each part
+    replay_MTK: Tensor | None  # the experts to choose; None when no datum names any
 
 
 def _pack(parts: Sequence[Part], device: torch.device) -> _Packed:

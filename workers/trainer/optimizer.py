@@ -1,6 +1,6 @@
 """AdamW on flat arenas: every run keeps its own hyperparameters and step count, all due runs are updated together.
 
-Invariant: a run's result is bitwise the same whoever else is in the call. The fused kernel works element by element,
+Invariant: a run's result is bitwise the same whichever runs share the call. The fused kernel works element by element,
 one tensor after the other, and every reduction (the gradient norm) stays inside one run's arena.
 """
 
@@ -59,10 +59,10 @@ def step_many(steps: Sequence[Step]) -> list[dict[str, float]]:
     """Update every run and return its metrics. Decoupled weight decay and bias correction as torch.optim.AdamW.
 
     Runs with equal hyperparameters share one call of torch's multi-tensor kernel, whatever their steps and clipping;
-    the kernel takes one learning rate and one of everything else. Nothing is lost by that: on a CPU it goes through
-    one arena after the other in any case, and 64 calls cost 0.5 ms more than one, where updating 64 runs of 200,000
-    parameters takes 10 ms. Multi-tensor calls with a number for each run (torch._foreach_mul_ and its like) need ten
-    passes over memory for the kernel's one.
+    the kernel takes one value of each hyperparameter. Separate calls lose little: on a CPU it goes through one arena
+    after the other in any case, and 64 calls cost 0.5 ms more than one, where updating 64 runs of 200,000 parameters
+    takes 10 ms. Multi-tensor calls with a number per run (torch._foreach_mul_ and the like) need ten passes over
+    memory where the kernel needs one.
     """
     if not steps:
         return []
@@ -90,7 +90,7 @@ def clip_gradients(grads: Sequence[Tensor], limits: Sequence[float]) -> list[flo
 
 
 def step_metrics(grad_norm: float, learning_rate: float, steps_before: int) -> dict[str, float]:
-    """What every optimizer tells of a step; `grad_norm` is the norm before clipping."""
+    """The metrics of a step, for every optimizer; `grad_norm` is the norm before clipping."""
     return {
         "grad_norm:mean": grad_norm,
         "learning_rate:mean": learning_rate,

@@ -1,8 +1,8 @@
 """From slices of operations to microbatches.
 
 Rule: a slice is cut into parts at points that depend on its own data alone, each part is one LoRA group, and parts keep
-their order. So a run's sums are made of the same terms in the same order whoever shares the microbatches, and nothing
-is padded. Example, cap 8: slices A (data of 3, 3, 4 tokens) and B (5) give parts A1 (3, 3), A2 (4), B1 (5) and
+their order. So a run's sums have the same terms in the same order whichever runs share the microbatches, and nothing is
+padded. Example, cap 8: slices A (data of 3, 3, 4 tokens) and B (5) give parts A1 (3, 3), A2 (4), B1 (5) and
 microbatches [A1], [A2] [B1] as 6, 4, 5 tokens: A2 + B1 would be 9.
 """
 
@@ -30,8 +30,7 @@ def cut(lengths: Sequence[int], start: int, stop: int, cap_tokens: int) -> list[
 
 
 def pack(parts: Sequence[PartT], tokens_of: Callable[[PartT], int], cap_tokens: int) -> list[list[PartT]]:
-    """Microbatches of at most `cap_tokens` (or of one part that is larger), in the order of the parts. Anything that
-    has a size can be packed."""
+    """Microbatches of at most `cap_tokens` (or of one part that is larger), in the order of the parts."""
     batches: list[list[PartT]] = []
     room = 0
     for part in parts:

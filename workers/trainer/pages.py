@@ -1,8 +1,8 @@
-"""Where the state of runs is while it is not in the machine that computes: in the host's memory, then on disk.
+"""Run states that are paged out of the computing memory: in the host's memory first, then on disk.
 
-The host's memory is a tier of its own only for a trainer on a device; a trainer on the CPU pages to disk directly. Page
-files belong to one process and are worth nothing after it: a lost trainer is rebuilt from the journal. So they are
-never flushed, and whatever is in the folder at the start may be deleted.
+The host's memory is a tier only for a trainer on a device; a trainer on the CPU pages to disk directly. Page files are
+worth nothing after their process: a lost trainer is rebuilt from the journal. So they are never flushed to the disk,
+and files found in the folder at the start may be deleted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ class PageError(RuntimeError):
 
 
 class PageStore:
-    """Pages by the id of their run; a page is some flat float32 tensors. At most `host_bytes` stay in memory, the least
-    recently used go to files in `folder`, which is made when first needed. Not thread safe: belongs to the pager's
-    thread."""
+    """Pages by the id of their run; a page is a list of flat float32 tensors. At most `host_bytes` stay in memory, the
+    least recently used go to files in `folder`, which is made when needed. Not thread safe: for the pager's thread."""
 
     def __init__(self, folder: Path, host_bytes: int = 0) -> None:
         self._folder, self._host_bytes = folder, host_bytes
@@ -84,7 +83,7 @@ class PageStore:
             self._forget_host(run_id)
 
     def _write(self, run_id: str, pieces: Sequence[Tensor]) -> None:
-        """Aside and then in place: a disk that is full costs no page."""
+        """Write beside the older file, then replace it: a full disk loses no page."""
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"{os.getpid()}-{next(_names)}.page"
         try:

@@ -1,8 +1,8 @@
 """One forward or forward_backward operation while it is being computed, possibly over several passes.
 
-Its gradient gathers apart from the run's (`RunState.gradient_of`), under the operation's own name, and reaches the
-run's only when the whole operation has succeeded: an operation that fails leaves its run as it was, and whatever else
-the run has in the same pass never touches it.
+Its gradient is accumulated under the operation's own id (`RunState.gradient_of`) and added to the run's only when the
+whole operation has succeeded. So an operation that fails leaves its run as it was, and other operations of the run in
+the same pass never touch it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from weft.wire.limits import ModelLimits
 from scheduler.links.messages import Failure, OpKind, TrainOp
 from workers.model.adapter import Adapter
 from workers.model.config import DecoderConfig
-from workers.trainer.metrics import Measure, merge_measures, metric_values
-from workers.trainer.routing import balance_metrics
+from workers.trainer.metrics import Measure, balance_metrics, merge_measures, metric_values
 from workers.trainer.state import PartDone, RunState
 
 
@@ -55,7 +54,7 @@ class Progress:
 
     @property
     def grad(self) -> Adapter | None:
-        """Where its gradient gathers, for an operation that trains; the run must be in memory."""
+        """The arena that accumulates its gradient, if it trains; the run must be in memory."""
         return self.run.gradient_of(self.op.op_id) if self.trains else None
 
     def abandon(self) -> None:
@@ -63,7 +62,7 @@ class Progress:
         self.run.give_up(self.op.op_id)
 
     def part_done(self) -> PartDone:
-        """What a snapshot must hold for another trainer to go on from here."""
+        """What a snapshot must hold for another trainer to continue the operation from here."""
         return PartDone(
             op_id=self.op.op_id,
             stop=self.parts[-1].stop,
@@ -74,7 +73,7 @@ class Progress:
         )
 
     def go_on_from(self, done: PartDone) -> None:
-        """What another trainer has computed of this operation is done; its gradient is in the run already."""
+        """Take over what another trainer has computed of this operation; its gradient is in the run already."""
         self.parts = [Part(self, start, stop, tokens) for start, stop, tokens in done.parts]
         self.tokens = sum(part.tokens for part in self.parts)
         self.outputs, self.experts_LE = list(done.outputs), done.experts_LE

@@ -1,9 +1,9 @@
-"""Which runs are in the memory that computes, and the traffic of the others.
+"""Which runs are in the computing memory, and the paging of the others.
 
-Rule: runs that are held (those of the work at hand) stay; when room is needed, the least recently held of the others
-goes. It is written back only if it has changed since its page was written. One thread moves the bytes, in the order in
-which this class asks for it, so a page is always written before it is read and room is free before it is filled.
-Callers belong to one other thread. A run that comes back is bitwise what went.
+Rule: runs that are held (those of the pass in progress) stay; when memory is needed, the least recently held of the
+others is evicted. It is written back only if it has changed since its page was written. One thread moves the bytes, in
+the order of the requests, so a page is written before it is read and memory is free before it is filled. All calls come
+from one other thread. A run that is paged in is bitwise what was paged out.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from workers.trainer.packing import pack
 from workers.trainer.pages import PageStore
 from workers.trainer.state import RunState
 
-#: What is brought in for a run: its arena, the gradients of operations that are apart, and whether this is in a page as
-#: well.
+#: A run paged in: its arena, the separate gradients of open operations, and whether its page still holds the same.
 Loaded = tuple[Arena, list[Tensor], bool]
 ResultT = TypeVar("ResultT")
 
 
 def waves(sizes: Mapping[str, int], budget_bytes: int) -> list[list[str]]:
-    """Cut the runs of a pass, in their order, into sets that fit the budget: all at once, or by halves of it, so that
-    one set can come in while the one before computes. A run larger than that is a set of its own."""
+    """Cut the runs of a pass, in their order, into sets that fit the budget: one set, or sets of half the budget, so
+    that the next can be paged in while one computes. A run larger than that is a set of its own."""
     if sum(sizes.values()) <= budget_bytes:
         return [list(sizes)] if sizes else []
     return pack(list(sizes), sizes.__getitem__, budget_bytes // 2)
@@ -46,19 +45,19 @@ class Residency:
     def __init__(self, budget_bytes: int, store: PageStore, device: torch.device) -> None:
         self.budget_bytes = budget_bytes
         self.page_ins = self.page_outs = self.write_backs = 0
-        self.waited_s = 0.0  # for runs that had not come yet
+        self.waited_s = 0.0  # for runs that were still being paged in
         self._device, self._store = device, store
         self._arenas = Arenas(budget_bytes, device)
         self._here: OrderedDict[str, RunState] = OrderedDict()  # in memory or on the way; least recently held first
         self._coming: dict[str, Future[Loaded]] = {}
         self._held: frozenset[str] = frozenset()
         self._used_bytes = 0
-        self._stuck: dict[str, Loaded] = {}  # could not be written: kept in memory after all
+        self._stuck: dict[str, Loaded] = {}  # could not be written back: kept in memory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pager")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def hold(self, runs: Iterable[str]) -> None:
-        """From now on these runs, in the order in which they will be needed, are the ones that stay."""
+        """Keep these runs in memory, and no others, from now on; in the order in which they will be needed."""
         order = list(dict.fromkeys(runs))
         self._held = frozenset(order)
         for run_id in order:
@@ -66,7 +65,7 @@ class Residency:
                 self._here.move_to_end(run_id)
 
     def fetch(self, run: RunState) -> None:
-        """Begin to bring a run in, if it is not here, without waiting."""
+        """Begin to page a run in, if it is not in memory, without waiting."""
         run_id = run.spec.run_id
         if run_id in self._here:
             return
@@ -102,12 +101,12 @@ class Residency:
         return self._submit(lambda: self._arenas.take(kind)).result()
 
     def add(self, run: RunState) -> None:
-        """A run with an arena from `take`, in place of the one of that id, if there is one."""
+        """Add a run with an arena from `take`; it replaces the run of that id, if there is one."""
         self.forget(run.spec.run_id)
         self._enter(run)
 
     def forget(self, run_id: str) -> None:
-        """The run is gone: its arena is free and its page is deleted."""
+        """Drop a run: free its arena and delete its page."""
         coming = self._coming.pop(run_id, None)
         run = self._here.get(run_id)
         if run is not None:
@@ -119,7 +118,7 @@ class Residency:
         self._submit(lambda: self._drop(run_id))
 
     def squeeze(self) -> None:
-        """Give back all memory that the work at hand does not need."""
+        """Free all memory that the held runs do not need."""
         while (run := self._victim()) is not None:
             self._evict(run)
         self._submit(self._arenas.trim).result()
@@ -128,7 +127,7 @@ class Residency:
         return run_id in self._here
 
     def settle(self) -> None:
-        """Wait until nothing is on its way."""
+        """Wait until all requested moves are done."""
         self._submit(lambda: None).result()
 
     @property
@@ -177,15 +176,15 @@ class Residency:
     # What follows runs in the pager's thread.
 
     def _submit(self, work: Callable[[], ResultT]) -> Future[ResultT]:
-        """Run `work` after all that was submitted before, and after what the device has been given so far."""
+        """Run `work` after all work submitted before it, and after what the device was given until now."""
         if self._stream is None:
             return self._thread.submit(work)
         given = torch.cuda.current_stream(self._device).record_event()
         return self._thread.submit(self._beside, given, work)
 
     def _beside(self, given: torch.cuda.Event, work: Callable[[], ResultT]) -> ResultT:
-        """Copies go beside the computing and are over when this returns. Arenas are allocated on this stream as well: a
-        block that the computing has freed, and may still be writing to, never becomes one."""
+        """Run `work` on a stream beside the computing; its copies are complete on return. Arenas are allocated on this
+        stream too, so that a block which the computing stream has freed, and may still write to, never becomes one."""
         assert self._stream is not None
         given.synchronize()
         with torch.cuda.stream(self._stream):

@@ -3,7 +3,8 @@
 A checkpoint holds the adapter and, unless it is for sampling, the optimizer: loading it and going on is bitwise the
 same as never having stopped. A gradient accumulated since the last optimizer step is not part of it (as in Tinker):
 save after `optim_step`, or repeat the `forward_backward`s after loading. A snapshot, from which the service rebuilds a
-run, holds that gradient too, and whatever is computed of an operation that is not complete.
+run, holds that gradient too, and the finished part of an operation that is not complete. An export is the adapter in a
+form that other tools read.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 from torch import Tensor
+from weft.wire import SaveWeightsExternalRequest
 from weft.wire.codec import decode_train_output, encode_train_output
 
 from scheduler.links.messages import RunSpec
 from store.blobs import Blobs, Damaged, is_lasting
 from workers.model.adapter import Adapter, AdapterFileError, AdapterShape, LoadedAdapter, load_adapter, save_adapter
 from workers.model.config import DecoderConfig
+from workers.model.encryption import encrypt_folder, parse_recipients
+from workers.model.peft_format import write_export
 from workers.trainer.arena import Arena, ArenaKind, TakeArena
 
 
@@ -32,21 +36,21 @@ class StateError(ValueError):
 
 
 class DamagedState(StateError):
-    """A checkpoint that is not what was written: nobody's fault but the disk's."""
+    """A checkpoint is not what was written: a fault of the disk, not of the user."""
 
 
-#: What a snapshot holds beside a checkpoint: the gradient since the last step, and of an operation that is not complete
-#: its gradient, the experts' loads, its outputs and the rest.
+#: What a snapshot holds beyond a checkpoint: the gradient since the last step; and the gradient, tokens per expert,
+#: outputs and other fields of an operation that is not complete.
 GRADIENT, PART_GRADIENT, PART_EXPERTS = "gradient", "part_gradient", "part_experts"
 OUTPUTS_FILE, PART_FILE = "part_outputs.pb", "part.json"
 
-#: What a checkpoint calls the moments of each optimizer, in the order m, v.
+#: Names of each optimizer's moments in a checkpoint, in the order m, v.
 MOMENTS = {"adamw": ("adam_m", "adam_v"), "dimuon": ("dimuon_m",)}
 
 
 @dataclass(frozen=True)
 class PartDone:
-    """What is computed of an operation that is not complete, but for its gradient: the data up to `stop`, in `parts`
+    """The finished part of an operation that is not complete, without its gradient: the data up to `stop`, in `parts`
     (start, stop, tokens) as they were computed; an output per datum; `measures` as (total, weight)."""
 
     op_id: str
@@ -62,12 +66,12 @@ class RunState:
     """`step` counts optimizer steps made. `last_seq` is the last operation that changed the run, `saved_seq`
     the last whose change needs no replay, and `unsaved_tokens` counts the tokens trained since the last snapshot.
 
-    `arena` is None while the run is paged out (residency.py); what needs it may be asked only when it is there. The
-    gradient's section holds the accumulated gradient, with `has_grad`, or gathers that of the operation `gathering`.
-    `apart` are the gradients of operations that began while the section was taken, by operation. `dirty` is set when
-    something has changed since the run's page was written; `paged_gradient` and `paged_apart` say what the page holds
-    besides weights and moments. `part` came with a snapshot and waits for the rest of its operation. `saved_at` is when
-    the run was last the same as a snapshot, by time.monotonic."""
+    `arena` is None while the run is paged out (residency.py). Its gradient section holds the accumulated gradient, if
+    `has_grad`, or accumulates that of the operation with id `gathering`. `apart` has the gradients of operations that
+    began while the section was in use, by operation id. `dirty`: something has changed since the run's page was
+    written; `paged_gradient` and `paged_apart` say what the page holds besides weights and moments. `part` came with a
+    snapshot and waits for the rest of its operation. `saved_at`: when the run was last equal to a snapshot, in seconds
+    of time.monotonic."""
 
     spec: RunSpec
     kind: ArenaKind
@@ -104,7 +108,7 @@ class RunState:
 
     @property
     def grad(self) -> Adapter | None:
-        """What is accumulated; None is a gradient of zero."""
+        """The accumulated gradient; None stands for zero."""
         return self._here.gradient if self.has_grad else None
 
     @property
@@ -113,16 +117,16 @@ class RunState:
 
     @property
     def own_grad(self) -> Adapter:
-        """The section for a gradient, whatever is in it."""
+        """The gradient section of the arena, whatever it holds."""
         return self._here.gradient
 
     def gathers(self, op_id: str) -> bool:
-        """Whether anything of this operation's gradient is here."""
+        """Whether this run holds a gradient of the operation."""
         return op_id == self.gathering or op_id in self.apart
 
     def gradient_of(self, op_id: str) -> Adapter:
-        """Where the gradient of one operation gathers, whichever pass it is in: zeros when first asked for, then what
-        has been added. `accumulate` or `give_up` ends it."""
+        """The arena that accumulates the gradient of one operation, across its passes; zeros at the first call.
+        `accumulate` or `give_up` ends it."""
         arena = self._here
         self.dirty = True
         if op_id == self.gathering:
@@ -136,7 +140,7 @@ class RunState:
         return self.apart[op_id]
 
     def accumulate(self, op_id: str) -> None:
-        """Add the gradient of an operation, which is complete."""
+        """Add the gradient of a complete operation to the run's."""
         mine, grad = self._here.gradient, self.gradient_of(op_id)
         if grad is mine:
             self.gathering = ""
@@ -152,15 +156,14 @@ class RunState:
         self.has_grad = True
 
     def give_up(self, op_id: str) -> None:
-        """The operation has failed, or will never be complete: nothing is left of its gradient. The run must be in
-        memory."""
+        """Drop the gradient of an operation that has failed or will never be complete. The run must be in memory."""
         if self.gathers(op_id):
             self.dirty = True
             self.apart.pop(op_id, None)
             self.gathering = "" if op_id == self.gathering else self.gathering
 
     def due_grad(self) -> Tensor:
-        """What the optimizer steps by, zeros if nothing is accumulated. `stepped` follows."""
+        """The gradient for an optimizer step, zeros if nothing is accumulated. Call `stepped` afterwards."""
         self.dirty = True
         gradient = self._here.gradient.flat
         return gradient if self.has_grad else gradient.zero_()
@@ -193,7 +196,7 @@ def create_run(spec: RunSpec, config: DecoderConfig, take: TakeArena) -> RunStat
 
 
 def _fresh(spec: RunSpec, kind: ArenaKind, adapter: Adapter, take: TakeArena) -> RunState:
-    """A run with these weights and nothing behind it: all that it will read is written here."""
+    """A run with these weights and zero moments: every section that it reads is written here."""
     arena = take(kind)
     arena.weights.flat.copy_(adapter.flat)
     arena.m.zero_()
@@ -211,7 +214,7 @@ def save_run(run: RunState, blobs: Blobs, ref: str, *, with_optimizer: bool) -> 
 
 
 def save_snapshot(run: RunState, part: PartDone | None, blobs: Blobs, ref: str) -> None:
-    """Write all that the run is, with what is computed of an operation that is not complete."""
+    """Write the whole state of the run, with the finished part of an operation that is not complete."""
     extra, details = _moments_of(run), {"optimizer": run.spec.optimizer, "step": run.step}
     if run.grad is not None:
         extra[GRADIENT] = run.grad.flat
@@ -226,7 +229,7 @@ def _moments_of(run: RunState) -> dict[str, Tensor]:
 
 
 def _save_part(run: RunState, part: PartDone, folder: Path) -> dict[str, Tensor]:
-    """Write what is no tensor of it; the tensors are returned."""
+    """Write all but its tensors, which are returned."""
     fields = {"op_id": part.op_id, "stop": part.stop, "parts": part.parts, "measures": part.measures}
     (folder / PART_FILE).write_text(json.dumps(fields))
     (folder / OUTPUTS_FILE).write_bytes(encode_train_output(part.outputs, {}))
@@ -254,8 +257,8 @@ def load_run(
 ) -> RunState:
     """The run as checkpoint or snapshot `ref` holds it; without the optimizer its moments and step count start at zero.
 
-    Raises StateError when it is missing, of another base model, rank, alpha or targets, and its DamagedState when it is
-    not what was written; OSError when it cannot be read for now.
+    Raises StateError when it is missing or of another base model, rank, alpha or targets; DamagedState when it is not
+    what was written; OSError when it cannot be read for now.
     """
     kind = kind_of(spec, config)
     try:
@@ -266,7 +269,7 @@ def load_run(
             raise
         if isinstance(error, Damaged):
             raise DamagedState(f"the checkpoint is damaged on the server's disk: {error}") from error
-        # The path on this machine is nobody's business.
+        # Users must not learn the path on this machine.
         reason = str(error).replace(str(blobs.path(ref)), "checkpoint")
         raise StateError(f"the checkpoint cannot be read: {reason}") from error
     if loaded.base_model != spec.base_model:
@@ -308,3 +311,17 @@ def _check_same(spec: RunSpec, adapter: Adapter) -> None:
     ):
         if abs(have - need) > 1e-6 * abs(need):
             raise StateError(f"the checkpoint has LoRA {name} {have}, the run {need}")
+
+
+def save_external(run: RunState, blobs: Blobs, ref: str, body: bytes) -> int:
+    """Write the adapter as an export (`peft_format`) at `ref`, encrypted where `body` names recipients. Returns its
+    size in bytes."""
+    request = SaveWeightsExternalRequest.model_validate_json(body)
+    recipients = parse_recipients(request.age_encryption_recipients or [])
+    adapter, spec = run.adapter, run.spec
+    arrays = {name: view.cpu().numpy() for name, view in adapter.views.items()}
+    with blobs.new_folder(ref) as folder:
+        write_export(folder, arrays, base_model=spec.base_model, rank=spec.rank, alpha=adapter.scale * adapter.rank)
+        if recipients:
+            encrypt_folder(folder, recipients)
+    return blobs.size_bytes(ref)

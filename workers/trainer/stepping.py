@@ -15,9 +15,9 @@ from workers.trainer.state import RunState
 
 def step_runs(due: Sequence[tuple[RunState, bytes]]) -> list[bytes | Exception]:
     """Update every run with its accumulated gradient (zero if there is none) by the OptimStepRequest in its body, and
-    clear the gradient. Each run gets the encoded result, or the error that kept it as it was.
+    clear the gradient. Returns for each run the encoded result, or the error that left it unchanged.
 
-    An error of the update itself is not caught: runs may be half updated, and a lost trainer is rebuilt by replay."""
+    An error of the update itself is not caught: runs may be half updated, and only a rebuild by replay is safe."""
     results: list[bytes | Exception] = []
     adams: dict[int, Step] = {}
     dimuons: dict[int, DimuonStep] = {}
@@ -42,7 +42,7 @@ def step_runs(due: Sequence[tuple[RunState, bytes]]) -> list[bytes | Exception]:
 
 
 def _params(run: RunState, body: bytes) -> Adam | Dimuon:
-    """The parameters of a step, which must be those of the run's own optimizer."""
+    """The parameters of a step, checked to be for the run's own optimizer."""
     try:
         request = OptimStepRequest.model_validate_json(body)
         if run.spec.optimizer == "dimuon" and request.optimizer_params is not None:

@@ -6,8 +6,8 @@ update. Runs never wait for each other's kind of work longer than a stage, and o
 A pass whose runs do not fit in memory together is executed in waves that do.
 
 Invariants: what a run gets does not depend on the other runs in the pass; an operation that fails leaves its run as it
-was; nothing is random, so replaying a run's operations rebuilds it bit for bit. A run that would not be what it was is
-never computed with: it is set aside, and what it still had to do in the pass is left out.
+was; nothing is random, so replaying a run's operations rebuilds it bit for bit. A run whose state could differ from
+that is never computed with: it is set aside, and its remaining operations in the pass are left out.
 """
 
 from __future__ import annotations
@@ -19,45 +19,39 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import msgspec
 import torch
 
+from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, Failure, OpKind, Pass, PassOver, RunSpec, SetAside, Snapshot, TrainOp
 from store.blobs import Blobs, is_lasting
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Computing
 from workers.trainer.custom_losses import CustomLosses
-from workers.trainer.external import save_external
 from workers.trainer.failures import NotResident, failure_of
 from workers.trainer.pages import PageError
 from workers.trainer.progress import Progress, begin
 from workers.trainer.residency import resident_within, waves
-from workers.trainer.state import RunState, StateError, create_run, kind_of, load_run, save_run, save_snapshot
+from workers.trainer.state import (
+    RunState,
+    StateError,
+    create_run,
+    kind_of,
+    load_run,
+    save_external,
+    save_run,
+    save_snapshot,
+)
 from workers.trainer.stepping import step_runs
 
 Send = Callable[[msgspec.Struct], None]
 COMPUTE = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
-#: While a run is rebuilt, and until what it had to do when a trainer was lost is done, its state is saved this often:
-#: trainers that do not live long must get further all the same.
+#: While a run is rebuilt, and until the operations that were pending when its trainer was lost are done, its state is
+#: saved this often, so that even trainers which die again soon make progress.
 SAVE_AGAIN_S = 2.0
-
-
-@dataclass(frozen=True)
-class TrainerSettings:
-    """`microbatch_tokens` caps what is computed at once: memory grows with it, and beyond some 2k tokens a CPU gets
-    slower. After `snapshot_every_tokens` trained tokens a run's state is saved, at an optimizer step or at the end of
-    a pass, which bounds how much a lost trainer has to replay. The states of runs take up to `resident_bytes` of the
-    memory that computes, and, where that is a device's, `host_bytes` of the host's; 0: half of what is free at the
-    start."""
-
-    microbatch_tokens: int = 2048
-    snapshot_every_tokens: int = 65536
-    resident_bytes: int = 0
-    host_bytes: int = 0
 
 
 class Trainer:
@@ -68,17 +62,17 @@ class Trainer:
         self,
         models: Mapping[str, Decoder],
         blobs: Blobs,
-        settings: TrainerSettings | None = None,
+        bounds: TrainerBounds | None = None,
         pages_dir: Path | None = None,
     ) -> None:
-        self.models, self.blobs, self.settings = dict(models), blobs, settings or TrainerSettings()
+        self.models, self.blobs, self.bounds = dict(models), blobs, bounds or TrainerBounds()
         self.runs: dict[str, RunState] = {}
         device = next((decoder.device for decoder in self.models.values()), torch.device("cpu"))
         self.residency = resident_within(
-            self.settings.resident_bytes, self.settings.host_bytes, pages_dir or blobs.root.with_name("pages"), device
+            self.bounds.resident_bytes, self.bounds.host_bytes, pages_dir or blobs.root.with_name("pages"), device
         )
         self._open: dict[str, Progress] = {}  # operations with slices still to come, by their id
-        self._aside: dict[str, SetAside] = {}  # runs that do nothing more in this pass
+        self._aside: dict[str, SetAside] = {}  # runs that take no further part in this pass
         self._custom_losses = CustomLosses(blobs)
 
     def execute(self, pass_: Pass, send: Send) -> None:
@@ -108,9 +102,9 @@ class Trainer:
             self._snapshot(run, send)
 
     def _waves(self, queues: dict[str, deque[TrainOp]], soon: list[str]) -> Iterator[list[str]]:
-        """The runs of the pass in sets that fit in memory, each on its way when it is given out, and the next behind
-        it; behind the last one the runs of the next pass. Those that are here come first: what they compute hides how
-        long the others take to come."""
+        """The runs of the pass in sets that fit in memory. Each set, and the next behind it, is being paged in when it
+        is given out; behind the last come the runs of the next pass. Runs in memory go first: computing them hides the
+        time that the others take to be paged in."""
         here_first = sorted(queues, key=lambda run_id: not self.residency.is_here(run_id))
         sizes = {run_id: self._size(queues[run_id][0]) for run_id in here_first}
         sets = waves(sizes, self.residency.budget_bytes)
@@ -124,13 +118,13 @@ class Trainer:
         self.residency.hold([])
 
     def _fitting(self, run_ids: list[str], beside: int) -> list[str]:
-        """As many of these runs as fit in memory beside so many bytes."""
+        """As many of these runs as fit in memory beside `beside` bytes."""
         room = self.residency.budget_bytes - beside
         sizes = [self.runs[run_id].kind.size_bytes if run_id in self.runs else 0 for run_id in run_ids]
         return [run_id for run_id, total in zip(run_ids, accumulate(sizes), strict=True) if total <= room]
 
     def _size(self, op: TrainOp) -> int:
-        """Bytes of memory that the run of `op` takes, or, if it is to be created, will take."""
+        """Bytes of memory that the run of `op` takes, or will take once it is created."""
         run, spec = self.runs.get(op.run_id), op.spec
         if run is not None:
             return run.kind.size_bytes
@@ -165,11 +159,11 @@ class Trainer:
         self.residency.forget(run_id)
 
     def _begun(self, run_id: str) -> list[Progress]:
-        """The operations of a run that have slices to come."""
+        """The operations of a run whose last slice has not come yet."""
         return [progress for progress in self._open.values() if progress.op.run_id == run_id and not progress.ended]
 
     def _abandon(self, op: TrainOp) -> None:
-        """Whatever other operation of the run has slices to come, it will get none: this one has come instead."""
+        """Give up the run's other open operations: since `op` has come instead, their remaining slices never will."""
         for progress in self._begun(op.run_id):
             self._bring(progress.run)
             progress.abandon()
@@ -185,8 +179,8 @@ class Trainer:
         self.residency.need(run)
 
     def _failed(self, op: TrainOp, error: Exception, send: Send) -> None:
-        """An operation cannot be executed. A disk that does not answer is no answer to a client: the run waits. And a
-        replay that fails would leave another run than was lost."""
+        """An operation cannot be executed. If the disk does not answer, the run is set aside and tried again; if a
+        replay fails, it is set aside for good, since it would not be the run that was lost. Else the client is told."""
         if not is_lasting(error):
             reason = f"operation {op.seq}: {type(error).__name__}, {os.strerror(getattr(error, 'errno', None) or 5)}"
             self._aside[op.run_id] = SetAside(op.run_id, reason, kept=not op.replay)
@@ -223,7 +217,7 @@ class Trainer:
         facts["version"] = run.step
         _answer(op, send, b"", facts, None)
         if not op.replay and run.unsaved and op.source_ref:
-            # The source may be deleted by its owner: from here on the run must not need it.
+            # The owner may delete the source: from here on the run must not need it.
             self._snapshot(run, send)
 
     def _body(self, op: TrainOp) -> bytes:
@@ -255,7 +249,7 @@ class Trainer:
 
     def _compute(self, ops: list[TrainOp], send: Send) -> int:
         """The forwards and backwards of a stage, packed. Returns the tokens computed."""
-        computing = Computing(self.settings.microbatch_tokens, self._bring, self.residency.squeeze)
+        computing = Computing(self.bounds.microbatch_tokens, self._bring, self.residency.squeeze)
         for op in ops:
             if op.run_id in self._aside:
                 continue
@@ -331,11 +325,11 @@ class Trainer:
                 self._snapshot(run, send)
 
     def _is_due(self, run: RunState, again: bool) -> bool:
-        """Whether the run's state is to be saved; `again` says that it was lost with a trainer before."""
+        """Whether the run's state is to be saved; `again`: it is being rebuilt after a trainer was lost."""
         if any(progress.failure is not None for progress in self._begun(run.spec.run_id)):
-            return False  # it is about to end, and leaves nothing behind
+            return False  # the failed operation is about to end and leaves nothing to save
         often = again and time.monotonic() - run.saved_at >= SAVE_AGAIN_S
-        return self._is_changed(run) and (often or run.unsaved_tokens >= self.settings.snapshot_every_tokens)
+        return self._is_changed(run) and (often or run.unsaved_tokens >= self.bounds.snapshot_every_tokens)
 
     def _is_changed(self, run: RunState) -> bool:
         return run.unsaved or any(progress.parts for progress in self._begun(run.spec.run_id))
@@ -344,7 +338,7 @@ class Trainer:
         run_id = run.spec.run_id
         part = next((progress.part_done() for progress in self._begun(run_id) if progress.parts), run.part)
         name = f"runs/{run_id}/state-{run.last_seq}" + (f".{part.stop}" if part is not None else "")
-        # One that is there may be what the journal names: it stays whole until this one is known.
+        # A snapshot of that name may be the journal's current one: it stays until the journal knows the new one.
         ref = f"{name}-{secrets.token_hex(4)}" if self.blobs.exists(name) else name
         try:
             save_snapshot(run, part, self.blobs, ref)
@@ -370,7 +364,7 @@ class Trainer:
 
 
 def _leading(queues: dict[str, deque[TrainOp]], kinds: tuple[OpKind, ...], at_most: int = sys.maxsize) -> list[TrainOp]:
-    """Take from every run the operations of these kinds that are next."""
+    """Take from the head of every run's queue the operations of these kinds."""
     taken: list[TrainOp] = []
     for queue in queues.values():
         count = 0

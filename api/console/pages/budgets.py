@@ -22,7 +22,6 @@ from api.http.access import declare
 from api.routes.money import change_budget, delete_budget
 from api.state.service import ServiceDep
 from billing.budgets import BudgetState, states
-from store.people import LIMITS
 from store.tables import ApiKey, Project
 
 router = APIRouter(route_class=ConsoleRoute)
@@ -42,7 +41,7 @@ async def budgets(
     """`of` is what the form of rate limits begins with."""
     viewer.need("admin", "billing:read")
     limits = await limits_shown(service, viewer)
-    chosen = next((entry for entry in limits if entry["of"] == of), {"of": of, **dict.fromkeys(LIMITS)})
+    chosen = next((shown.row for shown in limits if shown.of == of), None)
 
     def read(session: Session) -> dict[str, Any]:
         org_id = viewer.org_id
@@ -56,7 +55,7 @@ async def budgets(
             "alerts": alerts_of(session, viewer, SHOWN_ALERTS),
         }
 
-    return page(request, "budgets.html", viewer, limits=limits, chosen=chosen, **await service.read(read))
+    return page(request, "budgets.html", viewer, limits=limits, of=of, chosen=chosen, **await service.read(read))
 
 
 @router.post("/budgets", **declare(scope="public", limit="poll"))

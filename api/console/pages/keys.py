@@ -9,6 +9,7 @@ from fastapi import APIRouter, Form, Request, Response
 from fastapi.responses import HTMLResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
+from weft.wire.organisation import ApiKeyRow
 
 from api.console.forms import as_json
 from api.console.lists import names
@@ -66,21 +67,24 @@ async def revoke(service: ServiceDep, viewer: ViewerDep, key_id: str) -> Respons
 
 
 async def _read(service: Service, viewer: Viewer) -> dict[str, Any]:
-    found = (await list_keys(service, viewer.who))["keys"]
+    found = (await list_keys(service, viewer.who)).keys
     now = datetime.now(UTC)
-    for key in found:
-        gone = key["expires_at"] is not None and key["expires_at"] <= now
-        key["state"] = "revoked" if key["revoked_at"] else "expired" if gone else "active"
 
     def read(session: Session) -> dict[str, Any]:
         projects = select(Project).where(visible_projects(viewer.who)).filter_by(archived_at=None)
         return {
-            "users": names(session, viewer.org_id, "user", {key["user_id"] for key in found}),
-            "project_names": names(session, viewer.org_id, "project", {key["project_id"] for key in found}),
+            "users": names(session, viewer.org_id, "user", {key.user_id for key in found}),
+            "project_names": names(session, viewer.org_id, "project", {key.project_id for key in found}),
             "projects": list(session.scalars(projects.order_by(Project.name))),
             "members": [user for _, user in members(session, viewer.org_id)] if viewer.may(ADMIN) else [],
         }
 
-    good = [key for key in found if key["state"] == "active"]
-    ended = [key for key in found if key["state"] != "active"]
+    good = [key for key in found if _state(key, now) == "active"]
+    ended = [(key, _state(key, now)) for key in found if _state(key, now) != "active"]
     return {"keys": good, "ended": ended[:50], "scopes": sorted(viewer.who.scopes), **await service.read(read)}
+
+
+def _state(key: ApiKeyRow, now: datetime) -> str:
+    if key.revoked_at is not None:
+        return "revoked"
+    return "expired" if key.expires_at is not None and key.expires_at <= now else "active"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated
 
 from fastapi import APIRouter, Form, Request, Response
 from sqlalchemy.orm import Session
+from weft.wire.organisation import RateLimitsRow
 
 from api.console.forms import as_json
 from api.console.lists import names
@@ -45,26 +47,34 @@ async def set_limits(
     return say("Rate limits set: they hold within seconds")
 
 
-async def limits_shown(service: Service, viewer: Viewer) -> list[dict[str, Any]]:
-    """The limits that are set, with a title and, where they can be changed, how the form names what they limit."""
-    found = (await rate_limits(service, viewer.who))["limits"]
+@dataclass(frozen=True)
+class ShownLimits:
+    """The limits of one thing; `of` is how the form names it, empty where they cannot be changed."""
 
-    def read(session: Session) -> list[dict[str, Any]]:
+    row: RateLimitsRow
+    of: str
+    title: str
+
+
+async def limits_shown(service: Service, viewer: Viewer) -> list[ShownLimits]:
+    """The limits that are set."""
+    found = (await rate_limits(service, viewer.who)).limits
+
+    def read(session: Session) -> list[ShownLimits]:
         called = {
             "project": names(session, viewer.org_id, "project", _ids(found, "project")),
             "key": names(session, viewer.org_id, "key", _ids(found, "key")),
         }
-        return [entry | _named(entry, called) for entry in found]
+        return [_shown(row, called) for row in found]
 
     return await service.read(read)
 
 
-def _ids(found: list[dict[str, Any]], scope: str) -> list[str]:
-    return [entry["id"] for entry in found if entry["scope"] == scope]
+def _ids(found: list[RateLimitsRow], scope: str) -> list[str]:
+    return [row.id for row in found if row.scope == scope]
 
 
-def _named(entry: dict[str, Any], called: dict[str, dict[str | None, str]]) -> dict[str, str]:
-    scope, id = entry["scope"], entry["id"]
-    if scope not in called:
-        return {"of": "", "title": "The whole organisation"}
-    return {"of": f"{scope}:{id}", "title": f"{scope.capitalize()} {called[scope][id]}"}
+def _shown(row: RateLimitsRow, called: dict[str, dict[str | None, str]]) -> ShownLimits:
+    if row.scope not in called:
+        return ShownLimits(row, "", "The whole organisation")
+    return ShownLimits(row, f"{row.scope}:{row.id}", f"{row.scope.capitalize()} {called[row.scope][row.id]}")

@@ -35,8 +35,8 @@ MEANING = {
 @router.get("/members", **declare(scope="public", limit="poll"))
 async def members(request: Request, service: ServiceDep, viewer: ViewerDep) -> HTMLResponse:
     viewer.need("admin")
-    found = (await list_members(service, viewer.who))["members"]
-    projects = (await list_projects(service, viewer.who, archived=True))["projects"]
+    found = (await list_members(service, viewer.who)).members
+    projects = (await list_projects(service, viewer.who, archived=True)).projects
     return page(
         request, "members.html", viewer, members=found, projects=projects, roles=ROLES, meaning=MEANING, link=None
     )

@@ -125,7 +125,7 @@ def health(rest: Rest, run_id: str, window: float, json_: bool) -> None:
 @command
 def stats(rest: Rest, json_: bool) -> None:
     """How the server is doing: passes, shared passes, slot occupancy, queue."""
-    answer = rest().get_stats().result()
+    answer = rest().get_stats().result().model_dump(mode="json", exclude_unset=True)
     show(answer, json_, lambda: tables.stats(answer))
 
 

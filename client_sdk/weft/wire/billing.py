@@ -45,7 +45,10 @@ class AuditLogEntry(Response):
 
 
 class AuditLogResponse(Response):
+    """`truncated`: the day has more entries than one answer holds."""
+
     entries: list[AuditLogEntry]
+    truncated: bool = False
 
 
 class GetBillingUsageRequest(Request):
@@ -99,7 +102,6 @@ class BillingUsageEvent(Response):
 
     bucket_start: datetime
     bucket_end: datetime
-    event_info: BillingEventInfo
     base_model: str | None = None
     user_id: str | None = None
     user_name: str | None = None
@@ -108,6 +110,7 @@ class BillingUsageEvent(Response):
     estimated_cost_usd: float | None = None
     effective_rate_usd_per_million_tokens: float | None = None
     effective_rate_usd_per_gigabyte_month: float | None = None
+    event_info: BillingEventInfo
 
 
 class BillingUsageSession(Response):
@@ -121,16 +124,16 @@ class BillingUsageResponse(Response):
 
 
 class CurrentCheckpointStorageUsageItem(Response):
-    checkpoint_count: int
-    size_bytes: int
-    size_gigabytes: float
     project_id: str | None = None
     org_user_urn: str | None = None
     user_email: str | None = None
     user_name: str | None = None
+    checkpoint_count: int
+    size_bytes: int
+    size_gigabytes: float
     estimated_monthly_cost_usd: float | None = None
 
 
 class CurrentCheckpointStorageUsageResponse(Response):
-    data: list[CurrentCheckpointStorageUsageItem]
     effective_rate_usd_per_gigabyte_month: float | None = None
+    data: list[CurrentCheckpointStorageUsageItem]

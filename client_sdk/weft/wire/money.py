@@ -72,3 +72,37 @@ class SetBudgetRequest(Request):
     limit_nusd: int = Field(ge=0, lt=2**62)
     hard: bool = True
     alert_pcts: list[Percent] = Field(default=[50, 80, 100], max_length=16)
+
+
+class TopUpResponse(Response):
+    """A top-up that was begun; it is paid on the page at `url`."""
+
+    id: str
+    url: str
+    amount_nusd: int
+    amount_usd: str
+
+
+class InvoiceRow(Response):
+    """A closed month, as 2026-11. `status` is closed, open, paid, failed or void."""
+
+    id: str
+    month: str
+    total_nusd: int
+    total_usd: str
+    status: str
+    hosted_url: str | None
+    pdf_url: str | None
+    closed_at: datetime
+    paid_at: datetime | None
+
+
+class InvoicesResponse(Response):
+    invoices: list[InvoiceRow]
+
+
+class WebhookResponse(Response):
+    """To Stripe; `new`: this event had not come before."""
+
+    received: bool
+    new: bool

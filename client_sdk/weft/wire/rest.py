@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
+from pydantic import Field
+
 from weft.wire.base import Request, Response, UserMetadata
 from weft.wire.error import WireError
 from weft.wire.training import ModelID
@@ -104,9 +106,9 @@ class TrainingRun(Response):
     base_model: str
     model_owner: str
     is_lora: bool
-    last_request_time: datetime
     corrupted: bool = False
     lora_rank: int | None = None
+    last_request_time: datetime
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: UserMetadata | None = None
@@ -142,6 +144,7 @@ class CheckpointArchiveUrlResponse(Response):
 
 class ListSessionsResponse(Response):
     sessions: list[str]
+    cursor: Cursor | None = None
 
 
 class GetSessionResponse(Response):
@@ -149,3 +152,11 @@ class GetSessionResponse(Response):
     sampler_ids: list[str]
     user_metadata: UserMetadata | None = None
     display_name: str | None = None
+    project_id: str | None = None
+    tags: list[str] = Field(default_factory=list)
+
+
+class SetTtlResponse(Response):
+    """When the checkpoint expires; null: never."""
+
+    expires_at: datetime | None

@@ -50,8 +50,8 @@ class CreateSamplingSessionRequest(Request):
 
 
 class CreateSamplingSessionResponse(Response):
-    sampling_session_id: str
     type: Literal["create_sampling_session"] = "create_sampling_session"
+    sampling_session_id: str
 
 
 class GetSamplerResponse(Response):

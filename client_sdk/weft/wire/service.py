@@ -90,11 +90,11 @@ class CreateSessionRequest(Request):
 
 
 class CreateSessionResponse(Response):
+    type: Literal["create_session"] = "create_session"
     session_id: str
     info_message: str | None = None
     warning_message: str | None = None
     error_message: str | None = None
-    type: Literal["create_session"] = "create_session"
 
 
 class SessionHeartbeatRequest(Request):
@@ -208,10 +208,10 @@ QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 class TryAgainResponse(Response):
     """Not finished yet; sent with status 408."""
 
+    type: Literal["try_again"] = "try_again"
     request_id: RequestID
     queue_state: QueueState = "active"
     queue_state_reason: str | None = None
-    type: Literal["try_again"] = "try_again"
 
 
 class RequestErrorCategory(StrEnum):
@@ -225,6 +225,7 @@ class RequestFailedResponse(Response):
 
     error: str
     category: RequestErrorCategory = RequestErrorCategory.UNKNOWN
+    request_id: RequestID | None = None
 
 
 class TelemetrySendRequest(Request):
@@ -247,5 +248,49 @@ class JoinSamplingSessionRequest(Request):
 
 
 class JoinSamplingSessionResponse(Response):
-    client_counter: SampleSeq
     type: Literal["join_sampling_session"] = "join_sampling_session"
+    client_counter: SampleSeq
+
+
+class StatusResponse(Response):
+    """What became of the thing that was asked for: published, unpublished, deleted, removed, finished or revoked; of a
+    readiness probe, "ready" or why not."""
+
+    status: str
+
+
+class CancelFutureResponse(Response):
+    """Whether there was a running sample to end."""
+
+    cancelled: bool
+
+
+class FutureMetadataResponse(Response):
+    """A result too large to send unasked, for `allow_metadata_only`: its size, in bytes."""
+
+    status: Literal["complete_metadata"] = "complete_metadata"
+    response_payload_size: int
+
+
+class OrgDetails(Response):
+    name: str
+
+
+class UserDetails(Response):
+    """`email` is empty for a key of the organisation itself."""
+
+    email: str
+
+
+class KeyOwner(Response):
+    org_details: OrgDetails
+    user_details: UserDetails
+
+
+class ApiKeyMeResponse(Response):
+    """The key that asks. `name` is its public prefix."""
+
+    key_id: int | None
+    name: str
+    note: str = ""
+    details: KeyOwner

@@ -150,7 +150,9 @@ class SessionCancelled(Response):
 
 
 class ClientSessionFinishReason(Response):
-    type: FinishType
+    """`type` is a `FinishType`, or imported: the operator brought its weights from elsewhere."""
+
+    type: str
 
 
 class ClientSessionFinished(Response):
@@ -177,11 +179,11 @@ class SessionSummary(Response):
     created_at: datetime
     owner: str
     project_id: str
-    checkpoints_count: int
     status: SessionStatus | None = None
+    checkpoints_count: int
+    checkpoint_storage_bytes: int | None = None
     display_name: str | None = None
     user_metadata: UserMetadata | None = None
-    checkpoint_storage_bytes: int | None = None
 
 
 class SessionSearchResponse(Response):
@@ -192,6 +194,10 @@ class SessionSearchResponse(Response):
 
 
 class AssignProjectRequest(Request):
+    project_id: str
+
+
+class AssignProjectResponse(Response):
     project_id: str
 
 

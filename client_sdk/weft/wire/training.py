@@ -124,13 +124,13 @@ class ModelData(Response):
 
 
 class GetInfoResponse(Response):
+    type: Literal["get_info"] | None = None
     model_data: ModelData
     model_id: ModelID
     optimizer_config: OptimizerConfig = AdamOptimizerConfig()
     is_lora: bool | None = None
     lora_rank: int | None = None
     model_name: str | None = None
-    type: Literal["get_info"] | None = None
 
 
 class OptimStepRequest(Request):

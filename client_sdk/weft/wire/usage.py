@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from weft.wire.base import Response
 
 __all__ = ["Stats", "TokenizerFilesResponse", "UsageKind", "UsageResponse", "UsageRow"]
@@ -40,5 +42,29 @@ class TokenizerFilesResponse(Response):
     files: dict[str, str]
 
 
-#: What `GET /api/v1/weft/stats` answers: passes, shared passes, slot occupancy, queue.
-Stats = dict[str, Any]
+class WorkerStatus(Response):
+    """A worker process of the server. `last_exit` says how the process before this one ended."""
+
+    role: str
+    attached: bool
+    restarts: int
+    last_exit: str | None = None
+
+
+class ReplicaStatus(Response):
+    """The replica that answers, where several serve together: whether it leads training and reaches Redis."""
+
+    name: str
+    leads: bool
+    redis: bool
+
+
+class Stats(Response):
+    """How the machines are doing: `queue` counts operations and runs; `trainer` and `generator` are whatever their
+    engines count, among it passes, shared passes and slots."""
+
+    queue: dict[str, int] = Field(default_factory=dict)
+    trainer: dict[str, Any] = Field(default_factory=dict)
+    generator: dict[str, Any] = Field(default_factory=dict)
+    workers: list[WorkerStatus] = Field(default_factory=list)
+    replica: ReplicaStatus | None = None

@@ -145,8 +145,8 @@ class WeightsInfoResponse(Response):
     """What a run must look like to load this checkpoint."""
 
     base_model: str
-    is_lora: bool
     optimizer_config: OptimizerConfig = AdamOptimizerConfig()
+    is_lora: bool
     lora_rank: int | None = None
     train_unembed: bool | None = None
     train_mlp: bool | None = None

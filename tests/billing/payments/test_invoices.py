@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+from billing.ledger import refund_operation
 from billing.payments import inbox, setup
 from billing.payments.client import stripe_client
-from billing.refunds import refund_operation
 from scheduler.jobs.money import reconcile_books
 from scheduler.jobs.payments import close_invoices, process_webhooks, put_meter_events, send_meter_events
 from store.tables import Alert, Invoice, Organisation

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from billing.payments.secrets import KEY, WEBHOOK_SECRETS, stripe_secrets
+from billing.payments.client import KEY, WEBHOOK_SECRETS, stripe_secrets
 from store.settings import PaymentsSettings, SettingsError, load_settings
 
 SETTINGS = PaymentsSettings(

@@ -23,6 +23,7 @@ from scheduler.cluster.leader import Shared
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.cluster.shared_limits import BacklogBoard
 from scheduler.journal.results import FETCHED_LAST, Results
+from scheduler.journal.rows import from_row
 from scheduler.links.broadcasts import Listener, News
 from scheduler.links.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork
 from scheduler.links.policies import PolicyBoard
@@ -39,6 +40,7 @@ from scheduler.order.operations import (
     SequenceReused,
     Waiting,
 )
+from scheduler.order.plans import NewSampler, Sample
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
@@ -143,7 +145,7 @@ def play(postgres_database: Database, blobs: Blobs, url: str, monkeypatch: pytes
 
 
 def sample(seq: int, body: bytes = b"{}") -> NewOperation:
-    plan = {"num_samples": 2, "prompt_tokens": 5}
+    plan = Sample(2, 5, "interactive")
     return NewOperation("org", "s", "s:sample:0", seq, "sample", "m", 20, body, plan)
 
 
@@ -304,7 +306,7 @@ def test_the_next_leader_replays_and_the_old_one_can_do_nothing_more(
         pending = await two.journal.accept(train(2))
         await until(lambda: pending in two.leadership.term.journal._open)  # type: ignore[union-attr]
         row = await postgres_database.write(lambda session: session.get_one(tables.Operation, pending))
-        old.journal.enqueue(shared_journal.from_row(row))
+        old.journal.enqueue(from_row(row))
         old.journal.finish(Done(pending, b"late", {"tokens": 10}))
         await old.journal.flush()
         assert isinstance(await two.result(pending, 0), Waiting)
@@ -327,9 +329,9 @@ def test_how_far_runs_are_is_known_after_redis_and_the_leader_were_lost(
         await one.lead()
         async with trainer(url, blobs):
             await two.journal.accept(create(), run_row())
-            inflight = {"sampler_id": "s:sample:7", "sampling_session_seq_id": 7, "sampler_kind": "inflight"}
+            inflight = NewSampler("s:sample:7", 7, inflight=True)
             await one.journal.accept(train(1, "optim_step"))
-            saved = await two.journal.accept(train(2, "save_sampler", b"", **inflight))
+            saved = await two.journal.accept(train(2, "save_sampler", b"", inflight))
             await until(lambda: known() == PolicyMoved(RUN, 1, f"weights/{saved}", 2))
             last = await one.journal.accept(train(3, "optim_step"))
             newest = PolicyMoved(RUN, 2, f"weights/{saved}", 3)

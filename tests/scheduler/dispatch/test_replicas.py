@@ -20,6 +20,7 @@ from scheduler.journal.samplers import SamplerFacts
 from scheduler.links.messages import Cancel, Declined, Done, Occupancy, PullSamples, SampleWork
 from scheduler.links.sockets import WorkerLink
 from scheduler.order.operations import Operation, Outcome
+from scheduler.order.plans import Sample
 from store import tables
 from tests.scheduler.journal.test_journal import Service, go, organisation, sample
 
@@ -27,7 +28,8 @@ NOW = datetime.now(UTC)
 
 
 def op(number: int, samples: int = 1, model: str = "m", org: str = "org") -> Operation:
-    return Operation(f"op{number}", org, "s", "lane", number, "sample", model, 1, "", {"num_samples": samples}, NOW)
+    plan = Sample(samples, 0, "interactive")
+    return Operation(f"op{number}", org, "s", "lane", number, "sample", model, 1, "", plan, NOW)
 
 
 def replica(name: str, free: int, *models: str) -> Replica:

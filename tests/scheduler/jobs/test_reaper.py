@@ -7,10 +7,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from scheduler.jobs.reaper import Reaper
 from scheduler.journal.references import in_use
+from scheduler.links.messages import RunSpec
+from scheduler.order.plans import BODY_ONLY, Create, Load, Plan, Sample, Save, Source
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
@@ -18,6 +21,11 @@ from store.keys import create_key
 from tests.rows import run_row, session_row
 
 NOW = datetime.now(UTC)
+SPEC = RunSpec("s:train:0", "m", 8, 32.0, 0, train_attn=True, train_mlp=True, train_unembed=True)
+
+
+def source(ref: str) -> Source:
+    return Source(ref, "tinker://another/weights/a", with_optimizer=True)
 
 
 class World:
@@ -52,10 +60,11 @@ class World:
             base_model="m", adapter_ref=ref, kind="snapshot", created_at=NOW,
         )  # fmt: skip
 
-    def operation(self, name: str, lane: str, kind: str, state: str, plan: dict[str, Any]) -> tables.Operation:
+    def operation(self, name: str, lane: str, kind: str, state: str, plan: Plan) -> tables.Operation:
         return tables.Operation(
             id=name, org_id=self.org, session_id="s", lane=lane, seq=hash(name) % 10**6, kind=kind, base_model="m",
-            state=state, tokens=0, body_ref=f"ops/{name[:2]}/{name}", body_sha256="", plan=plan, accepted_at=NOW,
+            state=state, tokens=0, body_ref=f"ops/{name[:2]}/{name}", body_sha256="",
+            plan=msgspec.to_builtins(plan), accepted_at=NOW,
         )  # fmt: skip
 
     def folder(self, ref: str) -> str:
@@ -105,12 +114,12 @@ def test_shared_files_stay_for_the_last_who_needs_them(world: World) -> None:
     world.add(
         world.checkpoint("old:train:0", refs[0], "copy"),
         world.sampler("s", refs[1]),
-        world.operation("load", "s:train:0", "create", "done", {"source_ref": refs[2]}),
-        world.operation("save", "s:train:0", "save_state", "queued", {"target_ref": refs[3]}),
+        world.operation("load", "s:train:0", "create", "done", Create(SPEC, "interactive", source(refs[2]))),
+        world.operation("saving", "s:train:0", "save_state", "queued", Save("weights", "a")),
         world.sampler("old", refs[4]),
-        world.operation("lo-old", "old:train:0", "load_state", "done", {"source_ref": refs[5]}),
+        world.operation("lo-old", "old:train:0", "load_state", "done", Load(source(refs[5]))),
         world.sampler("old", refs[6], 1),
-        world.operation("sample", "old:sample:1", "sample", "queued", {}),
+        world.operation("sample", "old:sample:1", "sample", "queued", Sample(1, 1, "interactive")),
     )
     assert world.twice() == [refs[5], refs[4]]
     with world.database.read() as session:
@@ -135,9 +144,9 @@ def test_snapshots_of_closed_runs_go(world: World) -> None:
 def test_results_archives_and_bodies_by_age(world: World) -> None:
     world.add(world.session("s"), world.run("s"), world.session("t"), world.run("t", "closed"))
     world.add(
-        world.operation("aa1", "s:train:0", "optim_step", "done", {}),
-        world.operation("aa2", "t:train:0", "optim_step", "done", {}),
-        world.operation("aa3", "t:sample:0", "sample", "queued", {}),
+        world.operation("aa1", "s:train:0", "optim_step", "done", BODY_ONLY),
+        world.operation("aa2", "t:train:0", "optim_step", "done", BODY_ONLY),
+        world.operation("aa3", "t:sample:0", "sample", "queued", Sample(1, 1, "interactive")),
     )
     for name in ("aa1", "aa2", "aa3"):
         world.file(f"ops/aa/{name}", hours_old=30)

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from scheduler.journal.backlog import Backlog
+from scheduler.journal.recovery import recover
 from scheduler.order.operations import QueueFull
+from tests.scheduler.journal.test_journal import (
+    Service,
+    create,
+    folder,  # noqa: F401
+    go,
+    outcome,
+    run_row,
+    sample,
+    train,
+)
 
 
 def test_operations_are_limited_by_organisation() -> None:
@@ -40,3 +54,27 @@ def test_what_an_earlier_process_accepted_counts_and_is_never_refused() -> None:
     for _ in range(3):
         backlog.release("a", 9)
     assert backlog.of("a") == (0, 0)
+
+
+def test_what_is_queued_counts_as_before_after_a_restart(folder: Path) -> None:  # noqa: F811
+    """Also the bytes, of which a body that was completed has more than its client sent."""
+
+    async def scenario() -> None:
+        service = Service(folder)
+        await service.journal.accept(create(), run_row())
+        completed = replace(train(1), sent=b"as sent", body=b"as sent and completed")
+        first = await service.journal.accept(completed)
+        await service.journal.accept(sample(0))
+        before = service.journal._backlog.of("org")
+        assert before == (3, len(b"as sent and completed") + len(b"{}"))
+        restarted = Service(folder)
+        recover(restarted.journal, restarted.database)
+        assert restarted.journal._backlog.of("org") == before
+        again = replace(completed, body=b"whatever else it was completed with")
+        assert await restarted.journal.accept(again) == first, "repeats are known by what was sent"
+        restarted.journal.close_for_good(restarted.journal.runs["s:train:0"], "over", "user")
+        await outcome(restarted, first)
+        await restarted.journal.flush()
+        assert restarted.journal._backlog.of("org") == (1, len(b"{}"))
+
+    go(scenario())

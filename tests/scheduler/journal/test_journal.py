@@ -19,9 +19,21 @@ from billing.prices import load_prices
 from scheduler.dispatch.desks import LIVES, GeneratorDesk, TrainerDesk
 from scheduler.journal.journal import Journal
 from scheduler.journal.recovery import recover
-from scheduler.links.messages import Done, Failure, Pass, PassOver, PullPass, PullSamples, SampleWork, Snapshot, TrainOp
+from scheduler.links.messages import (
+    Done,
+    Failure,
+    Pass,
+    PassOver,
+    PullPass,
+    PullSamples,
+    RunSpec,
+    SampleWork,
+    Snapshot,
+    TrainOp,
+)
 from scheduler.links.sockets import ServerLink, WorkerLink
 from scheduler.order.operations import Draining, NewOperation, Outcome, QueueFull, RunClosed, SequenceReused, Waiting
+from scheduler.order.plans import BODY_ONLY, Create, Plan, Sample, Save
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
@@ -76,21 +88,20 @@ def run_row(run: str = RUN, org: str = "org") -> tables.Run:
 
 
 def create(run: str = RUN, org: str = "org") -> NewOperation:
-    spec = {"run_id": run, "base_model": "m", "rank": 8, "alpha": 32.0, "seed": 0}
-    flags = {"train_attn": True, "train_mlp": True, "train_unembed": True}
-    return NewOperation(org, "s", run, 0, "create", "m", 1, plan={"spec": spec | flags})
+    spec = RunSpec(run, "m", 8, 32.0, 0, train_attn=True, train_mlp=True, train_unembed=True)
+    return NewOperation(org, "s", run, 0, "create", "m", 1, plan=Create(spec, "interactive"))
 
 
-def train(seq: int, kind: str = "forward_backward", body: bytes = b"body", **plan: Any) -> NewOperation:
+def train(seq: int, kind: str = "forward_backward", body: bytes = b"body", plan: Plan = BODY_ONLY) -> NewOperation:
     return NewOperation("org", "s", RUN, seq, kind, "m", 10, body, plan)
 
 
 def save(seq: int, name: str) -> NewOperation:
-    return NewOperation("org", "s", RUN, seq, "save_state", "m", 1, plan={"kind": "weights", "name": name})
+    return NewOperation("org", "s", RUN, seq, "save_state", "m", 1, plan=Save("weights", name))
 
 
 def sample(seq: int) -> NewOperation:
-    return NewOperation("org", "s", "s:sample:0", seq, "sample", "m", 20, b"{}", {"num_samples": 2})
+    return NewOperation("org", "s", "s:sample:0", seq, "sample", "m", 20, b"{}", Sample(2, 0, "interactive"))
 
 
 def organisation(service: Service) -> None:

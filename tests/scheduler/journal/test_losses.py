@@ -21,6 +21,7 @@ from scheduler.journal.recovery import recover
 from scheduler.links.messages import Done, Pass, PassOver, PullPass, SetAside, Snapshot
 from scheduler.links.sockets import ServerLink, WorkerLink
 from scheduler.order.operations import Gone, Outcome, Waiting
+from scheduler.order.plans import ForwardBackward, Slice
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
@@ -39,7 +40,7 @@ from tests.scheduler.journal.test_journal import (
     train,
 )
 
-LARGE = {"slices": [[n, n + 1, 10] for n in range(10)]}
+LARGE = ForwardBackward(tuple(Slice(n, n + 1, 10) for n in range(10)))
 
 
 @pytest.fixture(autouse=True)
@@ -355,7 +356,7 @@ def test_a_large_operation_is_not_given_up_while_it_gets_on(folder: Path) -> Non
         service = Service(folder)
         async with service.worker(service.trainer) as link:
             await first_pass(service, link)
-        large = await service.journal.accept(train(1, **LARGE))
+        large = await service.journal.accept(train(1, plan=LARGE))
         done = 0
         for life in range(12):
             async with service.worker(service.trainer) as link:
@@ -387,7 +388,7 @@ def test_an_operation_that_gets_no_further_is_given_up(folder: Path) -> None:  #
         service = Service(folder)
         async with service.worker(service.trainer) as link:
             await first_pass(service, link)
-        killer = await service.journal.accept(train(1, **LARGE))
+        killer = await service.journal.accept(train(1, plan=LARGE))
         deaths = 0
         while isinstance(await service.journal.outcome("org", killer, 0.3), Waiting):
             async with service.worker(service.trainer) as link:

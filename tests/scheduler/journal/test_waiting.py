@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from scheduler.journal.journal import Journal
 from scheduler.links.messages import PullPass
 from scheduler.order.operations import Gone, Waiting
+from scheduler.order.plans import Create, ForwardBackward, Slice
 from store import tables
 from tests.scheduler.journal.test_journal import Service, create, first_pass, go, organisation, run_row, sample, train
 
@@ -42,6 +44,25 @@ def test_it_says_what_it_waits_for_and_its_place(tmp_path: Path) -> None:
     go(scenario())
 
 
+def test_operations_of_a_run_of_batch_priority_are_told_their_place_too(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service = Service(tmp_path)
+        organisation(service)
+        creation = create()
+        assert isinstance(creation.plan, Create)
+        batch = replace(creation, plan=Create(creation.plan.spec, "batch"))
+        queued = [await service.journal.accept(batch, run_row())]
+        queued += [await service.journal.accept(train(seq)) for seq in (1, 2)]
+        told = [(await waiting(service.journal, request_id)).reason for request_id in queued]
+        assert [reason.rpartition("; ")[2] for reason in told] == [
+            "it is next",
+            "about 1 pieces of work are ahead of it in fair order",
+            "about 2 pieces of work are ahead of it in fair order",
+        ]
+
+    go(scenario())
+
+
 def test_a_result_that_is_no_longer_kept_is_gone(tmp_path: Path) -> None:
     async def scenario() -> None:
         service = Service(tmp_path)
@@ -67,8 +88,8 @@ def test_timings_are_settled_with_the_result(tmp_path: Path) -> None:
         async with service.worker(service.trainer) as link:
             await first_pass(service, link)
             small = await service.journal.accept(train(1))
-            slices = [[0, 1, 60], [1, 2, 60]]
-            large = await service.journal.accept(train(2, slices=slices))
+            halves = ForwardBackward((Slice(0, 1, 60), Slice(1, 2, 60)))
+            large = await service.journal.accept(train(2, plan=halves))
             for _ in range(2):
                 await service.answer(link, await service.ask(link, PullPass(["m"])))
             for request_id in (small, large):

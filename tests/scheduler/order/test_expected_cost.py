@@ -6,10 +6,11 @@ from datetime import UTC, datetime
 
 from scheduler.order.expected_cost import WEIGHT_LASTS_S, Charges
 from scheduler.order.operations import SAMPLE, Operation
+from scheduler.order.plans import Sample
 
 
 def sample(session: str = "s", sequences: int = 2, prompt: int = 10, most: int = 100) -> Operation:
-    plan = {"num_samples": sequences, "prompt_tokens": prompt}
+    plan = Sample(sequences, prompt, "interactive")
     return Operation(
         "id", "org", session, "lane", 1, SAMPLE, "m", prompt + sequences * most, "", plan, datetime.now(UTC)
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +12,8 @@ from scheduler.links.messages import OpKind, RunSpec
 from scheduler.order.compose import MAX_RIDERS, compose
 from scheduler.order.fair import FairTree
 from scheduler.order.lanes import RunLane, Unit
-from scheduler.order.operations import Operation
+from scheduler.order.operations import INTERACTIVE, Operation
+from scheduler.order.plans import BODY_ONLY, ForwardBackward, Plan, Slice
 from tests.search import chance
 
 
@@ -22,7 +22,7 @@ def spec(run: str = "run") -> RunSpec:
 
 
 def op(
-    seq: int, kind: str = "forward_backward", tokens: int = 10, run: str = "run", org: str = "o", **plan: Any
+    seq: int, kind: str = "forward_backward", tokens: int = 10, run: str = "run", org: str = "o", plan: Plan = BODY_ONLY
 ) -> Operation:
     return Operation(f"{run}-{seq}", org, "s", run, seq, kind, "m", tokens, f"ops/{seq}", plan, datetime.now(UTC))
 
@@ -57,7 +57,7 @@ def test_any_order_of_arrival_runs_in_order(order: list[int]) -> None:
 
 
 def test_slices_of_one_operation_follow_each_other_and_the_last_is_final() -> None:
-    units = created().arrive(op(1, slices=[[0, 3, 30], [3, 5, 20]]))
+    units = created().arrive(op(1, plan=ForwardBackward((Slice(0, 3, 30), Slice(3, 5, 20)))))
     assert [(u.send.start, u.send.stop, u.tokens, u.send.final) for u in units] == [(0, 3, 30, False), (3, 5, 20, True)]
 
 
@@ -101,11 +101,15 @@ def test_an_operation_that_is_refused_while_parked_leaves_the_lane() -> None:
     assert lane.idle
 
 
+def push(tree: FairTree[Unit], unit: Unit) -> None:
+    assert unit.op is not None
+    tree.push((unit.base_model, unit.op.org_id, INTERACTIVE, unit.op.lane), unit, unit.tokens)
+
+
 def queue(*units: Unit) -> FairTree[Unit]:
     tree: FairTree[Unit] = FairTree()
     for unit in units:
-        assert unit.op is not None
-        tree.push(unit.op.path, unit, unit.tokens)
+        push(tree, unit)
     return tree
 
 
@@ -145,7 +149,7 @@ def test_a_small_request_waits_for_at_most_one_pass_of_a_flood() -> None:
     tree = queue(*units("flood", "A", *[100] * 50))
     compose(tree, ["m"], 100)
     (small,) = units("small", "B", 5)
-    tree.push(small.op.path, small, 5)  # type: ignore[union-attr]
+    push(tree, small)
     assert "small-1" in names(compose(tree, ["m"], 100))
 
 
@@ -182,7 +186,7 @@ def test_nothing_is_lost_or_reordered_by_composing() -> None:
         made = units(f"r{i}", f"o{i % 4}", *[rng.choice([1, 7, 60, 200, "optim_step", "save_state"]) for _ in range(9)])
         expected[f"r{i}"] = names(made)
         for unit in made:
-            tree.push(unit.op.path, unit, unit.tokens)  # type: ignore[union-attr]
+            push(tree, unit)
     got: dict[str, list[str]] = {}
     while taken := compose(tree, ["m"], 128):
         for unit in taken:

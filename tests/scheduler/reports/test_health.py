@@ -6,9 +6,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy.orm import Session
 
+from scheduler.order.plans import Sample
 from scheduler.reports.health import Health, Stall, health_of
 from store import tables
 from store.db import Database
@@ -69,7 +71,8 @@ class Rows:
         self._session.add(
             tables.Operation(
                 id=name, org_id="org", session_id="s", lane=lane, seq=self._seq, kind=kind, base_model="m",
-                state="done" if ended else "queued", tokens=1, body_ref="", body_sha256="", plan={"num_samples": n},
+                state="done" if ended else "queued", tokens=1, body_ref="", body_sha256="",
+                plan=msgspec.to_builtins(Sample(n, 1, "interactive")),
                 accepted_at=at(accepted), finished_at=at(ended) if ended else None,
                 timings={"stretches": stretches} if ended else None, policy=policy,
             )

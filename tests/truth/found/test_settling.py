@@ -9,6 +9,7 @@ import pytest
 
 from scheduler.journal import storing
 from scheduler.links.messages import Done, PullPass
+from scheduler.order.plans import Save
 from store import tables
 from tests.scheduler.journal.test_journal import Service, first_pass, folder, go, outcome, save  # noqa: F401
 from tests.scheduler.journal.test_losses import Disk, until
@@ -27,7 +28,7 @@ def test_saves_under_one_name_are_settled_in_their_order(
         async with service.worker(service.trainer) as link:
             await first_pass(service, link)
             saves = [save(seq, "same") for seq in (1, 2)]
-            over = [replace(new, plan={**new.plan, "overwrite": True}) for new in saves]
+            over = [replace(new, plan=Save("weights", "same", overwrite=True)) for new in saves]
             one, two = [await service.journal.accept(new) for new in over]
             pass_ = await service.ask(link, PullPass(["m"]))
             disk = Disk(monkeypatch, f"results/{one[:2]}/{one}")

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from workers.generator import decode_attend
 from workers.generator.decode_attend import DecodeAttend
-from workers.generator.kv_cache import KVCache
-from workers.generator.pages import PAGE_TOKENS, PagePool, pages_of
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache, PagePool, pages_of
 
 KV_HEADS, HEADS, HEAD_DIM, CONTEXT = 2, 6, 16, 200
 PAGES = 64

@@ -8,8 +8,8 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 from workers.generator import forward
-from workers.generator.block_index import BLOCK_TOKENS
 from workers.generator.engine import GenerateRequest, SamplingParams, TargetTokens
+from workers.generator.prefix_cache import BLOCK_TOKENS
 from workers.generator.prompt_scores import PromptScores
 from workers.model.decoder import Decoder
 

@@ -13,7 +13,7 @@ from weft.wire import SamplingParams as WireSamplingParams
 from scheduler.links.messages import SampleOp
 from store.blobs import Blobs
 from workers.generator.engine import Facts, Finished, PolicySpan, RequestError
-from workers.generator.requests import Order, answer, read_order, read_sampling, record_stability
+from workers.generator.requests import PendingSample, answer, read_sample, read_sampling, record_stability
 
 
 @pytest.mark.parametrize(
@@ -37,32 +37,32 @@ def test_body_becomes_a_request(blobs: Blobs) -> None:
         prompt=ModelInput.from_ints([1, 2, 3]), sampling_params=params, num_samples=2, topk_prompt_logprobs=5
     )
     blobs.put("ops/1/body", body.model_dump_json(exclude_none=True).encode())
-    order = read_order(SampleOp("op", "base", "ops/1/body", 2, "samplers/s"), blobs)
-    request = order.request
-    assert (order.record_stability, order.targets, request.target_tokens) == (False, None, None)
+    pending = read_sample(SampleOp("op", "base", "ops/1/body", 2, "samplers/s"), blobs)
+    request = pending.request
+    assert (pending.record_stability, pending.targets, request.target_tokens) == (False, None, None)
     assert (request.id, request.prompt, request.num_samples) == ("op", (1, 2, 3), 2)
     assert (request.adapter, request.adapter_folder) == ("samplers/s", blobs.path("samplers/s"))
     assert (request.prompt_logprobs, request.topk_prompt_logprobs) == (False, 5)
     assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.top_k) == (4, 8, 3)
 
 
-def order_of(blobs: Blobs, **fields: object) -> Order:
+def pending_of(blobs: Blobs, **fields: object) -> PendingSample:
     body = SampleRequest.model_validate(
         {"prompt": ModelInput.from_ints([1, 2, 3]), "sampling_params": WireSamplingParams(), **fields}
     )
     blobs.put("ops/1/body", body.model_dump_json(exclude_none=True).encode())
-    return read_order(SampleOp("op", "base", "ops/1/body", body.num_samples, session_id="s"), blobs)
+    return read_sample(SampleOp("op", "base", "ops/1/body", body.num_samples, session_id="s"), blobs)
 
 
 SEQUENCE = SequenceResult(np.array([4, 5], np.int32), np.array([-1, -2], np.float32), "stop")
 
 
 def test_answers(blobs: Blobs) -> None:
-    order = order_of(blobs)
+    pending = pending_of(blobs)
     logprobs = np.array([np.nan, -3], np.float32)
     alternatives = (np.array([[6, 7]]), np.array([[-1, -2]], np.float32))
     facts = Facts(2, 40, 2, cache_hit=38)
-    done = answer(order, Finished("op", (SEQUENCE,), logprobs, prompt_alt_tokens=alternatives, facts=facts))
+    done = answer(pending, Finished("op", (SEQUENCE,), logprobs, prompt_alt_tokens=alternatives, facts=facts))
     assert done.facts == {"prefill": 2, "cached_prefill": 40, "sample": 2}
     result = decode_sample_response(done.payload)
     assert result.prompt_cache_hit_tokens == 38
@@ -71,17 +71,17 @@ def test_answers(blobs: Blobs) -> None:
     assert np.array_equal(result.prompt_logprobs, logprobs, equal_nan=True)  # type: ignore[arg-type]
     assert result.prompt_alt_tokens is not None
     assert result.prompt_alt_tokens[0].tolist() == [[6, 7]]
-    failed = answer(order, Finished("op", error=RequestError("too long", "user")))
+    failed = answer(pending, Finished("op", error=RequestError("too long", "user")))
     assert failed.failure is not None
     assert (failed.failure.message, failed.failure.category) == ("too long", "user")
 
 
 def test_an_answer_counts_tokens_by_version_where_the_weights_are_of_a_run(blobs: Blobs) -> None:
-    order = order_of(blobs)
+    pending = pending_of(blobs)
     moved = replace(SEQUENCE, policy=(PolicySpan(6, 1), PolicySpan(7, 1)))
     finished = Finished("op", (SEQUENCE, moved, moved))
-    assert answer(order, finished).drawn == {}  # type: ignore[union-attr]
-    of_a_run = replace(order, op=msgspec.structs.replace(order.op, run_id="run"))
+    assert answer(pending, finished).drawn == {}  # type: ignore[union-attr]
+    of_a_run = replace(pending, op=msgspec.structs.replace(pending.op, run_id="run"))
     assert answer(of_a_run, finished).drawn == {6: 2, 7: 2}  # type: ignore[union-attr]
 
 
@@ -93,18 +93,18 @@ def test_an_answer_counts_tokens_by_version_where_the_weights_are_of_a_run(blobs
     ],
 )
 def test_targets_are_answered_in_their_layout(blobs: Blobs, wire: TensorData, rows: list[int], ids: list[int]) -> None:
-    order = order_of(blobs, target_prompt_logprobs=wire)
-    targets = order.request.target_tokens
+    pending = pending_of(blobs, target_prompt_logprobs=wire)
+    targets = pending.request.target_tokens
     assert targets is not None
     assert (targets.rows.tolist(), targets.ids.tolist()) == (rows, ids)
     told = np.arange(len(ids), dtype=np.float32)
-    result = decode_sample_response(answer(order, Finished("op", (SEQUENCE,), target_logprobs=told)).payload)
+    result = decode_sample_response(answer(pending, Finished("op", (SEQUENCE,), target_logprobs=told)).payload)
     assert result.target_prompt_logprobs is not None
     assert result.target_prompt_logprobs.to_json() == wire.to_json() | {"data": told.tolist(), "dtype": "float32"}
 
 
 def test_recorded_logprobs_are_found_by_their_sequence(blobs: Blobs) -> None:
-    order = order_of(blobs, record_stability_info=True)
-    assert order.record_stability
-    record_stability(order.op, [SEQUENCE], blobs)
+    pending = pending_of(blobs, record_stability_info=True)
+    assert pending.record_stability
+    record_stability(pending.op, [SEQUENCE], blobs)
     assert np.frombuffer(blobs.get("stability/s/op:0"), "<f4").tolist() == [-1, -2]

@@ -191,7 +191,7 @@ def test_where_rows_mind_their_neighbours_each_is_computed_alone(
         return y
 
     monkeypatch.setattr("workers.model.lora.base_mm", minding)
-    monkeypatch.setattr("workers.model.per_expert.base_mm", minding)
+    monkeypatch.setattr("workers.model.base_mm.base_mm", minding)
     names = ["", "", "a0", "a1"]
     requests = [
         ask(f"r{i}", 40 + i, SamplingParams(max_tokens=6, seed=i), adapter=name, adapter_folder=adapters.get(name))

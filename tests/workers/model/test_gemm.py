@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.model.base_mm import base_mm
+from workers.model.base_mm import base_mm, per_expert
 from workers.model.native import gemm
-from workers.model.per_expert import per_expert
 
 
 @pytest.fixture(autouse=True)

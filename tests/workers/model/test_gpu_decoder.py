@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, assert_same_grads, mixed_rows, twice
-from workers.model import place
+from workers.model import lora_products
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, PackedAttend
 from workers.model.gpu.varlen import VarlenAttend
@@ -45,7 +45,7 @@ def run(decoder: Decoder, rows: LoraRows) -> Tensor:
 
 
 def use_gpu_code(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(place, "on_device", lambda weight: True)
+    patch.setattr(lora_products, "on_device", lambda weight: True)
 
 
 @pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["moe", "dense"])

@@ -19,7 +19,7 @@ from tests.workers.model.gpu_kit import (
     mixed_rows,
     twice,
 )
-from workers.model import place
+from workers.model import lora_products
 from workers.model.gpu import launch
 from workers.model.lora import Site, lora_linear
 from workers.model.lora_rows import LoraRows
@@ -42,7 +42,7 @@ def on_device(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def run(*args: Any) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(place, "on_device", lambda weight: True)
+            patch.setattr(lora_products, "on_device", lambda weight: True)
             return function(*args)
 
     return run

@@ -22,7 +22,7 @@ from workers.model.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, PackedAttend
 from workers.model.gpu import kernels, runs
-from workers.model.isolation import settle
+from workers.model.isolation import probe
 from workers.model.lora_rows import LoraRows
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -158,7 +158,7 @@ def test_a_gpu_is_not_tried_for_isolation() -> None:
     """It would fail, and group by group is no way to use a GPU."""
     with FakeTensorMode():
         decoder = Decoder(CONFIG, torch.bfloat16, CUDA)
-        found = settle(decoder)
+        found = probe(decoder)
     assert decoder.isolation == "packed-inexact"
     assert "equal up to rounding" in str(found)
     rows = LoraRows([0, 2], [None])

@@ -12,7 +12,7 @@ from tests.workers.model.models import ours, packed, random_adapter, reference
 from workers.model import isolation
 from workers.model.adapter import Adapter
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
-from workers.model.isolation import choose, settle
+from workers.model.isolation import choose, probe
 from workers.model.logprobs import target_logprobs
 
 
@@ -41,7 +41,7 @@ def test_after_settling_any_width_is_exact(width: int, threads: int, family: str
     try:
         sizes = {"moe_intermediate_size": width} if family == "moe" else {"intermediate_size": width}
         decoder = ours(reference(family, **sizes), tmp_path)
-        settle(decoder)
+        probe(decoder)
         mine = ([33, 2, 9], random_adapter(decoder, 4, seed=1))
         small = ([3], random_adapter(decoder, 7, seed=2))
         others = [([5, 30], random_adapter(decoder, 8, seed=3)), ([200], random_adapter(decoder, 4, seed=4))]
@@ -87,7 +87,7 @@ def test_a_library_that_rounds_by_batch_size_is_found_out(tmp_path: Path, monkey
     assert "33 rows" in found.reason
     assert "group by group" in str(found)
     monkeypatch.undo()
-    assert settle(decoder) == choose(decoder)
+    assert probe(decoder) == choose(decoder)
 
 
 def test_the_answer_is_the_decoders(tmp_path: Path) -> None:
@@ -128,19 +128,19 @@ def test_what_was_found_is_kept_for_the_same_weights_and_threads_only(
     try:
         torch.set_num_threads(1)
         decoder = ours(reference("moe"), tmp_path / "one")
-        first = settle(decoder, kept)
+        first = probe(decoder, kept)
         decoder.isolation = ""
-        assert settle(decoder, kept) == first == isolation.Isolation("per-segment", 3, "a difference")
+        assert probe(decoder, kept) == first == isolation.Isolation("per-segment", 3, "a difference")
         assert decoder.isolation == "per-segment"
         assert len(trials) == 1
-        settle(ours(reference("moe", moe_intermediate_size=40), tmp_path / "two"), kept)
+        probe(ours(reference("moe", moe_intermediate_size=40), tmp_path / "two"), kept)
         torch.set_num_threads(2)
-        settle(decoder, kept)
+        probe(decoder, kept)
         assert trials == [1, 1, 2]
         torch.set_num_threads(1)
         for file in kept.iterdir():
             file.write_bytes(file.read_bytes()[:10])
-        assert settle(decoder, kept) == first
+        assert probe(decoder, kept) == first
         assert trials == [1, 1, 2, 1]
     finally:
         torch.set_num_threads(before)

@@ -14,7 +14,7 @@ from tests.workers.model.gpu_kit import CONFIG, adapter
 from workers.model.adapter import Adapter
 from workers.model.lora_rows import LoraRows
 from workers.model.native import build, launch
-from workers.model.native.launch import Place
+from workers.model.native.launch import NativeProducts
 from workers.model.routing import Routing
 
 NAME, EXPERTS = "layers.0.attn.q_B", "layers.0.mlp.gate_B"
@@ -42,13 +42,13 @@ def numbers(rows: int, columns: int, seed: int) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
-def products(rows: LoraRows, place: Place, name: str, wide: int, count: int) -> dict[str, Tensor]:
+def products(rows: LoraRows, on: NativeProducts, name: str, wide: int, count: int) -> dict[str, Tensor]:
     """What each kind of product leaves, from numbers that depend on the row alone."""
     u, y = numbers(count, 16, 1), numbers(count, wide, 2)
     shrunk, expanded = torch.zeros(count, 16), y.clone()
-    place.shrink(y, shrunk, name, scaled=True)
-    place.expand(expanded, u, name, scaled=True)
-    place.outer(u, y, name, scaled=True)
+    on.shrink(y, shrunk, name, scaled=True)
+    on.expand(expanded, u, name, scaled=True)
+    on.outer(u, y, name, scaled=True)
     return {
         "shrink": shrunk,
         "expand": expanded,
@@ -57,13 +57,13 @@ def products(rows: LoraRows, place: Place, name: str, wide: int, count: int) -> 
 
 
 def dense(rows: LoraRows) -> dict[str, Tensor]:
-    return products(rows, Place.dense(rows), NAME, WIDE, len(rows))
+    return products(rows, NativeProducts.dense(rows), NAME, WIDE, len(rows))
 
 
 def of_experts(rows: LoraRows) -> dict[str, Tensor]:
     experts = torch.randint(CONFIG.num_experts, (len(rows), 2), generator=torch.Generator().manual_seed(3))
-    place = Place.dense(rows).experts(Routing(experts, CONFIG.num_experts), rows)
-    return products(rows, place, EXPERTS, WIDE_EXPERT, 2 * len(rows))
+    on = NativeProducts.dense(rows).experts(Routing(experts, CONFIG.num_experts), rows)
+    return products(rows, on, EXPERTS, WIDE_EXPERT, 2 * len(rows))
 
 
 KINDS = pytest.mark.parametrize("kind", [dense, of_experts])
@@ -95,14 +95,14 @@ def test_neighbours_and_addresses_change_no_bit(shift: int) -> None:
     rows, group = batch(), 3
     a, b = rows.offsets[group], rows.offsets[group + 1]
     y, u = numbers(len(rows), WIDE, 2), numbers(len(rows), 16, 1)
-    crowded, place = torch.zeros(len(rows), 16), Place.dense(rows)
-    place.shrink(y, crowded, NAME, scaled=True)
-    place.outer(u, y, NAME, scaled=True)
+    crowded, on = torch.zeros(len(rows), 16), NativeProducts.dense(rows)
+    on.shrink(y, crowded, NAME, scaled=True)
+    on.outer(u, y, NAME, scaled=True)
     single = batch(range(group, group + 1))
     moved = torch.empty((b - a) * WIDE + shift)[shift:].view(b - a, WIDE).copy_(y[a:b])
-    alone, place = torch.zeros(b - a, 16), Place.dense(single)
-    place.shrink(moved, alone, NAME, scaled=True)
-    place.outer(u[a:b].clone(), moved, NAME, scaled=True)
+    alone, on = torch.zeros(b - a, 16), NativeProducts.dense(single)
+    on.shrink(moved, alone, NAME, scaled=True)
+    on.outer(u[a:b].clone(), moved, NAME, scaled=True)
     assert torch.equal(alone, crowded[a:b])
     assert rows.grads[group] is not None
     assert torch.equal(single.grads[0].flat, rows.grads[group].flat)  # type: ignore[union-attr]
@@ -117,17 +117,18 @@ def test_groups_that_share_a_gradient_add_in_their_order() -> None:
         grad = Adapter.zeros(own.shape, own.scale)
         rows = LoraRows([0, 3, 10, 40], [own] * 3, [grad] * 3)
         for _ in range(20):
-            Place.dense(rows).outer(numbers(40, 16, 1), numbers(40, WIDE, 2), NAME, scaled=True)
+            NativeProducts.dense(rows).outer(numbers(40, 16, 1), numbers(40, WIDE, 2), NAME, scaled=True)
         found.append(grad.flat)
     assert torch.equal(*found)
 
 
 def test_rows_that_are_not_contiguous_are_refused() -> None:
     rows = batch()
+    on = NativeProducts.dense(rows)
     with pytest.raises(ValueError, match="contiguous"):
-        Place.dense(rows).shrink(numbers(WIDE, len(rows), 1).t(), torch.zeros(len(rows), 16), NAME, scaled=True)
+        on.shrink(numbers(WIDE, len(rows), 1).t(), torch.zeros(len(rows), 16), NAME, scaled=True)
     with pytest.raises(ValueError, match="float32"):
-        Place.dense(rows).shrink(numbers(len(rows), WIDE, 1).double(), torch.zeros(len(rows), 16), NAME, scaled=True)
+        on.shrink(numbers(len(rows), WIDE, 1).double(), torch.zeros(len(rows), 16), NAME, scaled=True)
 
 
 def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.trainer.routing import RouteCounter, balance_metrics
+from workers.trainer.metrics import RouteCounter, balance_metrics
 
 
 def test_balance_of_one_layer() -> None:

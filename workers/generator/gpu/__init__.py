@@ -1,2 +1,2 @@
-"""Decode steps on a CUDA device: attention that reads pages in place, and steps that are captured once and replayed.
-Needs Triton, which CUDA builds of torch bring."""
+"""Decode steps on a CUDA device: attention that reads pages in place, and steps captured in CUDA graphs. Needs Triton,
+which CUDA builds of torch bring."""

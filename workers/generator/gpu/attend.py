@@ -1,4 +1,4 @@
-"""Attention of a decode step on a device, over pages where they lie.
+"""Attention of a decode step on a device, reading pages in place.
 
 Shapes: R rows, W pages of the longest row at most, H query heads, K kv heads, D head dim, S parts of a row.
 """
@@ -11,21 +11,20 @@ import torch
 from torch import Tensor
 
 from workers.generator.gpu import kernels
-from workers.generator.kv_cache import KVCache
-from workers.generator.pages import PAGE_TOKENS
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache
 
-#: A row is cut in at most so many parts, of at least so many pages each: with few rows, parts are what keeps a device
-#: busy; beyond, they cost memory and a longer `combine`.
+#: The most parts that a row is cut into, and the fewest pages of a part. With few rows, parts keep a device busy; more
+#: parts cost memory and a longer `combine`.
 MAX_SPLITS = 32
 MIN_PAGES = 4
 
-#: Tensor cores take no fewer rows.
+#: The fewest rows that tensor cores take.
 _MIN_ROWS = 16
 
 
 class PagedAttend:
     """An `Attend`: row i stores its new key and value at `positions_R[i]` of the sequence with the pages `table_RW[i]`,
-    and attends to every position up to it. Both are read on the device, whenever a launch runs."""
+    and attends to every position up to it. Both are read on the device each time a launch runs."""
 
     def __init__(self, cache: KVCache, table_RW: Tensor, positions_R: Tensor) -> None:
         """`table_RW` int32, `positions_R` int64, contiguous, on the device of the cache."""
@@ -91,5 +90,5 @@ class PagedAttend:
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest that is not less."""
+    """`number` rounded up to a power of two."""
     return 1 << (number - 1).bit_length()

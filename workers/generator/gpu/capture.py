@@ -1,7 +1,7 @@
-"""What is computed again and again on the same tensors: as it is the first time, captured the second, then replayed.
+"""Work that is launched repeatedly on the same tensors: run plainly the first time, captured the second, then replayed.
 
-The first time is the warm-up: kernels are compiled and libraries take their workspaces. What comes only once is never
-captured.
+The first time is the warm-up: kernels are compiled and libraries take their workspaces. Work that comes only once is
+never captured.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Captures what a function launches: what launches it again, and what the function returned. Its tensors are written
-#: anew by each launch.
+#: Captures what a function launches. Returns a function that launches it again, and what the captured function
+#: returned, whose tensors each launch overwrites.
 Capture = Callable[[Callable[[], T]], tuple[Callable[[], None], T]]
 
 
 class Repeated(Generic[T]):
-    """`function` launches the same work whenever it is called; `capture` None: nothing is captured."""
+    """`function` launches the same work at every call; with `capture` None nothing is captured."""
 
     def __init__(self, function: Callable[[], T], capture: Capture[T] | None) -> None:
         self._function, self._capture = function, capture
@@ -45,8 +45,7 @@ class Repeated(Generic[T]):
 
 
 class CudaGraphs(Generic[T]):
-    """Captures in CUDA graphs, which share the memory of what they compute: a result must be used before the next
-    replay of any of them."""
+    """Captures in CUDA graphs that share one memory pool: a result must be used before the next replay of any."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

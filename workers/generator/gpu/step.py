@@ -1,8 +1,8 @@
-"""One decode step of a fixed number of rows, all of whose inputs lie in tensors that stay where they are.
+"""One decode step of a fixed number of rows, with all inputs in tensors at fixed addresses.
 
-`compute` reads nothing of the host that changes between steps, so what it launched once can be launched again after
-the inputs have been rewritten (`load`, `feed`). Fewer rows than there is place for are filled up with rows of the base
-model whose tokens go to the cache's scratch page.
+`compute` reads nothing of the host that changes between steps, so its launches can be replayed after the inputs have
+been rewritten (`load`, `feed`). Unused rows run through the base model, with tokens that go to the cache's scratch
+page.
 
 Shapes: R rows, W pages of a sequence at most, M mixture layers, V vocabulary.
 """
@@ -24,12 +24,13 @@ from workers.model.decoder import Decoder
 from workers.model.gpu.runs import rewritable
 from workers.model.lora_rows import LoraRows
 
-#: So many rows of the page table are sent one by one; for more, all are sent together.
+#: Up to this many changed rows of the page table are sent one by one; beyond, the whole table is sent.
 MAX_SINGLE_ROWS = 8
 
 
 class Step:
-    """`forms` are those of the adapters that it takes (`workers.model.gpu.runs.forms`); without any it has none."""
+    """`forms` are those of the adapters it can be loaded with (`workers.model.gpu.runs.forms`); empty: base model
+    only."""
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, *, rows: int, width: int, forms: Collection[AdapterShape]
@@ -40,13 +41,13 @@ class Step:
         self._table_RW = torch.full((rows, width), cache.scratch, dtype=torch.int32, device=device)
         self._attend = PagedAttend(cache, self._table_RW, self._inputs_2R[1])
         self._adapters = rewritable(forms, rows, device) if forms else None
-        #: What the device has been sent, in memory that it can be sent from without a wait.
+        #: Copies of the device's inputs in pinned memory, from which they are sent without waiting.
         pinned = device.type == "cuda"
         self._sent_2R = torch.zeros(2, rows, dtype=torch.int64, pin_memory=pinned)
         self._sent_RW = torch.full((rows, width), cache.scratch, dtype=torch.int32, pin_memory=pinned)
 
     def load(self, adapters: Sequence[Adapter | None]) -> None:
-        """From now on row i is computed with `adapters[i]`, of these forms; the rows beyond with none."""
+        """From now on row i is computed with `adapters[i]`, which must have these forms; rows beyond have none."""
         if self._adapters is None:
             return
         (mine, table), device = self._adapters, self._cache.device
@@ -55,7 +56,7 @@ class Step:
         mine.scale_of_row(device).copy_(rows.scale_of_row(device))
 
     def feed(self, tokens: Sequence[int], positions: Sequence[int], table_NW: npt.NDArray[np.int32]) -> None:
-        """The tokens of the first N rows, where they go, and the pages of their sequences."""
+        """Set the tokens of the first N rows, their positions, and the pages of their sequences."""
         rows = len(tokens)
         sent_2R = self._sent_2R.numpy()
         sent_2R[0, :rows], sent_2R[1, :rows] = tokens, positions

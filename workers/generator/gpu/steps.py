@@ -1,7 +1,7 @@
-"""Decoding on a device: a plan goes through the step for as many rows as it has, rounded up, and for its adapters.
+"""Decoding on a device: a plan runs through a captured step that fits its rows, rounded up, and its adapters' forms.
 
-A step is captured when it is needed for the second time; the least recently used is dropped where there are too many.
-A captured step does not hold its adapters, so any set of the same forms can be loaded into it.
+A step is captured when it is needed for the second time; beyond MAX_STEPS the least recently used is dropped. A
+captured step does not hold its adapters, so any set of the same forms can be loaded into it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from torch import Tensor
 from workers.generator.forward import DecodePlan
 from workers.generator.gpu.capture import Capture, CudaGraphs, Repeated
 from workers.generator.gpu.step import Step
-from workers.generator.kv_cache import KVCache
-from workers.generator.pages import PAGE_TOKENS, pages_of
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.model.adapter_shape import AdapterShape
+from workers.model.base_mm import MAX_GROUPS, ROW_BYTES
 from workers.model.decoder import Decoder
 from workers.model.gpu.runs import forms
-from workers.model.per_expert import MAX_GROUPS, ROW_BYTES
 
-#: Steps that are kept: buckets of rows, times the forms of adapters that are met together.
+#: Captured steps that are kept, one for each size and set of adapter forms.
 MAX_STEPS = 32
 
 Computed = tuple[Tensor, list[Tensor]]
 
 
 class DecodeSteps:
-    """Called with a plan: what `forward.decode` returns, to be used before the next call. One thread only."""
+    """Call it as `forward.decode`; the result must be used before the next call. One thread only."""
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, *, slots: int, context: int, capture: Capture[Computed] | None
@@ -39,7 +38,7 @@ class DecodeSteps:
         self._decoder, self._cache, self._capture = decoder, cache, capture
         self._slots, self._width = slots, pages_of(context)
         self._steps: OrderedDict[tuple[int, frozenset[AdapterShape]], _Repeated] = OrderedDict()
-        #: Where logits are put, so that captured steps need not keep room for theirs.
+        #: All steps write their logits here, so that captured steps need no memory for them.
         self._logits_RV = torch.empty(slots, decoder.config.vocab_size, device=cache.device)
         #: The plan whose adapters are loaded, and the step they are loaded in.
         self._plan: Callable[[], DecodePlan | None] = lambda: None
@@ -94,13 +93,13 @@ class _Repeated(NamedTuple):
 
 
 def bucket(rows: int, slots: int) -> int:
-    """For how many rows a step is made that takes so many: powers of two, and all slots."""
+    """Round rows up to a captured size: a power of two, or all slots."""
     return min(1 << (rows - 1).bit_length(), slots)
 
 
 def never_waits(decoder: Decoder) -> bool:
-    """Whether a step launches everything without looking at a result: experts that no grouped kernel takes are computed
-    one by one, and the host must know their rows."""
+    """Whether a step launches everything without waiting for a result. Experts that the grouped kernel does not take
+    are computed one by one, for which the host must know their rows."""
     config = decoder.config
     widths = (config.hidden_size, config.moe_intermediate_size)
     aligned = all(width * decoder.dtype.itemsize % ROW_BYTES == 0 for width in widths)

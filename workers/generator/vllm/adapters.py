@@ -1,8 +1,8 @@
-"""Adapters in the form that vLLM reads, and why one cannot be served.
+"""Adapters in the form that vLLM reads, and the reasons why one cannot be served.
 
-vLLM drops tensors that it has no place for without a word, so what it can serve is decided here, before it sees any:
-attention and MLP (experts too) up to the rank it was started with, numbers that are finite. A folder is written whole
-under a name that is never used again; whoever reads it finds one version for ever.
+vLLM silently drops tensors that it cannot use, so what it can serve is decided here, before it sees any: attention and
+MLP (experts too) up to the rank it was started with, with finite values. A folder is written whole under a name that is
+never used again, so its contents never change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workers.model.adapter import Adapter, AdapterFileError, load_adapter, polic
 from workers.model.config import DecoderConfig
 from workers.model.peft_format import write_peft
 
-#: The ranks vLLM makes room for; an adapter takes the room of the next one.
+#: The ranks vLLM makes room for; an adapter of another rank takes as much as the next higher one.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -27,15 +27,15 @@ class NotServable(AdapterUnusable):
 
 
 @dataclass(frozen=True)
-class Room:
-    """What vLLM was started with: `slots` adapters in one batch, each of at most `rank`."""
+class LoraLimits:
+    """What vLLM was started with: at most `max_adapters` in one batch, each of at most `max_rank`."""
 
-    slots: int = 16
-    rank: int = 64
+    max_adapters: int = 16
+    max_rank: int = 64
 
     def __post_init__(self) -> None:
-        if self.rank not in RANKS:
-            raise ValueError(f"vLLM has no room for adapters of rank {self.rank}; choose one of {RANKS}")
+        if self.max_rank not in RANKS:
+            raise ValueError(f"vLLM has no room for adapters of rank {self.max_rank}; choose one of {RANKS}")
 
 
 def targets(config: DecoderConfig) -> list[str]:
@@ -45,7 +45,7 @@ def targets(config: DecoderConfig) -> list[str]:
     return ["qkv_proj", "o_proj", *mlp]
 
 
-def convert(name: str, source: Path | None, target: Path, config: DecoderConfig, room: Room) -> int:
+def convert(name: str, source: Path | None, target: Path, config: DecoderConfig, limits: LoraLimits) -> int:
     """Write the adapter in `source` to the folder `target`; its policy version. Raises AdapterUnusable."""
     if source is None or not source.is_dir():
         raise AdapterUnusable(f"the sampler weights {name!r} are gone: save them again and make a new sampler")
@@ -54,7 +54,7 @@ def convert(name: str, source: Path | None, target: Path, config: DecoderConfig,
         adapter = load_adapter(source, config).adapter
     except (AdapterFileError, Damaged) as error:
         raise AdapterUnusable(f"the sampler weights {name!r} are damaged or of another base model") from error
-    reason = not_servable(adapter, room)
+    reason = not_servable(adapter, limits)
     if reason is not None:
         raise NotServable(f"the sampler weights {name!r} cannot be served by vLLM: {reason}")
     fresh = target.with_name(f"{target.name}.new")
@@ -67,12 +67,13 @@ def convert(name: str, source: Path | None, target: Path, config: DecoderConfig,
     return policy_version(source)
 
 
-def not_servable(adapter: Adapter, room: Room) -> str | None:
+def not_servable(adapter: Adapter, limits: LoraLimits) -> str | None:
     """Why vLLM cannot serve an adapter, or None."""
     if adapter.shape.train_unembed:
         return "they train the unembedding (make the run with train_unembed=False)"
-    if adapter.rank > room.rank:
-        return f"their rank is {adapter.rank}, and it was started for at most {room.rank} ([generator.vllm] max_rank)"
+    if adapter.rank > limits.max_rank:
+        most = limits.max_rank
+        return f"their rank is {adapter.rank}, and it was started for at most {most} ([generator.vllm] max_rank)"
     if not bool(adapter.flat.isfinite().all()):
         return "their numbers are not finite"
     return None

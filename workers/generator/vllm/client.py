@@ -8,17 +8,17 @@ from typing import Any
 import httpx
 import orjson
 
-#: A request may be long in vLLM's queue and in generation; that the process is gone shows as a closed connection.
+#: No read timeout: a request may be queued and generated for long, and a dead process closes the connection.
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256)
 
 
 class VllmLost(Exception):
-    """The server does not answer, or its engine is dead: what it was doing is lost."""
+    """The server does not answer, or its engine is dead: its requests are lost."""
 
 
 class VllmRefused(Exception):
-    """The server answered that it will not do this."""
+    """The server refuses a request."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -44,12 +44,12 @@ class VllmClient:
             return False
 
     async def models(self) -> dict[str, int]:
-        """Names of what it serves, and the longest sequence of each."""
+        """Names of the models it serves, with the tokens of the longest sequence of each."""
         found = await self._get("/v1/models")
         return {model["id"]: int(model.get("max_model_len") or 0) for model in found["data"]}
 
     async def about(self) -> dict[str, Any]:
-        """What Weft's plugin says of this server; empty when it is not there."""
+        """What Weft's plugin says about this server; empty without the plugin."""
         try:
             (about, *_) = await self.rpc("weft_about")
         except VllmRefused:
@@ -76,12 +76,12 @@ class VllmClient:
             raise VllmLost(f"stream: {type(error).__name__}: {error}") from error
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests with what they have."""
+        """End requests with the tokens they have."""
         names = [f"generate-tokens-{request_id}" for request_id in request_ids]
         await self._post("/inference/v1/abort_requests", {"request_ids": names})
 
     async def load_adapter(self, name: str, folder: str) -> int:
-        """Load an adapter under a new name. Returns the number that the engine knows it by."""
+        """Load an adapter under a new name. Returns its number in the engine."""
         await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         (numbers, *_) = await self.rpc("weft_adapters")
         return int(max(numbers))
@@ -90,8 +90,8 @@ class VllmClient:
         await self._post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def swap(self, adapters: list[tuple[str, int, str]], epoch: int) -> None:
-        """Replace weights of adapters (name, number, folder) in place, between two steps; what is generated from then
-        on is labelled `epoch`."""
+        """Replace weights of adapters (name, number, folder) in place, between two steps; tokens generated from then on
+        are labelled `epoch`."""
         await self._post("/pause", None, mode="keep")
         try:
             for name, number, folder in adapters:
@@ -101,7 +101,7 @@ class VllmClient:
             await self._post("/resume", None)
 
     async def label(self, epoch: int) -> None:
-        """Label what is generated from now on."""
+        """Label the tokens that are generated from now on."""
         await self._post("/update_weight_version", {"new_version": str(epoch)})
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:

@@ -1,8 +1,8 @@
 """A generator engine that hands every sequence to vLLM and keeps the contract around it.
 
 vLLM batches, samples and caches; an event loop in a thread of its own talks to it (`serving`). `add` and `step` only
-exchange requests and results with that thread (`tally`). When vLLM dies, what it had is given back ("again"): the queue
-hands it to whoever has room, this engine too once its vLLM is up again.
+exchange requests and results with that thread (`tally`). When vLLM dies, its requests are given back ("again"): the
+queue hands them to any engine with free slots, including this one once its vLLM is up again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workers.generator.engine import (
 )
 from workers.generator.refusals import refused, request_fault
 from workers.generator.stop import DecodeText, NoTokenizer, StopRule
-from workers.generator.vllm.adapters import Room
+from workers.generator.vllm.adapters import LoraLimits
 from workers.generator.vllm.policies import Policies
 from workers.generator.vllm.progress import RequestProgress
 from workers.generator.vllm.server import Launch, VllmFailed, VllmServer
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: How long `step` waits for something to end: about a decode step, and what work that arrives waits at most.
+#: How long `step` waits for a request to end: about one decode step; new work waits at most this long for it.
 STEP_S = 0.01
 
 
@@ -49,14 +49,14 @@ class VllmEngine:
         *,
         slots: int,
         context: int,
-        room: Room,
+        limits: LoraLimits,
         folder: Path,
         launch: Launch | None = None,
         url: str = "",
         decode_text: DecodeText | None = None,
     ) -> None:
-        """vLLM as a child (`launch`) or at `url`; with a URL, `folder`, where adapters are written, must be the same
-        for it. What is in `folder` is of an earlier life and is deleted, and all of it at the end."""
+        """vLLM as a child (`launch`) or at `url`. Adapters are written to `folder`, which a vLLM at a URL must see
+        under the same path; it is emptied at the start and deleted at the end."""
         self._config, self._eos, self._slots, self._context = config, eos_token_ids, slots, context
         self._decode_text = decode_text
         self._folder = folder
@@ -67,16 +67,16 @@ class VllmEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
-        self._call(self._begin(folder, launch, url, room)).result()
+        self._call(self._begin(folder, launch, url, limits)).result()
 
-    async def _begin(self, folder: Path, launch: Launch | None, url: str, room: Room) -> None:
+    async def _begin(self, folder: Path, launch: Launch | None, url: str, limits: LoraLimits) -> None:
         self._server = VllmServer(launch, url)
-        self._policies = Policies(self._server.client, self._config, room, folder)
+        self._policies = Policies(self._server.client, self._config, limits, folder)
         self._serving = Serving(self._server, self._policies, self._slots, self._eos, self._tally)
         self._keeping = asyncio.create_task(self._server.keep())
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Until vLLM has answered its first requests. Raises VllmFailed when it does not come up."""
+        """Wait until vLLM has answered its first requests. Raises VllmFailed when it does not come up."""
 
         async def ready() -> None:
             wait = asyncio.create_task(self._server.ready.wait())
@@ -91,7 +91,7 @@ class VllmEngine:
 
     @property
     def url(self) -> str:
-        """Where its vLLM is."""
+        """The address of its vLLM."""
         return self._server.url
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
 """Which adapters vLLM has, under which names, and which version of a policy a token was drawn from.
 
-vLLM sees an adapter as `name@version`, in a folder of its own, and never the same name for other weights: that is what
-keeps its prefix cache and its memory right. When a policy moves, new requests take the new name. Requests in flight
-keep theirs, and the weights behind it are replaced; its folder then leads to the new ones, should vLLM read it again.
+vLLM sees an adapter as `name@version`, in a folder of its own, and never the same name with other weights: otherwise
+its prefix cache and its adapters in memory would be wrong. When a policy moves, new requests use the new name. Requests
+in flight keep the old name, and its weights are replaced; its folder then links to the new ones, should vLLM read it
+again.
 
-vLLM labels tokens with one number for the whole server. Here that is the `epoch`, counted up by every replacement; each
-pushed adapter knows which version it was at since which epoch. Lives in one event loop.
+vLLM labels tokens with one number for the whole server. Here that is the `epoch`, which every replacement increments;
+each pushed adapter has the epochs from which on each of its versions was in use. Lives in one event loop.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import PolicySpan
-from workers.generator.vllm.adapters import Room, convert
+from workers.generator.vllm.adapters import LoraLimits, convert
 from workers.generator.vllm.client import VllmClient, VllmRefused
 from workers.model.config import DecoderConfig
 
@@ -34,8 +35,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Pushed:
-    """An adapter that vLLM knows by `name` and, inside its engine, by `number`. `folder` is what vLLM was told; it
-    leads to `weights`."""
+    """An adapter that vLLM knows by `name` and, inside its engine, by `number`. `folder`, which vLLM was given, is a
+    link to `weights`. `users` is the number of requests that hold it."""
 
     name: str
     folder: Path
@@ -46,7 +47,7 @@ class Pushed:
 
     @property
     def salt(self) -> str:
-        """Of prompts computed with these weights."""
+        """The cache salt of prompts computed with these weights."""
         return f"{self.name}:{self.versions[-1][0]}"
 
     @property
@@ -61,7 +62,7 @@ class Pushed:
 class Policies:
     client: VllmClient
     config: DecoderConfig
-    room: Room
+    limits: LoraLimits
     folder: Path
     epoch: int = 0
     _current: OrderedDict[str, Pushed] = field(default_factory=OrderedDict)
@@ -91,8 +92,8 @@ class Policies:
             await self._evict()
 
     async def swap(self, name: str, source: Path, *, in_place: bool = True) -> None:
-        """From now on `name` means the weights in `source`; `in_place`, for requests in flight too. Raises
-        AdapterUnusable: requests in flight stay as they are then, and the next one brings a folder."""
+        """From now on `name` means the weights in `source`; with `in_place`, for requests in flight too. Raises
+        AdapterUnusable: then requests in flight keep the old weights, and the next one brings a folder."""
         async with self._lock:
             before = self._current.pop(name, None)
             try:
@@ -114,7 +115,7 @@ class Policies:
             await self._evict()
 
     def forget(self) -> None:
-        """vLLM was started anew: it knows none of them."""
+        """Forget all adapters: vLLM was restarted and has none of them."""
         for pushed in [*self._current.values(), *self._retired]:
             _remove(pushed)
         self._current.clear()
@@ -124,7 +125,7 @@ class Policies:
     async def _push(self, name: str, source: Path | None) -> Pushed:
         key = f"{self._life}-{next(self._counter)}"
         weights = self.folder / f"{key}.weights"
-        version = await asyncio.to_thread(convert, name, source, weights, self.config, self.room)
+        version = await asyncio.to_thread(convert, name, source, weights, self.config, self.limits)
         pushed = Pushed(f"{_key(name)}@{version}-{key}", self.folder / key, weights, [(self.epoch, version)])
         _lead(pushed.folder, weights)
         try:
@@ -135,11 +136,11 @@ class Policies:
         return pushed
 
     async def _evict(self) -> None:
-        """Keep as many idle adapters as vLLM does; those used longest ago go. Names that are no longer current go as
-        soon as nobody uses them."""
+        """Keep as many idle adapters as vLLM does, and unload those used longest ago. Names that are no longer current
+        are unloaded as soon as no request uses them."""
         gone = [old for old in self._retired if not old.users]
         self._retired = [old for old in self._retired if old.users]
-        excess = len(self._current) - 2 * self.room.slots
+        excess = len(self._current) - 2 * self.limits.max_adapters
         for name, pushed in list(self._current.items()):
             if excess > 0 and not pushed.users:
                 gone.append(self._current.pop(name))
@@ -172,7 +173,7 @@ def _stem(pushed: Pushed) -> str:
 
 
 def _lead(link: Path, weights: Path) -> None:
-    """Make `link` lead to `weights`, at once for whoever reads it."""
+    """Make `link` point to `weights`, atomically for readers."""
     fresh = link.with_name(f"{link.name}.link")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(weights.name)
@@ -180,7 +181,7 @@ def _lead(link: Path, weights: Path) -> None:
 
 
 def _remove(pushed: Pushed, others: Sequence[Pushed] = ()) -> None:
-    """Delete its folder, and the weights that it had and has unless another folder leads there."""
+    """Delete its folder, and its old and new weights unless another folder links to them."""
     weights = {pushed.weights.resolve(), pushed.folder.resolve()} - {other.folder.resolve() for other in others}
     pushed.folder.unlink(missing_ok=True)
     for folder in weights:

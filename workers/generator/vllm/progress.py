@@ -1,4 +1,4 @@
-"""How far a request has come at vLLM: its sequences, what of them is there, and the `Finished` it ends as."""
+"""The progress of a request at vLLM: its sequences, their results so far, and the `Finished` it ends as."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class SequenceProgress:
     sample: int
     result: SequenceResult
     vllm_id: str = ""  # while vLLM has it
-    version: int = 0  # of the policy that it began with
+    version: int = 0  # policy version that it began with
     started: bool = False
-    stale: bool = False  # told to end because it is too old
+    stale: bool = False  # aborted because it is too old
     prompt_hit: int = 0  # prompt tokens that came from the prefix cache
-    scores: Sequence[Any] | None = None  # what vLLM tells of the prompt's tokens
+    scores: Sequence[Any] | None = None  # vLLM's prompt logprobs
 
 
 @dataclass(eq=False)
@@ -34,8 +34,8 @@ class RequestProgress:
     pushed: Pushed | None = None  # its adapter
     task: asyncio.Task[Any] | None = None
     work: list[asyncio.Task[None]] = field(default_factory=list)  # one for each sequence, once there is an adapter
-    wanted: asyncio.Future[Finished] | None = None  # who cancels it gets its end
-    run_version: int = 0  # how far the run is, as far as it was told
+    wanted: asyncio.Future[Finished] | None = None  # set when it is cancelled: gets its end
+    run_version: int = 0  # the newest version of its run that it was told
 
     def __post_init__(self) -> None:
         nothing = translate.sequence_of(self.request, {"token_ids": [], "logprobs": None}, self.vocab_size)
@@ -43,16 +43,16 @@ class RequestProgress:
 
     @property
     def version(self) -> int:
-        """Of the policy that a sequence begins with now."""
+        """The policy version that a new sequence begins with."""
         return self.pushed.version if self.pushed is not None else 0
 
     def too_old(self, version: int) -> bool:
-        """Whether a sequence that began with this version of the policy may not go on."""
+        """Whether a sequence that began with this policy version must end."""
         most = self.request.max_staleness
         return most is not None and self.run_version - version > most
 
     def take(self, sequence: SequenceProgress, answer: dict[str, Any]) -> None:
-        """vLLM's answer to one sequence, whether that has ended or was aborted."""
+        """Take vLLM's answer to one sequence, ended or aborted."""
         (choice,) = answer["choices"]
         result = translate.sequence_of(self.request, choice, self.vocab_size)
         tokens = result.tokens.tolist()
@@ -68,7 +68,7 @@ class RequestProgress:
         sequence.scores = answer.get("prompt_logprobs")
 
     def finished(self) -> Finished:
-        """The request as it stands. Its first sequence counts as the one that computed the prompt, for all of them."""
+        """The request's result so far. The prompt counts as computed by its first sequence, for all of them."""
         request, first = self.request, self.sequences[0]
         started = sum(sequence.started for sequence in self.sequences)
         length, hit, scores = len(request.prompt), first.prompt_hit, first.scores

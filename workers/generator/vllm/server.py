@@ -1,7 +1,7 @@
-"""One `vllm serve`, kept usable: started as a child and started again when it dies, or awaited at a URL.
+"""One `vllm serve`, kept available: started as a child and restarted when it dies, or awaited at a URL.
 
 It counts as ready once it has answered requests of every kind, logprobs too: the first of a kind may compile for half a
-minute. `lives` counts how often it became ready; adapters that an earlier life knew are gone. Lives in one event loop.
+minute. `lives` counts how often it became ready; a restart loses its adapters. Lives in one event loop.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.generator.vllm.adapters import Room
+from workers.generator.vllm.adapters import LoraLimits
 from workers.generator.vllm.client import VllmClient, VllmLost, VllmRefused
 
 log = logging.getLogger(__name__)
 
-#: The one name that the base model goes by in vLLM.
+#: The name of the base model in vLLM.
 BASE = "base"
-#: After so many starts in a row that led nowhere, something is wrong that will not pass.
+#: After this many failed starts in a row the failure is taken as permanent.
 START_ATTEMPTS = 3
-#: A start includes reading the model and, on a GPU, capturing graphs.
+#: Seconds that a start may take, which includes reading the model and, on a GPU, capturing graphs.
 START_S = 900.0
 _POLL_S = 0.25
 _WATCH_S = 2.0
@@ -47,16 +47,16 @@ class Launch:
     targets: Sequence[str]
     context: int
     slots: int
-    room: Room
+    limits: LoraLimits
     dtype: str = "float32"
     threads: int = 1
     kv_bytes: int = 1 << 30
     cpu: bool = True
 
     def command(self, socket: Path) -> list[str]:
-        room = self.room
+        limits, adapters = self.limits, self.limits.max_adapters
         words = [str(self.program), "serve", str(self.model), "--served-model-name", BASE, "--uds", str(socket)]
-        # One more than the context: the last token of a sequence needs no place in it.
+        # One more than the context: the last token of a sequence is not fed back.
         words += ["--dtype", self.dtype, "--max-model-len", str(self.context + 1), "--max-num-seqs", str(self.slots)]
         words += ["--max-logprobs", "-1", "--generation-config", "vllm", "--scheduling-policy", "priority"]
         words += ["--enable-prompt-tokens-details", "--enable-scale-out", "--disable-log-stats"]
@@ -66,8 +66,8 @@ class Launch:
             "--worker-extension-cls",
             "weft_vllm.worker.Swap",
         ]
-        words += ["--enable-lora", "--max-loras", str(room.slots), "--max-cpu-loras", str(2 * room.slots)]
-        words += ["--max-lora-rank", str(room.rank), "--lora-target-modules", *self.targets]
+        words += ["--enable-lora", "--max-loras", str(adapters), "--max-cpu-loras", str(2 * adapters)]
+        words += ["--max-lora-rank", str(limits.max_rank), "--lora-target-modules", *self.targets]
         return words + (["--enforce-eager"] if self.cpu else [])
 
     def environment(self) -> dict[str, str]:
@@ -98,8 +98,8 @@ class VllmServer:
         self.ready = asyncio.Event()
         self.lives = 0
         self.base = BASE
-        self.longest = sys.maxsize  # sequence that it takes, prompt and all
-        self.swaps = self.tempered = False  # whether its plugin replaces weights, and heeds temperatures
+        self.longest = sys.maxsize  # tokens of the longest sequence that it takes, with the prompt
+        self.swaps = self.tempered = False  # its plugin replaces weights in place; computes logprobs at the temperature
         self.failure: VllmFailed | None = None
         self._lost = asyncio.Event()
 
@@ -108,12 +108,12 @@ class VllmServer:
         self._folder.cleanup()
 
     def lost(self) -> None:
-        """A request found that it does not answer."""
+        """Call when a request finds that the server does not answer."""
         self.ready.clear()
         self._lost.set()
 
     async def keep(self) -> None:
-        """Keep it up until cancelled, or until `failure`."""
+        """Keep it running until cancelled, or until `failure` is set."""
         attempts = 0
         while attempts < START_ATTEMPTS or self._launch is None:
             process = await self._spawn() if self._launch is not None else None
@@ -196,7 +196,7 @@ class VllmServer:
 
 
 async def _kill(process: asyncio.subprocess.Process | None) -> None:
-    """The guard kills itself and all that vLLM has started when its pipe closes."""
+    """Close the guard's pipe, upon which it kills itself and all processes of vLLM."""
     if process is None or process.stdin is None:
         return
     process.stdin.close()

@@ -1,12 +1,15 @@
-"""The requests that one vLLM is serving: each from its adapter, over its sequences' turns, to its end.
+"""The requests that one vLLM is serving: load the adapter, generate the sequences, collect the result.
 
-Each sequence is a request of its own to vLLM, with a seed of its own, so that sequences end, stop and are cancelled
-apart. Lives in one event loop.
+Each sequence is a separate request to vLLM, with its own seed, so that sequences end, stop and are cancelled
+independently. Sequences with stop strings are watched here as their tokens come, by the rule of all our engines: vLLM's
+own stop strings need its tokenizer and cut by other rules. Lives in one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +18,18 @@ from typing import Any
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import Finished, RequestError
 from workers.generator.refusals import refused
+from workers.generator.stop import StopRule
 from workers.generator.vllm import translate
 from workers.generator.vllm.adapters import NotServable
-from workers.generator.vllm.client import VllmLost, VllmRefused
+from workers.generator.vllm.client import VllmClient, VllmLost, VllmRefused
 from workers.generator.vllm.policies import Policies
 from workers.generator.vllm.progress import RequestProgress, SequenceProgress
 from workers.generator.vllm.server import VllmServer
-from workers.generator.vllm.slots import Slots
 from workers.generator.vllm.tally import Tally
-from workers.generator.vllm.watch import generate_watched
 
 log = logging.getLogger(__name__)
 
-#: Of a cancelled request: how long before vLLM is told again, in case it had not known the request yet.
+#: Seconds until an abort is repeated, in case vLLM had not received the request yet.
 _ABORT_AGAIN_S = 0.05
 
 FAILED = "generation failed; the generator's log has the details"
@@ -37,15 +39,15 @@ class Serving:
     def __init__(
         self, server: VllmServer, policies: Policies, slots: int, eos_token_ids: tuple[int, ...], tally: Tally
     ) -> None:
-        """`slots` sequences are with vLLM at a time; `tally` is told of what ends."""
+        """At most `slots` sequences are with vLLM at a time; requests that end go to `tally`."""
         self._server, self._policies, self._eos, self._tally = server, policies, eos_token_ids, tally
-        self._slots = Slots(slots)
+        self._slots = PrioritySemaphore(slots)
         self._requests: dict[str, RequestProgress] = {}
-        self._life = 0  # of the server, that `policies` are of
+        self._life = 0  # the value of `server.lives` that `policies` belong to
         self._renewing = asyncio.Lock()
 
     async def serve(self, progress: RequestProgress) -> None:
-        """One request, from its adapter to its end."""
+        """Serve one request to its end."""
         request_id = progress.request.id
         self._requests[request_id] = progress
         progress.task = asyncio.current_task()
@@ -66,7 +68,7 @@ class Serving:
                 progress.wanted.set_result(end)
 
     async def cancel(self, request_id: str) -> Finished | None:
-        """End a request. Sequences that wait for a slot end at once, those that vLLM has with what they have."""
+        """End a request. Sequences that wait for a slot end at once, others with the tokens that vLLM has for them."""
         progress = self._requests.get(request_id)
         if progress is None or progress.task is None:
             return None
@@ -82,7 +84,7 @@ class Serving:
     async def swap(self, name: str, folder: Path) -> None:
         """From now on `name` means the weights in `folder`."""
         if not self._server.ready.is_set():
-            return  # the next request brings the weights
+            return  # the next request loads the weights
         try:
             await self._synchronise()
             await self._policies.swap(name, folder, in_place=self._server.swaps)
@@ -92,7 +94,7 @@ class Serving:
             log.warning("samples that are running stay on older weights %r: %s", name, error)
 
     async def run_moved(self, run: str, version: int) -> None:
-        """Stop what has become too old."""
+        """Stop sequences that have become too old."""
         stale: list[SequenceProgress] = []
         for progress in [p for p in self._requests.values() if p.request.run == run]:
             progress.run_version = version
@@ -112,7 +114,7 @@ class Serving:
                 progress.pushed = await self._policies.acquire(request.adapter, request.adapter_folder)
             progress.work = [asyncio.create_task(self._sequence(progress, one)) for one in progress.sequences]
             for fault in await asyncio.gather(*progress.work, return_exceptions=True):
-                if isinstance(fault, Exception):  # not the cancelling of one that waited
+                if isinstance(fault, Exception):  # and not the CancelledError of a waiting sequence
                     raise fault
         except VllmLost:
             if life == self._server.lives:
@@ -121,8 +123,8 @@ class Serving:
         return progress.finished()
 
     async def _synchronise(self) -> int:
-        """Forget what an earlier life of vLLM knew. Returns which this one is. Who comes first leaves first, so that
-        requests and swaps reach `policies` in their order."""
+        """Forget the adapters of vLLM before its last restart. Returns the present `server.lives`. Callers leave in
+        order of arrival, so that requests and swaps reach `policies` in their order."""
         async with self._renewing:
             if self._life != self._server.lives:
                 self._life = self._server.lives
@@ -139,9 +141,9 @@ class Serving:
                 log.warning("an adapter could not be unloaded: %s", error)
 
     async def _sequence(self, progress: RequestProgress, sequence: SequenceProgress) -> None:
-        """One sequence: wait for a slot, generate, take the answer apart."""
+        """One sequence: wait for a slot, generate, take the answer."""
         request, pushed = progress.request, progress.pushed
-        await self._slots.take(request.priority)
+        await self._slots.acquire(request.priority)
         try:
             sequence.version = progress.version
             if progress.too_old(sequence.version):
@@ -162,12 +164,12 @@ class Serving:
                 answer = await self._server.client.generate(body)
         finally:
             sequence.vllm_id = ""
-            self._slots.give()
+            self._slots.release()
             self._tally.sequence_ended(request.id)
         progress.take(sequence, answer)
 
     async def _abort(self, sequences: list[SequenceProgress]) -> None:
-        """Tell vLLM, until it has let go of them: a request may still be on its way there."""
+        """Tell vLLM until it has ended them: a request may still be on its way there."""
         try:
             while ids := [sequence.vllm_id for sequence in sequences if sequence.vllm_id]:
                 await self._server.client.abort(ids)
@@ -195,3 +197,62 @@ def _fault(request_id: str, error: Exception) -> Finished:
 
 def _declined(request_id: str, why: str, elsewhere: Any, category: Any = "user") -> Finished:
     return Finished(request_id, error=RequestError(why, category, elsewhere))
+
+
+class PrioritySemaphore:
+    """Admits `count` holders at a time; of those that wait, higher priorities first, then in order of arrival."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+
+    async def acquire(self, priority: int) -> None:
+        """Wait for a slot. Cancelling the wait takes none."""
+        if self._free > 0:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (-priority, next(self._order), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Free a slot, or hand it to the next that waits."""
+        while self._waiting:
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+async def generate_watched(client: VllmClient, body: dict[str, Any], rule: StopRule) -> dict[str, Any]:
+    """As `client.generate`, ended where `rule` stops it. When streaming, vLLM returns no prompt logprobs: for them the
+    prompt is computed once more."""
+    params, scores = dict(body["sampling_params"]), None
+    if "prompt_logprobs" in params:
+        scored = await client.generate({**body, "sampling_params": {**params, "max_tokens": 1}})
+        scores = scored["prompt_logprobs"]
+        del params["prompt_logprobs"]
+    tokens: list[int] = []
+    content: list[dict[str, Any]] = []
+    usage: dict[str, Any] = {}
+    versions, stopped = None, False
+    async for piece in client.stream({**body, "sampling_params": params}):
+        usage = piece.get("usage") or usage
+        for choice in piece["choices"]:
+            versions = choice.get("weight_versions") or versions
+            for entry in (choice["logprobs"] or {}).get("content") or ():
+                if not stopped:
+                    tokens.append(entry["token_id"])
+                    content.append(entry)
+                    stopped = rule.check(tokens) == "stop"
+            if stopped and choice.get("finish_reason") is None:
+                await client.abort([body["request_id"]])
+    choice = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": versions}
+    return {"choices": [choice], "usage": usage, "prompt_logprobs": scores}

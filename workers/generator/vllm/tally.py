@@ -1,4 +1,4 @@
-"""What the thread that drives the engine sees of the event loop's work: which requests are open, what has ended."""
+"""The open and ended requests of a VllmEngine, shared by the thread that drives it and the event loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workers.generator.engine import Finished, GenerateRequest
 
 
 class Tally:
-    """Used by both threads."""
+    """Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,7 +22,7 @@ class Tally:
 
     @property
     def busy(self) -> bool:
-        """Whether something is open, or has ended and was not taken."""
+        """Whether a request is open, or has ended and was not taken yet."""
         with self._lock:
             return bool(self._open) or not self._ended.empty()
 
@@ -34,7 +34,7 @@ class Tally:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Tokens so far, by their names in EngineStats."""
+        """Token totals, by their names in EngineStats."""
         return dict(self._counts)
 
     def enter(self, request: GenerateRequest) -> None:
@@ -46,11 +46,11 @@ class Tally:
             self._open[request_id] -= 1
 
     def refuse(self, finished: Finished) -> None:
-        """A request was never open."""
+        """Note the end of a request that was never open."""
         self._ended.put(finished)
 
     def end(self, finished: Finished, *, taken: bool = False) -> None:
-        """A request is over; `taken`: whoever cancelled it has its end already."""
+        """A request has ended; `taken`: its canceller has received the end already."""
         with self._lock:
             self._open.pop(finished.id, None)
             facts = finished.facts
@@ -61,7 +61,7 @@ class Tally:
                 self._ended.put(finished)
 
     def take(self, timeout_s: float) -> list[Finished]:
-        """What has ended; waits for the first."""
+        """The requests that have ended; waits for the first."""
         found = []
         try:
             found.append(self._ended.get(timeout=timeout_s))

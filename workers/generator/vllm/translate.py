@@ -12,14 +12,14 @@ from weft.wire.sample_codec import EMPTY_LOGPROB, EMPTY_TOKEN
 
 from workers.generator.engine import GenerateRequest, Logprobs, SequenceResult, TopkLogprobs
 
-#: vLLM tells logprobs of this many tokens besides the sampled one, at most; JSON would be most of the work beyond.
+#: The most top logprobs asked of vLLM; beyond, JSON would be most of the work.
 MAX_TOPK = 1024
-#: It refuses higher temperatures, and takes lower ones for this.
+#: vLLM refuses temperatures above the range, and raises lower ones to its lower end.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 
 
 def beyond(request: GenerateRequest, *, tempered: bool) -> str | None:
-    """What a request asks that vLLM cannot give it, or None. `tempered`: logprobs are those at the temperature."""
+    """Why vLLM cannot serve a request, or None. `tempered`: its logprobs are those at the temperature."""
     if request.prompt_alt_tokens_k:
         return "other draws for prompt tokens (prompt_alt_tokens_k) are not served by vLLM"
     if request.return_routed_experts:
@@ -46,7 +46,7 @@ def params_of(request: GenerateRequest, sample: int, limit: int, eos: Sequence[i
         "top_k": max(sampling.top_k, 0),
         "ignore_eos": True,
         "stop_token_ids": stops,
-        # One more than asked: the sampled token counts, likely or not.
+        # One more than asked: vLLM counts the sampled token, likely or not.
         "logprobs": request.topk_sample_logprobs + (request.topk_sample_logprobs > 0),
         "detokenize": False,
     }
@@ -62,23 +62,23 @@ def asks_prompt(request: GenerateRequest) -> bool:
 
 
 def reads_text(request: GenerateRequest) -> bool:
-    """Whether its tokens must be looked at as they come, because what they spell may stop it."""
+    """Whether it has stop strings, for which its tokens must be decoded as they come."""
     return any(request.sampling.stop_strings)
 
 
 def cache_salt(tenant: str, weights: str) -> str:
-    """What a prompt must have in common with an earlier one to take up what that computed."""
+    """vLLM's cache salt: only prompts with the same one share its prefix cache."""
     return hashlib.sha256(f"{tenant}\0{weights}".encode()).hexdigest()
 
 
 def sequence_seed(seed: int, sample: int) -> int:
-    """Of one sequence, from the request's: 63 bits, and others for each (seed, sample)."""
+    """A seed of 63 bits for each (seed, sample)."""
     digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def sequence_of(request: GenerateRequest, choice: Mapping[str, Any], vocab: int) -> SequenceResult:
-    """One sequence of vLLM's answer, without its policy spans. One that was cut short ends for its length."""
+    """One sequence of vLLM's answer, without its policy spans, with the stop reason "length"."""
     tokens = np.array(choice["token_ids"], dtype=np.int32)
     content = (choice["logprobs"] or {}).get("content") or []
     logprobs = np.array([entry["logprob"] for entry in content], dtype=np.float32)
@@ -88,7 +88,7 @@ def sequence_of(request: GenerateRequest, choice: Mapping[str, Any], vocab: int)
 
 
 def prompt_logprobs_of(request: GenerateRequest, found: Sequence[Mapping[str, Any] | None]) -> Logprobs | None:
-    """Of the prompt's own tokens; NaN for the first and for those not asked for."""
+    """Logprobs of the prompt's own tokens; NaN for the first and for those not asked for."""
     if not request.prompt_logprobs:
         return None
     logprobs_P = np.full(len(request.prompt), np.nan, np.float32)

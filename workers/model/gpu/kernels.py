@@ -26,7 +26,7 @@ def _block(run, first_block, run_start, index, BLOCK_M: tl.constexpr):
     return row.to(tl.int64), row < tl.load(run_start + run + 1)
 
 
-#: Numbers that change with the batch: Triton would compile again for 1 and for multiples of 16.
+#: Arguments that change with the batch; specialised, Triton would compile again for 1 and for multiples of 16.
 VARYING = ["num_runs", "num_groups", "part"]
 
 

@@ -25,19 +25,19 @@ MAX_SPLIT, STEP = 4096, 64
 
 
 class Precision(NamedTuple):
-    """How tensor cores multiply float32. "tf32" keeps 10 bits of each factor, more than bfloat16's 7; "ieee" all."""
+    """How tensor cores multiply float32: "tf32" keeps 10 bits of each mantissa (bfloat16 has 7), "ieee" all 23."""
 
     name: str
 
     @classmethod
     def beside(cls, weights: torch.dtype) -> Precision:
-        """What suits a base of this dtype."""
+        """The precision for adapters beside a base of this dtype."""
         return cls("ieee" if weights == torch.float32 else "tf32")
 
 
 @dataclass(frozen=True)
-class Place:
-    """A `workers.model.place.Place`: over the rows of the batch itself, or of (expert, group) runs."""
+class TritonProducts:
+    """`LoraProducts` in Triton: over the rows of the batch itself, or of (expert, group) runs."""
 
     table: Table
     runs: Runs
@@ -45,12 +45,12 @@ class Place:
     precision: Precision
 
     @classmethod
-    def dense(cls, rows: LoraRows, name: str, base: torch.dtype) -> Place:
+    def dense(cls, rows: LoraRows, name: str, base: torch.dtype) -> TritonProducts:
         """The batch's own rows, of the groups that have the tensor called `name`, beside a base of this dtype."""
         table = table_of(rows)
         return cls(table, table.runs, table.blocks(name), Precision.beside(base))
 
-    def experts(self, routing: Routing, rows: LoraRows) -> Place:
+    def experts(self, routing: Routing, rows: LoraRows) -> TritonProducts:
         """The pairs of `routing`, sorted by expert and so, within, by group."""
         groups, device = len(rows.adapters), routing.experts.device
         run_P = routing.experts * groups + rows.group_of_row(device)[routing.token]
@@ -67,7 +67,7 @@ class Place:
         _check(x, u)
         wide, table = x.shape[1], self.table
         splits = -(-wide // MAX_SPLIT)
-        # The shortest that serves, in steps: it is compiled in.
+        # As short as possible, in whole steps: the length is compiled into the kernel.
         split = MAX_SPLIT if splits > 1 else -(-wide // STEP) * STEP
         found = u[None] if splits == 1 else u.new_zeros(splits, *u.shape)
         for each, blocks in self.blocks:
@@ -165,7 +165,7 @@ def _where(table: Table, blocks: Blocks, runs: Runs) -> tuple[Tensor | int, ...]
 
 
 def _wide_block(rank_block: int) -> int:
-    """Columns of the long side at a time: what leaves the sums in registers."""
+    """Columns of the long side at a time: as many as keep the sums in registers."""
     return 128 if rank_block <= 32 else 64
 
 

@@ -22,11 +22,11 @@ from workers.model.adapter import Adapter
 from workers.model.adapter_shape import AdapterShape
 from workers.model.lora_rows import LoraRows
 
-#: Rows of a block where one group has many, and where runs of an (expert, group) pair are short.
+#: Rows of a block: for dense products, where a group has many rows, and for the short (expert, group) runs.
 DENSE_ROWS = 32
 EXPERT_ROWS = 16
 
-#: Ranks are computed in blocks of 16, 32, 64 or 128: tensor cores take no less, and a group's own rank decides.
+#: Ranks are computed in blocks of 16 (the least that tensor cores take), 32, 64 or 128, by the group's own rank.
 MIN_RANK_BLOCK = 16
 MAX_RANK_BLOCK = 128
 
@@ -82,7 +82,7 @@ class RankClass:
     owners: Owners
 
     def rank_blocks(self, stack: int) -> int:
-        """How many blocks hold `stack` factors of the largest rank."""
+        """Blocks that `stack` factors of the largest rank take."""
         return -(-stack * self.most // self.block)
 
 
@@ -90,7 +90,7 @@ class Table:
     """The adapters of one batch. A LoraRows has one for as long as it lives."""
 
     def __init__(self, rows: LoraRows, device: torch.device) -> None:
-        # Not the rows themselves: they are the weak key under which this is kept.
+        # Not the rows themselves: they are the weak key of this table.
         self._adapters, self._grads, self._device = rows.adapters, rows.grads, device
         ranks = [0 if adapter is None else adapter.rank for adapter in rows.adapters]
         #: Rounded up, so that rows of x A^T begin at whole vectors.
@@ -122,11 +122,11 @@ class Table:
             tensor.copy_(new_tensor)
 
     def weights(self, name: str) -> Tensor:
-        """int64 [G]: where each group's tensor lies; 0 where there is none."""
+        """int64 [G]: the address of each group's tensor; 0 where there is none."""
         return self._device_weights_NG[self._index[name]]
 
     def grads(self, name: str) -> Tensor:
-        """The same of the gradients."""
+        """int64 [G]: the address of each group's gradient; 0 where there is none."""
         return self._device_grads_NG[self._grad_index[name]]
 
     def blocks(self, name: str) -> list[tuple[RankClass, Blocks]]:
@@ -194,8 +194,7 @@ def rewritable(shapes: Collection[AdapterShape], num_rows: int, device: torch.de
 
 
 def forms(adapters: Collection[Adapter | None]) -> frozenset[AdapterShape]:
-    """What decides which launches a batch takes: the shapes of its adapters, with ranks rounded up to where a block, or
-    another block, is full."""
+    """What decides which launches a batch takes: the shapes of its adapters, with ranks rounded up to whole blocks."""
     shapes = {adapter.shape for adapter in adapters if adapter is not None}
     return frozenset(replace(shape, rank=_full(shape.rank)) for shape in shapes)
 

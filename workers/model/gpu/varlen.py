@@ -1,8 +1,8 @@
 """Causal attention over packed sequences of any lengths in one call: FlashAttention, for 16-bit tensors on CUDA.
 
-torch.nn.attention.varlen grew between torch 2.11 and 2.13 (grouped heads must be announced, splitting along the keys
-can be switched off), so what the installed one takes is looked up. Without splits a sequence's result does not depend
-on the others of the batch.
+torch.nn.attention.varlen got options between torch 2.11 and 2.13 (`enable_gqa`, which grouped heads then need, and
+`num_splits`), so the installed version's signature is looked up. Without splits along the keys a sequence's result does
+not depend on the others in the batch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compiles the kernels for this machine, once, and loads them.
 
-The result is kept in the user's cache folder under the hash of source, flags, compiler and processor. It takes a
-second, and `python -m workers.model.native.build [FILE.c ...]` does it ahead, also for others' kernels. Without a C
-compiler torch makes the same sums, several times slower where groups are small.
+The result is kept in the user's cache folder under the hash of source, flags, compiler and processor. Compiling takes a
+second; `python -m workers.model.native.build [FILE.c ...]` does it ahead, also for the generator's attend.c. Without a
+C compiler torch computes the same sums, several times slower where groups are small.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-#: What kernels include, those of other rooms too.
+#: Included by all kernels, the generator's too.
 _HEADER = Path(__file__).with_name("vectors.h")
 #: Products may be fused with sums, sums may not be reordered.
 _FLAGS = ("-O3", "-std=gnu11", "-march=native", "-ffp-contract=fast", "-fno-fast-math", "-fPIC", "-shared")
@@ -30,7 +30,7 @@ _FLAGS = ("-O3", "-std=gnu11", "-march=native", "-ffp-contract=fast", "-fno-fast
 
 @cache
 def library(source: Path | None = None) -> ctypes.CDLL | None:
-    """The compiled kernels (of another file, if asked), or None where they cannot be had (why is logged)."""
+    """The compiled kernels of `source` (None: kernels.c); None where they cannot be built, with a reason in the log."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         log.warning("no C compiler (cc, gcc or clang): adapters of small groups are computed several times slower")
@@ -52,14 +52,14 @@ def _compiled(compiler: str, file: Path) -> Path:
         os.close(handle)
         try:
             _compile(compiler, file, made)
-            os.replace(made, target)  # whole or not there, whoever else compiles at the same time
+            os.replace(made, target)  # atomic: another process may compile at the same time
         finally:
             Path(made).unlink(missing_ok=True)
     return target
 
 
 def _compile(compiler: str, file: Path, target: str) -> None:
-    """With OpenMP where the compiler has it."""
+    """Compile, with OpenMP where the compiler has it."""
     command = [compiler, *_FLAGS, f"-I{_HEADER.parent}", "-o", target, str(file), "-lm"]
     with_threads = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True)
     if with_threads.returncode:
@@ -67,7 +67,7 @@ def _compile(compiler: str, file: Path, target: str) -> None:
 
 
 def processor() -> str:
-    """What -march=native looks at."""
+    """The processor's name and features, which -march=native compiles for."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -76,7 +76,7 @@ def processor() -> str:
 
 
 def _cache_folder() -> Path:
-    """Ours alone: what lies there is run."""
+    """A folder that only this user can write: the files in it are loaded and run."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)

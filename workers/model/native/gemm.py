@@ -1,7 +1,7 @@
-"""Products with frozen float32 weights on a CPU, from a copy of them in the order in which they are read (gemm.c).
+"""Products with frozen float32 weights on a CPU, from a copy packed in the order in which it is read (gemm.c).
 
-A row comes out with the same bits in any batch, and weights are not packed anew in every call. The copy takes the
-memory of the weights once more, so it is made for decoders that only run forward (`Decoder.pack`).
+A row comes out with the same bits in any batch, and weights are not packed anew in every call. The copy doubles the
+weights' memory, so it is made only for decoders that only run forward (`Decoder.pack`).
 
 Shapes: P rows, E experts, O out, I in.
 """
@@ -56,7 +56,7 @@ _PACKED: MutableMapping[Tensor, Packed] = WeakTensorKeyDictionary()
 
 
 def pack(weight: Tensor) -> bool:
-    """Keep a packed copy of a frozen weight for as long as it lives. False where there is no use for one."""
+    """Keep a packed copy of a frozen weight for as long as the weight lives. False where the kernel cannot serve it."""
     native = library(_SOURCE) if weight.dtype == torch.float32 and weight.device.type == "cpu" else None
     if native is not None and packed(weight) is None:
         _PACKED[weight] = Packed(weight, native)
@@ -64,7 +64,7 @@ def pack(weight: Tensor) -> bool:
 
 
 def packed(weight: Tensor) -> Packed | None:
-    """The copy, if there is one and the weight has not been written to since."""
+    """The packed copy, if there is one and the weight has not been written to since."""
     found = _PACKED.get(weight)
     return found if found is not None and found.version == weight._version else None
 

@@ -1,13 +1,13 @@
 /* Low-rank products of many groups of rows, each with factors of its own, in one call.
  *
- * run[i] says to which run row i belongs; rows of a run lie side by side. Run j belongs to group j % groups and, of
- * experts, to expert j / groups. A factor
- * is float32 [r, n] with the long side n innermost: an A [r, in] as it is, a B [out, r] turned. w[g] is that of group g,
- * or of its first expert, the others following; NULL leaves the group out. ranks[g] is the group's rank; of `stack` factors
- * that lie beside each other (an A [stack * r, in]) all rows count. In rows of rank r, `part` says which r columns.
+ * run[i] is the run that row i belongs to; rows of a run lie side by side. Run j belongs to group j % groups and, with
+ * experts, to expert j / groups. A factor is float32 [r, n] with the long side n innermost: an A [r, in] as it is, a
+ * B [out, r] transposed. w[g] is the factor of group g, or of its first expert with the others following; NULL leaves the
+ * group out. ranks[g] is the group's rank; a stacked A [stack * r, in] counts with all its rows. `part` says which r
+ * columns of u belong to this factor.
  *
  * What a run gets depends on its own rows and factor alone, bit for bit: every sum has one order, fixed by n, r and the
- * row's place in its run, whatever its address, the threads and the other runs. Without -ffast-math the order stands.
+ * row's index in its run, whatever its address, the threads and the other runs. Without -ffast-math the order stands.
  *
  * Threads share the rows (of what is written row by row) or the columns (of gradients, to which several runs may add).
  */
@@ -22,7 +22,7 @@ typedef struct {
     float *const *w;
     const float *scale;
     int64_t stack, part, n;
-} Place;
+} Factor;
 
 /* Halves added to each other until four lanes are left: the same order on every machine. */
 static inline float sum(vec v) {
@@ -45,15 +45,15 @@ typedef struct {
 } Run;
 
 /* The run that begins at row `first`. False if it is left out. */
-static inline int run_at(const Place *place, int64_t first, Run *run) {
-    const int64_t j = place->run[first], group = j % place->groups, rank = place->ranks[group];
+static inline int run_at(const Factor *factor, int64_t first, Run *run) {
+    const int64_t j = factor->run[first], group = j % factor->groups, rank = factor->ranks[group];
     run->first = run->last = first;
-    while (++run->last < place->rows && place->run[run->last] == j) {
+    while (++run->last < factor->rows && factor->run[run->last] == j) {
     }
-    run->r = rank * place->stack;
-    run->column = rank * place->part;
-    run->w = place->w[group] ? place->w[group] + j / place->groups * run->r * place->n : NULL;
-    run->alpha = place->scale ? place->scale[group] : 1.0f;
+    run->r = rank * factor->stack;
+    run->column = rank * factor->part;
+    run->w = factor->w[group] ? factor->w[group] + j / factor->groups * run->r * factor->n : NULL;
+    run->alpha = factor->scale ? factor->scale[group] : 1.0f;
     return run->w != NULL;
 }
 
@@ -61,12 +61,12 @@ static inline int run_at(const Place *place, int64_t first, Run *run) {
  * processor cannot guess where. */
 #define AHEAD_BYTES 16384
 
-static inline void prefetch_after(const Place *place, const Run *run, const int write) {
-    if (run->last >= place->rows) return;
-    const int64_t j = place->run[run->last], group = j % place->groups, r = place->ranks[group] * place->stack;
-    if (!place->w[group]) return;
-    const char *from = (const char *)(place->w[group] + j / place->groups * r * place->n);
-    const int64_t bytes = 4 * r * place->n, end = bytes < AHEAD_BYTES ? bytes : AHEAD_BYTES;
+static inline void prefetch_after(const Factor *factor, const Run *run, const int write) {
+    if (run->last >= factor->rows) return;
+    const int64_t j = factor->run[run->last], group = j % factor->groups, r = factor->ranks[group] * factor->stack;
+    if (!factor->w[group]) return;
+    const char *from = (const char *)(factor->w[group] + j / factor->groups * r * factor->n);
+    const int64_t bytes = 4 * r * factor->n, end = bytes < AHEAD_BYTES ? bytes : AHEAD_BYTES;
     for (int64_t at = 0; at < end; at += 64) {
         if (write)
             __builtin_prefetch(from + at, 1, 1);
@@ -198,9 +198,9 @@ static void shrink_run(
 /* Of each run u = alpha x A^T, if there is an `a`, then y += alpha u B^T for each of up to PARTS `b`, whose columns of y
  * lie side by side. One run after another, as the factors of an adapter lie side by side in memory. */
 void weft_add(
-    const Place *a, const float *x, int64_t x_stride, float *u, int64_t u_stride, int64_t parts, const Place *b, float *y,
+    const Factor *a, const float *x, int64_t x_stride, float *u, int64_t u_stride, int64_t parts, const Factor *b, float *y,
     int64_t y_stride) {
-    const Place *all = a ? a : b;
+    const Factor *all = a ? a : b;
 #pragma omp parallel num_threads(all->threads) if (all->threads > 1)
     {
         int64_t share = 0, last;
@@ -260,17 +260,17 @@ static inline __attribute__((always_inline)) void outer_block(
         }
 }
 
-void weft_outer(const Place *place, const float *u, int64_t u_stride, const float *y, int64_t y_stride) {
-#pragma omp parallel num_threads(place->threads) if (place->threads > 1)
+void weft_outer(const Factor *factor, const float *u, int64_t u_stride, const float *y, int64_t y_stride) {
+#pragma omp parallel num_threads(factor->threads) if (factor->threads > 1)
     {
-        /* Whole blocks of columns, so that a column is computed in the same way whoever does it. */
-        const int64_t n = place->n, blocks = (n + 2 * LANES - 1) / (2 * LANES), threads = threads_here();
+        /* Whole blocks of columns, so that a column is computed in the same way on any thread. */
+        const int64_t n = factor->n, blocks = (n + 2 * LANES - 1) / (2 * LANES), threads = threads_here();
         const int64_t from = blocks * thread_here() / threads * 2 * LANES;
         const int64_t end = blocks * (thread_here() + 1) / threads * 2 * LANES, to = end < n ? end : n;
         Run run;
-        for (int64_t row = 0; row < place->rows && from < to; row = run.last) {
-            if (!run_at(place, row, &run)) continue;
-            prefetch_after(place, &run, 1);
+        for (int64_t row = 0; row < factor->rows && from < to; row = run.last) {
+            if (!run_at(factor, row, &run)) continue;
+            prefetch_after(factor, &run, 1);
             int64_t k = 0;
             for (; k + FACTORS <= run.r; k += FACTORS)
                 outer_block(FACTORS, &run, n, k, from, to, u, u_stride, y, y_stride);

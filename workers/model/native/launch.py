@@ -1,7 +1,7 @@
 """The low-rank products of all groups of a batch on a CPU, one call for each factor.
 
-`u` is [rows, stack * max_rank] float32; a group uses the first stack * rank columns of its rows, part beside part. What
-is beyond them, and rows of groups without the tensor, keep what they had.
+`u` is [rows, stack * max_rank] float32; a group uses the first stack * rank columns of its rows, part beside part.
+Columns beyond them, and rows of groups without the tensor, keep their values.
 
 Shapes: G groups, E experts, R = E * G runs (one of a group and an expert).
 """
@@ -25,9 +25,9 @@ from workers.model.native.build import library
 from workers.model.routing import Routing
 
 _NOBODY = 0
-#: In the place of rows that a call does without.
+#: Stands for rows that a call does not have: no address, stride 0.
 _NOTHING = (None, ctypes.c_int64(0))
-#: Of kernels.c: so many factors in one call.
+#: The most factors that kernels.c takes in one call.
 _PARTS = 3
 
 #: Factors whose outputs lie side by side: the name and the width of each.
@@ -35,7 +35,7 @@ Parts = Sequence[tuple[str, int]]
 
 
 class _Array:
-    """Numbers for the kernels, with their address: to ask NumPy for it each time costs as much as a small kernel."""
+    """Numbers for the kernels, with their address kept: NumPy takes as long to tell it as a small kernel runs."""
 
     def __init__(self, values: Sequence[float] | NDArray[Any], dtype: type[np.generic] = np.int64) -> None:
         self.values = np.ascontiguousarray(values, dtype=dtype)
@@ -49,7 +49,7 @@ class Table:
     """The adapters of one batch: their ranks and scales, and where their tensors lie."""
 
     def __init__(self, rows: LoraRows) -> None:
-        # Not the rows themselves: they are the weak key under which this is kept.
+        # Not the rows themselves: they are the weak key of this table.
         self.adapters, self.grads = rows.adapters, rows.grads
         ranks = [0 if adapter is None else adapter.rank for adapter in rows.adapters]
         self.max_rank = max(ranks, default=0)
@@ -58,23 +58,23 @@ class Table:
         self.scales_G = _Array(scales, np.float32)
         self.run = rows.group_of_row(torch.device("cpu"))
         self._addresses: dict[tuple[str, bool], _Array] = {}
-        self._places: dict[bool, list[tuple[int, dict[str, Slot]]]] = {}
+        self._arenas: dict[bool, list[tuple[int, dict[str, Slot]]]] = {}
 
     def addresses(self, name: str, *, grads: bool) -> _Array:
-        """[G]: where the tensor called `name` of each adapter (or of its gradient) lies; 0 where there is none."""
+        """[G]: the address of the tensor `name` in each adapter (or its gradient); 0 where there is none."""
         found = self._addresses.get((name, grads))
         if found is None:
             arenas = self.grads if grads else self.adapters
-            if grads not in self._places:
-                self._places[grads] = [_place(arena) for arena in arenas]
+            if grads not in self._arenas:
+                self._arenas[grads] = [_arena_address(arena) for arena in arenas]
             found = _Array(
-                [at + 4 * slots[name].offset if name in slots else _NOBODY for at, slots in self._places[grads]]
+                [at + 4 * slots[name].offset if name in slots else _NOBODY for at, slots in self._arenas[grads]]
             )
             self._addresses[name, grads] = found
         return found
 
 
-def _place(arena: Adapter | None) -> tuple[int, dict[str, Slot]]:
+def _arena_address(arena: Adapter | None) -> tuple[int, dict[str, Slot]]:
     return (_NOBODY, {}) if arena is None else (arena.flat.data_ptr(), arena.shape.slots)
 
 
@@ -90,7 +90,7 @@ def table_of(rows: LoraRows) -> Table:
 
 
 class _Factor(ctypes.Structure):
-    """Place of kernels.c."""
+    """Factor of kernels.c."""
 
     _fields_ = (
         ("rows", ctypes.c_int64),
@@ -107,21 +107,22 @@ class _Factor(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which rows the products run over: `run` [rows] int64 names the run of each, those of one expert side by side."""
+class NativeProducts:
+    """`LoraProducts` in C. `run` [rows] int64 is the run of each row; rows of one expert lie side by side."""
 
     table: Table
     run: Tensor
 
     @classmethod
-    def dense(cls, rows: LoraRows) -> Place:
+    def dense(cls, rows: LoraRows) -> NativeProducts:
         """The batch's own rows, a run for each group."""
         table = table_of(rows)
         return cls(table, table.run)
 
-    def experts(self, routing: Routing, rows: LoraRows) -> Place:
+    def experts(self, routing: Routing, rows: LoraRows) -> NativeProducts:
         """The pairs of `routing`, sorted by expert and so, within, by group."""
-        return Place(self.table, torch.add(self.table.run[routing.token], routing.experts, alpha=len(rows.adapters)))
+        run_P = torch.add(self.table.run[routing.token], routing.experts, alpha=len(rows.adapters))
+        return NativeProducts(self.table, run_P)
 
     @property
     def max_rank(self) -> int:
@@ -194,7 +195,7 @@ class Place:
         )
 
     def _runs(self, name: str, part: int, stack: int, scaled: bool, *, grads: bool = False) -> Iterator[_Run]:
-        """For machines without a compiler: every run by itself."""
+        """Every run by itself, for machines without a compiler."""
         table = self.table
         runs, counts = torch.unique_consecutive(self.run, return_counts=True)
         for j, last, count in zip(runs.tolist(), counts.cumsum(0).tolist(), counts.tolist(), strict=True):
@@ -209,7 +210,7 @@ class Place:
 
 
 def _native(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The kernels, for such rows."""
+    """The kernels, after a check that they can read these rows; None without a compiler."""
     for tensor in tensors:
         if tensor.dtype != torch.float32 or (len(tensor) and tensor.stride(1) != 1):
             raise ValueError(f"rows must be contiguous float32: {tensor.dtype}, strides {tensor.stride()}")

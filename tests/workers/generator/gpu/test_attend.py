@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tests.workers.model.gpu_kit import DEVICE
 from workers.generator.gpu.attend import MAX_SPLITS, MIN_PAGES, PagedAttend
-from workers.generator.kv_cache import KVCache
-from workers.generator.pages import PAGE_TOKENS, pages_of
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
 
 LONG = (MAX_SPLITS * MIN_PAGES + 5) * PAGE_TOKENS
 #: On a GPU powers of two are approximate.

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from workers.generator.gpu import kernels
 from workers.generator.gpu.attend import MAX_SPLITS, MIN_PAGES
-from workers.generator.pages import PAGE_TOKENS
+from workers.generator.kv_cache import PAGE_TOKENS
 
 def compiled(name, capability, groups, dim, precision, dtype):
     kernel = getattr(kernels, name)

@@ -27,7 +27,7 @@ from workers.generator.gpu.step import Step
 from workers.generator.gpu.steps import Computed, DecodeSteps, bucket
 from workers.generator.kv_cache import KVCache
 from workers.generator.torch_engine import TorchEngine
-from workers.model import per_expert, place
+from workers.model import base_mm, lora_products
 from workers.model.adapter import save_adapter
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
@@ -50,8 +50,8 @@ def random_decoder(config: DecoderConfig) -> Decoder:
 def device_code() -> Iterator[None]:
     """The adapters' products in Triton, the experts' in one call."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, "on_device", lambda weight: True)
-        patch.setattr(per_expert, "takes", lambda x_PI, weight_EIO: True)
+        patch.setattr(lora_products, "on_device", lambda weight: True)
+        patch.setattr(base_mm, "takes", lambda x_PI, weight_EIO: True)
         yield
 
 

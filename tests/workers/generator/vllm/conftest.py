@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.generator.vllm.adapters import Room, targets
+from workers.generator.vllm.adapters import LoraLimits, targets
 from workers.generator.vllm.engine import VllmEngine
 from workers.generator.vllm.server import Launch
 from workers.model.adapter import Adapter, AdapterShape, save_adapter
@@ -18,7 +18,7 @@ from workers.model.tiny import TINY_PATH
 
 ROOT = Path(__file__).resolve().parents[4]
 PROGRAM = ROOT / ".vllm" / "bin" / "vllm"
-ROOM = Room(slots=8, rank=8)
+LIMITS = LoraLimits(max_adapters=8, max_rank=8)
 CONTEXT = 256
 EOS = (1533,)
 
@@ -33,7 +33,7 @@ def vllm_program() -> Path:
 def launch(program: Path, model: Path) -> Launch:
     config = read_config("tiny", model)
     threads = max(1, (os.cpu_count() or 2) // 2)
-    return Launch(program, model, targets(config), context=CONTEXT, slots=64, room=ROOM, threads=threads)
+    return Launch(program, model, targets(config), context=CONTEXT, slots=64, limits=LIMITS, threads=threads)
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +59,7 @@ def engine(vllm_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         EOS,
         slots=64,
         context=CONTEXT,
-        room=ROOM,
+        limits=LIMITS,
         folder=tmp_path_factory.mktemp("vllm") / "adapters",
         launch=launch(vllm_program, TINY_PATH),
     )

@@ -23,7 +23,7 @@ from workers.generator.vllm.server import VllmServer
 from workers.model.config import read_config
 from workers.model.tiny import TINY_PATH
 
-from .conftest import ROOM, MakeEngine
+from .conftest import LIMITS, MakeEngine
 
 pytestmark = pytest.mark.vllm
 
@@ -83,7 +83,7 @@ def make_engine(engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def make(*, slots: int = 8, context: int = 96, eos: tuple[int, ...] = EOS) -> VllmEngine:
         folder, config = tmp_path / f"engine{len(engines)}", read_config("tiny", TINY_PATH)
         made = VllmEngine(
-            config, eos, slots=slots, context=context, room=ROOM, folder=folder, url=engine.url, decode_text=spell
+            config, eos, slots=slots, context=context, limits=LIMITS, folder=folder, url=engine.url, decode_text=spell
         )
         engines.append(made)
         made.wait_ready(60)

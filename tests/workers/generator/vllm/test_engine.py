@@ -21,7 +21,7 @@ from workers.model.config import read_config
 from workers.model.tiny import TINY_PATH
 from workers.model.weights import load_decoder
 
-from .conftest import CONTEXT, EOS, ROOM
+from .conftest import CONTEXT, EOS, LIMITS
 from .test_contract import finish
 
 pytestmark = pytest.mark.vllm
@@ -173,7 +173,7 @@ def test_more_adapters_than_there_is_room_for(engine: VllmEngine, torch_engine: 
         np.testing.assert_allclose(
             ours[request.id].sequences[0].logprobs, theirs[request.id].sequences[0].logprobs, atol=1e-4
         )
-    assert engine.stats().adapters_loaded <= 2 * ROOM.slots
+    assert engine.stats().adapters_loaded <= 2 * LIMITS.max_adapters
 
 
 # -- when it dies (last: the others share it)

@@ -16,15 +16,15 @@ from safetensors.numpy import load_file
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import GenerateRequest, PolicySpan, SamplingParams
 from workers.generator.vllm import guard, translate
-from workers.generator.vllm.adapters import NotServable, Room, convert, targets
+from workers.generator.vllm.adapters import LoraLimits, NotServable, convert, targets
 from workers.generator.vllm.policies import Pushed, spans
-from workers.generator.vllm.slots import Slots
+from workers.generator.vllm.serving import PrioritySemaphore
 from workers.model.adapter import Adapter, AdapterShape, load_adapter, save_adapter
 from workers.model.config import read_config, read_json
 from workers.model.tiny import TINY_PATH
 
 CONFIG = read_config("tiny", TINY_PATH)
-ROOM = Room(slots=4, rank=8)
+LIMITS = LoraLimits(max_adapters=4, max_rank=8)
 
 
 def saved(folder: Path, *, rank: int = 4, unembed: bool = False, fill: float | None = None) -> Path:
@@ -37,7 +37,7 @@ def saved(folder: Path, *, rank: int = 4, unembed: bool = False, fill: float | N
 
 
 def test_an_adapter_is_written_as_peft_with_its_scale_in_the_weights(tmp_path: Path) -> None:
-    version = convert("a", saved(tmp_path / "a"), tmp_path / "out", CONFIG, ROOM)
+    version = convert("a", saved(tmp_path / "a"), tmp_path / "out", CONFIG, LIMITS)
     assert version == 7
     config = read_json(tmp_path / "out" / "adapter_config.json")
     assert config["lora_alpha"] == config["r"] == 4
@@ -55,14 +55,14 @@ def test_an_adapter_is_written_as_peft_with_its_scale_in_the_weights(tmp_path: P
 )
 def test_adapters_that_vllm_would_serve_wrong_are_refused(tmp_path: Path, kind: dict[str, float], word: str) -> None:
     with pytest.raises(NotServable, match=word):
-        convert("a", saved(tmp_path / "a", **kind), tmp_path / "out", CONFIG, ROOM)  # type: ignore[arg-type]
+        convert("a", saved(tmp_path / "a", **kind), tmp_path / "out", CONFIG, LIMITS)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
 
 
 def test_adapters_that_nobody_can_serve_are_refused_otherwise(tmp_path: Path) -> None:
     for source in (None, tmp_path / "nowhere", tmp_path):
         with pytest.raises(AdapterUnusable) as caught:
-            convert("a", source, tmp_path / "out", CONFIG, ROOM)
+            convert("a", source, tmp_path / "out", CONFIG, LIMITS)
         assert not isinstance(caught.value, NotServable)
 
 
@@ -72,22 +72,22 @@ def test_targets_never_hold_the_unembedding() -> None:
 
 def test_slots_go_to_the_higher_priority_first() -> None:
     async def scenario() -> list[str]:
-        slots, order = Slots(1), list[str]()
+        slots, order = PrioritySemaphore(1), list[str]()
 
         async def wait(name: str, priority: int) -> None:
-            await slots.take(priority)
+            await slots.acquire(priority)
             order.append(name)
-            slots.give()
+            slots.release()
 
-        await slots.take(0)
+        await slots.acquire(0)
         waits = [
             asyncio.create_task(wait(n, p)) for n, p in [("low", -1), ("a", 0), ("gone", 5), ("b", 0), ("high", 1)]
         ]
         await asyncio.sleep(0)
         waits[2].cancel()
-        slots.give()
+        slots.release()
         await asyncio.gather(*waits, return_exceptions=True)
-        await asyncio.wait_for(slots.take(0), 1)  # the one whose wait was cancelled took none
+        await asyncio.wait_for(slots.acquire(0), 1)  # the one whose wait was cancelled took none
         return order
 
     assert asyncio.run(scenario()) == ["high", "a", "b", "low"]

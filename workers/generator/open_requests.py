@@ -1,8 +1,8 @@
-"""The requests that an engine has, how far each has come, and how it leaves.
+"""The requests that an engine has, the state of each, and how it ends.
 
-A request is queued until its prompt is computed, then it runs; while it has sequences without a token, for want of
-room, it is starting as well. However it leaves, everything it holds is let go of here, and its end waits in `finished`
-for the engine's next step to return.
+A request is queued until its prompt is computed, then it runs; while some of its sequences have no token yet, for lack
+of memory, it is also starting. However it ends, everything it holds is released here, and its `Finished` waits in
+`finished` for the engine's next step to return.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from workers.generator.refusals import failed
 from workers.generator.seating import Seating
 
 
-class Roster:
+class OpenRequests:
     def __init__(self, queue: PrefillQueue, seating: Seating, adapters: AdapterCache) -> None:
-        self.here: dict[str, RequestProgress] = {}  # all that have not ended
+        self.here: dict[str, RequestProgress] = {}  # all that have not ended, by id
         self.queue = queue
         self.running: dict[str, RequestProgress] = {}  # prefilled, not done
-        self.starting: dict[str, RequestProgress] = {}  # of these, those with a sequence that has no token yet
+        self.starting: dict[str, RequestProgress] = {}  # running ones with a sequence that has no token yet
         self.finished: list[Finished] = []
         self._seating = seating
         self._adapters = adapters
@@ -33,7 +33,7 @@ class Roster:
 
     @property
     def stuck(self) -> bool:
-        """Whether nothing can be done here before an adapter has been read."""
+        """Whether all requests wait for an adapter to be read."""
         return not (self.running or self.finished or self.queue.ready)
 
     def enter(self, progress: RequestProgress) -> None:
@@ -41,14 +41,14 @@ class Roster:
         self.queue.add(progress)
 
     def run(self, progress: RequestProgress) -> None:
-        """Its prompt is computed."""
+        """Move a request whose prompt is computed from the queue to the running ones."""
         self.queue.discard(progress)
         self.running[progress.request.id] = progress
         if progress.unstarted:
             self.starting[progress.request.id] = progress
 
     def retire(self, sequence: SequenceProgress) -> None:
-        """A sequence has ended. Its place goes to a sibling that waits, as the prompt is in it already, or is freed."""
+        """A sequence has ended. A waiting sibling takes over its pages, which hold the prompt; else they are freed."""
         progress = sequence.owner
         self._note_routes(sequence)
         if progress.unstarted:
@@ -60,8 +60,8 @@ class Roster:
             self._end(progress)
 
     def stop_stale(self, progress: RequestProgress) -> None:
-        """End the sequences that are too old. Those whose prompt is not computed need not be, if newer weights are on
-        their way: they wait for them."""
+        """End the sequences that are too old. If their prompt is not computed and newer weights are being read, they
+        wait for those instead."""
         stale, adapter = [] if progress.awaits else progress.too_old(), progress.adapter
         if stale and progress.prompt_version is None and adapter is not None and adapter.coming:
             progress.awaits = adapter.asked
@@ -75,7 +75,7 @@ class Roster:
             self._end(progress)
 
     def adapter_read(self, held: HeldAdapter, error: BaseException | None) -> None:
-        """A read has ended: those that waited for it go on, or fail with it."""
+        """A read has ended: requests that waited for it continue, or fail with it."""
         for progress in [p for p in self.here.values() if p.adapter is held and 0 < p.awaits <= held.ended]:
             progress.awaits = 0
             if error is None:
@@ -84,14 +84,14 @@ class Roster:
                 self.fail(progress, error)
 
     def fail(self, progress: RequestProgress, error: BaseException) -> None:
-        """End a request that went wrong. What it computed may not be finite."""
+        """End a request that failed. Its pages are wiped, because they may not be finite."""
         for sequence in progress.running():
             self._seating.clear(sequence)
         self._forget(progress)
         self.finished.append(failed(progress.request.id, error))
 
     def cancel(self, request_id: str) -> Finished | None:
-        """End a request with what it has; None when it is not here."""
+        """End a request with the tokens it has; None when there is no such request."""
         progress = self.here.get(request_id)
         if progress is None:
             return None
@@ -107,7 +107,7 @@ class Roster:
         self._forget(progress)
 
     def _forget(self, progress: RequestProgress) -> None:
-        """Let go of everything a request holds."""
+        """Release everything a request holds."""
         del self.here[progress.request.id]
         self.starting.pop(progress.request.id, None)
         if self.running.pop(progress.request.id, None) is None:
@@ -118,6 +118,6 @@ class Roster:
             self._adapters.release(progress.adapter)
 
     def _note_routes(self, sequence: SequenceProgress) -> None:
-        """Keep, if asked, where the tokens of a sequence went, before its pages are another's."""
+        """Keep the routes of a sequence, if requested, before its pages are reused."""
         if sequence.owner.request.return_routed_experts and sequence.tokens:
             sequence.routes = self._seating.routes(sequence)

@@ -1,6 +1,6 @@
-"""Where the adapters of a batch find their rows, on whatever device: three products that serve all groups at once.
+"""The low-rank products of all adapters in a batch, on any device: three products that serve all groups at once.
 
-Every low-rank part is made of them: with A [r, in] and B [out, r], u = x A^T is a `shrink` and y += u B^T an `expand`;
+All of LoRA is made of them: with A [r, in] and B [out, r], u = x A^T is a `shrink` and y += u B^T an `expand`;
 their gradients are the same two and `outer`. On a CPU they are C (native/), on a CUDA device Triton (gpu/).
 """
 
@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 
 from workers.model.lora_rows import LoraRows
-from workers.model.native.launch import Parts
-from workers.model.native.launch import Place as NativePlace
+from workers.model.native.launch import NativeProducts, Parts
 from workers.model.routing import Routing
 
 
-class Place(Protocol):
+class LoraProducts(Protocol):
     """`u` is [rows, stack * max_rank] float32; a group uses the first stack * rank columns of its rows, part beside
     part. `scaled` multiplies by the scale of the group's adapter. Groups without the tensor `name` are left out."""
 
     @property
     def max_rank(self) -> int: ...
 
-    def experts(self, routing: Routing, rows: LoraRows) -> Place:
-        """The same groups over the pairs of `routing`: each with the factor of its group and its expert."""
+    def experts(self, routing: Routing, rows: LoraRows) -> LoraProducts:
+        """The same groups over the (token, expert) pairs of `routing`, each with the factor of its group and expert."""
 
     def shrink(self, x: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """u[:, part] = x W^T of each row's group (and expert), for the tensor W called `name`."""
@@ -37,22 +36,22 @@ class Place(Protocol):
         """`shrink` x to u with the stacked `a`, unless x is None, and `expand` u to the columns of each of `parts`."""
 
     def outer(self, u: Tensor, y: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
-        """Add u[:, part]^T y over each group's rows (of each expert) to the gradient of the tensor called `name`. What
-        adds to one gradient does so in the order of the rows."""
+        """Add u[:, part]^T y over each group's rows (of each expert) to the gradient of the tensor `name`. Groups that
+        share a gradient add to it in the order of their rows."""
 
 
-def place_of(rows: LoraRows | None, name: str, weight: Tensor) -> Place | None:
-    """Of adapters beside the base's `weight`; None when none of the batch's has the tensor called `name`."""
+def products_of(rows: LoraRows | None, name: str, weight: Tensor) -> LoraProducts | None:
+    """The products of the adapters beside the base's `weight`; None when none of them has the tensor `name`."""
     if rows is None or not rows.groups(name):
         return None
-    return _on_device(rows, name, weight.dtype) if on_device(weight) else NativePlace.dense(rows)
+    return _on_device(rows, name, weight.dtype) if on_device(weight) else NativeProducts.dense(rows)
 
 
 def on_device(weight: Tensor) -> bool:
     return weight.is_cuda
 
 
-def _on_device(rows: LoraRows, name: str, base: torch.dtype) -> Place:
-    from workers.model.gpu.launch import Place as DevicePlace  # Triton: only a GPU needs it
+def _on_device(rows: LoraRows, name: str, base: torch.dtype) -> LoraProducts:
+    from workers.model.gpu.launch import TritonProducts  # Triton: only a GPU needs it
 
-    return DevicePlace.dense(rows, name, base)
+    return TritonProducts.dense(rows, name, base)

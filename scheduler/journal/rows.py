@@ -1,0 +1,78 @@
+"""Operations as rows of the database, and back. A plan is JSON there, tagged with the name of its struct as "type"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from scheduler.order.operations import Operation
+from scheduler.order.plans import Plan
+from store import tables
+
+_plan = tables.Operation.plan
+#: Fields of plans that queries ask for; NULL where a plan has no such field.
+source_ref = _plan["source", "ref"].as_string()
+sampler_id = _plan["sampler_id"].as_string()
+num_samples = _plan["num_samples"].as_integer()
+
+
+def to_row(op: Operation, sent_sha256: str) -> dict[str, Any]:
+    """The columns of an operation that has just been accepted; `sent_sha256` is of what its client sent, as hex."""
+    return {
+        "id": op.id,
+        "org_id": op.org_id,
+        "session_id": op.session_id,
+        "key_id": op.key_id,
+        "user_id": op.user_id,
+        "project_id": op.project_id,
+        "lane": op.lane,
+        "seq": op.seq,
+        "kind": str(op.kind),
+        "base_model": op.base_model,
+        "state": "queued",
+        "tokens": op.tokens,
+        "hold_nusd": 0,
+        "body_ref": op.body_ref,
+        "body_bytes": op.body_bytes,
+        "body_sha256": op.body_sha256,
+        "sent_sha256": sent_sha256 if sent_sha256 != op.body_sha256 else None,
+        "plan": msgspec.to_builtins(op.plan),
+        "error": None,
+        "error_category": None,
+        "accepted_at": op.accepted_at,
+        "finished_at": None,
+    }
+
+
+def from_row(row: tables.Operation) -> Operation:
+    """An operation that this process has not accepted itself."""
+    return Operation(
+        id=row.id,
+        org_id=row.org_id,
+        session_id=row.session_id,
+        lane=row.lane,
+        seq=row.seq,
+        kind=row.kind,
+        base_model=row.base_model,
+        tokens=row.tokens,
+        body_ref=row.body_ref,
+        plan=plan_of(row),
+        accepted_at=row.accepted_at,
+        key_id=row.key_id,
+        user_id=row.user_id,
+        project_id=row.project_id,
+        body_bytes=row.body_bytes,
+        body_sha256=row.body_sha256,
+    )
+
+
+def plan_of(row: tables.Operation) -> Plan:
+    """What an operation is to do."""
+    plan: Plan = msgspec.convert(row.plan, Plan)
+    return plan
+
+
+def sent_sha256_of(row: tables.Operation) -> str:
+    """SHA-256 of what the client sent, as hex: repeats are known by it."""
+    return row.sent_sha256 if row.sent_sha256 is not None else row.body_sha256

@@ -1,0 +1,91 @@
+"""What an operation is to do, as far as its body does not say it: one struct for each thing that operations do.
+
+The route that accepts an operation makes its plan; the row of the operation keeps it as JSON
+(`scheduler.journal.rows`), so that it can be queued again after a restart.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from scheduler.links.messages import RunSpec
+
+
+class Slice(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a forward_backward that is computed in one piece: the data [start, stop) of its body, which have
+    `tokens` tokens together. In JSON [start, stop, tokens]."""
+
+    start: int
+    stop: int
+    tokens: int
+
+
+class Source(msgspec.Struct, frozen=True):
+    """The checkpoint that weights are loaded from: the folder of its files, its path as the client wrote it
+    (tinker://...), and whether its optimizer's state is loaded too."""
+
+    ref: str
+    path: str
+    with_optimizer: bool
+
+
+class Create(msgspec.Struct, frozen=True, tag=True):
+    """create: a run, fresh from the seed in `spec` or on the weights of `source`. `priority` (interactive or batch)
+    holds for all operations of the run."""
+
+    spec: RunSpec
+    priority: str
+    source: Source | None = None
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """load_state: weights into a run that exists."""
+
+    source: Source
+
+
+class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
+    """forward and forward_backward: `slices` cover all data of the body, in their order."""
+
+    slices: tuple[Slice, ...]
+
+
+class Save(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """save_state, save_sampler and save_external under a name: the checkpoint tinker://<run>/<kind>/<name>. It expires
+    `ttl_seconds` after it is made, or never; with `overwrite` it replaces one of that name, which else refuses it."""
+
+    kind: Literal["weights", "sampler_weights", "external_weights"]
+    name: str
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, Any] = {}
+
+
+class NewSampler(msgspec.Struct, frozen=True, tag=True):
+    """save_sampler without a name: a sampler on the weights of that moment, the session's sampler `number`. With
+    `inflight` it moves along to the weights of each later save of that sort of its run."""
+
+    sampler_id: str
+    number: int
+    inflight: bool
+
+
+class Sample(msgspec.Struct, frozen=True, tag=True):
+    """sample: `num_samples` sequences behind a prompt of `prompt_tokens` tokens. `priority` is interactive or
+    batch."""
+
+    num_samples: int
+    prompt_tokens: int
+    priority: str
+
+
+class BodyOnly(msgspec.Struct, frozen=True, tag=True):
+    """Nothing that its body does not say: an optim_step. Also a request that is refused, or known to be a repeat:
+    nothing is done for either."""
+
+
+BODY_ONLY = BodyOnly()
+
+Plan = Create | Load | ForwardBackward | Save | NewSampler | Sample | BodyOnly

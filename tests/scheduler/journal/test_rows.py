@@ -1,0 +1,80 @@
+"""What an operation is to do comes back from the database as it was, and queries find what they ask of it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, get_args
+
+import pytest
+from sqlalchemy import select
+
+from scheduler.journal import rows
+from scheduler.links.messages import OpKind, RunSpec
+from scheduler.order.operations import SAMPLE, Operation
+from scheduler.order.plans import (
+    BODY_ONLY,
+    Create,
+    ForwardBackward,
+    Load,
+    NewSampler,
+    Plan,
+    Sample,
+    Save,
+    Slice,
+    Source,
+)
+from store import tables
+from store.bulk import insert_rows
+from store.db import Database
+
+SPEC = RunSpec("s:train:0", "m", 8, 32.0, 2**40, train_attn=True, train_mlp=False, train_unembed=True)
+SOURCE = Source("weights/abc", "tinker://run/weights/a", with_optimizer=True)
+PLANS: list[tuple[str, Plan]] = [
+    (OpKind.CREATE, Create(SPEC, "batch")),
+    (OpKind.CREATE, Create(SPEC, "interactive", SOURCE)),
+    (OpKind.LOAD_STATE, Load(SOURCE)),
+    (OpKind.FORWARD, ForwardBackward((Slice(0, 2, 10), Slice(2, 3, 5)))),
+    (OpKind.SAVE_STATE, Save("weights", "a", 60, overwrite=True, user_metadata={"deep": [{"ünïcode": None}]})),
+    (OpKind.SAVE_EXTERNAL, Save("external_weights", "a")),
+    (OpKind.SAVE_SAMPLER, NewSampler("s:sample:3", 3, inflight=True)),
+    (SAMPLE, Sample(4, 7, "batch")),
+    (OpKind.OPTIM_STEP, BODY_ONLY),
+]
+
+
+def operation(seq: int, kind: str, plan: Plan) -> Operation:
+    now = datetime.now(UTC)
+    usual: dict[str, Any] = {"key_id": 7, "project_id": "p", "body_bytes": 3, "body_sha256": "stored"}
+    return Operation(f"op{seq}", "a", "s", "lane", seq, str(kind), "m", 9, f"ops/{seq}", plan, now, **usual)
+
+
+@pytest.fixture
+def database(any_database: Database) -> Database:
+    def write(session: Any) -> None:
+        session.add(tables.Organisation(id="a", name="a", created_at=datetime.now(UTC)))
+        session.flush()
+        made = [rows.to_row(operation(seq, kind, plan), "sent") for seq, (kind, plan) in enumerate(PLANS)]
+        insert_rows(session.connection(), tables.Operation, made)
+
+    any_database.write_now(write)
+    return any_database
+
+
+def test_every_sort_of_plan_comes_back_as_it_was(database: Database) -> None:
+    assert {type(plan) for _, plan in PLANS} == set(get_args(Plan))
+    with database.read() as session:
+        found = list(session.scalars(select(tables.Operation).order_by(tables.Operation.seq)))
+    for row, (kind, plan) in zip(found, PLANS, strict=True):
+        op = rows.from_row(row)
+        assert (op.kind, op.plan) == (kind, plan)
+        assert (op.body_bytes, op.body_sha256, op.key_id, op.project_id) == (3, "stored", 7, "p")
+        assert rows.sent_sha256_of(row) == "sent"
+
+
+def test_queries_find_the_fields_of_plans(database: Database) -> None:
+    query = select(rows.source_ref, rows.sampler_id, rows.num_samples).order_by(tables.Operation.seq)
+    with database.read() as session:
+        found = [tuple(row) for row in session.execute(query)]
+    source, sampler, sample = ("weights/abc", None, None), (None, "s:sample:3", None), (None, None, 4)
+    nothing = (None, None, None)
+    assert found == [nothing, source, source, nothing, nothing, nothing, sampler, sample, nothing]

@@ -1,0 +1,126 @@
+"""The trainer process (`python -m workers trainer`), from the moment that it has its config.
+
+The server holds the other end of its link. It pulls passes and executes them until it is told to drain
+(by message, or by SIGTERM after the pass in progress), then snapshots its runs and exits 0. When the server is gone it
+exits 1: whatever it held can be rebuilt from the journal. SIGINT is ignored, because a terminal's Ctrl-C reaches every
+process of the group and the supervisor alone decides how to stop.
+
+With a Redis in its config it works for whichever API replica leads (`scheduler.links`), one after the other with
+empty hands, until SIGTERM.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import msgspec
+import torch
+
+from scheduler.links.configs import TrainerConfig
+from scheduler.links.messages import Drain, Pass, PullPass
+from scheduler.links.sockets import WorkerLink
+from store.blobs import Blobs
+from workers.leave import leave
+from workers.model.decoder import Decoder
+from workers.model.device import ModelDevice, device_of
+from workers.model.isolation import probe
+from workers.model.weights import load_decoder
+from workers.trainer.trainer import Trainer
+
+#: How often an idle trainer looks whether it was told to stop.
+IDLE_POLL_S = 0.5
+
+
+class Link(Protocol):
+    """What the loop needs of scheduler.links.sockets.WorkerLink."""
+
+    def send(self, message: msgspec.Struct) -> None: ...
+
+    def recv(self, timeout_s: float | None = None) -> Pass | Drain | None: ...
+
+
+class StopFlag:
+    """Set by SIGTERM; looked at between passes."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def set(self, signum: int, frame: FrameType | None) -> None:
+        self.is_set = True
+
+
+def serve(trainer: Trainer, link: Link, stop: StopFlag) -> None:
+    """Pull and execute passes until drained. EOFError when the server is gone."""
+    while not stop.is_set:
+        link.send(PullPass(sorted(trainer.models)))
+        message = None
+        while message is None and not stop.is_set:
+            message = link.recv(IDLE_POLL_S)
+        if isinstance(message, Pass):
+            trainer.execute(message, link.send)
+        elif isinstance(message, Drain):
+            break
+    trainer.drain(link.send)
+
+
+def load_models(models: Mapping[str, str], where: ModelDevice, findings: Path) -> dict[str, Decoder]:
+    """Decoders by name, from their folders. `findings`: the folder of the isolation probe's findings."""
+    decoders: dict[str, Decoder] = {}
+    for name, path in models.items():
+        began = time.monotonic()
+        decoders[name] = load_decoder(Path(path), where.dtype, where.device)
+        _log(f"loaded {name} in {time.monotonic() - began:.1f} s")
+        _log(f"{name}: tenants are computed {probe(decoders[name], findings)}")
+    return decoders
+
+
+def main(config: TrainerConfig, server: WorkerLink) -> int:
+    basics, data_dir = config.basics, Path(config.basics.data_dir)
+    stop = StopFlag()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))  # it has nothing to finish yet
+    torch.set_num_threads(basics.threads)
+    where = device_of(basics.device, basics.dtype)
+    models = load_models(basics.models, where, data_dir / "isolation")
+    blobs = Blobs(data_dir / "blobs", durable=basics.durable)
+    signal.signal(signal.SIGTERM, stop.set)
+    _log(f"loaded on {where}, with {torch.get_num_threads()} threads")
+    if not basics.redis_url:
+        pages_dir = data_dir / "pages"
+        shutil.rmtree(pages_dir, ignore_errors=True)  # of a lost trainer: the journal rebuilds what was in them
+        trainer = Trainer(models, blobs, config.bounds, pages_dir)
+        return 0 if work(trainer, server, stop) else 1
+    from scheduler.links.train_link import TrainerLink  # with the client of Redis
+
+    while not stop.is_set:
+        with tempfile.TemporaryDirectory(prefix="weft-pages-") as pages:
+            trainer = Trainer(models, blobs, config.bounds, Path(pages))
+            with suppress(EOFError), closing(TrainerLink(basics.redis_url, blobs, lambda: stop.is_set)) as link:
+                work(trainer, link, stop)
+    return 0
+
+
+def work(trainer: Trainer, link: Link, stop: StopFlag) -> bool:
+    """Serve one server to its end. False when it was lost; then what the trainer holds is worthless."""
+    _log(f"ready: runs may take {trainer.residency.budget_bytes >> 20} MiB of memory")
+    try:
+        serve(trainer, link, stop)
+    except EOFError:
+        _log("the server is gone")
+        return False
+    finally:
+        trainer.residency.close()
+    return True
+
+
+def _log(line: str) -> None:
+    print(f"trainer: {line}", file=sys.stderr, flush=True)
