@@ -10,7 +10,8 @@ from api.server.supervisor import Supervisor
 from api.server.worker_process import WorkerProcess
 from api.server.worker_programs import embedded_workers
 from billing.prices import PriceList
-from scheduler.dispatch.desks import GeneratorDesk, TrainerDesk
+from scheduler.dispatch.sample_desk import SampleDesk
+from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.journal.journal import Journal
 from scheduler.journal.recovery import recover
 from scheduler.links.messages import Drain
@@ -43,7 +44,7 @@ class Machines:
             database, blobs, prices, settings.limits.max_queued_ops_per_org, settings.limits.max_queued_bytes_per_org
         )
         self._trainer = TrainerDesk(self.journal, settings.trainer.pass_tokens)
-        self._generator = GeneratorDesk(self.journal, len(settings.generator.kinds))
+        self._generator = SampleDesk(self.journal, len(settings.generator.kinds))
         models = {name: card.path for name, card in cards.items()}
         self.supervisor = Supervisor(embedded_workers(settings, models), self._attach, ahead)
 

@@ -23,16 +23,15 @@ from sqlalchemy.orm import Session
 from billing.prices import PriceList
 from scheduler.cluster.completions import SharedCompletions
 from scheduler.cluster.shared_limits import BacklogBoard, SharedBacklog, SharedInFlight
-from scheduler.dispatch.replicas import needed, samples_of
 from scheduler.journal.completions import Completion, Target
 from scheduler.journal.journal import Journal
 from scheduler.journal.rows import from_row
 from scheduler.journal.samplers import Samplers
+from scheduler.journal.sampling import item_of, message_of
 from scheduler.links.broadcasts import Accepted, Ended, News
-from scheduler.links.contract import FairQueue, Item, QueueUnreachable
-from scheduler.links.messages import Done, Failure, OpKind, SampleOp
+from scheduler.links.contract import FairQueue, QueueUnreachable
+from scheduler.links.messages import Done, Failure, OpKind
 from scheduler.order.operations import (
-    INTERACTIVE,
     SAMPLE,
     Draining,
     Gone,
@@ -138,21 +137,7 @@ class SharedJournal(Journal):
         for op in ops:
             op.charged = self._charges.expected(op)
             sampler = self.samplers.facts(op.lane)
-            send = SampleOp(
-                op.id,
-                op.base_model,
-                op.body_ref,
-                samples_of(op),
-                sampler.adapter_ref,
-                op.session_id,
-                op.org_id,
-                run_id=sampler.run_id or "",
-                inflight=sampler.inflight,
-                priority=int(op.sample.priority == INTERACTIVE),
-                body_sha256=op.body_sha256,
-            )
-            weight, needs = self._charges.weight(op.org_id), needed(op, sampler)
-            item = Item(op.id, op.path, op.charged, _encode(send), samples_of(op), weight, needs)
+            item = item_of(op, sampler, self._charges.weight(op.org_id), _encode(message_of(op, sampler)))
             await self.reach(self._queue.push, item)
 
     async def _tell(self, note: Accepted) -> None:

@@ -2,7 +2,7 @@
 
 Invariants: an accepted operation is durable before its request id is given out; (lane, seq) names one operation for
 ever; an operation's result, its metering and its state become durable in one commit, and only then does anyone waiting
-for it wake. The journal lives in one event loop. `api` calls accept and outcome, the desks (`scheduler.dispatch.desks`)
+for it wake. The journal lives in one event loop. `api` calls accept and outcome, the desks (`scheduler.dispatch`)
 take work out of `train_queue` and `sample_queue` and bring results back through `finish`.
 """
 
@@ -29,6 +29,7 @@ from scheduler.journal.meters import Meters
 from scheduler.journal.outcomes import Answers, result_ref
 from scheduler.journal.rows import from_row
 from scheduler.journal.samplers import Samplers
+from scheduler.journal.sampling import item_of
 from scheduler.journal.setbacks import Setbacks
 from scheduler.journal.settlement import Ending, Settled, Settlement, result_of
 from scheduler.journal.storing import until_stored
@@ -36,6 +37,7 @@ from scheduler.links.messages import MUTATING, SAVES, Done, Failure, OpKind, Pol
 from scheduler.order.expected_cost import Charges
 from scheduler.order.fair import FairTree
 from scheduler.order.lanes import RunLane, Unit
+from scheduler.order.local_queue import LocalQueue
 from scheduler.order.operations import (
     SAMPLE,
     Draining,
@@ -54,9 +56,12 @@ from store.room import NoRoom, Room
 
 log = logging.getLogger(__name__)
 
+#: Between two attempts to read what a sample samples from.
+READ_AGAIN_S = 0.2
+
 
 class Desk(Protocol):
-    """Where workers come for work (`scheduler.dispatch.desks`)."""
+    """Where workers come for work (`scheduler.dispatch`)."""
 
     worker: str
 
@@ -81,7 +86,7 @@ class Journal:
         room: Room | None = None,
     ) -> None:
         self.train_queue: FairTree[Unit] = FairTree()
-        self.sample_queue: FairTree[Operation] = FairTree()
+        self.sample_queue = LocalQueue(time.monotonic)
         self.runs: dict[str, RunLane] = {}
         self.released: list[str] = []  # runs that trainers may forget
         self.desks: list[Desk] = []
@@ -195,12 +200,23 @@ class Journal:
         for unit in units:
             self.train_queue.push(lane.path, unit, unit.tokens, weight=self._charges.weight(lane.org_id))
 
-    def queue_sample(self, op: Operation, lost: bool = False) -> None:
-        """Queue a sample; `lost`: again, because its generator is gone, and what that was charged does not count."""
-        if lost:
-            self.sample_queue.correct(op.path, -op.charged)
+    def queue_sample(self, op: Operation) -> None:
+        try:
+            sampler = self.samplers.facts(op.lane)
+        except (
+            OperationalError,
+            PoolTimeout,
+        ) as error:  # what was accepted is queued, as soon as the database is there
+            log.warning("%s; again in %.1f s", self._room.refused(error), READ_AGAIN_S)
+            self.in_background(self._queue_later(op))
+            return
         op.charged = self._charges.expected(op)
-        self.sample_queue.push(op.path, op, op.charged, weight=self._charges.weight(op.org_id))
+        self.sample_queue.push(item_of(op, sampler, self._charges.weight(op.org_id)))
+
+    async def _queue_later(self, op: Operation) -> None:
+        await asyncio.sleep(READ_AGAIN_S)
+        self.queue_sample(op)
+        self.wake()
 
     def wake(self) -> None:
         for desk in self.desks:
@@ -241,7 +257,7 @@ class Journal:
     def _place(self, op: Operation) -> str:
         ahead = 0
         if op.kind == SAMPLE:
-            ahead = self.sample_queue.ahead(op.path, lambda item: item is op)
+            ahead = self.sample_queue.ahead(op.id) or 0
         elif (lane := self.runs.get(op.lane)) is not None:
             ahead = self.train_queue.ahead(lane.path, lambda item: item.op is op and not item.send.replay)
         return f"about {ahead} pieces of work are ahead of it in fair order" if ahead else "it is next"
@@ -362,7 +378,7 @@ class Journal:
             if lane.closing and lane.idle:
                 self._forget(lane)
         if ok and _moves_samplers(op):
-            self.samplers.moved(op.lane)
+            self.samplers.moved(op.lane, op.target_ref)
         if not (ok and op.kind in MUTATING):
             self._drop_body(op)
         for ref in freed:
@@ -396,6 +412,10 @@ class Journal:
             self._fail(op, why, category)
 
     # ---- what desks need
+
+    def opened(self, op_id: str) -> Operation | None:
+        """An operation that has not ended."""
+        return self._open.get(op_id)
 
     def _weight(self, org_id: str) -> int:
         try:
