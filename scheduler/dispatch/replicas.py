@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scheduler.journal.samplers import SamplerFacts
-from scheduler.links.sockets import ServerLink
+from scheduler.links.sockets import Link
 from scheduler.order.operations import Operation
 
 #: What holding the adapter is worth, as a share of a replica's slots.
@@ -42,7 +42,7 @@ class Replica:
     """One generator, from the moment its link opens until it closes."""
 
     name: str
-    link: ServerLink
+    link: Link
     models: frozenset[str] = frozenset()
     free: int = 0
     held: dict[str, Operation] = field(default_factory=dict)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
+
+import msgspec
 
 from scheduler.dispatch.replicas import Replica
-from scheduler.links.sockets import ServerLink
 from scheduler.order.operations import Operation
 from scheduler.simulator.cluster import Cluster
 
@@ -32,11 +34,24 @@ class Job:
     started_s: float = -1.0
 
 
+class _NoLink:
+    """A simulated generator is called, not written to."""
+
+    def send(self, message: msgspec.Struct) -> None:
+        raise AssertionError(message)
+
+    async def messages(self) -> AsyncIterator[Any]:
+        raise AssertionError("nothing is read")
+        yield
+
+    def close(self) -> None: ...
+
+
 class Slots:
     """Between two calls nothing begins or ends before `next_s`. `replica` is what the desk knows of this generator."""
 
     def __init__(self, name: str, cluster: Cluster) -> None:
-        self.replica = Replica(name, cast(ServerLink, None))  # nothing is sent to it
+        self.replica = Replica(name, _NoLink())
         self.replica.offer([MODEL], cluster.slots)
         self.steps = 0.0
         self.slot_steps = 0.0
