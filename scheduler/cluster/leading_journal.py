@@ -64,7 +64,7 @@ class LeadingJournal:
         """An operation that some replica has accepted. Returned when its run can do nothing more."""
         training = self.training
         lane = training.runs.get(row.lane)
-        if training.open(row.id) is not None or (lane is not None and lane.spent(row.seq)):
+        if training.opened(row.id) is not None or (lane is not None and lane.spent(row.seq)):
             return None
         if lane is None:
             run = session.get(tables.Run, row.lane)
@@ -80,7 +80,7 @@ class LeadingJournal:
 
     def waiting(self, op_id: str) -> Waiting | None:
         """What an operation waits for, if it is here."""
-        op = self.training.open(op_id)
+        op = self.training.opened(op_id)
         return self.training.waiting(op) if op is not None else None
 
     def gaps(self) -> list[tuple[str, int]]:

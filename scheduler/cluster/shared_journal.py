@@ -113,7 +113,7 @@ class SharedJournal:
         self._admission = Admission(intake, room, self._backlog, self.in_flight, self.answers, self.meters, self)
         self._open = self._admission.open
 
-    # ---- accepting
+    # ---- accepting, and the `Queues` of its admission
 
     async def accept(self, new: NewOperation, *rows: tables.Base) -> str:
         return await self._admission.accept(new, rows)

@@ -82,7 +82,7 @@ class Journal:
         )
         self._open = self._admission.open
 
-    # ---- accepting
+    # ---- accepting, and the `Queues` of its admission
 
     async def accept(self, new: NewOperation, *rows: tables.Base) -> str:
         return await self._admission.accept(new, rows)

@@ -16,7 +16,7 @@ from scheduler.journal.storing import until_stored
 from scheduler.links.messages import Done
 from scheduler.order.operations import SAMPLE, Operation, Outcome
 from store.blobs import Blobs
-from store.db import Database
+from store.db import Transactions
 from store.room import Room
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Recorder(Protocol):
 
 class DatabaseRecorder:
     def __init__(
-        self, database: Database, blobs: Blobs, prices: PriceList, room: Room, answers: Answers, samplers: Samplers
+        self, database: Transactions, blobs: Blobs, prices: PriceList, room: Room, answers: Answers, samplers: Samplers
     ) -> None:
         self._database, self._blobs, self._room = database, blobs, room
         self._settlement = Settlement(prices)

@@ -19,7 +19,7 @@ from scheduler.links.messages import MUTATING, OpKind, RunSpec, Snapshot
 from scheduler.order.lanes import RunLane
 from scheduler.order.operations import INTERACTIVE, SAMPLE, Operation, from_row
 from store import tables
-from store.db import Database
+from store.db import Database, Transactions
 
 
 def recover(journal: Journal, database: Database) -> None:
@@ -31,7 +31,7 @@ def recover(journal: Journal, database: Database) -> None:
             journal.enqueue(from_row(row))
 
 
-def recover_runs(training: Training, database: Database, enqueue: Callable[[Operation], None]) -> None:
+def recover_runs(training: Training, database: Transactions, enqueue: Callable[[Operation], None]) -> None:
     """The part of it that is about training. `enqueue` queues an operation that was accepted by another process."""
     with database.read() as session:
         for run in session.scalars(select(tables.Run).filter_by(state="live")):

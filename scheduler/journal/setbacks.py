@@ -19,7 +19,7 @@ from scheduler.links.messages import SetAside
 from scheduler.order.lanes import RunLane
 from store import tables
 from store.blobs import Blobs
-from store.db import Database
+from store.db import Transactions
 
 if TYPE_CHECKING:
     from scheduler.journal.storing import Storing
@@ -33,7 +33,7 @@ _MOST_DOUBLINGS = 10
 
 
 class Setbacks:
-    def __init__(self, training: Training, storing: Storing, database: Database, blobs: Blobs) -> None:
+    def __init__(self, training: Training, storing: Storing, database: Transactions, blobs: Blobs) -> None:
         self._training, self._storing = training, storing
         self._database, self._blobs = database, blobs
         self._resuming: set[asyncio.Task[None]] = set()

@@ -16,7 +16,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from scheduler.order.operations import Operation
 from store.blobs import Blobs
-from store.db import Database
+from store.db import Transactions
 from store.room import Room
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ async def until_stored(attempt: Callable[[], Awaitable[T]], refused: Callable[[E
 class Storing:
     """What a journal writes and deletes beside its event loop's work."""
 
-    def __init__(self, database: Database, blobs: Blobs, room: Room) -> None:
+    def __init__(self, database: Transactions, blobs: Blobs, room: Room) -> None:
         self._database, self._blobs, self._room = database, blobs, room
         self._tasks: set[asyncio.Task[Any]] = set()
 

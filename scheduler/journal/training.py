@@ -22,7 +22,7 @@ from scheduler.order.lanes import RunLane, Unit
 from scheduler.order.operations import INTERACTIVE, Operation, Waiting
 from store import tables
 from store.blobs import Blobs
-from store.db import Database
+from store.db import Transactions
 
 
 class Desk(Protocol):
@@ -45,7 +45,7 @@ class Training:
 
     def __init__(
         self,
-        database: Database,
+        database: Transactions,
         blobs: Blobs,
         storing: Storing,
         recorder: Recorder,
@@ -64,7 +64,7 @@ class Training:
         self._last_save: dict[str, asyncio.Task[Any]] = {}  # the latest save of a run that is being settled
         self.setbacks = Setbacks(self, storing, database, blobs)
 
-    def open(self, op_id: str) -> Operation | None:
+    def opened(self, op_id: str) -> Operation | None:
         """An operation that is here and has not ended."""
         return self._open.get(op_id)
 

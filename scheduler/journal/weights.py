@@ -8,10 +8,10 @@ from sqlalchemy.exc import OperationalError
 
 from scheduler.order.expected_cost import Charges
 from store import tables
-from store.db import Database
+from store.db import Transactions
 
 
-def charges_of(database: Database) -> Charges:
+def charges_of(database: Transactions) -> Charges:
     """By the weights in this database."""
 
     def weight(org_id: str) -> int:

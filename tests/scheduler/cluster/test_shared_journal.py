@@ -302,7 +302,7 @@ def test_the_next_leader_replays_and_the_old_one_can_do_nothing_more(
         one.leadership._elections.cancel()  # type: ignore[union-attr]  # it is stopped, and does not notice
         await two.lead()
         pending = await two.journal.accept(train(2))
-        await until(lambda: two.leadership.term.journal.training.open(pending))  # type: ignore[union-attr]
+        await until(lambda: two.leadership.term.journal.training.opened(pending))  # type: ignore[union-attr]
         row = await postgres_database.write(lambda session: session.get_one(tables.Operation, pending))
         old.journal.training.enqueue(shared_journal.from_row(row))
         old.journal.training.finish(Done(pending, b"late", {"tokens": 10}))
