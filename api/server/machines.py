@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from api.server.supervisor import Supervisor, embedded_workers
 from api.server.worker_process import WorkerProcess
 from billing.prices import PriceList
-from scheduler.dispatch.desks import GeneratorDesk, TrainerDesk
+from scheduler.dispatch.sample_desk import SampleDesk
+from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.journal.front import OperationJournal
 from scheduler.journal.journal import Journal
 from scheduler.journal.recovery import recover
@@ -63,7 +64,7 @@ class EmbeddedMachines:
             database, blobs, prices, settings.limits.max_queued_ops_per_org, settings.limits.max_queued_bytes_per_org
         )
         self._trainer = TrainerDesk(self.journal.training, settings.trainer.pass_tokens)
-        self._generator = GeneratorDesk(self.journal, len(settings.generator.kinds))
+        self._generator = SampleDesk(self.journal, len(settings.generator.kinds))
         models = {name: card.path for name, card in cards.items()}
         self._supervisor = Supervisor(embedded_workers(settings, models), self._attach, ahead)
 

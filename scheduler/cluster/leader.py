@@ -25,9 +25,10 @@ from scheduler.cluster.fence import Fenced, Superseded
 from scheduler.cluster.leading_journal import LeadingJournal
 from scheduler.cluster.policy_desk import PolicyDesk
 from scheduler.cluster.shared_journal import SharedJournal
-from scheduler.dispatch.desks import TrainerDesk
+from scheduler.dispatch.trainer_desk import TrainerDesk
+from scheduler.journal.sampling import GAVE_UP
 from scheduler.links.broadcasts import Accepted, News
-from scheduler.links.contract import LIVES, FairQueue, QueueUnreachable
+from scheduler.links.contract import FairQueue, QueueUnreachable
 from scheduler.links.messages import Done, Failure
 from scheduler.links.policies import PolicyBoard
 from scheduler.links.train_link import Joining, LeaderLink
@@ -204,9 +205,8 @@ class Term:
         if expired.back or expired.given_up:
             await self._run(self._shared.news.count, {"lost": 1})
             log.warning("%d samples were in the hands of a generator that is gone", len(expired.back))
-        gave_up = f"the generator stopped {LIVES} times while it ran this operation; it was given up and is not billed"
         for op_id in expired.given_up:
-            await self._fail(op_id, Failure(gave_up))
+            await self._fail(op_id, Failure(GAVE_UP))
         for op_id, reasons in expired.declined:
             await self._fail(op_id, Failure("; ".join(reasons), "user"))
         await asyncio.sleep(BEAT_S)

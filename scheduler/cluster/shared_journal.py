@@ -23,7 +23,6 @@ from sqlalchemy.orm import Session
 from billing.prices import PriceList
 from scheduler.cluster.completions import SharedCompletions
 from scheduler.cluster.shared_limits import BacklogBoard, SharedBacklog, SharedInFlight
-from scheduler.dispatch.replicas import needed, samples_of
 from scheduler.journal.acceptance import Intake
 from scheduler.journal.admission import Admission
 from scheduler.journal.completions import Completion, Target
@@ -31,13 +30,13 @@ from scheduler.journal.meters import Meters
 from scheduler.journal.outcomes import Answers
 from scheduler.journal.recording import DatabaseRecorder
 from scheduler.journal.samplers import Samplers
+from scheduler.journal.sampling import item_of, message_of
 from scheduler.journal.storing import Storing
 from scheduler.journal.weights import charges_of
 from scheduler.links.broadcasts import Accepted, Ended, News
-from scheduler.links.contract import FairQueue, Item, QueueUnreachable
-from scheduler.links.messages import Done, Failure, OpKind, SampleOp
+from scheduler.links.contract import FairQueue, QueueUnreachable
+from scheduler.links.messages import Done, Failure, OpKind
 from scheduler.order.operations import (
-    INTERACTIVE,
     SAMPLE,
     Draining,
     Gone,
@@ -150,21 +149,7 @@ class SharedJournal:
         for op in ops:
             op.charged = self._charges.expected(op)
             sampler = self.samplers.facts(op.lane)
-            send = SampleOp(
-                op.id,
-                op.base_model,
-                op.body_ref,
-                samples_of(op),
-                sampler.adapter_ref,
-                op.session_id,
-                op.org_id,
-                run_id=sampler.run_id or "",
-                inflight=sampler.inflight,
-                priority=int(op.plan.get("priority", INTERACTIVE) == INTERACTIVE),
-                body_sha256=op.body_sha256,
-            )
-            weight, needs = self._charges.weight(op.org_id), needed(op, sampler)
-            item = Item(op.id, op.path, op.charged, _encode(send), samples_of(op), weight, needs)
+            item = item_of(op, sampler, self._charges.weight(op.org_id), _encode(message_of(op, sampler)))
             await self.reach(self._queue.push, item)
 
     async def _tell(self, note: Accepted) -> None:

@@ -2,14 +2,19 @@
 
 Invariants: an accepted operation is durable before its request id is given out; (lane, seq) names one operation for
 ever; an operation's result, its metering and its state become durable in one commit, and only then does anyone waiting
-for it wake. The journal lives in one event loop. `api` calls accept and outcome, the desks (`scheduler.dispatch.desks`)
+for it wake. The journal lives in one event loop. `api` calls accept and outcome, the desks (`scheduler.dispatch`)
 take work out of `training.queue` and `sample_queue` and bring results back through `finish`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from datetime import UTC, datetime
+
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from billing.prices import PriceList
 from scheduler.journal.acceptance import Intake
@@ -21,11 +26,12 @@ from scheduler.journal.meters import Meters
 from scheduler.journal.outcomes import Answers
 from scheduler.journal.recording import DatabaseRecorder
 from scheduler.journal.samplers import Samplers
+from scheduler.journal.sampling import item_of
 from scheduler.journal.storing import Storing
 from scheduler.journal.training import Training, in_line, under_way
 from scheduler.journal.weights import charges_of
 from scheduler.links.messages import Done, OpKind
-from scheduler.order.fair import FairTree
+from scheduler.order.local_queue import LocalQueue
 from scheduler.order.operations import (
     SAMPLE,
     Draining,
@@ -42,6 +48,11 @@ from store.blobs import Blobs
 from store.db import Database
 from store.room import Room
 
+log = logging.getLogger(__name__)
+
+#: Between two attempts to read what a sample samples from.
+READ_AGAIN_S = 0.2
+
 
 class Journal:
     """A `scheduler.journal.front.OperationJournal`."""
@@ -55,7 +66,7 @@ class Journal:
         max_queued_bytes_per_org: int = 1 << 30,
         room: Room | None = None,
     ) -> None:
-        self.sample_queue: FairTree[Operation] = FairTree()
+        self.sample_queue = LocalQueue(time.monotonic)
         self.completions = LocalCompletions()
         self.meters = Meters()
         self.in_flight = LocalInFlight()
@@ -64,7 +75,7 @@ class Journal:
         self.draining = False
         self._database = database
         self._charges = charges_of(database)
-        room = room or Room(blobs.root)
+        self._room = room = room or Room(blobs.root)
         self._storing = Storing(database, blobs, room)
         self._recorder = DatabaseRecorder(database, blobs, prices, room, self.answers, self.samplers)
         self.training = Training(
@@ -119,12 +130,23 @@ class Journal:
         else:
             self.training.enqueue(op)
 
-    def queue_sample(self, op: Operation, lost: bool = False) -> None:
-        """Queue a sample; `lost`: again, because its generator is gone, and what that was charged does not count."""
-        if lost:
-            self.sample_queue.correct(op.path, -op.charged)
+    def queue_sample(self, op: Operation) -> None:
+        try:
+            sampler = self.samplers.facts(op.lane)
+        except (
+            OperationalError,
+            PoolTimeout,
+        ) as error:  # what was accepted is queued, as soon as the database is there
+            log.warning("%s; again in %.1f s", self._room.refused(error), READ_AGAIN_S)
+            self._storing.in_background(self._queue_later(op))
+            return
         op.charged = self._charges.expected(op)
-        self.sample_queue.push(op.path, op, op.charged, weight=self._charges.weight(op.org_id))
+        self.sample_queue.push(item_of(op, sampler, self._charges.weight(op.org_id)))
+
+    async def _queue_later(self, op: Operation) -> None:
+        await asyncio.sleep(READ_AGAIN_S)
+        self.queue_sample(op)
+        self.wake()
 
     def wake(self) -> None:
         self.training.wake()
@@ -150,7 +172,7 @@ class Journal:
         begun = under_way(op)
         if begun is not None:
             return begun
-        return in_line(self.desks, "generator", self.sample_queue.ahead(op.path, lambda item: item is op))
+        return in_line(self.desks, "generator", self.sample_queue.ahead(op.id) or 0)
 
     # ---- finishing
 
@@ -181,8 +203,12 @@ class Journal:
     def _training_ended(self, op: Operation) -> None:
         ok = op.outcome is not None and op.outcome.error is None
         if ok and op.kind == OpKind.SAVE_SAMPLER and op.plan.get("sampler_kind") == "inflight":
-            self.samplers.moved(op.lane)
+            self.samplers.moved(op.lane, op.plan["target_ref"])
         self._admission.end(op)
+
+    def opened(self, op_id: str) -> Operation | None:
+        """An operation that has not ended."""
+        return self._open.get(op_id)
 
     async def flush(self) -> None:
         """Wait until every result handed in so far is settled."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from store import tables
 from store.db import Transactions
@@ -18,7 +18,7 @@ class SamplerFacts:
 
 
 class Samplers:
-    """Reads the facts from the database, and remembers them until an inflight save of their run."""
+    """Reads the facts from the database, and remembers them."""
 
     def __init__(self, database: Transactions, *, runs_move_elsewhere: bool = False) -> None:
         """`runs_move_elsewhere`: other replicas save too, so what follows a run is not remembered."""
@@ -37,6 +37,8 @@ class Samplers:
             self._known[sampler_id] = facts
         return facts
 
-    def moved(self, run_id: str) -> None:
-        """The inflight samplers of a run have other weights now."""
-        self._known = {sampler_id: facts for sampler_id, facts in self._known.items() if facts.run_id != run_id}
+    def moved(self, run_id: str, adapter_ref: str) -> None:
+        """The inflight samplers of a run are on these weights now."""
+        for sampler_id, facts in self._known.items():
+            if facts.inflight and facts.run_id == run_id:
+                self._known[sampler_id] = replace(facts, adapter_ref=adapter_ref)

@@ -26,7 +26,7 @@ from store.db import Transactions
 
 
 class Desk(Protocol):
-    """Where workers come for work (`scheduler.dispatch.desks`)."""
+    """Where workers come for work (`scheduler.dispatch`)."""
 
     worker: str
 

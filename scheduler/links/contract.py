@@ -29,8 +29,14 @@ _ORGANISATION, _PRIORITY = 1, 2  # places in a path
 LIVES = 3
 #: Items of a model that are set aside at most before more are handed out: each keeps its place in the fair order.
 MAX_ASIDE = 256
+#: What holding the adapter is worth, as a share of a worker's slots.
+HEAD_START = 0.25
 #: An item is left to the worker that holds its adapter for so long; then whoever comes takes it.
 LEFT_S = 0.05
+#: Adapters remembered of one worker; those used longest ago are forgotten.
+REMEMBERED = 1024
+#: Whoever has taken an answer and did not forget it for so long is taken for dead.
+TAKEN_S = 15.0
 
 
 def weights_of(path: Path, organisation: int) -> list[int]:
@@ -108,13 +114,16 @@ class FairQueue(Protocol):
     def ahead(self, item_id: str) -> int | None:
         """About how many items are served before this one; None when it is not queued."""
 
-    def lease(self, worker: str, models: Sequence[str], slots: int, ttl_s: float) -> list[Lease]:
+    def lease(
+        self, worker: str, models: Sequence[str], slots: int, ttl_s: float, most: int | None = None
+    ) -> list[Lease]:
         """The fairest items of these models until `slots` are filled; the last may exceed them. They are this
-        worker's until `ttl_s` have passed without a sign of life. With 0 slots: it is there, and serves these.
+        worker's until `ttl_s` have passed without a sign of life. `most` items at most: with 0 it only says that it is
+        there, which models it serves and how many slots it has free.
 
         An item whose adapter this worker does not hold is left to one that does, has slots free and is at most
-        HEAD_START (`scheduler.dispatch.replicas`) fuller: it is served, for the fair order, but set aside for that
-        worker, which is woken and gets it before anything else. LEFT_S later it is anybody's."""
+        HEAD_START fuller: it is served, for the fair order, but set aside for that worker, which is woken and gets it
+        before anything else. LEFT_S later it is anybody's."""
 
     def renew(self, worker: str, ttl_s: float) -> bool:
         """A sign of life. False when the worker was given up: it holds nothing any more."""

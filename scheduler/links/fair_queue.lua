@@ -1,11 +1,10 @@
 -- The fair queue of scheduler/links/contract.py in Redis, upon fair_tree.lua and roster.lua. Every call is one script,
--- so it is atomic. ARGV[1] is the call, the rest its arguments; times are milliseconds.
+-- so it is atomic. ARGV[1] is the call, the rest its arguments; times are milliseconds. The constants are the contract's.
 --   i:<id>    hash: path, weights, cost, slots, adapter, body, attempts; worker, epoch and at while it is leased; aside
 --             while it is set aside, with for and till when it is left to one worker; done once answered
 --   d:<id>    hash: the workers that have declined an item, and why
 --   a:<model> list: ids of items that are set aside for other workers; asides the set of these models
 --   done a stream, given_up a set of ids, bell a list that wakes idle workers, bell:<worker> one that wakes this one
-local LIVES, MAX_ASIDE, LEFT_MS = 3, 256, 50
 
 local function ring()
   redis.call("LPUSH", P .. "bell", "1")
@@ -184,13 +183,12 @@ local function next_for(worker, models, now)
   return nil, left_to_others
 end
 
-function calls.lease(worker, now, ttl, slots, ...)
+function calls.lease(worker, now, ttl, slots, most, ...)
   local models, leases, left, again = {...}, {}, number(slots), false
   sign(worker, now, ttl, models)
-  if left == 0 then return {leases, 0} end
   comes(worker, left)
   local others = others_than(worker)
-  while left > 0 do
+  while left > 0 and #leases < number(most) do
     local id, fresh = next_for(worker, models, now)
     again = not id and fresh
     if not id then break end

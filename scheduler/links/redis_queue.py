@@ -10,15 +10,30 @@ from typing import Any, cast
 
 import redis
 
-from scheduler.links.contract import LEFT_S, Answered, Expired, Item, Lease, Path, QueueUnreachable, weights_of
+from scheduler.links.contract import (
+    HEAD_START,
+    LEFT_S,
+    LIVES,
+    MAX_ASIDE,
+    REMEMBERED,
+    TAKEN_S,
+    Answered,
+    Expired,
+    Item,
+    Lease,
+    Path,
+    QueueUnreachable,
+    weights_of,
+)
 from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, pooled
 
 _SEPARATOR = "\x1f"
 _SCRIPTS = ("fair_tree.lua", "roster.lua", "fair_queue.lua")  # one script
-_SOURCE = "".join(FilePath(__file__).with_name(name).read_text() for name in _SCRIPTS)
+_CONSTANTS = f"""local LIVES, MAX_ASIDE, LEFT_MS = {LIVES}, {MAX_ASIDE}, {int(LEFT_S * 1000)}
+local HEAD_START, REMEMBERED = {HEAD_START}, {REMEMBERED}
+"""
+_SOURCE = _CONSTANTS + "".join(FilePath(__file__).with_name(name).read_text() for name in _SCRIPTS)
 _GROUP = "settle"
-#: Whoever has taken an answer and did not forget it for so long is taken for dead.
-TAKEN_S = 15.0
 #: Answers that one call hands to a consumer.
 BATCH = 32
 #: `ahead` counts up to this.
@@ -64,9 +79,12 @@ class RedisQueue:
         found = self._call("ahead", item_id, MOST_AHEAD)
         return None if found is None else int(found)
 
-    def lease(self, worker: str, models: Sequence[str], slots: int, ttl_s: float) -> list[Lease]:
-        leases, again = self._call("lease", worker, self._now_ms(), int(ttl_s * 1000), slots, *models)
-        if slots > 0:
+    def lease(
+        self, worker: str, models: Sequence[str], slots: int, ttl_s: float, most: int | None = None
+    ) -> list[Lease]:
+        limit = slots if most is None else most  # an item has a slot at least
+        leases, again = self._call("lease", worker, self._now_ms(), int(ttl_s * 1000), slots, limit, *models)
+        if limit > 0:
             self._longest_wait_s = LEFT_S if again else LONGEST_BLOCK_S
         return [
             Lease(item_id.decode(), tuple(path.decode().split(_SEPARATOR)), body, int(epoch))

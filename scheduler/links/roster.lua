@@ -1,9 +1,8 @@
--- The workers of the fair queue in Redis, as scheduler/dispatch/roster.py has them: who is there, what they hold, and
+-- The workers of the fair queue in Redis, as scheduler/order/roster.py has them: who is there, what they hold, and
 -- which of them an item is left to. fair_queue.lua follows in the same script.
 --   w         sorted set of workers by deadline; size and room hashes of their slots when they last came, and of those
 --             that are free: what they had, less what is left to them since
 --   h:<worker> set of ids, m:<worker> set of models, k:<worker> sorted set of adapters by the epoch of their last lease
-local HEAD_START, REMEMBERED = 0.25, 1024
 
 local function sign(worker, now, ttl, models)
   redis.call("ZADD", P .. "w", number(now) + number(ttl), worker)
@@ -34,7 +33,7 @@ end
 
 local function holds(worker, adapter) return redis.call("ZSCORE", key("k", worker), adapter) end
 
--- As scheduler.dispatch.replicas.fullness.
+-- As scheduler.order.roster.fullness.
 local function fullness(worker, free) return 1 - free / number(redis.call("HGET", P .. "size", worker)) end
 
 -- A worker asks for work, with so many slots free.

@@ -204,7 +204,7 @@ class SampleLink:
             if self._epochs:
                 self._renew()
             elif self._models and not self._draining:  # what others decline may wait for this one
-                self._queue.lease(self.name, self._models, 0, LEASE_S)
+                self._queue.lease(self.name, self._models, max(0, self._free), LEASE_S, most=0)
 
     def _renew(self) -> None:
         """Give a sign of life; if it comes too late, cancel what is not held any more."""

@@ -1,4 +1,4 @@
-"""The generators of a simulation: the fair queue's next request goes to the replica that the desk would choose."""
+"""The generators of a simulation: requests wait in the fair queue, and are handed out as the desk does it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler.dispatch.replicas import choose
+from scheduler.dispatch.handing_out import announce, hand_out
+from scheduler.links.contract import Item, Lease
 from scheduler.order.expected_cost import Charges
 from scheduler.order.fair import FairTree
-from scheduler.order.operations import Operation
+from scheduler.order.local_queue import LocalQueue
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.slots import Job, Slots
 
@@ -26,14 +27,15 @@ class Counts:
 
 class Generators:
     def __init__(
-        self, cluster: Cluster, queue: FairTree[Operation], charges: Charges, done: Callable[[Job, float], None]
+        self, cluster: Cluster, tree: FairTree[str], charges: Charges, done: Callable[[Job, float], None]
     ) -> None:
-        self._queue = queue
+        self._queue = LocalQueue(lambda: self._at_s, tree)
         self._charges = charges
         self._done = done
         self._jobs: dict[str, Job] = {}  # in the queue
         self._slots = {f"{i}": Slots(f"{i}", cluster) for i in range(cluster.replicas)}
         self._free = dict.fromkeys(self._slots)
+        self._unannounced = dict.fromkeys(self._slots)  # of whose slots others have come free
         self._events: list[tuple[float, str]] = []  # heap; an entry that is not in `_next` any more is void
         self._next: dict[str, float] = {}
         self._at_s = 0.0
@@ -44,7 +46,7 @@ class Generators:
         op = job.op
         op.charged = self._charges.expected(op)
         self._jobs[op.id] = job
-        self._queue.push(op.path, op, op.charged, weight=weight)
+        self._queue.push(Item(op.id, op.path, op.charged, slots=len(job.lengths), weight=weight, adapter=job.needs))
 
     @property
     def next_s(self) -> float:
@@ -65,12 +67,15 @@ class Generators:
 
     def fill(self) -> None:
         """Give every free slot a sequence, the fairest request's first."""
-        while self._free and self._jobs:
-            op = self._queue.pop()
-            assert op is not None
-            chosen = choose((self._slots[name].replica for name in self._free), op, "", self._jobs[op.id].needs)
-            assert chosen is not None
-            self._visit(chosen.name, self._jobs.pop(op.id))
+        if not self._free or not self._jobs:
+            return
+        for name in self._unannounced:
+            announce(self._queue, self._slots[name].offer)
+        self._unannounced.clear()
+        hand_out(self._queue, [self._slots[name].offer for name in self._free], self._take)
+
+    def _take(self, name: str, lease: Lease) -> None:
+        self._visit(name, self._jobs.pop(lease.id))
 
     @property
     def steps(self) -> tuple[float, float]:
@@ -87,7 +92,8 @@ class Generators:
         self._busy += slots.busy
         self._next[name] = slots.next_s
         heapq.heappush(self._events, (slots.next_s, name))
-        if slots.replica.free > 0:
+        self._unannounced[name] = None
+        if slots.offer.free > 0:
             self._free[name] = None
         else:
             self._free.pop(name, None)
@@ -97,5 +103,6 @@ class Generators:
     def _end(self, job: Job) -> None:
         facts = {"prefill": int(job.op.plan["prompt_tokens"]), "sample": sum(job.lengths)}
         self.counts.sampled_tokens += facts["sample"]
+        self._queue.forget(job.op.id)
         self._queue.correct(job.op.path, self._charges.ended(job.op, facts))
         self._done(job, self._at_s)

@@ -1,8 +1,7 @@
 """Many tenants, one cluster, a virtual clock, and the scheduler's own code between them.
 
-`FairTree`, `Charges`, `choose`, `compose` and `RunLane` are those of the service; only the machines and the clients are
-played.
-Deterministic for a seed.
+`LocalQueue`, `Charges`, `hand_out`, `compose` and `RunLane` are those of the service; only the machines and the clients
+are played. Deterministic for a seed.
 """
 
 from __future__ import annotations

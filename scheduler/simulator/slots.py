@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
-
-from scheduler.dispatch.replicas import Replica
+from scheduler.dispatch.handing_out import Offer
 from scheduler.order.operations import Operation
 from scheduler.simulator.cluster import Cluster
 
@@ -34,25 +30,11 @@ class Job:
     started_s: float = -1.0
 
 
-class _NoLink:
-    """A simulated generator is called, not written to."""
-
-    def send(self, message: msgspec.Struct) -> None:
-        raise AssertionError(message)
-
-    async def messages(self) -> AsyncIterator[Any]:
-        raise AssertionError("nothing is read")
-        yield
-
-    def close(self) -> None: ...
-
-
 class Slots:
-    """Between two calls nothing begins or ends before `next_s`. `replica` is what the desk knows of this generator."""
+    """Between two calls nothing begins or ends before `next_s`. `offer` is what the desk knows of this generator."""
 
     def __init__(self, name: str, cluster: Cluster) -> None:
-        self.replica = Replica(name, _NoLink())
-        self.replica.offer([MODEL], cluster.slots)
+        self.offer = Offer(name, [MODEL], cluster.slots)
         self.steps = 0.0
         self.slot_steps = 0.0
         self._cluster = cluster
@@ -78,7 +60,8 @@ class Slots:
     def take(self, job: Job) -> None:
         """A request arrives. The slots that are free are its own from now on; it is here after `handover_s`."""
         job.left, job.started_s = len(job.lengths), self._at_s
-        self.replica.take(job.op, job.needs)
+        self.offer.free -= len(job.lengths)
+        self.offer.busy += len(job.lengths)
         taken = len(self._running) + len(self._coming)
         room = max(0, self._cluster.slots - taken)
         for length in job.lengths[:room]:
@@ -99,11 +82,11 @@ class Slots:
             job.left -= 1
             if job.left == 0:
                 ended.append(job)
-                del self.replica.held[job.op.id]
+                self.offer.busy -= len(job.lengths)
             if self._behind:
                 self._begin(*self._behind.popleft())
         self._begin_due()
-        self.replica.free = self._cluster.slots - len(self._running) - len(self._coming) - len(self._behind)
+        self.offer.free = self._cluster.slots - len(self._running) - len(self._coming) - len(self._behind)
         return ended
 
     def _begin_due(self) -> None:

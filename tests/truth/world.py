@@ -31,7 +31,8 @@ from api.http.auth import KeyCache
 from api.server.app import front
 from api.state.service import Service
 from billing.prices import load_prices
-from scheduler.dispatch.desks import GeneratorDesk, TrainerDesk
+from scheduler.dispatch.sample_desk import SampleDesk
+from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.journal.journal import Journal
 from scheduler.journal.recovery import recover
 from scheduler.links.messages import Occupancy, RunSpec
@@ -217,7 +218,7 @@ class Server:
         self.journal = Journal(self.database, blobs, world.ground.prices, room=room)
         self.desks = {
             "trainer": TrainerDesk(self.journal.training, schedule.pass_tokens),
-            "generator": GeneratorDesk(self.journal),
+            "generator": SampleDesk(self.journal),
         }
         settings = Settings(
             data_dir=world.folder,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from scheduler.dispatch.local_queue import LocalQueue
 from scheduler.links.contract import FairQueue
 from scheduler.links.redis_queue import RedisQueue
+from scheduler.order.local_queue import LocalQueue
 
 
 @dataclass

@@ -83,6 +83,14 @@ def test_slots_are_filled_and_a_wide_item_is_never_stuck(queue: FairQueue) -> No
     assert [lease.id for lease in queue.lease("w", ["m"], 4, 60)] == ["next"]
 
 
+def test_a_worker_may_ask_for_fewer_items_than_it_has_slots(queue: FairQueue) -> None:
+    for name in "abc":
+        queue.push(item(name))
+    assert queue.lease("w", ["m"], 4, 60, most=0) == []
+    assert [lease.id for lease in queue.lease("w", ["m"], 4, 60, most=2)] == ["a", "b"]
+    assert [lease.id for lease in queue.lease("w", ["m"], 2, 60, most=2)] == ["c"]
+
+
 def test_remove_takes_only_what_is_queued(queue: FairQueue) -> None:
     for name in "abc":
         queue.push(item(name))
@@ -256,6 +264,16 @@ def test_an_item_is_left_to_the_worker_that_holds_its_adapter(warm: FairQueue) -
     assert taken(warm, "a", 5) == []
     assert (warm.holder("y1"), warm.ahead("y1")) == (None, None)
     assert taken(warm, "b", 7) == ["y1", "y2"]
+
+
+def test_nothing_is_left_to_a_worker_that_has_taken_its_offer_back(warm: FairQueue) -> None:
+    warm.push(*needing("y", "y1"))
+    warm.lease("b", ["m"], 0, 60)
+    assert taken(warm, "a", 7) == ["y1"]
+    warm.lease("b", ["m"], 7, 60, most=0)
+    warm.push(*needing("x", "x1"))
+    assert taken(warm, "b", 7) == []
+    assert taken(warm, "a", 6) == ["x1"]
 
 
 def test_what_was_left_and_not_fetched_is_anybodys_soon(warm: FairQueue, clock: Clock) -> None:

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis.errors import NoSuchExample
 from hypothesis.strategies import SearchStrategy
 
-from scheduler.dispatch.local_queue import LocalQueue
 from scheduler.links import redis_queue
 from scheduler.links.redis_queue import RedisQueue
+from scheduler.order.local_queue import LocalQueue
 from tests.scheduler.cluster.conftest import Clock
 from tests.scheduler.cluster.test_properties import calls, calls_with_room, played
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from scheduler.dispatch.local_queue import LocalQueue
 from scheduler.links.contract import LEFT_S, LIVES, Expired, FairQueue, Item
 from scheduler.links.redis_queue import RedisQueue
+from scheduler.order.local_queue import LocalQueue
 from tests.scheduler.cluster.conftest import Clock, Make
 from tests.search import examples
 
@@ -35,12 +35,15 @@ pushes = st.tuples(st.just("push"), paths, st.integers(1, 50), st.integers(1, 5)
 _push_alike = st.tuples(
     st.just("push"), paths, st.just(10), st.just(1), st.integers(1, 2), st.sampled_from(["a1", "a2", "a3"])
 )
+mosts = st.sampled_from([None, None, None, 0, 1, 2])
 calls_with_room = st.lists(
     st.one_of(
         _push_alike,
         _push_alike,
-        st.tuples(st.just("lease"), st.sampled_from("AB"), st.integers(1, 12), st.sampled_from([True, True, False])),
-        st.tuples(st.just("lease"), st.sampled_from("AB"), st.just(12), st.just(True)),
+        st.tuples(
+            st.just("lease"), st.sampled_from("AB"), st.integers(1, 12), st.sampled_from([True, True, False]), mosts
+        ),
+        st.tuples(st.just("lease"), st.sampled_from("AB"), st.just(12), st.just(True), st.none()),
         st.tuples(st.just("answer"), st.integers(0, 50)),
         st.tuples(st.just("decline"), st.integers(0, 50)),
         st.tuples(st.just("wait"), st.sampled_from([1 / 32, 1 / 16, 3])),
@@ -54,7 +57,7 @@ calls = st.lists(
         pushes,
         pushes,
         pushes,
-        st.tuples(st.just("lease"), st.sampled_from("ABC"), st.integers(1, 4), st.booleans()),
+        st.tuples(st.just("lease"), st.sampled_from("ABC"), st.integers(0, 4), st.booleans(), mosts),
         st.tuples(st.just("answer"), st.integers(0, 50)),
         st.tuples(st.just("decline"), st.integers(0, 50)),
         st.tuples(st.just("lose"), st.integers(0, 50)),
@@ -94,8 +97,8 @@ def played(queue: FairQueue, clock: Clock, script: list[tuple]) -> list[object]:
                 item = Item(f"i{number}", path, cost, slots=slots, weight=weight, adapter=adapter)
                 told.append(queue.push(item))
             case "lease":
-                worker, slots, both = arguments
-                found = queue.lease(worker, ["m1", "m2"] if both else ["m2"], slots, 5)
+                worker, slots, both, most = arguments
+                found = queue.lease(worker, ["m1", "m2"] if both else ["m2"], slots, 5, most)
                 leases += [(lease.id, lease.epoch) for lease in found]
                 told.append([(lease.id, lease.path) for lease in found])
             case "answer" if leases:
@@ -126,7 +129,7 @@ def played(queue: FairQueue, clock: Clock, script: list[tuple]) -> list[object]:
 _corrected_twice = [
     ("push", ("m2", "y", "interactive", "1"), 42, 5, 2, ""),
     ("push", ("m2", "y", "batch", "1"), 1, 4, 3, ""),
-    ("lease", "A", 4, False),
+    ("lease", "A", 4, False, None),
     ("lapse",),
     ("push", ("m2", "x", "batch", "2"), 27, 5, 3, ""),
     ("correct", ("m2", "y", "interactive", "2"), 22),

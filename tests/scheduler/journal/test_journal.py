@@ -16,9 +16,11 @@ import pytest
 from sqlalchemy import select
 
 from billing.prices import load_prices
-from scheduler.dispatch.desks import LIVES, GeneratorDesk, TrainerDesk
+from scheduler.dispatch.sample_desk import SampleDesk
+from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.journal.journal import Journal
 from scheduler.journal.recovery import recover
+from scheduler.links.contract import LIVES
 from scheduler.links.messages import Done, Failure, Pass, PassOver, PullPass, PullSamples, SampleWork, Snapshot, TrainOp
 from scheduler.links.sockets import ServerLink, WorkerLink
 from scheduler.order.operations import Draining, NewOperation, Outcome, QueueFull, RunClosed, SequenceReused, Waiting
@@ -41,10 +43,10 @@ class Service:
         self.blobs = Blobs(folder / "blobs")
         self.journal = Journal(self.database, self.blobs, load_prices(), max_queued, room=room)
         self.trainer = TrainerDesk(self.journal.training, pass_tokens=100)
-        self.generator = GeneratorDesk(self.journal)
+        self.generator = SampleDesk(self.journal)
 
     @asynccontextmanager
-    async def worker(self, desk: TrainerDesk | GeneratorDesk) -> AsyncIterator[WorkerLink]:
+    async def worker(self, desk: TrainerDesk | SampleDesk) -> AsyncIterator[WorkerLink]:
         """Attach a worker; leaving the context is its death."""
         ours, theirs = socket.socketpair()
         link = WorkerLink(theirs.detach())

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from scheduler.dispatch.desks import LIVES
 from scheduler.journal import setbacks, storing
 from scheduler.journal.recovery import recover
+from scheduler.links.contract import LIVES
 from scheduler.links.messages import Done, Pass, PassOver, PullPass, SetAside, Snapshot
 from scheduler.links.sockets import ServerLink, WorkerLink
 from scheduler.order.operations import Gone, Outcome, Waiting

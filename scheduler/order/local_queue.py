@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
-from scheduler.dispatch.roster import Roster
-from scheduler.links.contract import LEFT_S, LIVES, MAX_ASIDE, Answered, Expired, Item, Lease, Path
+from scheduler.links.contract import LEFT_S, LIVES, MAX_ASIDE, TAKEN_S, Answered, Expired, Item, Lease, Path
 from scheduler.order.fair import FairTree
-
-#: Whoever has taken an answer and did not forget it for so long is taken for dead.
-TAKEN_S = 15.0
+from scheduler.order.roster import Roster
 
 
 @dataclass
@@ -36,15 +35,23 @@ class _Held:
 
 
 class LocalQueue:
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    """`tree` says who is next."""
+
+    def __init__(self, clock: Callable[[], float] = time.time, tree: FairTree[str] | None = None) -> None:
         self._clock = clock
-        self._tree: FairTree[str] = FairTree()
+        self._tree = FairTree[str]() if tree is None else tree
         self._items: dict[str, _Held] = {}
+        self._hands: defaultdict[str, dict[str, _Held]] = defaultdict(dict)  # what each worker holds
+        self._expected = 0
         self._roster = Roster()
-        self._aside: dict[str, list[str]] = {}  # by model
+        self._aside: defaultdict[str, dict[str, None]] = defaultdict(dict)  # by model, in order
         self._given_up: set[str] = set()
         self._epochs = 0
         self._news = threading.Condition()
+
+    def expect(self, workers: int) -> None:
+        """As long as fewer are there, what those have declined waits for the others."""
+        self._expected = workers
 
     def push(self, item: Item) -> bool:
         with self._news:
@@ -77,14 +84,14 @@ class LocalQueue:
                 return None
             return self._tree.ahead(self._items[item_id].item.path, lambda other: other == item_id)
 
-    def lease(self, worker: str, models: Sequence[str], slots: int, ttl_s: float) -> list[Lease]:
+    def lease(
+        self, worker: str, models: Sequence[str], slots: int, ttl_s: float, most: int | None = None
+    ) -> list[Lease]:
         with self._news:
             self._roster.sign(worker, self._clock() + ttl_s, models)
-            if slots == 0:
-                return []
             self._roster.comes(worker, self._busy(worker), slots)
             leases: list[Lease] = []
-            while slots > 0 and (found := self._next_for(worker, models)) is not None:
+            while slots > 0 and len(leases) != most and (found := self._next_for(worker, models)) is not None:
                 held, fresh = found
                 other = self._better_for(held, worker) if fresh else None
                 if other is not None:
@@ -92,6 +99,7 @@ class LocalQueue:
                     continue
                 self._epochs += 1
                 held.worker, held.epoch, held.leased_at = worker, self._epochs, self._clock()
+                self._hands[worker][held.item.id] = held
                 self._roster.holds(worker, held.item.adapter)
                 self._roster.fills(worker, held.slots)
                 slots -= held.slots
@@ -101,13 +109,13 @@ class LocalQueue:
     def _next_for(self, worker: str, models: Sequence[str]) -> tuple[_Held, bool] | None:
         """What is set aside goes first. Says also whether it comes from the tree."""
         for model in models:
-            for item_id in self._aside.get(model, [])[:MAX_ASIDE]:
+            for item_id in islice(self._aside[model], MAX_ASIDE):
                 held = self._items[item_id]
                 free = held.left_to in (None, worker) or held.left_until < self._clock()
                 if free and worker not in held.declined:
                     self._withdraw(item_id)
                     return held, False
-        served = [model for model in models if len(self._aside.get(model, [])) < MAX_ASIDE]
+        served = [model for model in models if len(self._aside[model]) < MAX_ASIDE]
         fairest = next((model for model in self._tree.children() if model in served), None)
         turn = self._tree.pop((fairest,)) if fairest is not None else None
         return (self._items[turn], True) if turn is not None else None
@@ -117,7 +125,7 @@ class LocalQueue:
 
     def _leave_to(self, worker: str, held: _Held) -> None:
         held.left_to, held.left_until = worker, self._clock() + LEFT_S
-        self._aside.setdefault(held.item.path[0], []).append(held.item.id)
+        self._aside[held.item.path[0]][held.item.id] = None
         self._roster.fills(worker, held.slots)
 
     def renew(self, worker: str, ttl_s: float) -> bool:
@@ -131,31 +139,32 @@ class LocalQueue:
 
     def answer(self, item_id: str, epoch: int, result: bytes) -> bool:
         with self._news:
-            held = self._items.get(item_id)
-            if held is None or held.worker is None or held.epoch != epoch:
+            held = self._held(item_id, epoch)
+            if held is None:
                 return False
-            held.worker, held.result = None, result
+            self._let_go(held)
+            held.result = result
             self._news.notify()
             return True
 
     def lose(self, item_id: str, epoch: int) -> bool:
         with self._news:
-            held = self._items.get(item_id)
-            if held is None or held.worker is None or held.epoch != epoch:
+            held = self._held(item_id, epoch)
+            if held is None:
                 return False
             self._lose(held)
             return True
 
     def decline(self, item_id: str, epoch: int, why: str) -> list[str] | None:
         with self._news:
-            held = self._items.get(item_id)
-            if held is None or held.worker is None or held.epoch != epoch:
+            held = self._held(item_id, epoch)
+            if held is None or held.worker is None:
                 return None
             held.declined[held.worker] = why
             if not self._able(item_id)[0]:
                 return sorted(set(held.declined.values()))
-            held.worker = None
-            self._aside.setdefault(held.item.path[0], []).append(item_id)
+            self._let_go(held)
+            self._aside[held.item.path[0]][item_id] = None
             return []
 
     def answered(self, consumer: str, timeout_s: float) -> list[Answered]:
@@ -170,9 +179,13 @@ class LocalQueue:
 
     def forget(self, item_id: str, receipt: str = "") -> None:
         with self._news:
+            held = self._items.get(item_id)
+            if held is None:
+                return
             if self._queued(item_id):
                 self._withdraw(item_id)
-            self._items.pop(item_id, None)
+            self._let_go(held)
+            del self._items[item_id]
             self._given_up.discard(item_id)
 
     def expire(self) -> Expired:
@@ -190,14 +203,26 @@ class LocalQueue:
         with self._news:
             return {item_id for item_id in item_ids if item_id in self._items}
 
+    def _held(self, item_id: str, epoch: int) -> _Held | None:
+        """The item, if somebody holds it under this epoch."""
+        held = self._items.get(item_id)
+        return held if held is not None and held.worker is not None and held.epoch == epoch else None
+
+    def _let_go(self, held: _Held) -> None:
+        """It is in nobody's hands any more."""
+        if held.worker is not None:
+            del self._hands[held.worker][held.item.id]
+            held.worker = None
+
     def _release(self, worker: str, expired: Expired) -> None:
-        for held in sorted((h for h in self._items.values() if h.worker == worker), key=lambda h: h.epoch):
+        for held in list(self._hands[worker].values()):
             if self._lose(held):
                 expired.back.append(held.item.id)
+        del self._hands[worker]
 
     def _lose(self, held: _Held) -> bool:
         """Its holder has died over an item. Whether it is queued again."""
-        held.worker = None
+        self._let_go(held)
         held.attempts += 1
         if held.attempts >= LIVES:
             held.epoch = -1
@@ -208,23 +233,24 @@ class LocalQueue:
         return True
 
     def _busy(self, worker: str) -> int:
-        return sum(held.slots for held in self._items.values() if held.worker == worker)
+        return sum(held.slots for held in self._hands[worker].values())
 
     def _able(self, item_id: str) -> tuple[bool, bool]:
-        """Whether a worker is there that may serve an item; and whether one is there at all."""
+        """Whether a worker may serve an item that is there, or still to come; and whether one is there at all."""
         held = self._items[item_id]
         there = self._roster.serving(held.item.path[0])
-        return any(worker not in held.declined for worker in there), bool(there)
+        may = len(self._roster) < self._expected or any(worker not in held.declined for worker in there)
+        return may, bool(there)
 
     def _is_aside(self, item_id: str) -> bool:
-        return item_id in self._aside.get(self._items[item_id].item.path[0], [])
+        return item_id in self._aside[self._items[item_id].item.path[0]]
 
     def _withdraw(self, item_id: str) -> None:
         """An item that is in nobody's hands leaves the place where it waits."""
         path = self._items[item_id].item.path
         if self._is_aside(item_id):
             self._items[item_id].left_to = None
-            self._aside[path[0]].remove(item_id)
+            del self._aside[path[0]][item_id]
         else:
             self._tree.discard(path, item_id)
 

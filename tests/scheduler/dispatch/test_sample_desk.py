@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
@@ -13,12 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import update
+from sqlalchemy.exc import OperationalError
 
-from scheduler.dispatch.desks import LIVES
-from scheduler.dispatch.replicas import REMEMBERED, Replica, choose, needed
+from scheduler.dispatch.handing_out import Offer, announce, hand_out
 from scheduler.journal.samplers import SamplerFacts
+from scheduler.journal.sampling import needed
+from scheduler.links.contract import LIVES, Item, Lease
 from scheduler.links.messages import Cancel, Declined, Done, Occupancy, PullSamples, SampleWork
 from scheduler.links.sockets import WorkerLink
+from scheduler.order.local_queue import LocalQueue
 from scheduler.order.operations import Operation, Outcome
 from store import tables
 from tests.scheduler.journal.test_journal import Service, go, organisation, sample
@@ -26,67 +30,81 @@ from tests.scheduler.journal.test_journal import Service, go, organisation, samp
 NOW = datetime.now(UTC)
 
 
-def op(number: int, samples: int = 1, model: str = "m", org: str = "org") -> Operation:
-    return Operation(f"op{number}", org, "s", "lane", number, "sample", model, 1, "", {"num_samples": samples}, NOW)
+class Room:
+    """A queue, and workers with these free slots and models; what is handed out to whom."""
 
+    def __init__(self, *offers: tuple[int, str]) -> None:
+        self.queue = LocalQueue()
+        self.offers = {str(place): Offer(str(place), list(models), free) for place, (free, models) in enumerate(offers)}
+        self.slots: dict[str, int] = {}
+        self.had: dict[str, str] = {}  # item: worker
+        for offer in self.offers.values():
+            announce(self.queue, offer)
 
-def replica(name: str, free: int, *models: str) -> Replica:
-    made = Replica(name, None)  # type: ignore[arg-type]
-    made.offer(models or ("m",), free)
-    return made
+    def push(self, name: str, adapter: str = "", slots: int = 1, model: str = "m") -> None:
+        self.slots[name] = slots
+        self.queue.push(Item(name, (model, "o", "interactive", "lane"), 1, slots=slots, adapter=adapter))
+
+    def serve(self) -> dict[str, str]:
+        def take(worker: str, lease: Lease) -> None:
+            self.had[lease.id] = worker
+            self.offers[worker].free -= self.slots[lease.id]
+            self.offers[worker].busy += self.slots[lease.id]
+
+        hand_out(self.queue, self.offers.values(), take)
+        return self.had
+
+    def give(self, name: str, adapter: str = "", slots: int = 1) -> str:
+        self.push(name, adapter, slots)
+        return self.serve()[name]
 
 
 # -- who gets it
 
 
 def test_the_emptier_one_gets_it() -> None:
-    a, b = replica("a", 8), replica("b", 8)
-    a.take(op(0, samples=4), "x")
-    assert choose([a, b], op(1), "y", "y") is b
-    assert choose([b, a], op(1), "y", "y") is b
+    room = Room((8, "m"), (8, "m"))
+    first = room.give("first", slots=4)
+    assert room.give("second") != first
+
+
+def test_what_comes_at_once_is_spread() -> None:
+    room = Room((8, "m"), (8, "m"), (8, "m"))
+    for number in range(12):
+        room.push(f"i{number}")
+    assert sorted(Counter(room.serve().values()).values()) == [4, 4, 4]
 
 
 def test_of_near_equals_the_one_that_holds_the_adapter_gets_it() -> None:
-    a, b = replica("a", 10), replica("b", 10)
-    a.take(op(0), "x")
-    assert choose([b, a], op(1), "x", "x") is a
-    for number in range(2):
-        a.take(op(2 + number), "x")
-    assert choose([b, a], op(9), "x", "x") is b  # 0.3 fuller
+    room = Room((10, "m"), (10, "m"))
+    first = room.give("first", "x")
+    assert [room.give("second", "x"), room.give("third", "x")] == [first, first]
+    assert room.give("fourth", "x") != first  # 0.3 fuller
 
 
 def test_prompts_of_one_organisation_on_the_base_model_stay_together_and_weights_that_follow_a_run() -> None:
+    op = Operation("op", "acme", "s", "lane", 0, "sample", "m", 1, "", {}, NOW)
     base = SamplerFacts("acme", "m", "", None, inflight=False)
     snapshot = SamplerFacts("acme", "m", "weights/1", "run", inflight=False)
     follows = SamplerFacts("acme", "m", "weights/1", "run", inflight=True)
-    assert [needed(op(0, org="acme"), sampler) for sampler in (base, snapshot, follows)] == ["acme", "weights/1", "run"]
-
-
-def test_what_a_replica_has_declined_is_not_offered_to_it_again() -> None:
-    a, b = replica("a", 9), replica("b", 1)
-    a.decline("no such weights here", "op1")
-    a.decline("no lm_head", "weights/x")
-    assert choose([a, b], op(1), "y", "y") is b
-    assert choose([a, b], op(2), "weights/x", "weights/x") is b
-    assert choose([a, b], op(2), "y", "y") is a
-    for number in range(REMEMBERED):
-        a.decline("other", f"other{number}")
-    assert a.declined("op1") is None
+    assert [needed(op, sampler) for sampler in (base, snapshot, follows)] == ["acme", "weights/1", "run"]
 
 
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["m", "n", "mn"])), max_size=5),
-    st.sampled_from("mn"),
-    st.sampled_from(["", "x", "y"]),
+    st.lists(st.tuples(st.sampled_from("mn"), st.sampled_from(["", "x", "y"]), st.integers(1, 3)), max_size=20),
 )
-def test_work_conserving(offers: list[tuple[int, str]], model: str, adapter: str) -> None:
-    """Somebody gets it exactly when somebody with a free slot serves its model, whatever anyone holds."""
-    replicas = [replica(str(i), free, *models) for i, (free, models) in enumerate(offers)]
-    for one in replicas[::2]:
-        one.take(op(100, samples=0), "x")
-    able = [one for one in replicas if one.free > 0 and model in one.models]
-    chosen = choose(replicas, op(1, model=model), adapter, adapter or "org")
-    assert (chosen in able) if able else chosen is None
+def test_work_conserving(offers: list[tuple[int, str]], items: list[tuple[str, str, int]]) -> None:
+    """What waits in the end is of models of which nobody has a slot free, whoever holds what."""
+    room = Room(*offers)
+    for number, (model, adapter, slots) in enumerate(items):
+        room.push(f"{model}{number}", adapter, slots, model)
+        if number % 3 == 0:
+            room.serve()
+    had = room.serve()
+    free = {model for offer in room.offers.values() if offer.free > 0 for model in offer.models}
+    assert not free & {name[0] for name in room.slots.keys() - had.keys()}
+    assert all(name[0] in room.offers[worker].models for name, worker in had.items())
 
 
 # -- at the desk
@@ -99,9 +117,16 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def offer(service: Service, link: WorkerLink, slots: int) -> None:
-    known = [r.free for r in service.generator._replicas]
+    def free() -> list[int]:
+        return [generator.offer.free for generator in service.generator._generators.values()]
+
+    known = free()
     link.send(PullSamples(["m"], slots))
-    await until(lambda: [r.free for r in service.generator._replicas] != known)
+    await until(lambda: free() != known)
+
+
+def aside(service: Service) -> int:
+    return len(service.journal.sample_queue._aside["m"])
 
 
 async def heard(link: WorkerLink) -> Any:
@@ -165,7 +190,7 @@ def test_a_request_that_kills_every_replica_is_given_up(folder: Path) -> None:
 def test_what_one_kind_declines_another_takes(folder: Path) -> None:
     async def scenario() -> None:
         service = Service(folder)
-        service.generator._expected = 2
+        service.journal.sample_queue.expect(2)
         async with service.worker(service.generator) as picky:
             await offer(service, picky, 9)
             first, second = [await service.journal.accept(sample(seq)) for seq in range(2)]
@@ -173,7 +198,7 @@ def test_what_one_kind_declines_another_takes(folder: Path) -> None:
                 assert [o.op_id for o in (await heard(picky)).ops] == [request]
                 picky.send(Declined(request, "these weights train lm_head", adapter=True))
                 picky.send(PullSamples(["m"], 9))
-            await until(lambda: len(service.generator._aside) == 2)
+            await until(lambda: aside(service) == 2)
             async with service.worker(service.generator) as other:  # the second of the two that were expected
                 other.send(PullSamples(["m"], 9))
                 work = await heard(other)
@@ -184,10 +209,90 @@ def test_what_one_kind_declines_another_takes(folder: Path) -> None:
     go(scenario())
 
 
+def test_an_adapter_that_one_has_declined_is_not_offered_to_it_again(folder: Path) -> None:
+    async def scenario() -> None:
+        service = Service(folder)
+        service.journal.sample_queue.expect(2)
+        async with service.worker(service.generator) as picky, service.worker(service.generator) as other:
+            await offer(service, picky, 9)
+            first = await service.journal.accept(sample(0))
+            await heard(picky)
+            picky.send(Declined(first, "these weights train lm_head", adapter=True))
+            await offer(service, other, 4)
+            await heard(other)
+            await offer(service, picky, 9)
+            for seq in (1, 2):
+                request = await service.journal.accept(sample(seq))
+                assert [o.op_id for o in (await heard(other)).ops] == [request]
+                await offer(service, other, 4 + seq)
+            assert await asyncio.to_thread(picky.recv, 0.0) is None
+
+    go(scenario())
+
+
+def test_an_offer_that_was_taken_back_holds_nobody_up(folder: Path) -> None:
+    """The engine of the one that holds the adapter has lost its slots."""
+
+    async def scenario() -> None:
+        service = Service(folder)
+        async with service.worker(service.generator) as holds, service.worker(service.generator) as other:
+            await offer(service, holds, 9)
+            first = await service.journal.accept(sample(0))
+            assert [o.op_id for o in (await heard(holds)).ops] == [first]
+            await offer(service, other, 9)
+            await offer(service, holds, 0)
+            second = await service.journal.accept(sample(1))
+            assert [o.op_id for o in (await heard(other)).ops] == [second]
+
+    go(scenario())
+
+
+def test_what_only_a_generator_that_left_could_serve_fails_with_the_others_reasons(folder: Path) -> None:
+    async def scenario() -> None:
+        service = Service(folder)
+        async with service.worker(service.generator) as picky:
+            await offer(service, picky, 2)
+            declined = await service.journal.accept(sample(0))
+            await heard(picky)
+            async with service.worker(service.generator) as able:
+                await offer(service, able, 2)
+                await service.journal.accept(sample(1))
+                await heard(able)  # and has no slot free
+                picky.send(Declined(declined, "too long"))
+                await until(lambda: aside(service) == 1)
+            failed = await outcome(service, declined)
+            assert (failed.error, failed.category) == ("too long", "user")
+
+    go(scenario())
+
+
+def test_a_database_that_is_away_for_a_moment_loses_no_sample(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        service = Service(folder)
+        facts, calls = service.journal.samplers.facts, []
+
+        def away_at_first(sampler_id: str) -> SamplerFacts:
+            calls.append(sampler_id)
+            if len(calls) == 1:
+                raise OperationalError("SELECT", {}, Exception("disk I/O error"))
+            return facts(sampler_id)
+
+        monkeypatch.setattr(service.journal.samplers, "facts", away_at_first)
+        async with service.worker(service.generator) as link:
+            await offer(service, link, 2)
+            request = await service.journal.accept(sample(0))
+            work = await heard(link)
+            assert [o.op_id for o in work.ops] == [request]
+            finish(link, work)
+            assert (await outcome(service, request)).payload == b"text"
+
+    go(scenario())
+
+
 def test_what_all_decline_fails_with_their_reason(folder: Path) -> None:
     async def scenario() -> None:
         service = Service(folder)
-        service.generator._expected = 2
+        service.journal.sample_queue.expect(2)
         async with AsyncExitStack() as stack:
             links = [await stack.enter_async_context(service.worker(service.generator)) for _ in range(2)]
             for link in links:
@@ -205,16 +310,16 @@ def test_what_all_decline_fails_with_their_reason(folder: Path) -> None:
 def test_one_that_was_set_aside_can_be_cancelled(folder: Path) -> None:
     async def scenario() -> None:
         service = Service(folder)
-        service.generator._expected = 2
+        service.journal.sample_queue.expect(2)
         async with service.worker(service.generator) as link:
             link.send(PullSamples(["m"], 9))
             request = await service.journal.accept(sample(0))
             await heard(link)
             link.send(Declined(request, "not here"))
-            await until(lambda: bool(service.generator._aside))
+            await until(lambda: aside(service) == 1)
             assert service.journal.cancel("org", request)
             assert "cancelled" in str((await outcome(service, request)).error)
-            assert service.generator._aside == []
+            assert aside(service) == 0
 
     go(scenario())
 
@@ -238,8 +343,8 @@ def test_counts_of_each(folder: Path) -> None:
     async def scenario() -> None:
         service = Service(folder)
         async with service.worker(service.generator) as a, service.worker(service.generator) as b:
-            await until(lambda: len(service.generator._replicas) == 2)
-            service.generator._replicas[1].name = "generator-2"
+            await until(lambda: len(service.generator._generators) == 2)
+            list(service.generator._generators.values())[1].name = "generator-2"
             a.send(Occupancy(3, 5, 12, 0.5))
             b.send(Occupancy(1, 4, 4, 0.25))
             await until(lambda: service.generator.stats["steps"] == 4)

@@ -9,7 +9,19 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from scheduler.dispatch.replicas import HEAD_START, fullness, remember
+from scheduler.links.contract import HEAD_START, REMEMBERED
+
+
+def fullness(free: int, slots: int) -> float:
+    """The share of a worker's slots that are busy, where some are free."""
+    return 1 - free / slots
+
+
+def remember(memory: OrderedDict[str, str], key: str, value: str = "") -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    if len(memory) > REMEMBERED:
+        memory.popitem(last=False)
 
 
 @dataclass
@@ -36,17 +48,20 @@ class Roster:
         self._workers[name].deadline = deadline
         return True
 
+    def __len__(self) -> int:
+        return len(self._workers)
+
     def comes(self, name: str, busy: int, free: int) -> None:
-        """A worker asks for work."""
+        """A worker says how many of its slots are free, beside those of what it holds."""
         self._workers[name].slots, self._workers[name].room = busy + free, free
 
     def fills(self, name: str, slots: int) -> None:
-        """So many of its slots are not free any more."""
+        """`slots` of its free ones are not free any more."""
         self._workers[name].room -= slots
 
     def holds(self, name: str, adapter: str) -> None:
         if adapter:
-            remember(self._workers[name].holds, adapter, "")
+            remember(self._workers[name].holds, adapter)
 
     def gone(self, now: float) -> list[str]:
         """Forget those whose deadline has passed, the most silent first."""

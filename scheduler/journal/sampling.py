@@ -1,0 +1,42 @@
+"""A sample as it goes to generators: an item of the fair queue, and the message that says what to do."""
+
+from __future__ import annotations
+
+from scheduler.journal.samplers import SamplerFacts
+from scheduler.links.contract import LIVES, Item
+from scheduler.links.messages import SampleOp
+from scheduler.order.operations import INTERACTIVE, Operation
+
+GAVE_UP = f"the generator stopped {LIVES} times while it ran this operation; it was given up and is not billed"
+
+
+def samples_of(op: Operation) -> int:
+    return int(op.plan.get("num_samples", 1))
+
+
+def needed(op: Operation, sampler: SamplerFacts) -> str:
+    """What a generator has in memory once it has served `op`: the weights, by their run if they follow it; for the base
+    model, prompts of this organisation."""
+    return (sampler.run_id if sampler.inflight else sampler.adapter_ref) or op.org_id
+
+
+def item_of(op: Operation, sampler: SamplerFacts, weight: int, body: bytes = b"") -> Item:
+    """`op` in the queue, at what it is charged for now."""
+    return Item(op.id, op.path, op.charged, body, samples_of(op), weight, needed(op, sampler))
+
+
+def message_of(op: Operation, sampler: SamplerFacts, version: int = 0) -> SampleOp:
+    return SampleOp(
+        op.id,
+        op.base_model,
+        op.body_ref,
+        samples_of(op),
+        sampler.adapter_ref,
+        op.session_id,
+        op.org_id,
+        run_id=sampler.run_id or "",
+        inflight=sampler.inflight,
+        version=version,
+        priority=int(op.plan.get("priority", INTERACTIVE) == INTERACTIVE),
+        body_sha256=op.body_sha256,
+    )
