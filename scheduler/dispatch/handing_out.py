@@ -39,7 +39,7 @@ def announce(queue: FairQueue, offer: Offer) -> None:
 
 def hand_out(queue: FairQueue, offers: Iterable[Offer], take: Callable[[str, Lease], None]) -> None:
     """Lease all that can be; `take` is told who has what, and fills the offer."""
-    offers = list(offers)
+    asking = [offer for offer in offers if offer.free > 0]
 
     def one(offer: Offer) -> bool:
         leases = queue.lease(offer.worker, offer.models, offer.free, FOR_EVER, most=1)
@@ -47,5 +47,5 @@ def hand_out(queue: FairQueue, offers: Iterable[Offer], take: Callable[[str, Lea
             take(offer.worker, lease)
         return bool(leases)
 
-    while any(one(offer) for offer in sorted((o for o in offers if o.free > 0), key=lambda o: o.fullness)):
-        pass
+    while any(one(offer) for offer in sorted(asking, key=lambda offer: offer.fullness)):
+        asking = [offer for offer in asking if offer.free > 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -42,6 +42,7 @@ class LocalQueue:
         self._tree = FairTree[str]() if tree is None else tree
         self._items: dict[str, _Held] = {}
         self._hands: defaultdict[str, dict[str, _Held]] = defaultdict(dict)  # what each worker holds
+        self._busy: Counter[str] = Counter()  # slots of that
         self._expected = 0
         self._roster = Roster()
         self._aside: defaultdict[str, dict[str, None]] = defaultdict(dict)  # by model, in order
@@ -89,7 +90,7 @@ class LocalQueue:
     ) -> list[Lease]:
         with self._news:
             self._roster.sign(worker, self._clock() + ttl_s, models)
-            self._roster.comes(worker, self._busy(worker), slots)
+            self._roster.comes(worker, self._busy[worker], slots)
             leases: list[Lease] = []
             while slots > 0 and len(leases) != most and (found := self._next_for(worker, models)) is not None:
                 held, fresh = found
@@ -100,6 +101,7 @@ class LocalQueue:
                 self._epochs += 1
                 held.worker, held.epoch, held.leased_at = worker, self._epochs, self._clock()
                 self._hands[worker][held.item.id] = held
+                self._busy[worker] += held.slots
                 self._roster.holds(worker, held.item.adapter)
                 self._roster.fills(worker, held.slots)
                 slots -= held.slots
@@ -212,13 +214,14 @@ class LocalQueue:
         """It is in nobody's hands any more."""
         if held.worker is not None:
             del self._hands[held.worker][held.item.id]
+            self._busy[held.worker] -= held.slots
             held.worker = None
 
     def _release(self, worker: str, expired: Expired) -> None:
         for held in list(self._hands[worker].values()):
             if self._lose(held):
                 expired.back.append(held.item.id)
-        del self._hands[worker]
+        del self._hands[worker], self._busy[worker]
 
     def _lose(self, held: _Held) -> bool:
         """Its holder has died over an item. Whether it is queued again."""
@@ -231,9 +234,6 @@ class LocalQueue:
         self._tree.correct(held.item.path, -held.item.cost)
         self._queue(held.item)
         return True
-
-    def _busy(self, worker: str) -> int:
-        return sum(held.slots for held in self._hands[worker].values())
 
     def _able(self, item_id: str) -> tuple[bool, bool]:
         """Whether a worker may serve an item that is there, or still to come; and whether one is there at all."""
