@@ -28,11 +28,12 @@ from serving import BASE_MODEL, claim, machine
 from weft.wire import AdamParams, OptimStepRequest
 from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
 
+from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
 from store.blobs import Blobs
 from workers.model.weights import load_decoder
 from workers.trainer.state import kind_of
-from workers.trainer.trainer import Trainer, TrainerSettings
+from workers.trainer.trainer import Trainer
 
 MODEL = Path(__file__).parents[1] / "workers" / "model" / "tiny" / "weights"
 RANK = 8
@@ -45,9 +46,9 @@ class Runs:
     def __init__(self, folder: Path, registered: int, resident: int) -> None:
         decoder = load_decoder(MODEL)
         self.size_bytes = kind_of(spec("any"), decoder.config).size_bytes
-        settings = TrainerSettings(snapshot_every_tokens=1 << 40, resident_bytes=resident * self.size_bytes)
+        bounds = TrainerBounds(snapshot_every_tokens=1 << 40, resident_bytes=resident * self.size_bytes)
         self.blobs = Blobs(folder / "blobs")
-        self.trainer = Trainer({BASE_MODEL: decoder}, self.blobs, settings)
+        self.trainer = Trainer({BASE_MODEL: decoder}, self.blobs, bounds)
         step = OptimStepRequest(model_id="any", adam_params=AdamParams(learning_rate=1e-4))
         self.blobs.put("step", step.model_dump_json().encode())
         self.names = [f"run{i}" for i in range(registered)]

@@ -31,7 +31,7 @@ from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
 from store.blobs import Blobs
 from workers.model.weights import load_decoder
-from workers.trainer.trainer import Trainer, TrainerSettings
+from workers.trainer.trainer import Trainer
 
 MODEL = Path(__file__).parents[1] / "workers" / "model" / "tiny" / "weights"
 TENANTS, SEQUENCES, LENGTH, RANK = 16, 4, 64, 8
@@ -43,7 +43,7 @@ class Direct:
 
     def __init__(self, folder: Path) -> None:
         self._blobs = Blobs(folder)
-        self._trainer = Trainer({BASE_MODEL: load_decoder(MODEL)}, self._blobs, TrainerSettings())
+        self._trainer = Trainer({BASE_MODEL: load_decoder(MODEL)}, self._blobs)
         self._runs = [f"run{i}" for i in range(TENANTS)]
         step = OptimStepRequest(model_id="any", adam_params=AdamParams(learning_rate=1e-4))
         self._blobs.put("step", step.model_dump_json().encode())

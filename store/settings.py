@@ -1,4 +1,4 @@
-"""What an operator can set, from a TOML file and the command line; the command line wins.
+"""What an operator can set, from the environment, a TOML file and the command line; the later one wins.
 
 Unknown keys are refused: a misspelt limit that silently keeps its default is worse than a server that does not start.
 """
@@ -46,6 +46,8 @@ class TrainerSettings(_Section):
     pass_tokens: Positive = 4096
     #: A larger operation is cut between its data into slices of about this many tokens.
     slice_tokens: Positive = 1024
+    #: Tokens that are computed at once: memory grows with it, and beyond some 2k tokens a CPU gets slower.
+    microbatch_tokens: Positive = 2048
     #: A run's whole state is written after this many tokens of training, which bounds what a lost trainer replays.
     snapshot_every_tokens: Positive = 65_536
     #: Memory for the states of runs (weights, moments, gradient), on the device if the trainer has one; the others are
@@ -82,11 +84,15 @@ class GeneratorSettings(_Section):
     dtype: Dtype = "auto"
     #: Sequences that are decoded at the same time.
     slots: Positive = 32
+    #: The longest sequence, prompt and completion; a model's own context holds as well.
+    context_tokens: Positive = 8192
     #: Keys and values kept for running sequences, in tokens of all of them; 0: as many as full slots take. With less,
     #: more slots fit into the same memory, and the youngest sequences are set aside when they all grow long.
     kv_tokens: Annotated[int, Field(ge=0)] = 0
     #: Prompt tokens computed between two decode steps; longer prompts are computed in pieces.
     prefill_tokens: Positive = 2048
+    #: Memory, of each base model, for adapters that were used.
+    adapter_cache_bytes: Positive = 2 << 30
     #: Memory, of each base model, for prompts that later ones may begin with; 0 keeps none.
     prefix_cache_bytes: Annotated[int, Field(ge=0)] = 512 << 20
 
@@ -218,12 +224,12 @@ class Settings(_Section):
 
 
 def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
-    """Settings from the file, with `overrides` (None: not given) on top. Folders come back absolute; in the file they
-    are relative to the file's own folder. Raises SettingsError with one line that names the key."""
-    values: dict[str, Any] = {
-        name: os.environ[variable] for name, variable in FROM_ENVIRONMENT.items() if os.environ.get(variable)
-    }
-    values |= _read(config_file) if config_file is not None else {}
+    """Settings from the environment, then the file, with `overrides` (None: not given) on top. Folders come back
+    absolute; in the file they are relative to the file's own folder. Raises SettingsError with one line that names the
+    key."""
+    values = _environment()
+    if config_file is not None:
+        values = _over(values, _read(config_file))
     values.update({name: value for name, value in overrides.items() if value is not None and name != "engine"})
     if overrides.get("engine"):
         values["generator"] = {**values.get("generator", {}), "replicas": list(overrides["engine"])}
@@ -241,6 +247,39 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
             "models": {name: path.expanduser().absolute() for name, path in settings.models.items()},
         }
     )
+
+
+def _environment() -> dict[str, Any]:
+    """What the environment sets: WEFT_TRAINER__THREADS is `threads` in `[trainer]`."""
+    values: dict[str, Any] = {
+        name: os.environ[variable] for name, variable in FROM_ENVIRONMENT.items() if os.environ.get(variable)
+    }
+    for variable, text in os.environ.items():
+        if not text or not (variable.startswith("WEFT_") and "__" in variable):
+            continue
+        *sections, name = variable.removeprefix("WEFT_").lower().split("__")
+        found: Any = {name: _value(text)}
+        for section in reversed(sections):
+            found = {section: found}
+        values = _over(values, found)
+    return values
+
+
+def _value(text: str) -> Any:
+    """As in the file; words need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both, key by key and section by section; where both have a value, that of `above`."""
+    values = {**below, **above}
+    for name in below.keys() & above.keys():
+        if isinstance(below[name], dict) and isinstance(above[name], dict):
+            values[name] = _over(below[name], above[name])
+    return values
 
 
 def _read(config_file: Path) -> dict[str, Any]:

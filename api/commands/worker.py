@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
-import tempfile
 from pathlib import Path
 
 import click
@@ -18,23 +18,24 @@ from api.commands.places import database_of, refuse, settings_of, where
 @click.option("--redis", metavar="URL", help="The Redis of the API replicas (default: redis_url of the settings).")
 def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | None) -> None:
     """Work as ROLE until SIGTERM, which lets it finish what it has. Whatever supervises it starts it again."""
-    from api.server.serve import CannotServe, read_cards, worker_programs
+    from api.server.serve import CannotServe, read_cards
+    from api.server.worker_programs import lone_worker
+    from store.settings import SettingsError
 
     settings = settings_of(config, data_dir, redis_url=redis)
     if not settings.redis_url:
         refuse("there is no Redis to come to: give --redis URL, or redis_url in the settings")
     try:
-        cards = read_cards(settings.models)
-        programs = worker_programs(settings, cards)
-    except CannotServe as error:
+        models = {name: card.path for name, card in read_cards(settings.models).items()}
+        program = lone_worker(settings, models, role)
+    except (CannotServe, SettingsError) as error:
         refuse(str(error))
-    program = next(program for program in programs if program.role == role)
-    command = [*program.command, "--redis", settings.redis_url]
-    if "--vllm-folder" in command:  # its own: the data folder is for all
-        command += ["--vllm-folder", tempfile.mkdtemp(prefix="weft-vllm-")]
+    ours, theirs = socket.socketpair()
+    ours.sendall(program.first_word)  # which waits in the link for the program that takes this one's place
+    os.set_inheritable(theirs.fileno(), True)
     os.environ.update(program.environment)
     sys.stdout.flush()
-    os.execv(command[0], command)
+    os.execv(program.command[0], [*program.command, "--link-fd", str(theirs.fileno())])
 
 
 @click.command()

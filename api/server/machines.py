@@ -6,8 +6,9 @@ import socket
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from api.server.supervisor import Supervisor, embedded_workers
+from api.server.supervisor import Supervisor
 from api.server.worker_process import WorkerProcess
+from api.server.worker_programs import embedded_workers
 from billing.prices import PriceList
 from scheduler.dispatch.sample_desk import SampleDesk
 from scheduler.dispatch.trainer_desk import TrainerDesk

@@ -15,8 +15,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from api.server.supervisor import embedded_workers
 from api.server.worker_process import WorkerProcess, WorkerProgram, start_ahead
+from api.server.worker_programs import embedded_workers
 from billing.prices import load_prices
 from store.settings import PaymentsSettings, Settings, SettingsError
 from workers.model.card import ModelCard, UnsupportedModel, read_card

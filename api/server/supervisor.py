@@ -4,26 +4,22 @@ Each worker is a child process with a socket pair to this one. A worker counts a
 word on the link: then its model is loaded. Nothing here knows what the words mean; `attach` does.
 
 No worker outlives the server. On Linux the kernel kills it with its parent, and everywhere it ends when its link
-closes. A worker that dies is started again, soon at first and then with growing pauses. Behind each worker that
-knows how, a successor stands by: it has imported everything and has not read the model.
+closes. A worker that dies is started again, soon at first and then with growing pauses. Behind each worker whose
+imports take long, a successor stands by: it has imported everything and has not read the model.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
-import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from api.server.worker_process import WorkerProcess, WorkerProgram
-from store.settings import GeneratorSettings, Settings, SettingsError, TrainerSettings
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +34,6 @@ LINGER_S = 5.0
 TERMINATE_S = 3.0
 #: So long after a worker has attached its successor is started: the imports take a core for some two seconds.
 STANDBY_AFTER_S = 1.0
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 class WorkerFailed(RuntimeError):
@@ -71,66 +65,6 @@ class WorkerStatus:
     attached: bool
     restarts: int
     last_exit: str | None
-
-
-def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[WorkerProgram]:
-    """One trainer and the generators, on this machine, for these models."""
-    common = ["--data-dir", str(settings.data_dir)]
-    for name, path in models.items():
-        common += ["--model", f"{name}={path}"]
-    trainer = ["--snapshot-every-tokens", str(settings.trainer.snapshot_every_tokens)]
-    trainer += ["--resident-bytes", str(settings.trainer.resident_bytes)]
-    trainer += ["--host-bytes", str(settings.trainer.host_bytes)]
-    generator = ["--slots", str(settings.generator.slots), "--prefill-tokens", str(settings.generator.prefill_tokens)]
-    generator += ["--kv-tokens", str(settings.generator.kv_tokens)]
-    generator += ["--prefix-bytes", str(settings.generator.prefix_cache_bytes)]
-    programs = [_python_worker("trainer", settings.trainer, [*common, *trainer])]
-    urls = list(settings.generator.vllm.urls)
-    if urls and len(models) > 1:
-        raise SettingsError("generator.vllm.urls: a vLLM server has one base model, and this service has several")
-    for number, kind in enumerate(settings.generator.kinds, start=1):
-        role = "generator" if number == 1 else f"generator-{number}"
-        engine = _vllm_arguments(settings, role, urls.pop(0) if urls else "") if kind == "vllm" else []
-        programs.append(_python_worker(role, settings.generator, [*common, *generator, *engine]))
-    return programs
-
-
-def _vllm_arguments(settings: Settings, role: str, url: str) -> list[str]:
-    vllm = settings.generator.vllm
-    found = ["--engine", "vllm", "--vllm-folder", str(settings.data_dir / "vllm" / role)]
-    found += ["--vllm-url", url] if url else ["--vllm-program", str(vllm_program(settings))]
-    found += ["--vllm-adapters", str(vllm.max_adapters), "--vllm-rank", str(vllm.max_rank)]
-    return [*found, "--vllm-kv-bytes", str(vllm.kv_bytes)]
-
-
-def vllm_program(settings: Settings) -> Path:
-    """The `vllm` command. Raises SettingsError when it is not there."""
-    program = settings.generator.vllm.program
-    found = program.expanduser().absolute() if program.name else _ROOT / ".vllm" / "bin" / "vllm"
-    if not found.is_file():
-        raise SettingsError(f"there is no vLLM at {found}: run `make vllm`, or set [generator.vllm] program or urls")
-    return found
-
-
-def _python_worker(role: str, settings: TrainerSettings | GeneratorSettings, arguments: Sequence[str]) -> WorkerProgram:
-    # -P: a folder named `workers` in the working directory must not be taken for ours.
-    python, module = [sys.executable, "-P", "-m"], f"workers.{role.partition('-')[0]}"
-    arguments = [*arguments, "--device", settings.device, "--dtype", settings.dtype, "--threads", str(settings.threads)]
-    standby = [*python, "workers.standby", module, *arguments]
-    if "--vllm-folder" in arguments:  # what takes long there is not this process
-        standby = []
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return WorkerProgram(
-        role,
-        [*python, module, *arguments],
-        {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": str(settings.threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-        },
-        standby,
-    )
 
 
 class Supervisor:
@@ -274,14 +208,16 @@ class _Keeper:
             if standby.begin():
                 return standby
             standby.discard()
-        return WorkerProcess(self.program)
+        process = WorkerProcess(self.program)
+        process.begin()
+        return process
 
     async def _stand_by(self) -> None:
         """Have a successor, once the worker has lived for a moment."""
         await asyncio.sleep(STANDBY_AFTER_S)
-        if self.program.standby and self._standby is None and not self.retired.is_set():
+        if self.program.stands_by and self._standby is None and not self.retired.is_set():
             try:
-                self._standby = WorkerProcess(self.program, ahead=True)
+                self._standby = WorkerProcess(self.program)
             except OSError as error:
                 log.warning("a second %s could not be started to stand by: %s", self.program.role, error)
 

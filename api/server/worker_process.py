@@ -1,7 +1,7 @@
 """One worker process, from its start to its end: its link, its turn, its output.
 
-A program may be started ahead, by another command (`workers.standby`): it imports all that it needs, which takes most
-of the time of a start, and waits with its model unread until `begin`. No event loop is needed to start one.
+A worker imports all that it needs, which takes most of the time of a start, and then waits with its model unread until
+`begin` sends it its config. So it may be started ahead of its turn. No event loop is needed to start one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,28 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from scheduler.links.configs import WorkerConfig
+from scheduler.links.sockets import frame
+
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """What to run for a role: trainer, generator, generator-2, ... and what instead to have it stand by until a line
-    comes on stdin, if it can. `--link-fd N` is added to either."""
+    """What to run for a role (trainer, generator, generator-2, ...), to which `--link-fd N` is added, and the config
+    that it is told first (a test's may have none). With `stands_by` it may be started before its turn."""
 
     role: str
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    standby: Sequence[str] = ()
+    config: WorkerConfig | None = None
+    stands_by: bool = False
+
+    @property
+    def first_word(self) -> bytes:
+        """The config as it goes over the link."""
+        return frame(self.config) if self.config is not None else b""
 
 
 class WorkerProcess:
@@ -38,13 +47,13 @@ class WorkerProcess:
 
     Started by the main thread: where the kernel kills a worker with its parent, that is the thread which started it."""
 
-    def __init__(self, program: WorkerProgram, *, ahead: bool = False) -> None:
+    def __init__(self, program: WorkerProgram) -> None:
         self.link, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [*(program.standby if ahead else program.command), "--link-fd", str(theirs.fileno())],
+                [*program.command, "--link-fd", str(theirs.fileno())],
                 bufsize=0,
-                stdin=subprocess.PIPE if ahead else subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **program.environment},
@@ -58,16 +67,13 @@ class WorkerProcess:
         finally:
             theirs.close()
         self.pid = self._process.pid
-        self._role = program.role
+        self._role, self._first_word = program.role, program.first_word
 
     def begin(self) -> bool:
-        """Its turn has come, if it was started ahead. False when it died while it waited."""
-        if self._process.stdin is None:
-            return True
+        """Its turn has come. False when it died while it waited."""
         try:
-            self._process.stdin.write(b"\n")
-            self._process.stdin.close()
-        except BrokenPipeError:
+            self.link.sendall(self._first_word)
+        except OSError:
             return False
         return self._process.poll() is None
 
@@ -81,10 +87,8 @@ class WorkerProcess:
         self.signal(signal.SIGKILL)
         self._process.wait()
         self.link.close()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     async def ended(self) -> int:
         """Until the process has ended; its exit code, or minus the signal that killed it."""
@@ -124,12 +128,12 @@ class WorkerProcess:
 
 
 def start_ahead(programs: Sequence[WorkerProgram]) -> dict[str, WorkerProcess]:
-    """Those that can stand by, by role. One that cannot be started is left to whoever would begin with it."""
+    """Those that can stand by, by role. One that cannot be started now is started when its turn comes."""
     started = {}
     for program in programs:
-        if program.standby:
+        if program.stands_by:
             with suppress(OSError):
-                started[program.role] = WorkerProcess(program, ahead=True)
+                started[program.role] = WorkerProcess(program)
     return started
 
 

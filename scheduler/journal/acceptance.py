@@ -20,7 +20,7 @@ from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError, OperationalError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, make_transient
 
 from billing.accounts import Accounts, OutOfMoney, Payer
 from billing.estimates import most_for_sample, most_for_tokens
@@ -168,6 +168,7 @@ def _take(session: Session, accounts: Accounts, payer: Payer, taking: Taking) ->
     except OutOfMoney as refusal:
         return refusal
     for other in taking.others:
+        make_transient(other)  # an attempt whose commit failed may have left it looking as if it were stored
         session.add(other)
         session.flush()
     return None

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from scheduler.links.configs import WorkerConfig
 from scheduler.links.messages import FromGenerator, FromTrainer, ToGenerator, ToTrainer
 
 #: Read at once at most: as much as a socket pair holds.
@@ -23,17 +24,18 @@ RECV_BYTES = 1 << 18
 
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
-_to_worker = msgspec.msgpack.Decoder(ToTrainer | ToGenerator)
+_to_worker = msgspec.msgpack.Decoder(WorkerConfig | ToTrainer | ToGenerator)
 _to_server = msgspec.msgpack.Decoder(FromTrainer | FromGenerator)
 
 
-def _frame(message: msgspec.Struct) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
+    """A message as it is on the wire."""
     payload = _encoder.encode(message)
     return _LENGTH.pack(len(payload)) + payload
 
 
 class WorkerLink:
-    """The worker's end, on an inherited file descriptor."""
+    """The worker's end, on an inherited file descriptor. The first message is a WorkerConfig."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
@@ -41,7 +43,7 @@ class WorkerLink:
 
     def send(self, message: msgspec.Struct) -> None:
         try:
-            self._socket.sendall(_frame(message))
+            self._socket.sendall(frame(message))
         except (BrokenPipeError, ConnectionResetError) as error:
             raise EOFError("the server is gone") from error
 
@@ -98,7 +100,7 @@ class ServerLink:
         if self._deaf:
             return
         waits = bool(self._unsent)
-        self._unsent += _frame(message)
+        self._unsent += frame(message)
         if not waits:
             self._write()
 

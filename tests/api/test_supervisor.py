@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from api.server.supervisor import Backoff, Supervisor, WorkerFailed, embedded_workers
+from api.server.supervisor import Backoff, Supervisor, WorkerFailed
 from api.server.worker_process import WorkerProgram, start_ahead
+from api.server.worker_programs import embedded_workers, lone_worker
+from scheduler.links.configs import Basics, GeneratorConfig, TorchConfig, TrainerBounds, TrainerConfig, VllmConfig
 from store.settings import SettingsError, load_settings
 
 #: Says hello, then leaves when it reads "leave", hangs on "hang", crashes on "crash", exits when the link closes.
@@ -181,9 +183,10 @@ def test_a_worker_that_drains_has_all_the_time_it_was_given(monkeypatch: pytest.
 
 
 def standing_by(script: str = WORKER) -> WorkerProgram:
-    """One that can be started ahead: it waits for a line before it does anything else."""
-    command = [sys.executable, "-u", "-c"]
-    return WorkerProgram("trainer", [*command, script], standby=[*command, f"import sys\nsys.stdin.read(1){script}"])
+    """One that can be started ahead: it waits for its config before it says anything."""
+    script = script.replace('print("loading"', 'assert link.recv(1000), "no config"; print("loading"')
+    config = TrainerConfig(Basics("/data", {"m": "/models/m"}))
+    return WorkerProgram("trainer", [sys.executable, "-u", "-c", script], config=config, stands_by=True)
 
 
 def children() -> set[int]:
@@ -262,16 +265,16 @@ def test_one_that_stands_by_leaves_when_it_is_not_wanted() -> None:
 def test_a_real_trainer_stands_by_without_a_model_and_ends_with_the_server(tmp_path: Path) -> None:
     settings = load_settings(None, data_dir=tmp_path)
     trainer, _ = embedded_workers(settings, {"m": Path("/nonexistent")})
-    theirs, ours = os.pipe()
+    theirs, ours = socket.socketpair()
     process = subprocess.Popen(
-        [*trainer.standby, "--link-fd", "0"],
+        [*trainer.command, "--link-fd", "0"],
         stdin=theirs,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=os.environ | trainer.environment,
     )
-    os.close(theirs)
-    os.close(ours)  # nobody will ever say that its turn has come
+    theirs.close()
+    ours.close()  # nobody will ever say that its turn has come
     out, _ = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, b"")
 
@@ -368,19 +371,56 @@ def test_workers_die_with_a_server_that_is_killed() -> None:
     assert gone(worker)
 
 
-def test_the_commands_of_the_embedded_workers(tmp_path: Path) -> None:
+def test_the_embedded_workers_of_the_defaults(tmp_path: Path) -> None:
     settings = load_settings(None, data_dir=tmp_path)
     trainer, generator = embedded_workers(settings, {"a/b": Path("/models/b")})
-    assert trainer.command[3:] == [
-        *("workers.trainer", "--data-dir", str(tmp_path), "--model", "a/b=/models/b"),
-        *("--snapshot-every-tokens", "65536", "--resident-bytes", "0", "--host-bytes", "0"),
-        *("--device", "auto", "--dtype", "auto", "--threads", str(settings.trainer.threads)),
-    ]
-    assert generator.command[3:] == [
-        *("workers.generator", "--data-dir", str(tmp_path), "--model", "a/b=/models/b", "--slots", "32"),
-        *("--prefill-tokens", "2048", "--kv-tokens", "0", "--prefix-bytes", str(512 << 20)),
-        *("--device", "auto", "--dtype", "auto", "--threads", str(settings.generator.threads)),
-    ]
+    basics = Basics(str(tmp_path), {"a/b": "/models/b"}, threads=settings.trainer.threads)
+    assert trainer.command[3:] == ["workers", "trainer"]
+    assert generator.command[3:] == ["workers", "generator"]
+    assert trainer.environment["OMP_NUM_THREADS"] == str(settings.trainer.threads)
+    assert trainer.config == TrainerConfig(basics, TrainerBounds())
+    assert generator.config == GeneratorConfig(basics, engine=TorchConfig())
+    assert trainer.stands_by
+    assert generator.stands_by
+
+
+def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
+    config = tmp_path / "weft.toml"
+    config.write_text(
+        """
+        durable = true
+        [trainer]
+        threads = 3
+        device = "cuda:1"
+        dtype = "float32"
+        microbatch_tokens = 11
+        snapshot_every_tokens = 12
+        resident_bytes = 13
+        host_bytes = 14
+        [generator]
+        threads = 4
+        device = "cpu"
+        dtype = "bfloat16"
+        slots = 15
+        context_tokens = 16
+        kv_tokens = 17
+        prefill_tokens = 18
+        adapter_cache_bytes = 19
+        prefix_cache_bytes = 20
+        """
+    )
+    settings, models = load_settings(config, data_dir=tmp_path), {"m": Path("/m")}
+    trainer, generator = embedded_workers(settings, models)
+    place = {"data_dir": str(tmp_path), "models": {"m": "/m"}, "durable": True}
+    training = Basics(**place, threads=3, device="cuda:1", dtype="float32")
+    sampling = Basics(**place, threads=4, device="cpu", dtype="bfloat16")
+    assert trainer.config == TrainerConfig(training, TrainerBounds(11, 12, 13, 14))
+    assert generator.config == GeneratorConfig(sampling, 15, 16, TorchConfig(17, 18, 19, 20))
+    shared = load_settings(config, data_dir=tmp_path, redis_url="redis://r")
+    there = Basics(**place, threads=4, device="cpu", dtype="bfloat16", redis_url="redis://r")
+    assert lone_worker(shared, models, "generator").config == GeneratorConfig(
+        there, 15, 16, TorchConfig(17, 18, 19, 20)
+    )
 
 
 def test_generators_of_both_kinds(tmp_path: Path) -> None:
@@ -395,18 +435,22 @@ def test_generators_of_both_kinds(tmp_path: Path) -> None:
         program = "{program}"
         urls = ["http://10.0.0.7:8000"]
         max_rank = 32
+        max_adapters = 3
+        kv_bytes = 4
         """
     )
     settings = load_settings(config, data_dir=tmp_path)
-    roles = {program.role: list(program.command) for program in embedded_workers(settings, {"m": Path("/models/m")})}
-    assert list(roles) == ["trainer", "generator", "generator-2", "generator-3"]
-    assert "--engine" not in roles["generator"]
-    assert "workers.generator" in roles["generator-2"]
-    assert "http://10.0.0.7:8000" in roles["generator-2"]
-    assert str(program) not in roles["generator-2"]
-    assert str(program) in roles["generator-3"]
-    assert str(tmp_path / "vllm" / "generator-3") in roles["generator-3"]
-    assert roles["generator-3"][roles["generator-3"].index("--vllm-rank") + 1] == "32"
+    programs = embedded_workers(settings, {"m": Path("/models/m")})
+    assert [program.role for program in programs] == ["trainer", "generator", "generator-2", "generator-3"]
+    assert [program.command[-1] for program in programs] == ["trainer", "generator", "generator", "generator"]
+    assert [program.stands_by for program in programs] == [True, True, False, False]
+    engines = [program.config.engine for program in programs if isinstance(program.config, GeneratorConfig)]
+    room = {"max_adapters": 3, "max_rank": 32, "kv_bytes": 4}
+    assert engines == [
+        TorchConfig(),
+        VllmConfig(str(tmp_path / "vllm" / "generator-2"), url="http://10.0.0.7:8000", **room),
+        VllmConfig(str(tmp_path / "vllm" / "generator-3"), program=str(program), **room),
+    ]
     with pytest.raises(SettingsError, match="one base model"):
         embedded_workers(settings, {"m": Path("/m"), "n": Path("/n")})
 

@@ -66,7 +66,7 @@ class Weftd:
         found = []
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.NoSuchProcess):  # it has died meanwhile
-                if f"workers.{role}" in " ".join(child.cmdline()) and (child.name() == "weft-standby") == waiting:
+                if f"-m workers {role} " in " ".join(child.cmdline()) and (child.name() == "weft-standby") == waiting:
                     found.append(child)
         return found
 

@@ -59,6 +59,27 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_settings(tmp_path / "no.toml")
 
 
+def test_the_environment_sets_what_the_file_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "TRAINER__THREADS": "5",
+        "TRAINER__DEVICE": "cuda:1",
+        "TRAINER__MICROBATCH_TOKENS": "64",
+        "GENERATOR__REPLICAS": '["torch", "vllm"]',
+        "GENERATOR__VLLM__MAX_RANK": "32",
+        "LIMITS__MAX_RANK": "",
+    }.items():
+        monkeypatch.setenv(f"WEFT_{name}", value)
+    file = write(tmp_path, 'data_dir = "d"\n[trainer]\nthreads = 3\n[generator.vllm]\nmax_adapters = 2\n')
+    settings = load_settings(file)
+    trainer, generator = settings.trainer, settings.generator
+    assert (trainer.threads, trainer.device, trainer.microbatch_tokens) == (3, "cuda:1", 64)
+    assert (generator.kinds, generator.vllm.max_rank, generator.vllm.max_adapters) == (["torch", "vllm"], 32, 2)
+    assert settings.limits.max_rank == 128
+    monkeypatch.setenv("WEFT_TRAINER__THREDS", "5")
+    with pytest.raises(SettingsError, match=r"trainer\.threds"):
+        load_settings(file)
+
+
 def test_devices_and_dtypes(tmp_path: Path) -> None:
     file = write(tmp_path, 'data_dir = "d"\n[trainer]\ndevice = "cuda:1"\ndtype = "float32"\n')
     settings = load_settings(file)

@@ -35,12 +35,12 @@ from scheduler.dispatch.sample_desk import SampleDesk
 from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.journal.journal import Journal
 from scheduler.journal.recovery import recover
+from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Occupancy, RunSpec
 from store.db import Database
 from store.keys import create_key
 from store.room import Room
-from store.settings import Limits, Settings
-from store.settings import TrainerSettings as TrainerLimits
+from store.settings import Limits, Settings, TrainerSettings
 from tests.truth import programs
 from tests.truth.clock import Loop
 from tests.truth.programs import ALPHA, CONTEXT, ORGANISATIONS
@@ -52,9 +52,9 @@ from workers.generator.torch_engine import TorchEngine
 from workers.generator.worker import DISK_AGAIN_S, Generator
 from workers.model.card import ModelCard
 from workers.model.isolation import settle
-from workers.trainer.__main__ import StopFlag, serve
+from workers.trainer.process import StopFlag, serve
 from workers.trainer.state import kind_of
-from workers.trainer.trainer import Trainer, TrainerSettings
+from workers.trainer.trainer import Trainer
 
 MODEL = "weft/random-moe"
 EOS = (7,)
@@ -223,7 +223,7 @@ class Server:
         settings = Settings(
             data_dir=world.folder,
             long_poll_s=20,
-            trainer=TrainerLimits(slice_tokens=SLICE_TOKENS),
+            trainer=TrainerSettings(slice_tokens=SLICE_TOKENS),
             limits=Limits(max_queued_ops_per_org=100_000),
         )
         cards = {MODEL: world.ground.card}
@@ -395,14 +395,14 @@ class World:
 
     def trainer_body(self, strand: Strand, life: Life) -> None:
         schedule = self.schedule
-        settings = TrainerSettings(
+        bounds = TrainerBounds(
             microbatch_tokens=schedule.microbatch_tokens,
             snapshot_every_tokens=schedule.snapshot_every_tokens,
             resident_bytes=schedule.resident_runs * self.ground.run_bytes() or 1 << 40,
         )
         self._pages += 1
         blobs = LivingBlobs(self.folder / "blobs", life)
-        trainer = Trainer({MODEL: self.ground.for_training}, blobs, settings, self.folder / f"pages{self._pages}")
+        trainer = Trainer({MODEL: self.ground.for_training}, blobs, bounds, self.folder / f"pages{self._pages}")
         try:
             serve(trainer, strand, StopFlag())
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import NamedTuple
 
 import torch
@@ -45,17 +44,11 @@ def choose_target(device: str = "auto", dtype: str = "auto") -> Target:
     return Target(chosen, DTYPES[dtype])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--device` and `--dtype`, for `target_of`."""
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", default="auto", help="of the frozen weights: auto, float32 or bfloat16")
-
-
-def target_of(args: argparse.Namespace) -> Target:
-    """What the arguments ask for, made the current device, which is where Triton launches. Exits with one line when the
-    machine does not have it."""
+def target_of(device: str, dtype: str) -> Target:
+    """`choose_target`, made the current device, which is where Triton launches. Exits with one line when the machine
+    does not have it."""
     try:
-        target = choose_target(args.device, args.dtype)
+        target = choose_target(device, dtype)
         if target.device.type == "cuda":
             torch.cuda.set_device(target.device)
     except (DeviceError, RuntimeError) as error:

@@ -19,13 +19,13 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import msgspec
 import torch
 
+from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, Failure, OpKind, Pass, PassOver, RunSpec, SetAside, Snapshot, TrainOp
 from store.blobs import Blobs, is_lasting
 from workers.model.decoder import Decoder
@@ -46,20 +46,6 @@ COMPUTE = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 SAVE_AGAIN_S = 2.0
 
 
-@dataclass(frozen=True)
-class TrainerSettings:
-    """`microbatch_tokens` caps what is computed at once: memory grows with it, and beyond some 2k tokens a CPU gets
-    slower. After `snapshot_every_tokens` trained tokens a run's state is saved, at an optimizer step or at the end of
-    a pass, which bounds how much a lost trainer has to replay. The states of runs take up to `resident_bytes` of the
-    memory that computes, and, where that is a device's, `host_bytes` of the host's; 0: half of what is free at the
-    start."""
-
-    microbatch_tokens: int = 2048
-    snapshot_every_tokens: int = 65536
-    resident_bytes: int = 0
-    host_bytes: int = 0
-
-
 class Trainer:
     """`models` by the name that passes use, all on one device. Runs that do not fit in memory are in files in
     `pages_dir` (default: beside the blobs). Not thread safe: one pass at a time."""
@@ -68,14 +54,14 @@ class Trainer:
         self,
         models: Mapping[str, Decoder],
         blobs: Blobs,
-        settings: TrainerSettings | None = None,
+        bounds: TrainerBounds | None = None,
         pages_dir: Path | None = None,
     ) -> None:
-        self.models, self.blobs, self.settings = dict(models), blobs, settings or TrainerSettings()
+        self.models, self.blobs, self.bounds = dict(models), blobs, bounds or TrainerBounds()
         self.runs: dict[str, RunState] = {}
         device = next((decoder.device for decoder in self.models.values()), torch.device("cpu"))
         self.residency = resident_within(
-            self.settings.resident_bytes, self.settings.host_bytes, pages_dir or blobs.root.with_name("pages"), device
+            self.bounds.resident_bytes, self.bounds.host_bytes, pages_dir or blobs.root.with_name("pages"), device
         )
         self._open: dict[str, Progress] = {}  # operations with slices still to come, by their id
         self._aside: dict[str, SetAside] = {}  # runs that do nothing more in this pass
@@ -255,7 +241,7 @@ class Trainer:
 
     def _compute(self, ops: list[TrainOp], send: Send) -> int:
         """The forwards and backwards of a stage, packed. Returns the tokens computed."""
-        computing = Computing(self.settings.microbatch_tokens, self._bring, self.residency.squeeze)
+        computing = Computing(self.bounds.microbatch_tokens, self._bring, self.residency.squeeze)
         for op in ops:
             if op.run_id in self._aside:
                 continue
@@ -335,7 +321,7 @@ class Trainer:
         if any(progress.failure is not None for progress in self._begun(run.spec.run_id)):
             return False  # it is about to end, and leaves nothing behind
         often = again and time.monotonic() - run.saved_at >= SAVE_AGAIN_S
-        return self._is_changed(run) and (often or run.unsaved_tokens >= self.settings.snapshot_every_tokens)
+        return self._is_changed(run) and (often or run.unsaved_tokens >= self.bounds.snapshot_every_tokens)
 
     def _is_changed(self, run: RunState) -> bool:
         return run.unsaved or any(progress.parts for progress in self._begun(run.spec.run_id))

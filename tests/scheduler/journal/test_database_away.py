@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from billing import ledger
@@ -21,7 +22,7 @@ from store import tables
 from store.blobs import Blobs
 from store.db import Database
 from store.room import NoRoom
-from tests.rows import session_row
+from tests.rows import run_row, session_row
 from tests.servers import PostgresServer
 
 NOW = datetime.now(UTC)
@@ -153,3 +154,28 @@ def test_a_full_disk_refuses_and_settles_when_there_is_room(
 
     asyncio.run(story())
     assert check(database) == []
+
+
+def test_rows_that_come_with_an_operation_are_inserted_however_often_the_commit_fails(tmp_path: Path) -> None:
+    """By then their statements had run: to the session that ran them they were stored."""
+    database = Database(f"sqlite:///{tmp_path / 'weft.db'}")
+    database.migrate()
+    database.write_now(set_up)
+    failures = [OperationalError("COMMIT", {}, Exception("disk I/O error"))] * 2
+
+    def fail(_connection: object) -> None:
+        if failures:
+            raise failures.pop()
+
+    event.listen(database._write_engine, "commit", fail)
+    run = run_row("org", NOW)
+
+    async def scenario() -> str:
+        journal = Journal(database, Blobs(tmp_path / "blobs"), load_prices())
+        return await journal.accept(sample(1), run)
+
+    request_id = asyncio.run(scenario())
+    with database.read() as session:
+        assert session.get(tables.Operation, request_id) is not None
+        assert session.get(tables.Run, "s:train:0") is not None
+    database.close()

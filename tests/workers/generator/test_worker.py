@@ -19,6 +19,7 @@ from weft.wire import ModelInput, SampleRequest, decode_sample_response
 from weft.wire import SamplingParams as WireSamplingParams
 
 import workers.model.tiny
+from scheduler.links.configs import Basics, GeneratorConfig
 from scheduler.links.messages import Cancel, Done, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
 from scheduler.links.sockets import ServerLink
 from store.blobs import Blobs
@@ -189,11 +190,11 @@ def test_the_process(blobs: Blobs, adapter_ref: str, goodbye: str) -> None:
     async def talk() -> tuple[int, dict[str, Done]]:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "workers.generator", "--link-fd", str(theirs.fileno()), "--threads", "1"]
-            command += ["--data-dir", str(blobs.root.parent), "--model", f"base={TINY}", "--slots", "4"]
+            command = [sys.executable, "-m", "workers", "generator", "--link-fd", str(theirs.fileno())]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()], env=environment)
         link = await ServerLink.over(ours)
+        link.send(GeneratorConfig(Basics(str(blobs.root.parent), {"base": str(TINY)}), slots=4))
         done: dict[str, Done] = {}
         async for message in link.messages():
             if isinstance(message, PullSamples) and not done:

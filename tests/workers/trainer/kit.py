@@ -12,12 +12,13 @@ import numpy as np
 from weft.wire import AdamParams, OptimStepRequest
 from weft.wire.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
 
+from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, OpKind, Pass, PassOver, RunSpec, Snapshot, TrainOp
 from store.blobs import Blobs
 from workers.model.decoder import Decoder
 from workers.trainer.loss_inputs import CUSTOM, LOSSES
 from workers.trainer.state import RunState
-from workers.trainer.trainer import Trainer, TrainerSettings
+from workers.trainer.trainer import Trainer
 
 MODEL = "tiny"
 
@@ -87,10 +88,10 @@ def for_loss(data: list[ArrayDatum], loss_fn: str) -> list[ArrayDatum]:
 class Bench:
     """One trainer with its blobs. `ops` are made by the methods named after their kind and executed by `go`."""
 
-    def __init__(self, decoder: Decoder, root: Path, **settings: int) -> None:
+    def __init__(self, decoder: Decoder, root: Path, **bounds: int) -> None:
         self.blobs = Blobs(root)
         self.decoder = decoder
-        self.settings = TrainerSettings(**settings)
+        self.bounds = TrainerBounds(**bounds)
         self._pages = root.with_name(f"{root.name}-pages")
         self.restart()
         self.sent: list[Any] = []
@@ -100,7 +101,7 @@ class Bench:
 
     def restart(self) -> None:
         """The trainer is lost, and another one takes over."""
-        self.trainer = Trainer({MODEL: self.decoder}, self.blobs, self.settings, self._pages)
+        self.trainer = Trainer({MODEL: self.decoder}, self.blobs, self.bounds, self._pages)
 
     def op(self, run_id: str, kind: OpKind, body: bytes = b"", **fields: Any) -> TrainOp:
         self._count += 1

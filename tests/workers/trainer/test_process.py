@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from scheduler.links.configs import Basics, TrainerConfig
 from scheduler.links.messages import Done, Drain, FromTrainer, Pass, PassOver, PullPass, Snapshot
 from tests.workers.trainer.kit import MODEL, Bench, ce_data
 from workers.model.decoder import Decoder
@@ -30,14 +31,14 @@ class Worker:
         self.socket.settimeout(60)
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "workers.trainer", "--link-fd", str(child.fileno())),
-                *("--data-dir", str(data_dir), "--model", f"{MODEL}={model}", "--threads", "1"),
+                *(sys.executable, "-m", "workers", "trainer", "--link-fd", str(child.fileno())),
             ],
             pass_fds=[child.fileno()],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         child.close()
+        self.send(TrainerConfig(Basics(str(data_dir), {MODEL: str(model)})))
 
     def send(self, message: msgspec.Struct) -> None:
         payload = msgspec.msgpack.encode(message)

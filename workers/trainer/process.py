@@ -1,23 +1,22 @@
-"""The trainer process: `python -m workers.trainer --link-fd N --data-dir DIR --model NAME=PATH ...`.
+"""The trainer process (`python -m workers trainer`), from the moment that it has its config.
 
-Started by a supervisor that holds the other end of the link. Pulls passes and executes them until it is told to drain
+The server holds the other end of its link. It pulls passes and executes them until it is told to drain
 (by message, or by SIGTERM after the pass in progress), then snapshots its runs and exits 0. When the server is gone it
 exits 1: whatever it held can be rebuilt from the journal. SIGINT is ignored, because a terminal's Ctrl-C reaches every
 process of the group and the supervisor alone decides how to stop.
 
-With `--redis URL` in place of the link it works for whichever API replica leads (`scheduler.links`), one after the
-other with empty hands, until SIGTERM.
+With a Redis in its config it works for whichever API replica leads (`scheduler.links`), one after the other with
+empty hands, until SIGTERM.
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from types import FrameType
@@ -26,15 +25,16 @@ from typing import Protocol
 import msgspec
 import torch
 
+from scheduler.links.configs import TrainerConfig
 from scheduler.links.messages import Drain, Pass, PullPass
 from scheduler.links.sockets import WorkerLink
 from store.blobs import Blobs
 from workers.leave import leave
 from workers.model.decoder import Decoder
-from workers.model.device import Target, add_arguments, target_of
+from workers.model.device import Target, target_of
 from workers.model.isolation import settle
 from workers.model.weights import load_decoder
-from workers.trainer.trainer import Trainer, TrainerSettings
+from workers.trainer.trainer import Trainer
 
 #: How often an idle trainer looks whether it was told to stop.
 IDLE_POLL_S = 0.5
@@ -72,13 +72,10 @@ def serve(trainer: Trainer, link: Link, stop: StopFlag) -> None:
     trainer.drain(link.send)
 
 
-def load_models(models: Sequence[str], target: Target, tried: Path | None = None) -> dict[str, Decoder]:
-    """Decoders by name from NAME=PATH pairs. `tried`: where findings about this machine are kept."""
+def load_models(models: Mapping[str, str], target: Target, tried: Path) -> dict[str, Decoder]:
+    """Decoders by name, from their folders. `tried`: where findings about this machine are kept."""
     decoders: dict[str, Decoder] = {}
-    for pair in models:
-        name, separator, path = pair.partition("=")
-        if not (name and separator and path):
-            raise SystemExit(f"--model must be NAME=PATH, got {pair!r}")
+    for name, path in models.items():
         began = time.monotonic()
         decoders[name] = load_decoder(Path(path), target.dtype, target.device)
         _log(f"loaded {name} in {time.monotonic() - began:.1f} s")
@@ -86,29 +83,28 @@ def load_models(models: Sequence[str], target: Target, tried: Path | None = None
     return decoders
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = _arguments(argv)
+def main(config: TrainerConfig, server: WorkerLink) -> int:
+    basics, data_dir = config.basics, Path(config.basics.data_dir)
     stop = StopFlag()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))  # it has nothing to finish yet
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    settings = TrainerSettings(args.microbatch_tokens, args.snapshot_every_tokens, args.resident_bytes, args.host_bytes)
-    target = target_of(args)
-    models, blobs = load_models(args.model, target, args.data_dir / "isolation"), Blobs(args.data_dir / "blobs")
+    torch.set_num_threads(basics.threads)
+    target = target_of(basics.device, basics.dtype)
+    models = load_models(basics.models, target, data_dir / "isolation")
+    blobs = Blobs(data_dir / "blobs", durable=basics.durable)
     signal.signal(signal.SIGTERM, stop.set)
     _log(f"loaded on {target}, with {torch.get_num_threads()} threads")
-    if args.redis is None:
-        pages_dir = args.data_dir / "pages"
+    if not basics.redis_url:
+        pages_dir = data_dir / "pages"
         shutil.rmtree(pages_dir, ignore_errors=True)  # of a lost trainer: the journal rebuilds what was in them
-        trainer = Trainer(models, blobs, settings, pages_dir)
-        return 0 if work(trainer, WorkerLink(args.link_fd), stop) else 1
-    from scheduler.links.train_link import TrainerLink  # with all that it needs of database and Redis
+        trainer = Trainer(models, blobs, config.bounds, pages_dir)
+        return 0 if work(trainer, server, stop) else 1
+    from scheduler.links.train_link import TrainerLink  # with the client of Redis
 
     while not stop.is_set:
         with tempfile.TemporaryDirectory(prefix="weft-pages-") as pages:
-            trainer = Trainer(models, blobs, settings, Path(pages))
-            with suppress(EOFError), closing(TrainerLink(args.redis, blobs, lambda: stop.is_set)) as link:
+            trainer = Trainer(models, blobs, config.bounds, Path(pages))
+            with suppress(EOFError), closing(TrainerLink(basics.redis_url, blobs, lambda: stop.is_set)) as link:
                 work(trainer, link, stop)
     return 0
 
@@ -126,28 +122,5 @@ def work(trainer: Trainer, link: Link, stop: StopFlag) -> bool:
     return True
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    defaults = TrainerSettings()
-    parser = argparse.ArgumentParser(prog="python -m workers.trainer", description="A Weft trainer worker.")
-    link = parser.add_mutually_exclusive_group(required=True)
-    link.add_argument("--link-fd", type=int, help="inherited file descriptor of the worker link")
-    link.add_argument("--redis", metavar="URL", help="work for the API replicas on this Redis")
-    parser.add_argument(
-        "--data-dir", type=Path, required=True, help="the service's data folder; blobs are in its blobs/"
-    )
-    parser.add_argument("--model", action="append", required=True, metavar="NAME=PATH", help="base model to serve")
-    parser.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves torch's own choice")
-    add_arguments(parser)
-    parser.add_argument("--microbatch-tokens", type=int, default=defaults.microbatch_tokens)
-    parser.add_argument("--snapshot-every-tokens", type=int, default=defaults.snapshot_every_tokens)
-    parser.add_argument("--resident-bytes", type=int, default=0, help="memory for runs; 0: half of what is free")
-    parser.add_argument("--host-bytes", type=int, default=0, help="with a device: host memory for runs paged out of it")
-    return parser.parse_args(argv)
-
-
 def _log(line: str) -> None:
     print(f"trainer: {line}", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    leave(main())

@@ -1,0 +1,139 @@
+"""The worker processes that the settings ask for: how each is started, and its config.
+
+All that an operator can set of a worker is in the settings, is checked there, and travels in the config over the link.
+Only what must be there before the process runs is in its environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from api.server.worker_process import WorkerProgram
+from scheduler.links.configs import (
+    Basics,
+    GeneratorConfig,
+    TorchConfig,
+    TrainerBounds,
+    TrainerConfig,
+    VllmConfig,
+    WorkerConfig,
+)
+from store.settings import EngineKind, GeneratorSettings, Settings, SettingsError, TrainerSettings
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[WorkerProgram]:
+    """One trainer and the generators, on this machine, for these models. Raises SettingsError."""
+    urls = _vllm_urls(settings, models)
+    programs = [_program("trainer", _trainer(settings, models))]
+    for number, kind in enumerate(settings.generator.kinds, start=1):
+        role = "generator" if number == 1 else f"generator-{number}"
+        url = urls.pop(0) if urls and kind == "vllm" else ""
+        programs.append(_program(role, _generator(settings, models, kind, url, settings.data_dir / "vllm" / role)))
+    return programs
+
+
+def lone_worker(settings: Settings, models: Mapping[str, Path], role: str) -> WorkerProgram:
+    """The trainer or one generator, of the first kind, that works for API replicas. Raises SettingsError."""
+    if role == "trainer":
+        return _program(role, _trainer(settings, models))
+    kind, urls = settings.generator.kinds[0], _vllm_urls(settings, models)
+    # The data folder is for all, this one its own.
+    folder = Path(tempfile.mkdtemp(prefix="weft-vllm-")) if kind == "vllm" else Path()
+    return _program(role, _generator(settings, models, kind, urls[0] if urls else "", folder))
+
+
+def _trainer(settings: Settings, models: Mapping[str, Path]) -> TrainerConfig:
+    trainer = settings.trainer
+    bounds = TrainerBounds(
+        microbatch_tokens=trainer.microbatch_tokens,
+        snapshot_every_tokens=trainer.snapshot_every_tokens,
+        resident_bytes=trainer.resident_bytes,
+        host_bytes=trainer.host_bytes,
+    )
+    return TrainerConfig(_basics(settings, trainer, models), bounds)
+
+
+def _generator(
+    settings: Settings, models: Mapping[str, Path], kind: EngineKind, url: str, vllm_folder: Path
+) -> GeneratorConfig:
+    generator = settings.generator
+    return GeneratorConfig(
+        _basics(settings, generator, models),
+        slots=generator.slots,
+        context_tokens=generator.context_tokens,
+        engine=_vllm(settings, url, vllm_folder) if kind == "vllm" else _torch(generator),
+    )
+
+
+def _basics(settings: Settings, worker: TrainerSettings | GeneratorSettings, models: Mapping[str, Path]) -> Basics:
+    return Basics(
+        data_dir=str(settings.data_dir),
+        models={name: str(path) for name, path in models.items()},
+        threads=worker.threads,
+        device=worker.device,
+        dtype=worker.dtype,
+        durable=settings.durable,
+        redis_url=settings.redis_url,
+    )
+
+
+def _torch(generator: GeneratorSettings) -> TorchConfig:
+    return TorchConfig(
+        kv_tokens=generator.kv_tokens,
+        prefill_tokens=generator.prefill_tokens,
+        adapter_bytes=generator.adapter_cache_bytes,
+        prefix_bytes=generator.prefix_cache_bytes,
+    )
+
+
+def _vllm(settings: Settings, url: str, folder: Path) -> VllmConfig:
+    vllm = settings.generator.vllm
+    return VllmConfig(
+        folder=str(folder),
+        program="" if url else str(_vllm_program(settings)),
+        url=url,
+        max_adapters=vllm.max_adapters,
+        max_rank=vllm.max_rank,
+        kv_bytes=vllm.kv_bytes,
+    )
+
+
+def _vllm_urls(settings: Settings, models: Mapping[str, Path]) -> list[str]:
+    """The vLLM servers that are there already."""
+    urls = list(settings.generator.vllm.urls)
+    if urls and len(models) > 1:
+        raise SettingsError("generator.vllm.urls: a vLLM server has one base model, and this service has several")
+    return urls
+
+
+def _vllm_program(settings: Settings) -> Path:
+    """The `vllm` command. Raises SettingsError when it is not there."""
+    program = settings.generator.vllm.program
+    found = program.expanduser().absolute() if program.name else _ROOT / ".vllm" / "bin" / "vllm"
+    if not found.is_file():
+        raise SettingsError(f"there is no vLLM at {found}: run `make vllm`, or set [generator.vllm] program or urls")
+    return found
+
+
+def _program(role: str, config: WorkerConfig) -> WorkerProgram:
+    threads, paths = str(config.basics.threads), [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return WorkerProgram(
+        role,
+        # -P: a folder named `workers` in the working directory must not be taken for ours.
+        [sys.executable, "-P", "-m", "workers", role.partition("-")[0]],
+        {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": threads,
+            "OMP_WAIT_POLICY": "PASSIVE",
+        },
+        config,
+        # What takes long with vLLM is not this process.
+        stands_by=not (isinstance(config, GeneratorConfig) and isinstance(config.engine, VllmConfig)),
+    )

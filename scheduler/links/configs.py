@@ -1,0 +1,78 @@
+"""What a worker is told first, over its link: everything that an operator can set of it.
+
+The server makes these of its settings, which are checked there (`api.server.worker_programs`). A worker reads no
+settings of its own and takes no other arguments than the link.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Basics(msgspec.Struct, frozen=True):
+    """What workers of both kinds are told. `models` are the folders of the base models by name. `device` and `dtype`
+    are what the operator wrote, `auto` too: the worker knows its machine. With `redis_url` it works for the API
+    replicas on that Redis instead of whoever holds the other end of its link."""
+
+    data_dir: str
+    models: dict[str, str]
+    threads: int = 1
+    device: str = "auto"
+    dtype: str = "auto"
+    durable: bool = False
+    redis_url: str = ""
+
+
+class TrainerBounds(msgspec.Struct, frozen=True):
+    """`microbatch_tokens` caps what is computed at once: memory grows with it, and beyond some 2k tokens a CPU gets
+    slower. After `snapshot_every_tokens` trained tokens a run's state is saved, at an optimizer step or at the end of
+    a pass, which bounds how much a lost trainer has to replay. The states of runs take up to `resident_bytes` of the
+    memory that computes, and, where that is a device's, `host_bytes` of the host's; 0: half of what is free at the
+    start."""
+
+    microbatch_tokens: int = 2048
+    snapshot_every_tokens: int = 65536
+    resident_bytes: int = 0
+    host_bytes: int = 0
+
+
+class TrainerConfig(msgspec.Struct, frozen=True, tag=True):
+    basics: Basics
+    bounds: TrainerBounds = TrainerBounds()
+
+
+class TorchConfig(msgspec.Struct, frozen=True, tag=True):
+    """Our own engine. `kv_tokens` are kept of all running sequences (0: as many as full slots take), and up to
+    `prefill_tokens` of prompts are computed between two decode steps. `adapter_bytes` and `prefix_bytes` are kept of
+    adapters and of prompts after their use, for each base model."""
+
+    kv_tokens: int = 0
+    prefill_tokens: int = 2048
+    adapter_bytes: int = 2 << 30
+    prefix_bytes: int = 512 << 20
+
+
+class VllmConfig(msgspec.Struct, frozen=True, tag=True):
+    """vLLM: the command `program`, which the worker starts, or one that is there already at `url`. Adapters are
+    written to `folder`, which is emptied. It has room for `max_adapters` in one batch, of `max_rank` at most, and on a
+    CPU `kv_bytes` for keys and values."""
+
+    folder: str
+    program: str = ""
+    url: str = ""
+    max_adapters: int = 16
+    max_rank: int = 64
+    kv_bytes: int = 1 << 30
+
+
+class GeneratorConfig(msgspec.Struct, frozen=True, tag=True):
+    """`slots` sequences are decoded at the same time, each of at most `context_tokens` (less where the model's own
+    context is shorter)."""
+
+    basics: Basics
+    slots: int = 32
+    context_tokens: int = 8192
+    engine: TorchConfig | VllmConfig = TorchConfig()
+
+
+WorkerConfig = TrainerConfig | GeneratorConfig
