@@ -19,7 +19,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
@@ -96,6 +96,16 @@ class _Work:
 
     def answer(self, error: BaseException | None = None) -> None:
         self.waiting.resolve(self.result, self.error or error)
+
+
+class Transactions(Protocol):
+    """What asynchronous code may do with a database: it, or what some may do of it (`scheduler.cluster.fence`)."""
+
+    def read(self) -> AbstractContextManager[Session]: ...
+
+    async def write(self, work: Callable[[Session], T]) -> T: ...
+
+    async def write_batched(self, batch: Batch, item: Any, *, lock: str) -> Any: ...
 
 
 class Database:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
@@ -43,7 +42,7 @@ from api.routes import (
     weights,
 )
 from api.server.housekeeping import keep_house
-from api.server.machines import Machines
+from api.server.machines import EmbeddedMachines, Machines
 from api.server.prometheus import metrics_server, render
 from api.server.worker_process import WorkerProcess
 from api.state.rates import LocalRates, Rates
@@ -58,17 +57,14 @@ from store.db import Database
 from store.settings import Settings
 from workers.model.card import ModelCard
 
-if TYPE_CHECKING:
-    from api.server.shared_machines import SharedMachines
-
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
 def create_app(
     settings: Settings, cards: dict[str, ModelCard], database: Database, blobs: Blobs, prices: PriceList
 ) -> FastAPI:
-    """The whole service. `app.state` has `supervisor`, and `stopping`, to be called when a shutdown begins. It may be
-    given `ahead`: worker processes that were started before it."""
+    """The whole service. `app.state` has `ready`, which waits until the workers are there, and `stopping`, to be called
+    when a shutdown begins. It may be given `ahead`: worker processes that were started before it."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -81,7 +77,7 @@ def create_app(
             holder.polls.release()
 
         app.state.service = holder
-        app.state.supervisor = machines.supervisor
+        app.state.ready = machines.ready
         app.state.stopping = stopping
         machines.start()
         house = asyncio.create_task(keep_house(holder))
@@ -104,9 +100,7 @@ def create_app(
     return front(lifespan)
 
 
-def _metrics(
-    settings: Settings, machines: Machines | SharedMachines, database: Database
-) -> AbstractAsyncContextManager[int | None]:
+def _metrics(settings: Settings, machines: Machines, database: Database) -> AbstractAsyncContextManager[int | None]:
     if not settings.metrics_port:
         return nullcontext()
 
@@ -128,14 +122,14 @@ def parts_of(
     blobs: Blobs,
     prices: PriceList,
     ahead: dict[str, WorkerProcess] | None = None,
-) -> tuple[Machines | SharedMachines, Rates]:
+) -> tuple[Machines, Rates]:
     """Those of the embedded service, or those of one replica of several."""
     if settings.redis_url:  # imported here, with Redis
         from api.server.shared_machines import SharedMachines
         from api.state.shared_rates import SharedRates
 
         return SharedMachines(settings, database, blobs, prices), SharedRates(settings.redis_url)
-    return Machines(settings, cards, database, blobs, prices, ahead), LocalRates()
+    return EmbeddedMachines(settings, cards, database, blobs, prices, ahead), LocalRates()
 
 
 def front(lifespan: Lifespan | None = None) -> FastAPI:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from api.server.serve import BACKLOG
-from api.server.supervisor import Supervisor, WorkerFailed
+from api.server.supervisor import WorkerFailed
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -27,8 +27,8 @@ _MAX_HEADERS_BYTES = 64 * 1024
 class Server(uvicorn.Server):
     """Uvicorn that says when it is ready, has the app drain first, and exits with 0 after a signal.
 
-    The app keeps in its state `supervisor`, and optionally `stopping`, called when the drain begins (to answer long
-    polls). `failure` is why it has ended by itself."""
+    The app keeps in its state `ready`, which waits until its workers are there, and optionally `stopping`, called when
+    the drain begins (to answer long polls). `failure` is why it has ended by itself."""
 
     def __init__(self, app: FastAPI, url: str) -> None:
         super().__init__(
@@ -71,9 +71,8 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets=sockets)
 
     async def _say_when_ready(self) -> None:
-        supervisor: Supervisor = self._app.state.supervisor
         try:
-            await supervisor.wait_attached()
+            await self._app.state.ready()
         except WorkerFailed as error:
             self.failure = error
             self.should_exit = True

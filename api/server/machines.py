@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from api.server.supervisor import Supervisor
 from api.server.worker_process import WorkerProcess
@@ -12,6 +12,7 @@ from api.server.worker_programs import embedded_workers
 from billing.prices import PriceList
 from scheduler.dispatch.sample_desk import SampleDesk
 from scheduler.dispatch.trainer_desk import TrainerDesk
+from scheduler.journal.front import OperationJournal
 from scheduler.journal.journal import Journal
 from scheduler.journal.recovery import recover
 from scheduler.links.messages import Drain
@@ -25,7 +26,27 @@ from workers.model.card import ModelCard
 STORE_WITHIN_S = 10.0
 
 
-class Machines:
+class Machines(Protocol):
+    """What the application runs, from `start` to `stop`."""
+
+    @property
+    def journal(self) -> OperationJournal: ...
+
+    def start(self) -> None: ...
+
+    async def ready(self) -> None:
+        """Until all that it has started is there. Raises WorkerFailed."""
+
+    def drain(self) -> None:
+        """From now on nothing new is accepted."""
+
+    async def stop(self) -> None: ...
+
+    def stats(self) -> dict[str, Any]:
+        """How they are doing, in numbers."""
+
+
+class EmbeddedMachines:
     """One journal with its desks and workers, from `start` to `stop`. Built inside the event loop it lives in.
     `ahead` are workers that were started before it."""
 
@@ -43,32 +64,36 @@ class Machines:
         self.journal = Journal(
             database, blobs, prices, settings.limits.max_queued_ops_per_org, settings.limits.max_queued_bytes_per_org
         )
-        self._trainer = TrainerDesk(self.journal, settings.trainer.pass_tokens)
+        self._trainer = TrainerDesk(self.journal.training, settings.trainer.pass_tokens)
         self._generator = SampleDesk(self.journal, len(settings.generator.kinds))
         models = {name: card.path for name, card in cards.items()}
-        self.supervisor = Supervisor(embedded_workers(settings, models), self._attach, ahead)
+        self._supervisor = Supervisor(embedded_workers(settings, models), self._attach, ahead)
 
     def start(self) -> None:
         """Take up what the last process left, then start the workers."""
         recover(self.journal, self._database)
-        self.supervisor.start()
+        self._supervisor.start()
+
+    async def ready(self) -> None:
+        """Until every worker has attached once."""
+        await self._supervisor.wait_attached()
 
     def drain(self) -> None:
         """From now on nothing new is accepted; workers finish what they have and are not restarted. Told once."""
         if self.journal.draining:
             return
         self.journal.draining = True
-        self.supervisor.retire()
+        self._supervisor.retire()
         self._trainer.drain()
         self._generator.drain()
 
     async def stop(self) -> None:
         self.drain()
-        await self.supervisor.stop(self._settings.drain_s)
+        await self._supervisor.stop(self._settings.drain_s)
         await self.journal.stop(STORE_WITHIN_S)
 
     def stats(self) -> dict[str, Any]:
-        workers = [asdict(status) for status in self.supervisor.status()]
+        workers = [asdict(status) for status in self._supervisor.status()]
         for worker in workers:
             del worker["pid"]
         return {

@@ -1,5 +1,5 @@
-"""The running parts of one of several API replicas: what `api.server.machines` is for the embedded service. No workers
-are children of this process: they come to Redis (`weftd worker`)."""
+"""The running parts of one of several API replicas: what `EmbeddedMachines` are for the embedded
+service. No workers are children of this process: they come to Redis (`weftd worker`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from api.server.supervisor import Supervisor
 from billing.prices import PriceList
 from scheduler.cluster.answers import SampleAnswers
 from scheduler.cluster.election import Leadership
@@ -29,7 +28,7 @@ THREADS = 24
 
 
 class SharedMachines:
-    """Built inside the event loop it lives in, from `start` to `stop`."""
+    """Built inside the event loop it lives in."""
 
     def __init__(self, settings: Settings, database: Database, blobs: Blobs, prices: PriceList) -> None:
         self._settings = settings
@@ -67,13 +66,15 @@ class SharedMachines:
         self._listener = Listener.of_ends(settings.redis_url, self._on_end, self._on_gap)
         self.journal.reachable = self._listener.connected.is_set
         self._tasks: list[asyncio.Task[None]] = []
-        self.supervisor = Supervisor([], self._attach)
 
     def start(self) -> None:
         self._listener.start()
         self._leadership.start()
         works = (self._answers.settle, self.journal.look_after, self.journal.exchange_backlogs)
         self._tasks = [asyncio.create_task(work()) for work in works]
+
+    async def ready(self) -> None:
+        """At once: workers come to Redis, and do so when they like."""
 
     def drain(self) -> None:
         """From now on nothing new is accepted here."""
@@ -114,6 +115,3 @@ class SharedMachines:
     def _on_gap(self) -> None:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.journal.missed)
-
-    async def _attach(self, role: str, sock: Any) -> None:
-        raise RuntimeError(f"a {role} cannot be a child of a replica")

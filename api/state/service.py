@@ -29,7 +29,7 @@ from workers.model.card import ModelCard
 
 if TYPE_CHECKING:
     from billing.prices import PriceList
-    from scheduler.journal.journal import Journal
+    from scheduler.journal.front import OperationJournal
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Service:
     database: Database
     blobs: Blobs
     prices: PriceList
-    journal: Journal
+    journal: OperationJournal
     #: How the machines are doing, in numbers.
     stats: Callable[[], dict[str, Any]]
     polls: LongPolls = field(default_factory=LongPolls)

@@ -9,52 +9,42 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from scheduler.journal.completions import Completion, Completions, Target
+from scheduler.journal.completions import Completion, Feeds, Target
 from scheduler.links.contract import QueueUnreachable
 
 #: Stamps for what one look into the database may find.
 BLOCK = 10_000
 
 
-class SharedCompletions(Completions):
+class SharedCompletions:
     def __init__(self, reserve: Callable[[int], int]) -> None:
-        super().__init__()
+        self._feeds = Feeds()
         self._reserve = reserve
         self._blocks: dict[Target, int] = {}
+
+    def follows(self, target: Target) -> bool:
+        return self._feeds.follows(target)
 
     def follow(self, target: Target) -> None:
         try:
             self._blocks[target] = self._reserve(BLOCK)
         except QueueUnreachable:
             self._blocks[target] = time.time_ns() // 1000
-        super().follow(target)
+        self._feeds.follow(target)
 
     def add(self, target: Target, completions: Iterable[Completion]) -> None:
-        feed, stamp = self._feeds.get(target), self._blocks.pop(target, 0)
-        if feed is None:
-            return
-        known = {completion.request_id for _, completion in feed.events}
-        missed = [completion for completion in completions if completion.request_id not in known]
-        feed.events.extendleft(reversed([(stamp + place, completion) for place, completion in enumerate(missed)]))
-        feed.news.set()
-
-    def publish(self, target: Target, completion: Completion) -> None:
-        """The news tell it, to this replica too."""
+        stamp = self._blocks.pop(target, 0)
+        if self._feeds.follows(target):
+            missed = self._feeds.unknown(target, completions)
+            self._feeds.prepend(target, [(stamp + place, completion) for place, completion in enumerate(missed)])
 
     def heard(self, target: Target, completion: Completion, stamp: int) -> None:
-        feed = self._feeds.get(target)
-        if feed is not None:
-            feed.events.append((stamp, completion))
-            feed.news.set()
+        """The news say that a request has ended, on whichever replica."""
+        self._feeds.append(target, stamp, completion)
 
     async def after(self, target: Target, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
-        if target not in self._feeds:
-            return [], cursor
-        return await super().after(target, cursor, timeout_s)
+        return await self._feeds.after(target, cursor, timeout_s)
 
     def clear(self) -> None:
-        """Something may have been missed: whoever waits asks again, and is then told what the database says."""
-        feeds = list(self._feeds.values())
+        """Something may have been missed: clients ask again, and are then told what the database says."""
         self._feeds.clear()
-        for feed in feeds:
-            feed.news.set()

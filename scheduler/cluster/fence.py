@@ -55,11 +55,10 @@ def check(session: Session, token: str) -> None:
         raise Superseded(token)
 
 
-class Fenced(Database):
-    """The database as a leader sees it: every write checks first that it still leads."""
+class Fenced:
+    """`Transactions` as a leader has them: every write checks first that it still leads."""
 
     def __init__(self, database: Database, token: str) -> None:
-        self.url = database.url
         self._database = database
         self._token = token
         self._batches: dict[Batch, Batch] = {}  # what runs together must be one batch
@@ -72,17 +71,8 @@ class Fenced(Database):
     async def write(self, work: Callable[[Session], T]) -> T:
         return await self._database.write(self._checked(work))
 
-    def write_now(self, work: Callable[[Session], T]) -> T:
-        return self._database.write_now(self._checked(work))
-
     async def write_batched(self, batch: Batch, item: Any, *, lock: str) -> Any:
         return await self._database.write_batched(self._checked_batch(batch), item, lock=lock)
-
-    def write_batched_now(self, batch: Batch, item: Any, *, lock: str) -> Any:
-        return self._database.write_batched_now(self._checked_batch(batch), item, lock=lock)
-
-    def close(self) -> None:
-        """Its owner closes the database."""
 
     def _checked_batch(self, batch: Batch) -> Batch:
         def run(session: Session, items: list[Any]) -> list[Any]:

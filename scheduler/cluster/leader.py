@@ -26,7 +26,6 @@ from scheduler.cluster.leading_journal import LeadingJournal
 from scheduler.cluster.policy_desk import PolicyDesk
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.dispatch.trainer_desk import TrainerDesk
-from scheduler.journal.recovery import recover_runs
 from scheduler.journal.rows import from_row
 from scheduler.journal.sampling import GAVE_UP
 from scheduler.links.broadcasts import Accepted, News
@@ -71,11 +70,11 @@ class Term:
         self._shared = shared
         self._run = shared.journal.run
         self.database = Fenced(shared.database, token)
-        self.journal = LeadingJournal(self.database, shared.blobs, shared.prices, shared.journal.announce)
-        self.journal.meters = shared.journal.meters
+        replica = shared.journal
+        self.journal = LeadingJournal(self.database, shared.blobs, shared.prices, replica.meters, replica.announce)
         self._board = PolicyBoard(shared.url)
-        self.desk = TrainerDesk(self.journal, shared.pass_tokens)
-        self._policies = PolicyDesk(self.journal, self._board, self._run)
+        self.desk = TrainerDesk(self.journal.training, shared.pass_tokens)
+        self._policies = PolicyDesk(self.journal.training, self._board, self._run)
         self._joining = Joining(shared.url, token)
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
@@ -85,7 +84,7 @@ class Term:
         self._unattached = asyncio.Event()
 
     async def begin(self) -> None:
-        recover_runs(self.journal, self.database)
+        self.journal.recover()
         await self._shared.journal.tell_again(await self._run(self._lately))
         works = (self._lead, self._trainers, self._hear, self._rescan, self._expire, self._policies.tell)
         self._tasks = [asyncio.create_task(self._keep(work)) for work in works]
@@ -108,7 +107,7 @@ class Term:
             async with asyncio.timeout(within_s):
                 if self.desk.attached:
                     await self._unattached.wait()
-                await self.journal.flush()
+                await self.journal.training.flush()
 
     async def _keep(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Do `work` again and again; end the term when it finds out that another leads."""
@@ -143,7 +142,7 @@ class Term:
         self._unattached.clear()
         link = LeaderLink(self._shared.url, name, self._shared.blobs, self._shared.threads)
         try:
-            await self.desk.serve(link)  # type: ignore[arg-type]
+            await self.desk.serve(link)
         finally:
             link.close()
             self._unattached.set()
@@ -152,7 +151,7 @@ class Term:
     async def _hear(self) -> None:
         note = await self._run(self._shared.news.next_accepted, 1.0)
         if note is not None and note.closed_run:
-            self.journal.close_run(note.closed_run)
+            self.journal.training.close_run(note.closed_run)
         elif note is not None:
             await self._take_in([note])
 
@@ -172,7 +171,7 @@ class Term:
         missing, samples, closed = await self._run(self._look)
         await self._take_in([Accepted(op_id) for op_id in missing])
         for run_id in closed:
-            self.journal.close_run(run_id)
+            self.journal.training.close_run(run_id)
         if samples:
             known = await self._run(self._shared.queue.known, [op.id for op in samples])
             await self._shared.journal.push([op for op in samples if op.id not in known])
@@ -188,7 +187,7 @@ class Term:
         """Operations of runs that may not have arrived, queued samples, and runs whose session has ended."""
         row, run, owner = tables.Operation, tables.Run, tables.Session
         gaps = self.journal.gaps()
-        lanes = dict(self.journal.runs)
+        lanes = dict(self.journal.training.runs)
         with self.database.read() as session:
             queued = select(row.id).where(row.state == "queued", row.kind != SAMPLE)
             missing = list(session.scalars(queued.order_by(row.lane, row.seq)))

@@ -4,66 +4,91 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy.orm import Session
 
 from billing.prices import PriceList
-from scheduler.cluster.fence import Superseded
-from scheduler.journal.journal import Journal
-from scheduler.journal.recovery import recover_run
+from scheduler.cluster.fence import Fenced, Superseded
+from scheduler.journal.meters import Meters
+from scheduler.journal.outcomes import Answers
+from scheduler.journal.recording import DatabaseRecorder, Ended, Recorder
+from scheduler.journal.recovery import recover_run, recover_runs
 from scheduler.journal.rows import from_row
+from scheduler.journal.samplers import Samplers
+from scheduler.journal.storing import Storing
+from scheduler.journal.training import Training
+from scheduler.journal.weights import charges_of
 from scheduler.links.messages import Done
 from scheduler.order.operations import Operation, Waiting
 from store import tables
 from store.blobs import Blobs
-from store.db import Database
+from store.room import Room
 
 
-class LeadingJournal(Journal):
+class FencedRecorder:
+    """Records nothing any more once another process leads: that one does."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    async def record(self, op: Operation, done: Done) -> Ended | None:
+        with suppress(Superseded):
+            return await self._recorder.record(op, done)
+        return None
+
+
+class LeadingJournal:
     """`announce` tells all replicas that an operation has ended."""
 
     def __init__(
         self,
-        database: Database,
+        database: Fenced,
         blobs: Blobs,
         prices: PriceList,
+        meters: Meters,
         announce: Callable[[Operation], Coroutine[Any, Any, None]],
     ) -> None:
-        super().__init__(database, blobs, prices, max_queued_per_org=2**31, max_queued_bytes_per_org=2**62)
-        self._announce = announce
+        room = Room(blobs.root)
+        self._database, self._meters, self._announce = database, meters, announce
+        self._storing = Storing(database, blobs, room)
+        recorder = DatabaseRecorder(database, blobs, prices, room, Answers(database, blobs), Samplers(database))
+        weight = charges_of(database).weight
+        self.training = Training(database, blobs, self._storing, FencedRecorder(recorder), weight, self._ended)
 
-    def waiting(self, op_id: str) -> Waiting | None:
-        """What an operation waits for, if it is here."""
-        op = self._open.get(op_id)
-        return self._waiting(op) if op is not None else None
+    def recover(self) -> None:
+        """Take up the runs that the one before has left."""
+        recover_runs(self.training, self._database, self.training.enqueue)
 
     def take_in(self, session: Session, row: tables.Operation) -> Operation | None:
         """An operation that some replica has accepted. Returned when its run can do nothing more."""
-        lane = self.runs.get(row.lane)
-        if row.id in self._open or (lane is not None and lane.spent(row.seq)):
+        training = self.training
+        lane = training.runs.get(row.lane)
+        if training.opened(row.id) is not None or (lane is not None and lane.spent(row.seq)):
             return None
         if lane is None:
             run = session.get(tables.Run, row.lane)
             if run is not None and run.state == "live":
-                recover_run(self, session, run)
+                recover_run(training, session, run, training.enqueue)
                 return None
             return from_row(row) if row.state == "queued" else None
         if row.state == "queued":
-            self.enqueue(from_row(row))
+            training.enqueue(from_row(row))
         else:
-            self.queue_units(lane, lane.refuse(row.seq))
-            self.wake()
+            training.skip(row.lane, row.seq)
         return None
+
+    def waiting(self, op_id: str) -> Waiting | None:
+        """What an operation waits for, if it is here."""
+        op = self.training.opened(op_id)
+        return self.training.waiting(op) if op is not None else None
 
     def gaps(self) -> list[tuple[str, int]]:
         """The numbers that runs wait for: (run, number)."""
-        return [(lane.run_id, lane.next_seq) for lane in self.runs.values() if not lane.idle]
+        return [(lane.run_id, lane.next_seq) for lane in self.training.runs.values() if not lane.idle]
 
-    async def _settle(self, op: Operation, done: Done) -> None:
-        with suppress(Superseded):  # the one that leads now will
-            await super()._settle(op, done)
-
-    def _close(self, op: Operation, freed: list[str]) -> None:
-        super()._close(op, freed)
-        self.in_background(self._announce(op))
+    def _ended(self, op: Operation) -> None:
+        self._meters.closed(op, datetime.now(UTC))
+        op.finished.set()
+        self._storing.in_background(self._announce(op))

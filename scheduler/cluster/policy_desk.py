@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from scheduler.journal.journal import Journal
+from scheduler.journal.training import Training
 from scheduler.links.messages import PolicyMoved
 from scheduler.links.policies import PolicyBoard
 from scheduler.order.operations import Operation
@@ -16,18 +16,18 @@ LOOK_AGAIN_S = 2.0
 
 
 class PolicyDesk:
-    """The leader's end: a desk of its journal. `run` calls what blocks."""
+    """The leader's end: a desk of its runs. `run` calls what blocks."""
 
     worker = "generator"
     attached = True
 
-    def __init__(self, journal: Journal, board: PolicyBoard, run: Callable[..., Awaitable[Any]]) -> None:
-        self._journal, self._board, self._run = journal, board, run
+    def __init__(self, training: Training, board: PolicyBoard, run: Callable[..., Awaitable[Any]]) -> None:
+        self._training, self._board, self._run = training, board, run
         self._versions: dict[str, tuple[int, int]] = {}  # by run: (operation, version)
         self._weights: dict[str, tuple[int, str]] = {}  # by run: (operation, what inflight samplers are on)
         self._untold: set[str] = set()
         self._moves = asyncio.Event()
-        journal.desks.append(self)
+        training.desks.append(self)
 
     def wake(self) -> None:
         """Generators come to the shared queue by themselves."""
@@ -58,7 +58,7 @@ class PolicyDesk:
                 self._untold.discard(moved.run_id)
 
     async def _look(self) -> None:
-        if over := self._versions.keys() - self._journal.runs.keys():
+        if over := self._versions.keys() - self._training.runs.keys():
             await self._run(self._board.forget, over)
             for run_id in over:
                 del self._versions[run_id]

@@ -23,11 +23,17 @@ from sqlalchemy.orm import Session
 from billing.prices import PriceList
 from scheduler.cluster.completions import SharedCompletions
 from scheduler.cluster.shared_limits import BacklogBoard, SharedBacklog, SharedInFlight
+from scheduler.journal.acceptance import Intake
+from scheduler.journal.admission import Admission
 from scheduler.journal.completions import Completion, Target
-from scheduler.journal.journal import Journal
+from scheduler.journal.meters import Meters
+from scheduler.journal.outcomes import Answers
+from scheduler.journal.recording import DatabaseRecorder
 from scheduler.journal.rows import from_row
 from scheduler.journal.samplers import Samplers
 from scheduler.journal.sampling import item_of, message_of
+from scheduler.journal.storing import Storing
+from scheduler.journal.weights import charges_of
 from scheduler.links.broadcasts import Accepted, Ended, News
 from scheduler.links.contract import FairQueue, QueueUnreachable
 from scheduler.links.messages import Done, Failure, OpKind
@@ -44,6 +50,7 @@ from scheduler.order.operations import (
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
+from store.room import Room
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -64,9 +71,9 @@ class _Waiters:
     count: int = 0
 
 
-class SharedJournal(Journal):
-    """Blocking calls go to `threads`. `name` is this replica's. `waiting_of` says what an operation waits for, on the
-    replica that leads."""
+class SharedJournal:
+    """A `scheduler.journal.front.OperationJournal`. Blocking calls go to `threads`. `name` is this replica's.
+    `waiting_of` says what an operation waits for, on the replica that leads."""
 
     def __init__(
         self,
@@ -83,29 +90,40 @@ class SharedJournal(Journal):
         threads: Executor,
         waiting_of: Callable[[str], Waiting | None],
     ) -> None:
-        super().__init__(database, blobs, prices, max_queued_per_org, max_queued_bytes_per_org)
-        self.completions: SharedCompletions = SharedCompletions(news.reserve)
+        self.completions = SharedCompletions(news.reserve)
+        self.meters = Meters()
         self.in_flight = SharedInFlight(database)
+        self.answers = Answers(database, blobs)
         self.samplers = Samplers(database, runs_move_elsewhere=True)
-        self._backlog: SharedBacklog = SharedBacklog(max_queued_per_org, max_queued_bytes_per_org)
+        self.draining = False
         self.reachable: Callable[[], bool] = lambda: True  # Redis, as far as this replica knows
         self.generators: dict[str, float] = {}  # counts over all generators, as they were lately
+        self._database, self._blobs = database, blobs
+        self._charges = charges_of(database)
         self._name, self._queue, self._news, self._threads = name, queue, news, threads
         self._waiting_of = waiting_of
         self._board = board
+        self._backlog = SharedBacklog(max_queued_per_org, max_queued_bytes_per_org)
         self._waiters: dict[str, _Waiters] = {}
+        room = Room(blobs.root)
+        self._storing = Storing(database, blobs, room)
+        self._recorder = DatabaseRecorder(database, blobs, prices, room, self.answers, self.samplers)
+        intake = Intake(database, blobs, prices)
+        self._admission = Admission(intake, room, self._backlog, self.in_flight, self.answers, self.meters, self)
+        self._open = self._admission.open
 
-    # ---- accepting
+    # ---- accepting, and the `Queues` of its admission
 
-    def _admit(self, new: NewOperation) -> None:
+    async def accept(self, new: NewOperation, *rows: tables.Base) -> str:
+        return await self._admission.accept(new, rows)
+
+    def check(self, new: NewOperation) -> None:
         if self.draining:
             raise Draining("the server is restarting; another one takes it")
         if not self.reachable():
             raise Draining("the queue cannot be reached: nothing new is accepted until it is back; results can be had")
-        self._room.check()
         if new.kind not in (SAMPLE, OpKind.CREATE) and not self._open_run(new.lane):
             raise RunClosed(f"run {new.lane} is closed: its session has ended, or it is a copy of weights")
-        self._backlog.take(new.org_id, len(new.body))
 
     def _open_run(self, run_id: str) -> bool:
         owner = tables.Session
@@ -114,23 +132,17 @@ class SharedJournal(Journal):
             states = session.execute(query.where(tables.Run.id == run_id)).one_or_none()
         return states is not None and tuple(states) == ("live", "active")
 
-    def _adopt(self, request_id: str) -> None:
+    def maybe_stored(self, new: NewOperation) -> bool:
+        return True
+
+    def put(self, op: Operation) -> None:
+        self._storing.in_background(self.push([op]) if op.kind == SAMPLE else self._tell(Accepted(op.id)))
+
+    def adopt(self, request_id: str) -> None:
         """The leader finds it."""
 
-    def _enqueue(self, op: Operation) -> None:
-        self._open[op.id] = op
-        self.in_flight.add(op)
-        self.in_background(self._hand_over(op))
-
-    def _refuse(self, op: Operation, why: str) -> None:
-        super()._refuse(op, why)
-        self.in_background(self._tell(Accepted(op.id)))
-
-    async def _hand_over(self, op: Operation) -> None:
-        if op.kind == SAMPLE:
-            await self.push([op])
-        else:
-            await self._tell(Accepted(op.id))
+    def skip(self, op: Operation) -> None:
+        self._storing.in_background(self._tell(Accepted(op.id)))
 
     async def push(self, ops: Sequence[Operation]) -> None:
         """Put samples into the shared queue, which knows those that are there already."""
@@ -203,7 +215,7 @@ class SharedJournal(Journal):
         """An operation has ended, on whichever replica."""
         op = self._open.get(news.op_id)
         if op is not None and not op.settling:
-            self._let_go(op)
+            self._admission.forget(op)
         waiters = self._waiters.get(news.op_id)
         if waiters is not None:
             waiters.news.set()
@@ -252,14 +264,6 @@ class SharedJournal(Journal):
     def _size(self, ref: str | None) -> int | None:
         return self._blobs.size_bytes(ref) if ref and self._blobs.exists(ref) else None
 
-    def _let_go(self, op: Operation) -> None:
-        """It has ended elsewhere."""
-        if self._open.pop(op.id, None) is not None:
-            self.in_flight.remove(op)
-        self._backlog.release(op.org_id, op.body_bytes)
-        self._intake.forget(op)
-        op.finished.set()
-
     # ---- finishing samples
 
     def queued_row(self, op_id: str) -> Operation | None:
@@ -273,27 +277,31 @@ class SharedJournal(Journal):
         if known is not None and known.settling:
             return
         if known is None:
-            self._open[op.id] = known = op
-            self._backlog.add(op.org_id, op.body_bytes)
-            self.in_flight.add(op)
+            self._admission.take_over(op)
+            known = op
         known.charged, known.timings, known.settling = op.charged, op.timings, True
         known.timings.done(datetime.now(UTC))
-        await self._settle(known, done)
-        if known.outcome is None:  # it had ended before
-            self._let_go(known)
+        ended = await self._recorder.record(known, done)
+        if ended is None:
+            self._admission.forget(known)
+            return
+        known.outcome = ended.outcome
+        self._storing.drop_body(known)
+        self._admission.end(known)
+        self._storing.in_background(self.announce(known))
 
     def corrected(self, op: Operation, done: Done) -> int:
         """The tokens that a sample has used beyond what it was charged; fewer, if negative."""
         return self._charges.ended(op, done.facts)
 
-    def _close(self, op: Operation, freed: list[str]) -> None:
-        super()._close(op, freed)
-        self.in_background(self.announce(op))
-
     async def announce(self, op: Operation) -> None:
         """Tell every replica that `op` has its outcome."""
         size = len(op.outcome.payload) if op.outcome is not None and op.outcome.error is None else None
         await self.reach(self._news.ended, Ended(op.id, op.org_id, op.lane, op.seq, str(op.kind), size))
+
+    async def flush(self) -> None:
+        """Wait until everything that was begun is stored and told."""
+        await self._storing.flush()
 
     # ---- what the front asks for
 
@@ -301,7 +309,7 @@ class SharedJournal(Journal):
         op = self.queued_row(request_id)
         if op is None or op.org_id != org_id or op.kind != SAMPLE:
             return False
-        self.in_background(self._cancel(op))
+        self._storing.in_background(self._cancel(op))
         return True
 
     async def _cancel(self, op: Operation) -> None:
@@ -311,7 +319,7 @@ class SharedJournal(Journal):
             await self.reach(self._news.cancel, worker, op.id)
 
     def close_run(self, run_id: str) -> None:
-        self.in_background(self._tell(Accepted(closed_run=run_id)))
+        self._storing.in_background(self._tell(Accepted(closed_run=run_id)))
 
     def working_sessions(self) -> set[str]:
         row = tables.Operation

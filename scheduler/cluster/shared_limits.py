@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import AbstractContextManager
 
 from sqlalchemy import ColumnElement, and_, case, distinct, func, select
 
-from scheduler.journal.backlog import Backlog
-from scheduler.journal.in_flight import InFlight, Work
+from scheduler.journal.backlog import LocalBacklog
+from scheduler.journal.in_flight import LocalInFlight, Work
 from scheduler.links.redis_clients import pooled
 from scheduler.links.redis_queue import reaching
 from scheduler.order.operations import SAMPLE
@@ -44,18 +45,30 @@ return others
 _row = tables.Operation
 
 
-class SharedBacklog(Backlog):
+class SharedBacklog:
+    """Of all replicas: what this one has, and what the others have said."""
+
     def __init__(self, max_ops: int, max_bytes: int) -> None:
-        super().__init__(max_ops, max_bytes)
+        self._here = LocalBacklog(max_ops, max_bytes)
         self._others_ops: Counter[str] = Counter()
         self._others_bytes: Counter[str] = Counter()
 
+    def take(self, org_id: str, size_bytes: int) -> None:
+        self._here.take(org_id, size_bytes, self._elsewhere(org_id))
+
+    def add(self, org_id: str, size_bytes: int) -> None:
+        self._here.add(org_id, size_bytes)
+
+    def release(self, org_id: str, size_bytes: int) -> None:
+        self._here.release(org_id, size_bytes)
+
     def of(self, org_id: str) -> tuple[int, int]:
-        ops, held = super().of(org_id)
-        return ops + self._others_ops[org_id], held + self._others_bytes[org_id]
+        (ops, held), (others_ops, others_bytes) = self._here.of(org_id), self._elsewhere(org_id)
+        return ops + others_ops, held + others_bytes
 
     def own(self) -> dict[str, tuple[int, int]]:
-        return {org_id: super(SharedBacklog, self).of(org_id) for org_id in self._ops}
+        """What this replica has, by organisation."""
+        return self._here.all()
 
     def hear(self, others: list[dict[str, tuple[int, int]]]) -> None:
         """What the other replicas have, all of them."""
@@ -64,6 +77,9 @@ class SharedBacklog(Backlog):
             for org_id, (ops, held) in said.items():
                 self._others_ops[org_id] += ops
                 self._others_bytes[org_id] += held
+
+    def _elsewhere(self, org_id: str) -> tuple[int, int]:
+        return self._others_ops[org_id], self._others_bytes[org_id]
 
 
 class BacklogBoard:
@@ -86,26 +102,36 @@ class BacklogBoard:
         self._redis.close()
 
 
-class SharedInFlight(InFlight):
+class SharedInFlight:
     """Of all replicas: what the database has, or what is only being accepted here."""
 
     def __init__(self, database: Database) -> None:
-        super().__init__()
+        self._here = LocalInFlight()
         self._database = database
 
     def count(self, scope: str, id: str) -> int:
         unit = case((_row.kind == SAMPLE, _row.id), else_=_row.lane)
         query = select(func.count(distinct(unit))).where(_row.state == "queued", _owner(scope, id))
         with self._database.read() as session:
-            return max(super().count(scope, id), session.scalar(query) or 0)
+            return max(self._here.count(scope, id), session.scalar(query) or 0)
 
     def has(self, scope: str, id: str, work: Work) -> bool:
-        if super().has(scope, id, work) or work.kind == SAMPLE:
-            return super().has(scope, id, work)
+        here = self._here.has(scope, id, work)
+        if here or work.kind == SAMPLE:
+            return here
         same = and_(_row.lane == work.lane, _row.kind != SAMPLE)
         query = select(_row.id).where(_row.state == "queued", same, _owner(scope, id)).limit(1)
         with self._database.read() as session:
             return session.scalar(query) is not None
+
+    def add(self, work: Work) -> None:
+        self._here.add(work)
+
+    def remove(self, work: Work) -> None:
+        self._here.remove(work)
+
+    def arriving(self, work: Work) -> AbstractContextManager[None]:
+        return self._here.arriving(work)
 
 
 def _owner(scope: str, id: str) -> ColumnElement[bool]:

@@ -28,7 +28,7 @@ from scheduler.links.messages import (
     SampleOp,
     SampleWork,
 )
-from scheduler.links.sockets import ServerLink
+from scheduler.links.sockets import Link
 from scheduler.order.operations import SAMPLE, Operation
 from scheduler.order.roster import remember
 from scheduler.order.timings import Stretch
@@ -47,7 +47,7 @@ class _Generator:
     """From the moment its link opens until it closes. `refused` are adapters that it cannot serve, and why."""
 
     name: str
-    link: ServerLink
+    link: Link
     offer: Offer
     held: dict[str, _Held] = field(default_factory=dict)
     refused: OrderedDict[str, str] = field(default_factory=OrderedDict)
@@ -68,7 +68,7 @@ class SampleDesk:
         self.stats: dict[str, Any] = {**_COUNTS, "busy_s": 0.0, "lost": 0}
         journal.desks.append(self)
 
-    async def serve(self, link: ServerLink, name: str = "generator") -> None:
+    async def serve(self, link: Link, name: str = "generator") -> None:
         """Talk to one generator until its link closes."""
         self._lives += 1
         worker = f"{name} {self._lives}"  # a successor is somebody else
@@ -148,7 +148,7 @@ class SampleDesk:
 
     def _message(self, op: Operation) -> SampleOp:
         sampler = self._journal.samplers.facts(op.lane)
-        return message_of(op, sampler, self._journal.versions.get(sampler.run_id or "", 0))
+        return message_of(op, sampler, self._journal.training.versions.get(sampler.run_id or "", 0))
 
     def _adapter(self, op: Operation) -> str:
         return self._journal.samplers.facts(op.lane).adapter_ref

@@ -11,10 +11,10 @@ import logging
 from datetime import UTC, datetime
 from typing import Any
 
-from scheduler.journal.journal import Journal
+from scheduler.journal.training import Training
 from scheduler.links.contract import LIVES
 from scheduler.links.messages import Done, Drain, Failure, Pass, PassOver, PolicyMoved, PullPass, SetAside, Snapshot
-from scheduler.links.sockets import ServerLink
+from scheduler.links.sockets import Link
 from scheduler.order.compose import compose, upcoming
 from scheduler.order.lanes import RunLane, Unit
 from scheduler.order.operations import Operation
@@ -28,18 +28,18 @@ class TrainerDesk:
 
     worker = "trainer"
 
-    def __init__(self, journal: Journal, pass_tokens: int) -> None:
-        self._journal = journal
+    def __init__(self, training: Training, pass_tokens: int) -> None:
+        self._training = training
         self._pass_tokens = pass_tokens
-        self._link: ServerLink | None = None
+        self._link: Link | None = None
         self._models: list[str] | None = None  # what the waiting pull can serve; None when none waits
         self._units: list[Unit] = []  # the pass in the trainer's hands
         self._aside: set[str] = set()  # runs that it has left out of this pass
         self._passes = 0
         self.stats = {"passes": 0, "shared_passes": 0, "tokens": 0, "busy_s": 0.0, "lost": 0}
-        journal.desks.append(self)
+        training.desks.append(self)
 
-    async def serve(self, link: ServerLink) -> None:
+    async def serve(self, link: Link) -> None:
         """Talk to one trainer until its link closes."""
         self._link = link
         try:
@@ -53,8 +53,8 @@ class TrainerDesk:
         """Give the waiting trainer its next pass, if there is anything to do."""
         if self._link is None or self._models is None:
             return
-        units = compose(self._journal.train_queue, self._models, self._pass_tokens)
-        release, self._journal.released = self._journal.released, []
+        units = compose(self._training.queue, self._models, self._pass_tokens)
+        release, self._training.released = self._training.released, []
         if not units and not release:
             return
         self._models = None
@@ -62,7 +62,7 @@ class TrainerDesk:
         self._passes += 1
         self._begin(units)
         model = units[0].base_model if units else ""
-        soon = upcoming(self._journal.train_queue, model)
+        soon = upcoming(self._training.queue, model)
         self._link.send(Pass(self._passes, model, [u.send for u in units], release, soon))
 
     def _begin(self, units: list[Unit]) -> None:
@@ -101,14 +101,14 @@ class TrainerDesk:
 
     async def _on(self, message: Any) -> None:
         if isinstance(message, Done):
-            self._journal.finish(message)
+            self._training.finish(message)
         elif isinstance(message, PassOver):
             self._count(message)
         elif isinstance(message, Snapshot):
-            await self._journal.snapshot(message)
+            await self._training.snapshot(message)
         elif isinstance(message, SetAside):
             self._aside.add(message.run_id)
-            self._journal.setbacks.set_aside(message)
+            self._training.setbacks.set_aside(message)
         elif isinstance(message, PullPass):
             self._models = message.models
             self._got_on(self._end())
@@ -118,7 +118,7 @@ class TrainerDesk:
         """A pass is over: no trainer was lost over what was in it."""
         aside, self._aside = self._aside, set()
         for unit in done:
-            send, lane = unit.send, self._journal.runs.get(unit.send.run_id)
+            send, lane = unit.send, self._training.runs.get(unit.send.run_id)
             if send.run_id in aside:
                 continue
             if lane is not None:
@@ -139,13 +139,13 @@ class TrainerDesk:
         """The trainer is gone, and with it every run's state: queue again what rebuilds them."""
         self.stats["lost"] += 1
         held = self._end()
-        await self._journal.flush()
+        await self._training.flush()
         for run_id in dict.fromkeys(unit.send.run_id for unit in held):
-            if (lane := self._journal.runs.get(run_id)) is not None:
+            if (lane := self._training.runs.get(run_id)) is not None:
                 self._suspect(lane, [unit for unit in held if unit.send.run_id == run_id])
-        await self._journal.flush()
-        for lane in list(self._journal.runs.values()):
-            self._journal.rebuild(lane)
+        await self._training.flush()
+        for lane in list(self._training.runs.values()):
+            self._training.rebuild(lane)
         self.wake()
 
     def _suspect(self, lane: RunLane, units: list[Unit]) -> None:
@@ -156,7 +156,7 @@ class TrainerDesk:
             op.alone = True
         lane.setbacks += bool(replayed)
         if replayed and lane.setbacks >= LIVES:
-            self._journal.setbacks.pause(lane, f"the trainer stopped {lane.setbacks} times while it rebuilt the run")
+            self._training.setbacks.pause(lane, f"the trainer stopped {lane.setbacks} times while it rebuilt the run")
         for op in {u.op.id: u.op for u in units if u.op is not None and not u.send.replay}.values():
             if op.outcome is not None:
                 continue
@@ -165,9 +165,9 @@ class TrainerDesk:
             if op.attempts < LIVES:
                 continue
             if lane.is_past(op):  # what is behind it was computed on a run that it had changed
-                self._journal.setbacks.break_run(lane, _gave_up(op))
+                self._training.setbacks.break_run(lane, _gave_up(op))
             else:
-                self._journal.finish(Done(op.id, failure=Failure(_gave_up(op))))
+                self._training.finish(Done(op.id, failure=Failure(_gave_up(op))))
 
 
 def _gave_up(op: Operation) -> str:

@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 #: Clients of one sampler number their requests in blocks of so many.
 CLIENT_STRIDE = 1_000_000_000
@@ -42,6 +43,21 @@ class Completion:
     size_bytes: int | None
 
 
+class Completions(Protocol):
+    """The feeds of this process: what completes here, or of what it hears from all."""
+
+    def follows(self, target: Target) -> bool: ...
+
+    def follow(self, target: Target) -> None:
+        """Keep what completes of this target from now on."""
+
+    def add(self, target: Target, completions: Iterable[Completion]) -> None:
+        """What the journal's rows say that `follow` came too late for; what is known already is not repeated."""
+
+    async def after(self, target: Target, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
+        """What has completed since `cursor`, waiting at most `timeout_s` while that is nothing, and the new cursor."""
+
+
 @dataclass
 class _Feed:
     events: deque[tuple[int, Completion]] = field(default_factory=deque)
@@ -49,46 +65,49 @@ class _Feed:
     waiters: int = 0
 
 
-def _now_us() -> int:
-    return time.time_ns() // 1000
+class Feeds:
+    """Events by target. Whoever adds one gives its cursor."""
 
-
-class Completions:
-    def __init__(self, now_us: Callable[[], int] = _now_us) -> None:
-        self._now_us = now_us
-        self._last = 0
+    def __init__(self) -> None:
         self._feeds: OrderedDict[Target, _Feed] = OrderedDict()
 
     def follows(self, target: Target) -> bool:
         return target in self._feeds
 
     def follow(self, target: Target) -> None:
-        """Keep what completes of this target from now on."""
         self._feeds.setdefault(target, _Feed())
         idle = [t for t, feed in self._feeds.items() if not feed.waiters and t != target]
         for other in idle[: max(0, len(self._feeds) - MAX_TARGETS)]:
             del self._feeds[other]
 
-    def add(self, target: Target, completions: Iterable[Completion]) -> None:
-        """What the journal's rows say that `follow` came too late for; what is known already is not repeated."""
-        feed = self._feeds[target]
-        known = {completion.request_id for _, completion in feed.events}
-        for completion in completions:
-            if completion.request_id not in known:
-                self.publish(target, completion)
+    def unknown(self, target: Target, completions: Iterable[Completion]) -> list[Completion]:
+        """Those of which nothing is told yet."""
+        known = {completion.request_id for _, completion in self._feeds[target].events}
+        return [completion for completion in completions if completion.request_id not in known]
 
-    def publish(self, target: Target, completion: Completion) -> None:
-        """A request has ended, and its outcome can be had."""
+    def append(self, target: Target, cursor: int, completion: Completion) -> None:
         feed = self._feeds.get(target)
-        if feed is None:
-            return
-        self._last = max(self._last + 1, self._now_us())
-        feed.events.append((self._last, completion))
+        if feed is not None:
+            feed.events.append((cursor, completion))
+            feed.news.set()
+
+    def prepend(self, target: Target, events: list[tuple[int, Completion]]) -> None:
+        """Events from before all that are there."""
+        feed = self._feeds[target]
+        feed.events.extendleft(reversed(events))
         feed.news.set()
 
+    def clear(self) -> None:
+        """Forget every target, and have its clients ask again."""
+        feeds = list(self._feeds.values())
+        self._feeds.clear()
+        for feed in feeds:
+            feed.news.set()
+
     async def after(self, target: Target, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
-        """What has completed since `cursor`, waiting at most `timeout_s` while that is nothing, and the new cursor."""
-        feed = self._feeds[target]
+        feed = self._feeds.get(target)
+        if feed is None:
+            return [], cursor
         self._feeds.move_to_end(target)
         while feed.events and feed.events[0][0] <= cursor:
             feed.events.popleft()
@@ -106,3 +125,35 @@ class Completions:
             pass
         finally:
             feed.waiters -= 1
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000
+
+
+class LocalCompletions:
+    """What completes in this process. Cursors are of its clock."""
+
+    def __init__(self, now_us: Callable[[], int] = _now_us) -> None:
+        self._now_us = now_us
+        self._last = 0
+        self._feeds = Feeds()
+
+    def follows(self, target: Target) -> bool:
+        return self._feeds.follows(target)
+
+    def follow(self, target: Target) -> None:
+        self._feeds.follow(target)
+
+    def add(self, target: Target, completions: Iterable[Completion]) -> None:
+        for completion in self._feeds.unknown(target, completions):
+            self.publish(target, completion)
+
+    def publish(self, target: Target, completion: Completion) -> None:
+        """A request has ended, and its outcome can be had."""
+        if self._feeds.follows(target):
+            self._last = max(self._last + 1, self._now_us())
+            self._feeds.append(target, self._last, completion)
+
+    async def after(self, target: Target, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
+        return await self._feeds.after(target, cursor, timeout_s)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from scheduler.order.operations import SAMPLE
@@ -30,8 +30,24 @@ class Work(Protocol):
     def kind(self) -> str: ...
 
 
-class InFlight:
+class InFlight(Protocol):
     """Units of work by (scope, id), where scope is organisation, project or key. Lives in the event loop."""
+
+    def count(self, scope: str, id: str) -> int: ...
+
+    def has(self, scope: str, id: str, work: Work) -> bool:
+        """Whether `work` would not count: its run is in flight already."""
+
+    def add(self, work: Work) -> None: ...
+
+    def remove(self, work: Work) -> None: ...
+
+    def arriving(self, work: Work) -> AbstractContextManager[None]:
+        """Count `work` while it is being accepted: many may arrive at the same moment."""
+
+
+class LocalInFlight:
+    """Of this process."""
 
     def __init__(self) -> None:
         self._units: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
@@ -40,7 +56,6 @@ class InFlight:
         return len(self._units.get((scope, id), ()))
 
     def has(self, scope: str, id: str, work: Work) -> bool:
-        """Whether `work` would not count: its run is in flight already."""
         return _unit(work) in self._units.get((scope, id), ())
 
     def add(self, work: Work) -> None:
@@ -59,7 +74,6 @@ class InFlight:
 
     @contextmanager
     def arriving(self, work: Work) -> Iterator[None]:
-        """Count `work` while it is being accepted: many may arrive at the same moment."""
         self.add(work)
         try:
             yield

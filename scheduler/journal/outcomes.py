@@ -8,7 +8,7 @@ from collections import OrderedDict
 from scheduler.order.operations import SAMPLE, Gone, Operation, Outcome
 from store import tables
 from store.blobs import Blobs, Damaged
-from store.db import Database
+from store.db import Transactions
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def result_ref(op_id: str) -> str:
 
 
 class Answers:
-    def __init__(self, database: Database, blobs: Blobs) -> None:
+    def __init__(self, database: Transactions, blobs: Blobs) -> None:
         self._database = database
         self._blobs = blobs
         self._recent: OrderedDict[str, Operation] = OrderedDict()

@@ -7,38 +7,40 @@ session ended meanwhile finishes what was accepted and is then forgotten.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from scheduler.journal.journal import Journal
 from scheduler.journal.rows import from_row, plan_of
+from scheduler.journal.training import Training
 from scheduler.journal.versions import policy_of
 from scheduler.links.messages import MUTATING, OpKind, RunSpec, Snapshot
 from scheduler.order.lanes import RunLane
-from scheduler.order.operations import INTERACTIVE, SAMPLE
+from scheduler.order.operations import INTERACTIVE, SAMPLE, Operation
 from scheduler.order.plans import Create
 from store import tables
-from store.db import Database
+from store.db import Database, Transactions
 
 
 def recover(journal: Journal, database: Database) -> None:
     """Fill a fresh journal. Call once, in its event loop, before any worker attaches."""
-    recover_runs(journal, database)
+    recover_runs(journal.training, database, journal.enqueue)
     with database.read() as session:
         unfinished = select(tables.Operation).filter_by(kind=SAMPLE, state="queued")
         for row in session.scalars(unfinished.order_by(tables.Operation.accepted_at)):
             journal.enqueue(from_row(row))
 
 
-def recover_runs(journal: Journal, database: Database) -> None:
-    """The part of it that is about training."""
+def recover_runs(training: Training, database: Transactions, enqueue: Callable[[Operation], None]) -> None:
+    """The part of it that is about training. `enqueue` queues an operation that was accepted by another process."""
     with database.read() as session:
         for run in session.scalars(select(tables.Run).filter_by(state="live")):
-            recover_run(journal, session, run)
+            recover_run(training, session, run, enqueue)
 
 
-def recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
+def recover_run(training: Training, session: Session, run: tables.Run, enqueue: Callable[[Operation], None]) -> None:
     query = select(tables.Operation).filter(tables.Operation.lane == run.id, tables.Operation.kind != SAMPLE)
     rows = session.scalars(query.order_by(tables.Operation.seq)).all()
     ended = {row.seq for row in rows if row.state != "queued"}
@@ -49,10 +51,10 @@ def recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
     lane = RunLane(run.org_id, spec_of(run), next_seq=next_seq, snapshot=snapshot, priority=priority)
     lane.broken, lane.broken_category = run.broken, "server"
     lane.closing = session.get_one(tables.Session, run.session_id).state != "active"
-    journal.runs[run.id] = lane
+    training.runs[run.id] = lane
     policy = policy_of(session, run.id, run.session_id)
-    journal.versions[run.id] = policy.version
-    for desk in journal.desks:
+    training.versions[run.id] = policy.version
+    for desk in training.desks:
         desk.policy_moved(policy)
     for seq in ended:
         lane.refuse(seq)
@@ -61,13 +63,13 @@ def recover_run(journal: Journal, session: Session, run: tables.Run) -> None:
             lane.broken, lane.broken_category = f"run {run.id} was never created: {row.error}", "user"
         elif row.state == "done" and row.kind in MUTATING and (snapshot is None or row.seq > snapshot.seq):
             lane.remember(from_row(row))
-    if lane.broken is None and (missing := journal.setbacks.missing_for(lane)):
-        journal.setbacks.break_run(lane, missing)
+    if lane.broken is None and (missing := training.setbacks.missing_for(lane)):
+        training.setbacks.break_run(lane, missing)
     for row in rows:
         if row.state == "queued":  # what it may come before is known by now
-            journal.enqueue(from_row(row))
+            enqueue(from_row(row))
     if lane.closing:
-        journal.close_run(run.id)
+        training.close_run(run.id)
 
 
 def snapshot_of(run: tables.Run) -> Snapshot | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from store import tables
-from store.db import Database
+from store.db import Transactions
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class SamplerFacts:
 class Samplers:
     """Reads the facts from the database, and remembers them."""
 
-    def __init__(self, database: Database, *, runs_move_elsewhere: bool = False) -> None:
+    def __init__(self, database: Transactions, *, runs_move_elsewhere: bool = False) -> None:
         """`runs_move_elsewhere`: other replicas save too, so what follows a run is not remembered."""
         self._database = database
         self._runs_move_elsewhere = runs_move_elsewhere

@@ -19,10 +19,11 @@ from scheduler.links.messages import SetAside
 from scheduler.order.lanes import RunLane
 from store import tables
 from store.blobs import Blobs
-from store.db import Database
+from store.db import Transactions
 
 if TYPE_CHECKING:
-    from scheduler.journal.journal import Journal
+    from scheduler.journal.storing import Storing
+    from scheduler.journal.training import Training
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +33,14 @@ _MOST_DOUBLINGS = 10
 
 
 class Setbacks:
-    def __init__(self, journal: Journal, database: Database, blobs: Blobs) -> None:
-        self._journal, self._database, self._blobs = journal, database, blobs
+    def __init__(self, training: Training, storing: Storing, database: Transactions, blobs: Blobs) -> None:
+        self._training, self._storing = training, storing
+        self._database, self._blobs = database, blobs
         self._resuming: set[asyncio.Task[None]] = set()
 
     def set_aside(self, told: SetAside) -> None:
         """A trainer has left out what a run had to do."""
-        lane = self._journal.runs.get(told.run_id)
+        lane = self._training.runs.get(told.run_id)
         if lane is None:
             return
         log.warning("run %s is set aside: %s", told.run_id, told.reason)
@@ -49,7 +51,7 @@ class Setbacks:
 
     def pause(self, lane: RunLane, why: str, *, kept: bool = False) -> None:
         """Leave a run out for a while; `kept` says that a trainer still holds it."""
-        self._journal.train_queue.remove(lane.path)
+        self._training.queue.remove(lane.path)
         already = bool(lane.paused)
         lane.pause(why, kept=kept)
         if not already:
@@ -60,10 +62,10 @@ class Setbacks:
     async def _resume(self, lane: RunLane) -> None:
         first_s, longest_s = RESUME_S
         await asyncio.sleep(min(first_s * 2 ** min(lane.setbacks - 1, _MOST_DOUBLINGS), longest_s))
-        await self._journal.flush()  # what is answered is not done again on a run that is still held
-        if self._journal.runs.get(lane.run_id) is lane and lane.broken is None:
-            self._journal.queue_units(lane, lane.resume())
-            self._journal.wake()
+        await self._storing.flush()  # what is answered is not done again on a run that is still held
+        if self._training.runs.get(lane.run_id) is lane and lane.broken is None:
+            self._training.queue_units(lane, lane.resume())
+            self._training.wake()
 
     def stop(self) -> None:
         """Nothing has its turn again."""
@@ -85,8 +87,8 @@ class Setbacks:
         except SQLAlchemyError:
             why = nothing_left(lane.run_id, reason)
         log.error("%s", why)
-        self._journal.close_for_good(lane, why, "server")
-        self._journal.released.append(lane.run_id)
+        self._training.close_for_good(lane, why, "server")
+        self._training.released.append(lane.run_id)
         statement = update(tables.Run).where(tables.Run.id == lane.run_id).values(broken=why)
-        self._journal.in_background(self._journal.write_surely(statement))
-        self._journal.wake()
+        self._storing.in_background(self._storing.write(statement))
+        self._training.wake()

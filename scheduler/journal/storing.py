@@ -6,12 +6,20 @@ A disk that is full, or a database that is away, delays; it never makes somethin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
+from sqlalchemy import Update
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from scheduler.order.operations import Operation
+from store.blobs import Blobs
+from store.db import Transactions
+from store.room import Room
+
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: The first and the longest pause before another attempt.
@@ -37,3 +45,51 @@ async def until_stored(attempt: Callable[[], Awaitable[T]], refused: Callable[[E
             refused(error, pause_s)
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, AGAIN_S[1])
+
+
+class Storing:
+    """What a journal writes and deletes beside its event loop's work."""
+
+    def __init__(self, database: Transactions, blobs: Blobs, room: Room) -> None:
+        self._database, self._blobs, self._room = database, blobs, room
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def write(self, statement: Update) -> None:
+        """Write, however often it takes."""
+
+        def refused(error: Exception, pause_s: float) -> None:
+            log.warning("%s; again in %.1f s", self._room.refused(error), pause_s)
+
+        await until_stored(lambda: self._database.write(lambda session: session.execute(statement)), refused)
+
+    def drop_body(self, op: Operation) -> None:
+        if op.body_ref:
+            self._delete(op.body_ref, self._blobs.delete)
+
+    def delete_tree(self, ref: str) -> None:
+        self._delete(ref, self._blobs.delete_tree)
+
+    def _delete(self, ref: str, delete: Callable[[str], None]) -> None:
+        """What cannot be deleted for now is left to the reaper."""
+        try:
+            delete(ref)
+        except OSError as error:
+            log.warning("%s cannot be deleted: %s", ref, error)
+
+    async def flush(self) -> None:
+        """Wait until everything that was begun in the background is stored."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    async def stop(self, within_s: float) -> None:
+        """`flush`, but not for ever: what still cannot be stored is given up."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=within_s)
+        for task in list(self._tasks):
+            task.cancel()

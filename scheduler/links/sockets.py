@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -68,9 +68,21 @@ class WorkerLink:
             self._frames.add(chunk)
 
 
+class Link(Protocol):
+    """The server's end of a worker's link, whatever carries it."""
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue a message. Lost silently when the worker is gone; the loop over `messages` then ends."""
+
+    def messages(self) -> AsyncIterator[Any]:
+        """What the worker sends, until it is gone."""
+
+    def close(self) -> None: ...
+
+
 class ServerLink:
-    """The server's end, in the event loop. Both directions are on their own: a write that fails says that the worker
-    reads no more, and takes nothing from what the worker had already sent."""
+    """The server's end over a socket pair, in the event loop. Both directions are on their own: a write that fails says
+    that the worker reads no more, and takes nothing from what the worker had already sent."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -85,7 +97,6 @@ class ServerLink:
         return cls(sock)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message. Lost silently when the worker is gone; the loop over `messages` then ends."""
         if self._deaf:
             return
         waits = bool(self._unsent)
@@ -107,7 +118,6 @@ class ServerLink:
         self._loop.remove_writer(self._socket)
 
     async def messages(self) -> AsyncIterator[Any]:
-        """What the worker sends, until it is gone."""
         frames = _Frames(_to_server)
         while not self._closed:
             try:

@@ -122,8 +122,7 @@ class TrainerLink:
 
 
 class LeaderLink:
-    """The leader's end, in its event loop; blocking calls go to `threads`. Stands in for
-    scheduler.links.sockets.ServerLink."""
+    """The leader's end, in its event loop (a `scheduler.links.sockets.Link`); blocking calls go to `threads`."""
 
     def __init__(self, url: str, link: str, blobs: Blobs, threads: Executor) -> None:
         self.name = link
@@ -135,7 +134,6 @@ class LeaderLink:
         self._closed_since: float | None = None
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message. Lost silently when the trainer is gone; the loop over `messages` then ends."""
         self._outbox.put_nowait(_encode(message))
 
     async def messages(self) -> AsyncIterator[Any]:

@@ -60,14 +60,15 @@ def create_app(settings, cards, database, blobs, prices):
         if mode == "app":
             raise ValueError("the app cannot start")
         workers = [s.WorkerProgram(role, [sys.executable, "-c", WORKER]) for role in ("trainer", "generator")]
-        app.state.supervisor = s.Supervisor(workers, attach)
-        app.state.supervisor.start()
+        supervisor = s.Supervisor(workers, attach)
+        app.state.ready = supervisor.wait_attached
+        supervisor.start()
         yield
-        app.state.supervisor.retire()
+        supervisor.retire()
         for link in links:
             link.send(b"bye")
-        await app.state.supervisor.stop(settings.drain_s)
-        print("drained", [w.last_exit for w in app.state.supervisor.status()], file=sys.stderr)
+        await supervisor.stop(settings.drain_s)
+        print("drained", [w.last_exit for w in supervisor.status()], file=sys.stderr)
     app = FastAPI(lifespan=lifespan)
     poll = asyncio.Event()
     app.state.stopping = poll.set

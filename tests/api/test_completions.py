@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from weft.wire import FuturesRetrieveResponse
 
-from scheduler.journal.completions import CLIENT_STRIDE, Completions
+from scheduler.journal.completions import CLIENT_STRIDE, LocalCompletions
 from scheduler.links.messages import Done, Failure
 from tests.api.conftest import World
 from tests.api.test_sampling import sample, sampler
@@ -114,7 +114,7 @@ def test_after_a_restart_the_cursor_still_holds(world: World) -> None:
     world.finish(first, b"1", sample=1)
     cursor = poll(world, sampler_id)["cursor"]
     world.finish(second, b"2", sample=1)
-    world.service.journal.completions = Completions()
+    world.service.journal.completions = LocalCompletions()
     told = [completion["request_id"] for completion in poll(world, sampler_id, cursor)["completions"]]
     assert second in told
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.state.rates import Charge, LocalRates
-from scheduler.journal.in_flight import InFlight
+from scheduler.journal.in_flight import LocalInFlight
 from scheduler.order.operations import SAMPLE, NewOperation
 from store import people
 from store.tables import Organisation
@@ -81,7 +81,7 @@ def test_over_any_time_the_rate_holds(limit: int, asked: list[tuple[int, float]]
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), max_size=40))
 def test_in_flight_ends_at_nothing(arrivals: list[tuple[int, int, bool]]) -> None:
-    in_flight = InFlight()
+    in_flight = LocalInFlight()
     ops = [
         NewOperation("o", "s", f"lane{lane}", seq, SAMPLE if sample else "optim_step", MODEL, 0, key_id=1)
         for lane, seq, sample in arrivals

@@ -13,6 +13,7 @@ import msgspec
 
 from scheduler.journal import settlement as settle
 from scheduler.journal.journal import Journal
+from scheduler.journal.training import Training
 from scheduler.links.messages import OpKind
 from scheduler.order.lanes import RunLane, units_of
 from workers.trainer.progress import Progress
@@ -46,12 +47,12 @@ def snapshot_too_new() -> AbstractContextManager[Any]:
     """A snapshot is taken for one that holds the operation after it as well."""
 
     def change(real: Callable[..., Any]) -> Callable[..., Any]:
-        async def snapshot(self: Journal, taken: Any) -> None:
+        async def snapshot(self: Training, taken: Any) -> None:
             await real(self, msgspec.structs.replace(taken, seq=taken.seq + 1))
 
         return snapshot
 
-    return _patched(Journal, "snapshot", change)
+    return _patched(Training, "snapshot", change)
 
 
 def short_replay() -> AbstractContextManager[Any]:
@@ -94,10 +95,10 @@ def applied_twice() -> AbstractContextManager[Any]:
         async def accept(self: Journal, new: Any, *rows: Any) -> str:
             before = {op.id for op in self._open.values()}
             request_id: str = await real(self, new, *rows)
-            op, lane = self._open.get(request_id), self.runs.get(new.lane)
+            op, lane = self._open.get(request_id), self.training.runs.get(new.lane)
             waits = op is not None and lane is not None and lane.missing(op) is None and not op.settling
             if request_id in before and waits and op.kind == OpKind.FORWARD_BACKWARD:
-                self.queue_units(lane, units_of(op, lane.spec))
+                self.training.queue_units(lane, units_of(op, lane.spec))
                 self.wake()
             return request_id
 

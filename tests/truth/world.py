@@ -107,7 +107,7 @@ class Reply:
 
 
 class Link:
-    """The server's end of a worker's link (`scheduler.links.sockets.ServerLink`)."""
+    """The server's end of a worker's link (`scheduler.links.sockets.Link`)."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -217,7 +217,7 @@ class Server:
         room = Room(world.folder, clock=world.loop.time)
         self.journal = Journal(self.database, blobs, world.ground.prices, room=room)
         self.desks = {
-            "trainer": TrainerDesk(self.journal, schedule.pass_tokens),
+            "trainer": TrainerDesk(self.journal.training, schedule.pass_tokens),
             "generator": SampleDesk(self.journal),
         }
         settings = Settings(

@@ -48,7 +48,7 @@ def names(database: Database) -> set[str]:
 def test_every_kind_of_write_of_one_that_was_superseded_is_refused(any_database: Database) -> None:
     lead(any_database, "old")
     old = Fenced(any_database, "old")
-    old.write_now(lambda session: session.add(note("first")))
+    asyncio.run(old.write(lambda session: session.add(note("first"))))
     lead(any_database, "new", 6)
 
     def batch(session, items):  # type: ignore[no-untyped-def]
@@ -56,13 +56,11 @@ def test_every_kind_of_write_of_one_that_was_superseded_is_refused(any_database:
         return items
 
     with pytest.raises(Superseded):
-        old.write_now(lambda session: session.add(note("late")))
+        asyncio.run(old.write_batched(batch, "late in a batch", lock="x"))
     with pytest.raises(Superseded):
-        old.write_batched_now(batch, "late in a batch", lock="x")
-    with pytest.raises(Superseded):
-        asyncio.run(old.write(lambda session: session.add(note("late, awaited"))))
+        asyncio.run(old.write(lambda session: session.add(note("late"))))
     new = Fenced(any_database, "new")
-    assert new.write_batched_now(batch, "second", lock="x") == "second"
+    assert asyncio.run(new.write_batched(batch, "second", lock="x")) == "second"
     assert names(any_database) == {"first", "second"}
 
 

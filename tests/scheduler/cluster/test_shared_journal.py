@@ -304,11 +304,11 @@ def test_the_next_leader_replays_and_the_old_one_can_do_nothing_more(
         one.leadership._elections.cancel()  # type: ignore[union-attr]  # it is stopped, and does not notice
         await two.lead()
         pending = await two.journal.accept(train(2))
-        await until(lambda: pending in two.leadership.term.journal._open)  # type: ignore[union-attr]
+        await until(lambda: two.leadership.term.journal.training.opened(pending))  # type: ignore[union-attr]
         row = await postgres_database.write(lambda session: session.get_one(tables.Operation, pending))
-        old.journal.enqueue(from_row(row))
-        old.journal.finish(Done(pending, b"late", {"tokens": 10}))
-        await old.journal.flush()
+        old.journal.training.enqueue(from_row(row))
+        old.journal.training.finish(Done(pending, b"late", {"tokens": 10}))
+        await old.journal.training.flush()
         assert isinstance(await two.result(pending, 0), Waiting)
         async with trainer(url, blobs) as given:
             assert (await two.result(pending)).payload == b"result"
@@ -454,7 +454,7 @@ def test_a_session_that_ends_on_one_replica_closes_its_run_on_the_other(
 
             await postgres_database.write(finish)
             two.journal.close_run(RUN)
-            await until(lambda: RUN not in one.leadership.term.journal.runs)  # type: ignore[union-attr]
+            await until(lambda: RUN not in one.leadership.term.journal.training.runs)  # type: ignore[union-attr]
         with pytest.raises(RunClosed):
             await two.journal.accept(train(1))
 

@@ -24,6 +24,7 @@ from scheduler.links.messages import Cancel, Declined, Done, Occupancy, PullSamp
 from scheduler.links.sockets import WorkerLink
 from scheduler.order.local_queue import LocalQueue
 from scheduler.order.operations import Operation, Outcome
+from scheduler.order.plans import Sample
 from store import tables
 from tests.scheduler.journal.test_journal import Service, go, organisation, sample
 

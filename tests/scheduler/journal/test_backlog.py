@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.journal.backlog import Backlog
+from scheduler.journal.backlog import LocalBacklog
 from scheduler.journal.recovery import recover
 from scheduler.order.operations import QueueFull
 from tests.scheduler.journal.test_journal import (
@@ -23,7 +23,7 @@ from tests.scheduler.journal.test_journal import (
 
 
 def test_operations_are_limited_by_organisation() -> None:
-    backlog = Backlog(2, 1000)
+    backlog = LocalBacklog(2, 1000)
     for _ in range(2):
         backlog.take("a", 1)
     with pytest.raises(QueueFull, match="2 operations are queued; the limit is 2"):
@@ -34,7 +34,7 @@ def test_operations_are_limited_by_organisation() -> None:
 
 
 def test_bytes_are_limited_but_one_body_is_always_let_in() -> None:
-    backlog = Backlog(10, 100)
+    backlog = LocalBacklog(10, 100)
     backlog.take("a", 500)
     with pytest.raises(QueueFull, match="500 bytes are queued and this operation has 1; the limit is 100"):
         backlog.take("a", 1)
@@ -47,7 +47,7 @@ def test_bytes_are_limited_but_one_body_is_always_let_in() -> None:
 
 
 def test_what_an_earlier_process_accepted_counts_and_is_never_refused() -> None:
-    backlog = Backlog(1, 10)
+    backlog = LocalBacklog(1, 10)
     for _ in range(3):
         backlog.add("a", 9)
     assert backlog.of("a") == (3, 27)

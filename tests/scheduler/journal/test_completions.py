@@ -8,14 +8,14 @@ from itertools import count
 import pytest
 
 from scheduler.journal import completions as module
-from scheduler.journal.completions import CLIENT_STRIDE, Completion, Completions, Target
+from scheduler.journal.completions import CLIENT_STRIDE, Completion, LocalCompletions, Target
 
 TARGET = Target("acme", "s:sample:0", 0)
 
 
-def feed(clock: int = 1000) -> Completions:
+def feed(clock: int = 1000) -> LocalCompletions:
     ticks = count(clock)
-    made = Completions(lambda: next(ticks))
+    made = LocalCompletions(lambda: next(ticks))
     made.follow(TARGET)
     return made
 
@@ -29,7 +29,7 @@ def test_clients_are_told_apart_by_their_numbers() -> None:
     assert Target.of("acme", "s", 3 * CLIENT_STRIDE) == Target("acme", "s", 3)
 
 
-async def ids(made: Completions, cursor: int, timeout_s: float = 0) -> tuple[list[str], int]:
+async def ids(made: LocalCompletions, cursor: int, timeout_s: float = 0) -> tuple[list[str], int]:
     found, after = await made.after(TARGET, cursor, timeout_s)
     return [completion.request_id for completion in found], after
 
@@ -65,7 +65,7 @@ def test_a_waiting_poll_wakes_by_the_event() -> None:
 
 
 def test_cursors_grow_when_the_clock_does_not() -> None:
-    made = Completions(lambda: 7)
+    made = LocalCompletions(lambda: 7)
     made.follow(TARGET)
     for name in "abc":
         made.publish(TARGET, done(name))

@@ -39,6 +39,7 @@ from scheduler.order.plans import BODY_ONLY, Create, Plan, Sample, Save
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
+from store.room import Room
 from tests import rows
 
 NOW = datetime.now(UTC)
@@ -48,12 +49,12 @@ RUN = "s:train:0"
 class Service:
     """A journal on a data folder, and the two desks."""
 
-    def __init__(self, folder: Path, max_queued: int = 100) -> None:
+    def __init__(self, folder: Path, max_queued: int = 100, room: Room | None = None) -> None:
         self.database = Database(f"sqlite:///{folder / 'weft.db'}")
         self.database.migrate()
         self.blobs = Blobs(folder / "blobs")
-        self.journal = Journal(self.database, self.blobs, load_prices(), max_queued)
-        self.trainer = TrainerDesk(self.journal, pass_tokens=100)
+        self.journal = Journal(self.database, self.blobs, load_prices(), max_queued, room=room)
+        self.trainer = TrainerDesk(self.journal.training, pass_tokens=100)
         self.generator = SampleDesk(self.journal)
 
     @asynccontextmanager
@@ -440,7 +441,7 @@ def test_a_closed_run_finishes_what_it_has_and_is_forgotten(folder: Path) -> Non
             assert (await service.ask(link, PullPass(["m"]))).release == [RUN]
             await service.journal.flush()
             assert service.rows(tables.Run)[0].state == "closed"
-            assert RUN not in service.journal.runs
+            assert RUN not in service.journal.training.runs
 
     go(scenario())
 

@@ -104,9 +104,8 @@ def test_a_body_that_cannot_be_stored_leaves_its_number_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
-        service = Service(folder)
         clock = [0.0]
-        service.journal._room = Room(service.blobs.root, clock=lambda: clock[0])
+        service = Service(folder, room=Room(folder / "blobs", clock=lambda: clock[0]))
         await service.journal.accept(create(), run_row())
         disk = Disk(monkeypatch, "ops/")
         with pytest.raises(NoRoom, match=r"the server's disk is full \(No space left on device\)"):

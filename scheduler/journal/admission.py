@@ -1,0 +1,121 @@
+"""The way of a new operation into a journal, and what is counted of it there until it ends.
+
+What it takes to be durable is in `scheduler.journal.acceptance`; where it is queued then is the `Queues`' affair.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Protocol
+
+from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from scheduler.journal.acceptance import Intake
+from scheduler.journal.backlog import Backlog
+from scheduler.journal.in_flight import InFlight
+from scheduler.journal.meters import Meters
+from scheduler.journal.outcomes import Answers
+from scheduler.order.operations import NewOperation, Operation, Outcome
+from store import tables
+from store.room import NoRoom, Room
+
+
+class Queues(Protocol):
+    """Where accepted operations go: queues of this process, or what replicas share."""
+
+    def check(self, new: NewOperation) -> None:
+        """Raise Draining or RunClosed unless `new` can be queued."""
+
+    def maybe_stored(self, new: NewOperation) -> bool:
+        """Whether the number of `new` may have been used by an operation that is no longer in memory."""
+
+    def put(self, op: Operation) -> None:
+        """Queue an operation that was just accepted."""
+
+    def adopt(self, request_id: str) -> None:
+        """Queue an operation whose row was written although its client was told that it was not."""
+
+    def skip(self, op: Operation) -> None:
+        """It ended at once: what follows it need not wait for its number."""
+
+
+class Admission:
+    def __init__(
+        self,
+        intake: Intake,
+        room: Room,
+        backlog: Backlog,
+        in_flight: InFlight,
+        answers: Answers,
+        meters: Meters,
+        queues: Queues,
+    ) -> None:
+        self._intake, self._room, self._queues = intake, room, queues
+        self._backlog, self._in_flight = backlog, in_flight
+        self._answers, self._meters = answers, meters
+        self.open: dict[str, Operation] = {}  # accepted and not ended
+
+    async def accept(self, new: NewOperation, rows: tuple[tables.Base, ...]) -> str:
+        """`OperationJournal.accept`."""
+        try:
+            request_id = await self._intake.known(new, maybe_stored=self._queues.maybe_stored(new))
+            if request_id is None:
+                op = await self._take(new, rows)
+        except IntegrityError:  # somebody has accepted it: another replica just now, or this one without knowing it
+            request_id = await self._intake.known(new, maybe_stored=True)
+            if request_id is None:
+                raise
+        except (OSError, OperationalError, PoolTimeout) as error:
+            raise NoRoom(self._room.refused(error)) from error
+        if request_id is not None:
+            if request_id not in self.open and self._answers.recent(request_id) is None:
+                self._queues.adopt(request_id)
+            return request_id
+        self._meters.accepted(op)
+        if new.refused is None:
+            self._begin(op)
+            self._queues.put(op)
+        else:
+            self._refuse(op, new.refused)
+        return op.id
+
+    async def _take(self, new: NewOperation, rows: tuple[tables.Base, ...]) -> Operation:
+        self._queues.check(new)
+        self._room.check()
+        self._backlog.take(new.org_id, len(new.body))
+        try:
+            return await self._intake.take(new, rows)
+        except BaseException:
+            self._backlog.release(new.org_id, len(new.body))
+            raise
+
+    def _refuse(self, op: Operation, why: str) -> None:
+        """The front turned it away: it ends at once."""
+        op.outcome = Outcome(error=why, category="user")
+        self._answers.remember(op)
+        self.forget(op)
+        self._queues.skip(op)
+
+    def take_over(self, op: Operation) -> None:
+        """An operation that another process accepted is in hand here from now on."""
+        self._backlog.add(op.org_id, op.body_bytes)
+        self._begin(op)
+
+    def _begin(self, op: Operation) -> None:
+        self.open[op.id] = op
+        self._in_flight.add(op)
+
+    def end(self, op: Operation) -> None:
+        """It has its outcome: wake who waits for it."""
+        self._meters.closed(op, datetime.now(UTC))
+        self._answers.remember(op)
+        self.forget(op)
+
+    def forget(self, op: Operation) -> None:
+        """It has ended, here or elsewhere, and its row is enough."""
+        if self.open.pop(op.id, None) is not None:
+            self._in_flight.remove(op)
+        self._backlog.release(op.org_id, op.body_bytes)
+        self._intake.forget(op)
+        op.finished.set()

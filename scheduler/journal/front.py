@@ -1,0 +1,44 @@
+"""What the HTTP front uses of a journal, be it that of the embedded service or a replica's."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from scheduler.journal.completions import Completions
+from scheduler.journal.in_flight import InFlight
+from scheduler.journal.meters import Meters
+from scheduler.journal.outcomes import Answers
+from scheduler.order.operations import Gone, NewOperation, Outcome, Waiting
+from store import tables
+
+
+class OperationJournal(Protocol):
+    """`draining`: nothing new is accepted, because the server is about to stop."""
+
+    @property
+    def draining(self) -> bool: ...
+    @property
+    def meters(self) -> Meters: ...
+    @property
+    def in_flight(self) -> InFlight: ...
+    @property
+    def completions(self) -> Completions: ...
+    @property
+    def answers(self) -> Answers: ...
+
+    async def accept(self, new: NewOperation, *rows: tables.Base) -> str:
+        """Make `new` (and `rows`) durable, queue it, and return its request id. A repeat returns the first id.
+
+        Raises SequenceReused, QueueFull, Draining, NoRoom, RunClosed, OutOfMoney."""
+
+    async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | Gone | None:
+        """How an operation ended, waiting at most `timeout_s` for it; None when this organisation has no such one."""
+
+    def cancel(self, org_id: str, request_id: str) -> bool:
+        """Stop a sample: one that waits ends at once and empty, one that runs ends with the tokens it has."""
+
+    def close_run(self, run_id: str) -> None:
+        """Its session has ended: let queued work finish, then forget the run."""
+
+    def working_sessions(self) -> set[str]:
+        """Sessions with operations that can go on; one that waits for a number that never came cannot."""

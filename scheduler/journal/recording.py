@@ -1,0 +1,81 @@
+"""How an operation ended, made durable: its result as a blob, then its row, its metering and what it made in one commit
+(`scheduler.journal.settlement`)."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from billing.prices import PriceList
+from scheduler.journal.outcomes import Answers, result_ref
+from scheduler.journal.samplers import Samplers
+from scheduler.journal.settlement import Ending, Settled, Settlement, result_of
+from scheduler.journal.storing import until_stored
+from scheduler.links.messages import Done
+from scheduler.order.operations import SAMPLE, Operation, Outcome
+from store.blobs import Blobs
+from store.db import Transactions
+from store.room import Room
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an operation ended. `freed` are weights that nothing needs any more; `unrecorded` says why its result could
+    not be written down, if it could not."""
+
+    outcome: Outcome
+    freed: list[str] = field(default_factory=list)
+    unrecorded: str = ""
+
+
+class Recorder(Protocol):
+    async def record(self, op: Operation, done: Done) -> Ended | None:
+        """Store a worker's answer. Returns when it is durable; None: it was before, or another process stores it."""
+
+
+class DatabaseRecorder:
+    def __init__(
+        self, database: Transactions, blobs: Blobs, prices: PriceList, room: Room, answers: Answers, samplers: Samplers
+    ) -> None:
+        self._database, self._blobs, self._room = database, blobs, room
+        self._settlement = Settlement(prices)
+        self._answers, self._samplers = answers, samplers
+
+    async def record(self, op: Operation, done: Done) -> Ended | None:
+        try:
+            settled = await self._write(op, done, result_of(op, done))
+        except Exception as error:
+            log.exception("operation %s could not be settled", op.id)
+            outcome = Outcome(error="the server could not record the result; it is not billed")
+            with suppress(Exception):  # what was held for it is released with its failure, now or after a restart
+                await self._write(op, done, outcome)
+            return Ended(outcome, unrecorded=type(error).__name__)
+        return Ended(*settled) if settled is not None else None
+
+    async def _write(self, op: Operation, done: Done, result: Outcome) -> Settled:
+        """Store the result and settle, however often it takes: what was applied is never answered as failed."""
+        tried = 0
+
+        async def attempt() -> Settled:
+            nonlocal tried
+            tried += 1
+            if result.error is None:  # stored before the commit that promises it
+                self._blobs.put(result_ref(op.id), result.payload)
+            ending = Ending(op, done, result, self._samplers.facts(op.lane).run_id if op.kind == SAMPLE else op.lane)
+            settled: Settled = await self._database.write_batched(self._settlement.settle, ending, lock=op.org_id)
+            return self._settled_before(op) if settled is None and tried > 1 else settled
+
+        def refused(error: Exception, pause_s: float) -> None:
+            what = self._room.refused(error)
+            op.stuck = f"computed; {what}; it is tried again until it can be stored"
+            log.warning("operation %s: %s; again in %.1f s", op.id, what, pause_s)
+
+        return await until_stored(attempt, refused)
+
+    def _settled_before(self, op: Operation) -> Settled:
+        stored = self._answers.stored(op.org_id, op.id)
+        return (stored, []) if isinstance(stored, Outcome) else None

@@ -1,0 +1,267 @@
+"""The runs that this process has in hand: what trainers may take of them, and how their operations end.
+
+The embedded service has all runs here, of several replicas the one that leads has them (`scheduler.cluster.leader`).
+The trainer's desk takes work out of `queue` and brings answers back through `finish`. Lives in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from sqlalchemy import Update, update
+
+from scheduler.journal.recording import Recorder
+from scheduler.journal.setbacks import Setbacks
+from scheduler.journal.storing import Storing
+from scheduler.links.messages import MUTATING, SAVES, Done, Failure, OpKind, PolicyMoved, Snapshot
+from scheduler.order.fair import FairTree
+from scheduler.order.lanes import RunLane, Unit
+from scheduler.order.operations import Operation, Waiting
+from scheduler.order.plans import Create, NewSampler
+from store import tables
+from store.blobs import Blobs
+from store.db import Transactions
+
+
+class Desk(Protocol):
+    """Where workers come for work (`scheduler.dispatch`)."""
+
+    worker: str
+
+    @property
+    def attached(self) -> bool: ...
+
+    def wake(self) -> None: ...
+
+    def cancel(self, op: Operation) -> None: ...
+
+    def policy_moved(self, moved: PolicyMoved) -> None: ...
+
+
+class Training:
+    """`weight` is an organisation's share of the trainer; `ended` hears of every operation that has its outcome."""
+
+    def __init__(
+        self,
+        database: Transactions,
+        blobs: Blobs,
+        storing: Storing,
+        recorder: Recorder,
+        weight: Callable[[str], int],
+        ended: Callable[[Operation], None],
+    ) -> None:
+        self.queue: FairTree[Unit] = FairTree()
+        self.runs: dict[str, RunLane] = {}
+        self.released: list[str] = []  # runs that trainers may forget
+        self.desks: list[Desk] = []  # woken when there is work, and told of policies that have moved
+        self.versions: dict[str, int] = {}  # optimizer steps of runs
+        self._storing, self._recorder = storing, recorder
+        self._weight, self._ended = weight, ended
+        self._open: dict[str, Operation] = {}
+        self._moved_by: dict[str, int] = {}  # the latest operation that told of a run's version
+        self._last_save: dict[str, asyncio.Task[Any]] = {}  # the latest save of a run that is being settled
+        self.setbacks = Setbacks(self, storing, database, blobs)
+
+    def opened(self, op_id: str) -> Operation | None:
+        """An operation that is here and has not ended."""
+        return self._open.get(op_id)
+
+    # ---- queueing
+
+    def enqueue(self, op: Operation) -> None:
+        self._open[op.id] = op
+        lane = self.runs.get(op.lane)
+        if lane is None:
+            assert isinstance(op.plan, Create), f"operation {op.seq} of {op.lane}, which is not here"
+            lane = self.runs[op.lane] = RunLane(op.org_id, op.plan.spec, priority=op.plan.priority)
+        if lane.broken:
+            self._fail(op, lane.broken, lane.broken_category)
+            return
+        self.queue_units(lane, lane.arrive(op))
+        self.wake()
+
+    def skip(self, run_id: str, seq: int) -> None:
+        """Nothing comes under this number of a run: what follows need not wait for it."""
+        lane = self.runs.get(run_id)
+        if lane is not None:
+            self.queue_units(lane, lane.refuse(seq))
+            self.wake()
+
+    def queue_units(self, lane: RunLane, units: list[Unit]) -> None:
+        for unit in units:
+            self.queue.push(lane.path, unit, unit.tokens, weight=self._weight(lane.org_id))
+
+    def rebuild(self, lane: RunLane) -> None:
+        """The trainer that held this run is gone: queue what rebuilds the run, and all it had left to do."""
+        self.queue.remove(lane.path)
+        self.queue_units(lane, lane.lost())
+
+    def wake(self) -> None:
+        for desk in self.desks:
+            desk.wake()
+
+    def waiting(self, op: Operation) -> Waiting:
+        """What `op` waits for, and its place."""
+        begun = under_way(op)
+        if begun is not None:
+            return begun
+        lane = self.runs.get(op.lane)
+        missing = lane.missing(op) if lane else None
+        if missing is not None:
+            return Waiting("active", f"waiting for operation {missing} of this run, which has not arrived")
+        if lane is not None and lane.paused:
+            return Waiting("active", f"the run waits: {lane.paused}; it is tried again")
+        ahead = self.queue.ahead(lane.path, lambda item: _computes(item, op)) if lane is not None else 0
+        return in_line(self.desks, "trainer", ahead)
+
+    # ---- finishing
+
+    def finish(self, done: Done) -> None:
+        """A trainer's answer, or why there is none: settle it, then tell who waits."""
+        op = self._open.get(done.op_id)
+        if op is None or op.settling:
+            return
+        op.settling = True
+        op.timings.done(datetime.now(UTC))
+        saves = op.kind in SAVES
+        before = self._last_save.get(op.lane) if saves else None
+        task = self._storing.in_background(self._settle_after(before, op, done))
+        if saves:
+            self._last_save[op.lane] = task
+            task.add_done_callback(lambda ended: self._saved(op.lane, ended))
+
+    async def _settle_after(self, before: asyncio.Task[Any] | None, op: Operation, done: Done) -> None:
+        """Saves of one run become lasting in their order: who has a name, and what samplers follow, is what the last
+        one has made."""
+        if before is not None:
+            await asyncio.wait({before})
+        await self._settle(op, done)
+
+    def _saved(self, run_id: str, ended: asyncio.Task[Any]) -> None:
+        if self._last_save.get(run_id) is ended:
+            del self._last_save[run_id]
+
+    def _fail(self, op: Operation, message: str, category: str) -> None:
+        self.finish(Done(op_id=op.id, failure=Failure(message, category)))
+
+    async def _settle(self, op: Operation, done: Done) -> None:
+        ended = await self._recorder.record(op, done)
+        if ended is None:
+            return
+        op.outcome = ended.outcome
+        lane = self.runs.get(op.lane)
+        if ended.unrecorded and lane is not None and op.kind in MUTATING and done.failure is None:
+            why = f"operation {op.seq} was computed and cannot be recorded ({ended.unrecorded})"
+            self.setbacks.break_run(lane, why)
+        self._close(op, ended.freed)
+        if op.outcome.error is None and "version" in done.facts:
+            self._moved(op, done.facts["version"])
+
+    def _moved(self, op: Operation, version: int) -> None:
+        """The policy of a run has moved, or its inflight samplers have."""
+        if op.seq < self._moved_by.get(op.lane, 0):
+            return  # settled late: a later operation has moved it further
+        self.versions[op.lane], self._moved_by[op.lane] = version, op.seq
+        moved = PolicyMoved(op.lane, version, op.target_ref if moves_samplers(op) else "", op.seq)
+        for desk in self.desks:
+            desk.policy_moved(moved)
+
+    def _close(self, op: Operation, freed: list[str]) -> None:
+        assert op.outcome is not None
+        ok = op.outcome.error is None
+        self._open.pop(op.id, None)
+        lane = self.runs.get(op.lane)
+        if lane is not None:
+            lane.answered(op, ok)
+            if op.kind == OpKind.CREATE and not ok:
+                self.close_for_good(lane, f"run {op.lane} was never created: {op.outcome.error}", "user")
+            if lane.closing and lane.idle:
+                self._forget(lane)
+        if not (ok and op.kind in MUTATING):
+            self._storing.drop_body(op)
+        for ref in freed:
+            self._storing.delete_tree(ref)
+        self._ended(op)
+
+    async def snapshot(self, taken: Snapshot) -> None:
+        """A trainer has written a run's whole state: bodies up to there and the older snapshot may go."""
+        lane = self.runs.get(taken.run_id)
+        if lane is None:
+            self._storing.delete_tree(taken.ref)
+            return
+        older = lane.snapshot
+        await self._storing.flush()
+        if lane.broken is not None:
+            return
+        part = {"op": taken.part_op, "stop": taken.part_stop} if taken.part_op else None
+        values = {"snapshot_seq": taken.seq, "snapshot_ref": taken.ref, "snapshot_part": part}
+        await self._storing.write(update(tables.Run).where(tables.Run.id == taken.run_id).values(values))
+        for op in lane.saved(taken.seq, taken.ref, taken.part_op, taken.part_stop):
+            self._storing.drop_body(op)
+        if older is not None and older.ref != taken.ref:
+            self._storing.delete_tree(older.ref)
+
+    async def flush(self) -> None:
+        """Wait until every result handed in so far is settled."""
+        await self._storing.flush()
+
+    # ---- the end of runs
+
+    def close_for_good(self, lane: RunLane, why: str, category: str) -> None:
+        """The run does nothing more: all that it had left to do fails with `why`."""
+        lane.broken, lane.broken_category = why, category
+        self.queue.remove(lane.path)
+        for op in lane.abandon():
+            self._fail(op, why, category)
+
+    def close_run(self, run_id: str) -> None:
+        """Its session has ended: let queued work finish, then forget the run."""
+        lane = self.runs.get(run_id)
+        if lane is None:
+            return
+        lane.closing = True
+        for op in [op for op in self._open.values() if op.lane == run_id and lane.missing(op) is not None]:
+            self._fail(op, f"the session ended before operation {lane.next_seq} of run {run_id} arrived", "user")
+        if lane.idle:
+            self._forget(lane)
+
+    def _forget(self, lane: RunLane) -> None:
+        self.runs.pop(lane.run_id, None)
+        self.versions.pop(lane.run_id, None)
+        self._moved_by.pop(lane.run_id, None)
+        self.released.append(lane.run_id)
+        self._storing.in_background(self._storing.write(_closed(lane.run_id)))
+        for op in lane.saved(lane.next_seq, ""):
+            self._storing.drop_body(op)
+        self._storing.delete_tree(f"runs/{lane.run_id}")
+
+
+def under_way(op: Operation) -> Waiting | None:
+    """What is said of an operation that has left the queue."""
+    if op.timings.computed is not None:
+        return Waiting("active", op.stuck or "computed; its result is being stored")
+    return Waiting("active", "running") if op.running else None
+
+
+def in_line(desks: list[Desk], worker: str, ahead: int) -> Waiting:
+    """What is said of an operation that is queued for a `worker`, behind `ahead` others."""
+    place = f"about {ahead} pieces of work are ahead of it in fair order" if ahead else "it is next"
+    if any(desk.worker == worker and not desk.attached for desk in desks):
+        return Waiting("paused_capacity", f"waiting for the {worker}, which is starting; {place}")
+    return Waiting("active", f"waiting for the {worker}, which is busy; {place}")
+
+
+def moves_samplers(op: Operation) -> bool:
+    """Whether the inflight samplers of its run move to what `op` saves."""
+    return isinstance(op.plan, NewSampler) and op.plan.inflight
+
+
+def _computes(unit: Unit, op: Operation) -> bool:
+    return unit.op is op and not unit.send.replay
+
+
+def _closed(run_id: str) -> Update:
+    return update(tables.Run).where(tables.Run.id == run_id).values(state="closed")

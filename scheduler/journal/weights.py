@@ -1,0 +1,25 @@
+"""The share of an organisation in the fair order, as its row has it."""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy.exc import OperationalError
+
+from scheduler.order.expected_cost import Charges
+from store import tables
+from store.db import Transactions
+
+
+def charges_of(database: Transactions) -> Charges:
+    """By the weights in this database."""
+
+    def weight(org_id: str) -> int:
+        try:
+            with database.read() as session:
+                row = session.get(tables.Organisation, org_id)
+                return row.weight if row is not None else 1
+        except OperationalError:  # what was accepted is queued, whether or not the database is there just now
+            return 1
+
+    return Charges(weight, time.monotonic)
