@@ -101,6 +101,7 @@ def open_database(settings: Settings) -> Database:
     """The database of the settings, with its tables up to date."""
     from sqlalchemy.exc import SQLAlchemyError
 
+    from migrations.upgrade import migrate
     from store.commit_mark import LostCommits
     from store.db import Database
 
@@ -108,7 +109,7 @@ def open_database(settings: Settings) -> Database:
     try:
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         database = Database(settings.effective_database_url, durable=settings.durable)
-        database.migrate()
+        migrate(database)
     except LostCommits as error:
         if database is not None:
             database.close()

@@ -13,10 +13,10 @@ from api.state.liveness import Presence
 from api.who.principal import Principal
 from store import tables
 from store.db import Database
-from store.keys import create_key
 from store.tables import AuditEntry
 from tests.api.conftest import MODEL, World
 from tests.api.data import batch
+from tests.keys import create_key
 
 FINISHED = {"reason": {"type": "success"}, "detail": None}
 

@@ -16,6 +16,7 @@ import pytest
 from sqlalchemy import select
 
 from billing.prices import load_prices
+from migrations.upgrade import migrate
 from scheduler.dispatch.desks import LIVES, GeneratorDesk, TrainerDesk
 from scheduler.journal.journal import Journal
 from scheduler.journal.recovery import recover
@@ -36,7 +37,7 @@ class Service:
 
     def __init__(self, folder: Path, max_queued: int = 100) -> None:
         self.database = Database(f"sqlite:///{folder / 'weft.db'}")
-        self.database.migrate()
+        migrate(self.database)
         self.blobs = Blobs(folder / "blobs")
         self.journal = Journal(self.database, self.blobs, load_prices(), max_queued)
         self.trainer = TrainerDesk(self.journal, pass_tokens=100)
