@@ -11,7 +11,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
-ROOMS := api billing migrations scheduler store workers client_sdk/weft examples bench tests
+ROOMS := api billing migrations scheduler store workers client_sdk/weft examples bench tools tests
 
 .PHONY: help setup vllm demo test soak chaos compat cookbook lint format clean
 
