@@ -54,7 +54,7 @@ test: setup
 	$(BIN)/python -m pytest -n 2
 
 # What starts no server and no browser, and computes little: under 90 seconds on two cores.
-QUICK := tests/test_walls.py tests/client_sdk/wire tests/store tests/billing tests/fakestripe $(addprefix tests/scheduler/, \
+QUICK := tests/test_walls.py tests/client_sdk/wire tests/store tests/billing/payments tests/fakestripe $(addprefix tests/scheduler/, \
   dispatch journal links order reports simulator)
 
 test-quick: setup

@@ -44,7 +44,6 @@ from api.routes import (
 )
 from api.server.housekeeping import keep_house
 from api.server.machines import Machines
-from api.server.prometheus import metrics_server, render
 from api.server.worker_process import WorkerProcess
 from api.state.rates import LocalRates, Rates
 from api.state.service import Service
@@ -109,6 +108,7 @@ def _metrics(
 ) -> AbstractAsyncContextManager[int | None]:
     if not settings.metrics_port:
         return nullcontext()
+    from api.server.prometheus import metrics_server, render  # its library takes a while, and most servers have no port
 
     def gauges() -> MoneyGauges:
         with database.read() as session:
