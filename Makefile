@@ -11,12 +11,12 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
-ROOMS := api billing migrations scheduler store workers client_sdk/weft examples bench tests
+ROOMS := api billing migrations scheduler store workers client_sdk/weft examples bench tools tests
 
-.PHONY: help setup vllm demo test soak chaos compat cookbook lint format clean
+.PHONY: help setup vllm demo test test-quick soak chaos compat cookbook lint format clean
 
 help:
-	@echo "make setup | vllm | demo | test | soak | chaos | compat | cookbook | lint | format | clean"
+	@echo "make setup | vllm | demo | test | test-quick | soak | chaos | compat | cookbook | lint | format | clean"
 
 setup: $(STAMP)
 
@@ -53,6 +53,13 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n 2
 
+# What starts no server and no browser, and computes little: under 90 seconds on two cores.
+QUICK := tests/test_walls.py tests/client_sdk/wire tests/store tests/billing/payments tests/fakestripe $(addprefix tests/scheduler/, \
+  dispatch journal links order reports simulator)
+
+test-quick: setup
+	$(BIN)/python -m pytest -n 2 -m "not server and not search" $(QUICK)
+
 # Every random search with seeds of its own, and TIMES as many examples (tests/search.py); then the model of the service.
 # What they find becomes a plain test.
 TIMES ?= 20
@@ -82,6 +89,7 @@ lint: setup
 	$(BIN)/ruff check $(ROOMS)
 	$(BIN)/ruff format --check $(ROOMS)
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 format: setup
 	$(BIN)/ruff check --fix $(ROOMS)

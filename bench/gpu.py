@@ -145,7 +145,7 @@ class Pass:
         positions_T = torch.cat([torch.arange(n) for n in lengths]).to(device)
         hidden_TD = self.decoder(tokens_T, positions_T, PackedAttend(lengths), self.rows)
         every = torch.arange(len(tokens_T), device=device)
-        target_logprobs(self.decoder, hidden_TD, every, tokens_T.roll(-1), self.rows).sum().backward()  # type: ignore[no-untyped-call]
+        target_logprobs(self.decoder, hidden_TD, every, tokens_T.roll(-1), self.rows).sum().backward()
 
 
 def base_step(decoder: Decoder, lengths: list[list[int]]) -> Callable[[], None]:

@@ -86,7 +86,7 @@ def variants(batch: Batch, adapters: Sequence[Adapter], *, graphs: bool) -> dict
         step = batch.step(own)
         found[f"{name}, pieces"] = step.compute
         if graphs:
-            found[f"{name}, replayed"] = replayed = Repeated(step.compute, CudaGraphs())
+            found[f"{name}, replayed"] = replayed = Repeated(step.compute, CudaGraphs[Any]())
             replayed(), replayed()
     return found
 

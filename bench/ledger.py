@@ -43,6 +43,7 @@ from billing.budgets import set_budget
 from billing.prices import load_prices
 from billing.reconcile import check
 from billing.wallets import set_mode
+from migrations.upgrade import migrate
 from scheduler.journal.acceptance import Taking, insert_all
 from scheduler.journal.rows import to_row
 from scheduler.journal.settlement import Ending, Settlement
@@ -64,7 +65,7 @@ def databases() -> Iterator[dict[str, Database]]:
         urls = {"sqlite": f"sqlite:///{folder}/weft.db", "postgresql": postgres.url(postgres.create())}
         opened = {name: Database(url) for name, url in urls.items()}
         for database in opened.values():
-            database.migrate()
+            migrate(database)
             database.write_now(set_up)
         yield opened
         for database in opened.values():

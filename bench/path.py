@@ -45,7 +45,7 @@ def timed(work: Callable[[], object], times: int) -> list[float]:
 def batch(sequences: int, length: int, seed: int = 0) -> list[types.Datum]:
     def datum(i: int) -> types.Datum:
         tokens = [(seed + 7 * i + 13 * j) % 500 + 20 for j in range(length + 1)]
-        inputs = {"target_tokens": tokens[1:], "weights": [1.0] * length}
+        inputs: dict[str, Any] = {"target_tokens": tokens[1:], "weights": [1.0] * length}
         return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
     return [datum(i) for i in range(sequences)]

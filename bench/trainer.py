@@ -126,7 +126,7 @@ def step(decoder: Decoder, batch: Batch, rows: LoraRows | None) -> None:
     positions_T = torch.cat([torch.arange(n) for n in lengths])
     hidden_TD = decoder(tokens_T, positions_T, PackedAttend(lengths), rows)
     logprobs = target_logprobs(decoder, hidden_TD, torch.arange(len(tokens_T)), tokens_T.roll(-1), rows)
-    logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    logprobs.sum().backward()
 
 
 def frozen_step(decoder: Decoder, batch: Batch) -> None:

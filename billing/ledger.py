@@ -12,7 +12,6 @@ from typing import Literal, get_args
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from billing import ledger
 from billing.wallets import wallet_of
 from store.bulk import insert_into
 from store.tables import LedgerEntry, UsageEvent
@@ -63,6 +62,6 @@ def refund_operation(session: Session, org_id: str, operation_id: str, memo: str
     amount = sum(session.scalars(query))
     if amount == 0:
         return None
-    return ledger.post(
+    return post(
         session, org_id=org_id, type="refund", amount_nusd=amount, ref_type="operation", ref_id=operation_id, memo=memo
     )

@@ -81,17 +81,17 @@ def _wallets(session: Session, org_id: str | None) -> list[Drift]:
 
 
 def _settlements(session: Session, org_id: str | None) -> list[Drift]:
-    """Each usage entry against its events, and events without an entry; events from before the ledger count as one."""
+    """Each usage entry against its events, and events without an entry."""
     event, entry = UsageEvent, LedgerEntry
     query = select(event.org_id, event.settlement, *_halves(event.amount_nusd))
     rows = session.execute(_of(org_id, event.org_id, query).group_by(event.org_id, event.settlement))
     spent = {(owner, ref): -_whole(*halves) for owner, ref, *halves in rows}
-    posted = select(entry.org_id, entry.ref_type, entry.ref_id, entry.amount_nusd).where(entry.type == "usage")
+    posted = select(entry.org_id, entry.ref_id, entry.amount_nusd).where(entry.type == "usage")
     entries: Counter[tuple[str, str | None]] = Counter()
-    for owner, ref_type, ref_id, amount in session.execute(_of(org_id, entry.org_id, posted)):
-        entries[owner, ref_id if ref_type == "settlement" else None] += amount
+    for owner, ref_id, amount in session.execute(_of(org_id, entry.org_id, posted)):
+        entries[owner, ref_id] += amount
     return [
-        Drift(key[0], f"usage entry {key[1] or 'from before'} against its events", entries[key], spent.get(key, 0))
+        Drift(key[0], f"usage entry {key[1]} against its events", entries[key], spent.get(key, 0))
         for key in spent.keys() | entries.keys()
         if entries[key] != spent.get(key, 0)
     ]

@@ -70,7 +70,7 @@ class Tenant(threading.Thread):
     def __init__(self, organisation: str, url: str, key: str, metric: str, loop: Any, progress: Progress) -> None:
         super().__init__(name=organisation, daemon=True)
         self.organisation = organisation
-        self.client = {"base_url": url, "api_key": key}
+        self.client: dict[str, Any] = {"base_url": url, "api_key": key}
         self.curve = Curve(organisation, metric)
         self.error: BaseException | None = None
         self.usage = UsageResponse(rows=[], total_nusd=0, total_usd="0", price_version="")

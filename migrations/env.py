@@ -1,5 +1,6 @@
-"""Alembic's entry. The server upgrades through `store.migrate`, which passes its connection; a developer who writes a
-new revision names the database: `WEFT_DATABASE_URL=sqlite:///x.db .venv/bin/alembic revision --autogenerate -m ...`."""
+"""Alembic's entry. The server upgrades through `migrations.upgrade`, which passes its connection; a developer who
+writes a new revision names the database:
+`WEFT_DATABASE_URL=sqlite:///x.db .venv/bin/alembic revision --autogenerate -m ...`."""
 
 from __future__ import annotations
 

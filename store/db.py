@@ -126,14 +126,10 @@ class Database:
         self._writer = threading.Thread(target=self._write_groups, name="database-writer", daemon=True)
         self._writer.start()
 
-    def migrate(self) -> None:
-        """Bring the tables up to date; nothing happens when they are. Safe when two processes start at once. Raises
-        LostCommits when this is not the newest state that the database has had."""
+    def refuse_lost_commits(self) -> None:
+        """Raise LostCommits when this is not the newest state that the database has had."""
         if self._mark is not None:
             self._mark.check()
-        from store.migrate import upgrade
-
-        upgrade(self.url)
 
     @contextmanager
     def read(self) -> Iterator[Session]:

@@ -18,7 +18,6 @@ from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from store import audit
-from store.people import organisation_named
 from store.roles import ADMIN
 from store.tables import ApiKey, Organisation
 
@@ -32,12 +31,6 @@ def _random(length: int) -> str:
 
 def _digest(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
-
-
-def create_key(session: Session, org_name: str) -> str:
-    """A new key with all scopes for the organisation of that name, which is made if it is not there. Returns the key,
-    only here."""
-    return new_key(session, organisation_named(session, org_name).id)[1]
 
 
 def new_key(
@@ -101,12 +94,6 @@ def find(session: Session, secret: str, now: datetime | None = None) -> ApiKey |
 def is_good(row: ApiKey, now: datetime | None = None) -> bool:
     now = now or datetime.now(UTC)
     return row.revoked_at is None and (row.expires_at is None or now < row.expires_at)
-
-
-def authenticate(session: Session, secret: str) -> str | None:
-    """The id of the organisation that the key belongs to; None for one that is not good."""
-    row = find(session, secret)
-    return row.org_id if row is not None else None
 
 
 def revoke(session: Session, key: str, by: int | None = None) -> int:

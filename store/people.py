@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from store import audit
 from store.caller import unrestricted
+from store.keys import revoke_row
 from store.roles import ROLES
 from store.tables import ApiKey, Membership, Organisation, Project, User
 
@@ -94,8 +95,6 @@ def change_role(session: Session, org_id: str, user_id: str, role: str, key_id: 
 
 def remove_member(session: Session, org_id: str, user_id: str, key_id: int | None = None) -> None:
     """End a membership, and with it the member's keys in this organisation."""
-    from store.keys import revoke_row
-
     row = membership(session, org_id, user_id)
     if row.role == "owner":
         _keep_an_owner(session, org_id)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from migrations.upgrade import migrate
 from store.blobs import Blobs
 from store.db import Database
 from tests.order import ByFile, place
@@ -38,7 +39,7 @@ def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with all tables and no rows, to be copied."""
     path = tmp_path_factory.mktemp("migrated") / "weft.db"
     database = Database(f"sqlite:///{path}")
-    database.migrate()
+    migrate(database)
     database.close()
     return path
 
@@ -62,7 +63,7 @@ def migrated_postgres(postgres: PostgresServer) -> str:
     """A database with all tables and no rows, to be copied."""
     name = postgres.create()
     database = Database(postgres.url(name))
-    database.migrate()
+    migrate(database)
     database.close()
     return name
 

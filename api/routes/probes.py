@@ -11,7 +11,7 @@ from weft.wire.service import HealthResponse, StatusResponse
 
 from api.http.access import declare
 from api.state.service import Service, ServiceDep
-from store.migrate import head
+from migrations.upgrade import head
 
 router = APIRouter()
 

@@ -43,7 +43,6 @@ from api.routes import (
 )
 from api.server.housekeeping import keep_house
 from api.server.machines import EmbeddedMachines, Machines
-from api.server.prometheus import metrics_server, render
 from api.server.worker_process import WorkerProcess
 from api.state.rates import LocalRates, Rates
 from api.state.service import Service
@@ -103,6 +102,7 @@ def create_app(
 def _metrics(settings: Settings, machines: Machines, database: Database) -> AbstractAsyncContextManager[int | None]:
     if not settings.metrics_port:
         return nullcontext()
+    from api.server.prometheus import metrics_server, render  # its library takes a while, and most servers have no port
 
     def gauges() -> MoneyGauges:
         with database.read() as session:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from api.server.serve import BACKLOG
 from api.server.supervisor import WorkerFailed
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class Server(uvicorn.Server):
     The app keeps in its state `ready`, which waits until its workers are there, and optionally `stopping`, called when
     the drain begins (to answer long polls). `failure` is why it has ended by itself."""
 
-    def __init__(self, app: FastAPI, url: str) -> None:
+    def __init__(self, app: FastAPI, url: str, backlog: int) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -38,7 +37,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 lifespan="on",
-                backlog=BACKLOG,
+                backlog=backlog,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=FINISH_REQUESTS_S,
                 h11_max_incomplete_event_size=_MAX_HEADERS_BYTES,

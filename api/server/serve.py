@@ -63,7 +63,7 @@ def serve(settings: Settings) -> int:
                 blobs.clear_unfinished()
             app = create_app(settings, cards, database, blobs, prices)
             app.state.ahead = ahead
-            server = Server(app, _url(settings.host, sock))
+            server = Server(app, _url(settings.host, sock), BACKLOG)
             code = server.run_until_signal(sock)
             if server.failure is not None:
                 raise CannotServe(str(server.failure))
@@ -101,6 +101,7 @@ def open_database(settings: Settings) -> Database:
     """The database of the settings, with its tables up to date."""
     from sqlalchemy.exc import SQLAlchemyError
 
+    from migrations.upgrade import migrate
     from store.commit_mark import LostCommits
     from store.db import Database
 
@@ -108,7 +109,7 @@ def open_database(settings: Settings) -> Database:
     try:
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         database = Database(settings.effective_database_url, durable=settings.durable)
-        database.migrate()
+        migrate(database)
     except LostCommits as error:
         if database is not None:
             database.close()

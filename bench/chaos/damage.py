@@ -60,7 +60,8 @@ class Steps:
         """A digest of all that a forward_backward and an optimizer step answer."""
         backward = self.run.forward_backward(supervised(number, 4, 20), "cross_entropy")
         update = self.run.optim_step(ADAM)
-        found = trained(backward.result(timeout=patience_s)), sorted(update.result(timeout=patience_s).metrics.items())
+        outputs, measures = backward.result(timeout=patience_s), update.result(timeout=patience_s).metrics or {}
+        found = trained(outputs), sorted(measures.items())
         return hashlib.sha256(repr(found).encode()).hexdigest()
 
 

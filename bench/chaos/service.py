@@ -202,7 +202,7 @@ class Production:
     def count(self, query: str) -> int:
         address = self._postgres.url(self._database).replace("+psycopg", "")
         with psycopg.connect(address) as connection:
-            (found,) = connection.execute(query).fetchone()  # type: ignore[arg-type, misc]
+            (found,) = connection.execute(query).fetchone()
         return int(found)
 
     def _leader(self) -> str:

@@ -2,28 +2,26 @@
 
 One whose files cannot be read for a moment, or over which trainers die again and again, waits, longer each time; nobody
 else waits for it, and nothing of it fails. One that cannot be had as it was does nothing more: it is broken, for good,
-and whoever uses it is told why and what is left of it.
+and its user is told why and what is left of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from sqlalchemy import update
 from sqlalchemy.exc import SQLAlchemyError
 
 from scheduler.journal.references import broken_because, nothing_left
+from scheduler.journal.storing import Storing
 from scheduler.links.messages import SetAside
-from scheduler.order.lanes import RunLane
+from scheduler.order.fair import FairTree
+from scheduler.order.lanes import RunLane, Unit
 from store import tables
 from store.blobs import Blobs
 from store.db import Transactions
-
-if TYPE_CHECKING:
-    from scheduler.journal.storing import Storing
-    from scheduler.journal.training import Training
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +30,22 @@ RESUME_S = (0.5, 60.0)
 _MOST_DOUBLINGS = 10
 
 
+class Runs(Protocol):
+    """The runs in hand (`scheduler.journal.training`)."""
+
+    queue: FairTree[Unit]
+    runs: dict[str, RunLane]
+    released: list[str]
+
+    def queue_units(self, lane: RunLane, units: list[Unit]) -> None: ...
+
+    def close_for_good(self, lane: RunLane, why: str, category: str) -> None: ...
+
+    def wake(self) -> None: ...
+
+
 class Setbacks:
-    def __init__(self, training: Training, storing: Storing, database: Transactions, blobs: Blobs) -> None:
+    def __init__(self, training: Runs, storing: Storing, database: Transactions, blobs: Blobs) -> None:
         self._training, self._storing = training, storing
         self._database, self._blobs = database, blobs
         self._resuming: set[asyncio.Task[None]] = set()

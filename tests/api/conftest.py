@@ -21,9 +21,9 @@ from scheduler.journal.journal import Journal
 from scheduler.links.messages import Done
 from store.blobs import Blobs
 from store.db import Database
-from store.keys import create_key
 from store.settings import GeneratorSettings, Limits, Settings, TrainerSettings
 from store.tables import Operation
+from tests.keys import create_key
 from workers.model.card import ModelCard, read_card
 from workers.model.tiny import TINY_PATH
 

@@ -7,9 +7,10 @@ import pytest
 from sqlalchemy import delete, update
 from sqlalchemy.exc import IntegrityError
 
-from store.keys import create_key, revoke
+from store.keys import revoke
 from store.tables import AuditEntry
 from tests.api.conftest import World
+from tests.keys import create_key
 
 
 def entries(world: World, query: str = "", key: str | None = None) -> list[dict[str, Any]]:

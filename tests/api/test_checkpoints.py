@@ -275,7 +275,7 @@ class TestListing:
         assert len(world.get("checkpoints?limit=2&offset=2")["checkpoints"]) == 1
 
     def test_owned_is_what_the_same_key_made(self, world: World) -> None:
-        from store.keys import create_key
+        from tests.keys import create_key
 
         run = world.run()
         colleague = world.database.write_now(lambda session: create_key(session, "acme"))

@@ -252,7 +252,7 @@ def test_key_create_prints_a_key_and_nothing_else(tmp_path: Path) -> None:
     assert re.fullmatch(r"tml-[A-Za-z0-9]{8}_[A-Za-z0-9]{43}\n", out)
     database = Database(f"sqlite:///{tmp_path}/weft.db")
     with database.read() as session:
-        assert keys.authenticate(session, out.strip()) is not None
+        assert keys.find(session, out.strip()) is not None
     database.close()
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from api.cli import weftd
-from store import keys
+from migrations.upgrade import migrate
 from store.db import Database
+from tests.keys import create_key
 
 
 def run(folder: Path, *command: str) -> Result:
@@ -17,8 +18,8 @@ def run(folder: Path, *command: str) -> Result:
 
 def test_the_operator_s_part(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/weft.db")
-    database.migrate()
-    database.write_now(lambda session: keys.create_key(session, "acme"))
+    migrate(database)
+    database.write_now(lambda session: create_key(session, "acme"))
     database.close()
     acme = ("--org", "acme")
     assert run(tmp_path, "credit", "grant", *acme, "--usd", "10.000000001").output == "acme\tbalance 10.000000001\n"

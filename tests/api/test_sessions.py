@@ -14,10 +14,10 @@ from api.state.liveness import Presence
 from api.who.principal import Principal
 from store import tables
 from store.db import Database
-from store.keys import create_key
 from store.tables import AuditEntry
 from tests.api.conftest import MODEL, World
 from tests.api.data import batch
+from tests.keys import create_key
 
 FINISHED = {"reason": {"type": "success"}, "detail": None}
 
@@ -169,7 +169,7 @@ class TestReaping:
         parked = world.train(batch(run, 2))["request_id"]
         age(world.database, session, 5)
         assert self.reap(world, hours=5) == [session]
-        world.http.portal.call(world.service.journal.flush)  # type: ignore[union-attr]
+        world.http.portal.call(world.service.journal.flush)  # type: ignore[union-attr,call-arg]
         assert "session ended before operation 1" in world.error(parked)
 
     def test_an_expired_session_stays_expired(self, world: World) -> None:

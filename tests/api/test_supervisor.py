@@ -268,10 +268,10 @@ def test_a_real_trainer_stands_by_without_a_model_and_ends_with_the_server(tmp_p
     theirs, ours = socket.socketpair()
     process = subprocess.Popen(
         [*trainer.command, "--link-fd", "0"],
-        stdin=theirs,
+        stdin=theirs.fileno(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=os.environ | trainer.environment,
+        env={**os.environ, **trainer.environment},
     )
     theirs.close()
     ours.close()  # nobody will ever say that its turn has come

@@ -17,6 +17,7 @@ from billing.grants import give
 from billing.ledger import refund_operation
 from billing.prices import KINDS, amount_nusd, load_prices, most_for_sample, most_for_tokens
 from billing.usage import UsageRow
+from migrations.upgrade import migrate
 from store import tables
 from store.db import Database
 from tests.billing.conftest import START, Till, add_organisations
@@ -295,7 +296,7 @@ def test_a_summary_is_the_sum_of_first_endings(calls: list[tuple[str, str, int, 
     seen: set[int] = set()
     with tempfile.TemporaryDirectory() as folder:
         database = Database(f"sqlite:///{folder}/weft.db")
-        database.migrate()
+        migrate(database)
         database.write_now(add_organisations)
         till = Till(database, TWO_PRICES)
         for org_id, run_id, number, used, day in calls:

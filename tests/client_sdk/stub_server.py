@@ -104,7 +104,7 @@ class Stub:
         batch = decode_train_request(asked.body)
         outputs = [{"logprobs": -datum.inputs["target_tokens"].astype(np.float32)} for datum in batch.data]
         losses = [
-            -float((out["logprobs"] * datum.inputs["weights"]).sum()) if "weights" in datum.inputs else 0.0
+            -float((out["logprobs"] * datum.inputs["weights"]).sum()) if "weights" in datum.inputs else 0.0  # type: ignore[operator]
             for out, datum in zip(outputs, batch.data, strict=True)
         ]
         payload = encode_train_output(outputs, {"loss:sum": sum(losses), "tokens:max": float(len(batch.data))})

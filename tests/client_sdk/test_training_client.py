@@ -58,7 +58,7 @@ def test_operations_arrive_in_call_order_and_without_waiting_for_results(service
     stub.faults["/retrieve_future"] = [not_yet()] * 3
     training = run_of(service)
     futures = [training.forward_backward([datum(n)], "cross_entropy") for n in range(1, 6)]
-    futures += [training.optim_step(AdamParams()), training.save_state("s1")]
+    futures += [training.optim_step(AdamParams()), training.save_state("s1")]  # type: ignore[list-item]
     for future in futures:
         future.result(10)
 

@@ -26,6 +26,7 @@ from api.state.service import Service
 from billing.accounts import Payer
 from billing.charges import Charge, settle
 from billing.prices import load_prices
+from migrations.upgrade import migrate
 from scheduler.journal.journal import Journal
 from store.blobs import Blobs
 from store.db import Database
@@ -113,7 +114,7 @@ def seeded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Seeded]:
     """A seeded database, to be copied."""
     path = tmp_path_factory.mktemp("seeded") / "weft.db"
     database = Database(f"sqlite:///{path}")
-    database.migrate()
+    migrate(database)
     made = database.write_now(lambda session: seed(session, load_prices(), days=9))
     database.close()
     return path, made
@@ -133,7 +134,7 @@ def console(tmp_path: Path, seeded: tuple[Path, Seeded]) -> Iterator[Console]:
 def served(folder: Path, days: int = 30, tidy: bool = False) -> Iterator[Console]:
     """A seeded console at an address; `tidy` to be looked at, without hostile names."""
     database = Database(f"sqlite:///{folder}/weft.db")
-    database.migrate()
+    migrate(database)
     made = database.write_now(lambda session: seed(session, load_prices(), days=days, tidy=tidy))
     app = application(folder, database)
     with socket.create_server(("127.0.0.1", 0)) as sock:

@@ -84,7 +84,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-def test_no_request_is_a_fault_of_the_server(case: schemathesis.Case, target: Target) -> None:
+def test_no_request_is_a_fault_of_the_server(case: schemathesis.Case[Any], target: Target) -> None:
     case.body = target.fill_in(case.body)
     if not case.path.endswith("/finish"):
         case.path_parameters = target.fill_in(case.path_parameters)

@@ -38,7 +38,7 @@ def deliveries(draw: st.DrawFn) -> tuple[tuple[Step, ...], list[tuple[int, Fate]
     fates = st.sampled_from(["answered", "answer lost", "half sent", "head sent"])
     attempts = draw(st.lists(st.tuples(st.integers(0, len(script) - 1), fates), max_size=2 * len(script)))
     certain = [(index, "answered") for index in range(len(script))]
-    return script, draw(st.permutations(attempts + certain))
+    return script, draw(st.permutations(attempts + certain))  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")

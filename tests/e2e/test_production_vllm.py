@@ -65,7 +65,9 @@ def test_vllm_works_from_redis_beside_the_other_engine_and_may_be_killed(
     def held_by(process: Any) -> int:
         """How many samples this generator holds; a name ends with the process and a random word."""
         names = queue.zrange("{weft:samples}:w", 0, -1)
-        return sum(queue.scard(f"{{weft:samples}}:h:{name}") for name in names if f"-{process.pid}-" in name)
+        return sum(
+            int(queue.scard(f"{{weft:samples}}:h:{name}")) for name in map(str, names) if f"-{process.pid}-" in name
+        )
 
     with weft.ServiceClient(base_url=url, api_key=production.key()) as service:
         # Nobody else samples yet.

@@ -88,7 +88,7 @@ def test_chosen_tokens_are_scored_in_the_layout_they_came_in(official: Official,
     ids[:, 1] = torch.tensor(given.to_ints()[1:])
     ids[5, 3] = 0
     make = types.TensorData.from_torch_sparse if sparse else types.TensorData.from_torch
-    target = make(ids, pad_value=-1) if sparse else make(ids)
+    target = make(ids, pad_value=-1) if sparse else make(ids)  # type: ignore[call-arg]
     told = sampler.sample(given, 1, ONE, include_prompt_logprobs=True, target_prompt_logprobs=target).result()
     assert (told.target_prompt_logprobs.sparse_crow_indices is not None) == sparse
     scores = told.target_prompt_logprobs.to_torch()

@@ -117,7 +117,7 @@ def test_summaries_trail(client: StripeClient, fake: FakeStripe) -> None:
     fake.stripe.now += 60
     assert counted() == 5
     with pytest.raises(stripe.InvalidRequestError, match="minute"):
-        client.v1.billing.meters.event_summaries.list("mtr_1", {**window, "end_time": 61})
+        client.v1.billing.meters.event_summaries.list("mtr_1", {**window, "end_time": 61})  # type: ignore[typeddict-item]
 
 
 def test_a_second_call_for_a_customers_meter_meets_429(client: StripeClient, fake: FakeStripe) -> None:

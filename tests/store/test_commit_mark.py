@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from migrations.upgrade import migrate
 from store.commit_mark import CommitMark, LostCommits
 from store.db import Database
 from store.tables import Organisation
@@ -28,7 +29,7 @@ def folder(tmp_path: Path, migrated_sqlite: Path) -> Path:
 
 def opened(folder: Path) -> Database:
     database = Database(f"sqlite:///{folder / 'weft.db'}")
-    database.migrate()
+    migrate(database)
     return database
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from alembic import command
-from sqlalchemy import create_engine, delete, inspect, update
+from sqlalchemy import Connection, create_engine, delete, inspect, update
 from sqlalchemy.exc import IntegrityError
 
+from migrations.upgrade import alembic_config, migrate
 from store.db import Database
-from store.migrate import alembic_config
 from store.tables import Base, Organisation, UsageEvent
 
 
@@ -38,6 +38,21 @@ def test_tables_and_revisions_agree(database: Database) -> None:
         assert set(Base.metadata.tables) <= set(inspect(connection).get_table_names())
 
 
+def test_defaults_and_checks_agree_too(database: Database, tmp_path: Path) -> None:
+    """Which Alembic does not compare."""
+    with create_engine(f"sqlite:///{tmp_path}/declared.db").begin() as declared:
+        Base.metadata.create_all(declared)
+        with create_engine(database.url).connect() as migrated:
+            for table in Base.metadata.tables:
+                assert _defaults_and_checks(migrated, table) == _defaults_and_checks(declared, table)
+
+
+def _defaults_and_checks(connection: Connection, table: str) -> tuple[object, object]:
+    schema = inspect(connection)
+    columns, checks = schema.get_columns(table), schema.get_check_constraints(table)
+    return {c["name"]: c["default"] for c in columns}, {c["name"]: c["sqltext"] for c in checks}
+
+
 def test_downgrade_leaves_nothing(database: Database) -> None:
     with create_engine(database.url).connect() as connection, connection.begin():
         command.downgrade(alembic_config(connection), "base")
@@ -46,7 +61,7 @@ def test_downgrade_leaves_nothing(database: Database) -> None:
 
 def test_migrating_again_keeps_the_rows(database: Database) -> None:
     database.write_now(lambda s: s.add(Organisation(id="o", name="o", created_at=datetime.now(UTC))))
-    database.migrate()
+    migrate(database)
     with database.read() as session:
         assert session.get(Organisation, "o") is not None
 
@@ -55,13 +70,13 @@ def test_two_processes_may_migrate_at_once(tmp_path: Path) -> None:
     databases = [Database(f"sqlite:///{tmp_path}/weft.db") for _ in range(4)]
     failures: list[BaseException] = []
 
-    def migrate(database: Database) -> None:
+    def run(database: Database) -> None:
         try:
-            database.migrate()
+            migrate(database)
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=migrate, args=(database,)) for database in databases]
+    threads = [threading.Thread(target=run, args=(database,)) for database in databases]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -74,7 +89,7 @@ def test_two_processes_may_migrate_at_once(tmp_path: Path) -> None:
 def test_migrates_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     database = Database(f"sqlite:///{tmp_path}/weft.db")
-    database.migrate()
+    migrate(database)
     database.close()
 
 

@@ -9,18 +9,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from alembic import command
-from sqlalchemy import Connection, bindparam, create_engine, text
+from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.orm import Session
 
 from store import audit, people
 from store.audit import Verdict
 from store.caller import OPERATOR, acting_as
 from store.db import Database
-from store.keys import create_key
-from store.migrate import alembic_config
-from store.tables import AuditEntry, Organisation, Utc
+from store.tables import AuditEntry, Organisation
 from tests.api.conftest import World
+from tests.keys import create_key
 from tests.tenancy.conftest import org_id_of
 
 NOW = datetime(2026, 11, 20, tzinfo=UTC)
@@ -203,22 +201,3 @@ def test_the_last_owner_stays(any_database: Database) -> None:
     any_database.write_now(lambda session: people.remove_member(session, "a", ann))
     with any_database.read() as session:
         assert [(user.id, row.role) for row, user in people.members(session, "a")] == [(bob, "owner")]
-
-
-def test_entries_of_before_are_chained_by_the_upgrade(any_database: Database) -> None:
-    url = any_database.url
-    with create_engine(url).connect() as connection, connection.begin():
-        command.downgrade(alembic_config(connection), "0004")
-        insert = text("INSERT INTO organisations (id, name, created_at) VALUES ('a', 'a', :now)")
-        connection.execute(insert.bindparams(bindparam("now", NOW, Utc())))
-        for key_id in (None, 1, 2):
-            insert = text(
-                "INSERT INTO audit_log (org_id, at, key_id, event, target, detail) "
-                "VALUES ('a', :now, :key, 'key_created', 't', '{}')"
-            )
-            connection.execute(insert.bindparams(bindparam("now", NOW, Utc()), key=key_id))
-    any_database.migrate()
-    found = verdict(any_database, "a")
-    assert (found.entries, found.problems) == (3, ())
-    with any_database.read() as session:
-        assert [row.actor for row in session.query(AuditEntry).order_by(AuditEntry.id)] == ["server", "key:1", "key:2"]

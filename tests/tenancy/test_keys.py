@@ -137,7 +137,7 @@ def test_revoked_everywhere_within_five_seconds(
 
 
 def test_last_used_to_the_minute(any_database: Database) -> None:
-    from store.keys import create_key
+    from tests.keys import create_key
 
     any_database.write_now(lambda session: create_key(session, "acme"))
     now = [datetime(2026, 11, 20, 12, tzinfo=UTC)]

@@ -84,7 +84,7 @@ def test_a_member_changes_only_what_is_his(any_world: World) -> None:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
     sample = {"sampling_session_id": sampler, "num_samples": 1, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
     asked = any_world.post("asample", sample | {"seq_id": 1})["request_id"]
-    for path, body in (
+    refused: tuple[tuple[str, Any], ...] = (
         (f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None}),
         ("create_model", {"session_id": session, "model_seq_id": 5, "base_model": MODEL, "lora_config": {"rank": 4}}),
         ("create_sampling_session", sampling | {"sampling_session_seq_id": 1}),
@@ -92,7 +92,8 @@ def test_a_member_changes_only_what_is_his(any_world: World) -> None:
         ("load_weights", {"model_id": others, "seq_id": 2, "path": f"tinker://{others}/weights/one"}),
         (f"weft/runs/{others}/metrics", {"points": [{"step": 1, "name": "loss", "value": 1.0}]}),
         ("cancel_future", {"request_id": asked}),
-    ):
+    )
+    for path, body in refused:
         assert any_world.post(path, body, key=key, status=403)["code"] == "forbidden", path
     any_world.train(batch(others, 2), status=403, key=key)
     any_world.train(batch(others, 2))  # the refusals took no number

@@ -11,6 +11,7 @@ from sqlalchemy import delete, inspect, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
+from migrations.upgrade import migrate
 from store import audit, people, tables
 from store.caller import Caller, acting_as, unrestricted
 from store.db import Database
@@ -59,7 +60,7 @@ def plain_login(postgres: PostgresServer) -> Iterator[Database]:
             name,
         )
     database = Database(postgres.url(name, "plain"))
-    database.migrate()
+    migrate(database)
     yield database
     database.close()
     postgres.drop(name)

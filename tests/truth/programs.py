@@ -225,7 +225,7 @@ def _datum(batch: Batch, length: int, rng: np.random.Generator) -> Datum:
     inputs = {"target_tokens": rng.integers(0, VOCAB, length), "logprobs": logprobs, "advantages": advantages}
     if batch.loss == "gspo":
         inputs["sequence_ratio_mask"] = (kind > 0).astype(np.float32)
-        inputs["sequence_ratio_mask"][-1] = 1.0
+        inputs["sequence_ratio_mask"][-1] = 1.0  # type: ignore[index]
     return Datum(tokens, inputs)
 
 

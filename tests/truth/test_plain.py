@@ -161,7 +161,7 @@ def words(sizes: Sequence[int], seed: int) -> list[Datum]:
         tokens = [draw.randrange(1500) for _ in range(size + 1)]
         weights = [draw.choice((0.0, 0.5, 1.0)) for _ in range(size)]
         data.append({"tokens": tokens[:-1], "target_tokens": tokens[1:], "weights": weights})
-    return data
+    return data  # type: ignore[return-value]
 
 
 def rollouts(plain: Plain, sizes: Sequence[int], seed: int) -> list[Datum]:
@@ -176,7 +176,7 @@ def rollouts(plain: Plain, sizes: Sequence[int], seed: int) -> list[Datum]:
         drawn = [draw.choice((-1.0, 0.0, 0.5, 2.0)) for _ in range(size - prompt)]
         datum["advantages"] = [0.0] * prompt + drawn
         datum["logprobs"] = [0.0] * prompt + [min(-1e-3, x + draw.gauss(0, 0.3)) for x in lp.tolist()[prompt:]]
-    return data
+    return data  # type: ignore[return-value]
 
 
 def with_mask(data: Sequence[Datum]) -> list[Datum]:

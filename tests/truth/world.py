@@ -31,6 +31,7 @@ from api.http.auth import KeyCache
 from api.server.app import front
 from api.state.service import Service
 from billing.prices import load_prices
+from migrations.upgrade import migrate
 from scheduler.dispatch.sample_desk import SampleDesk
 from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.journal.journal import Journal
@@ -38,9 +39,9 @@ from scheduler.journal.recovery import recover
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Occupancy, RunSpec
 from store.db import Database
-from store.keys import create_key
 from store.room import Room
 from store.settings import Limits, Settings, TrainerSettings
+from tests.keys import create_key
 from tests.truth import programs
 from tests.truth.clock import Loop
 from tests.truth.programs import ALPHA, CONTEXT, ORGANISATIONS
@@ -82,7 +83,7 @@ class Ground:
         self.prices = load_prices()
         self.empty = folder / "empty.db"
         database = Database(f"sqlite:///{self.empty}")
-        database.migrate()
+        migrate(database)
         self.keys = {name: database.write_now(lambda session, n=name: create_key(session, n)) for name in ORGANISATIONS}
         database.close()
 

@@ -12,8 +12,7 @@ Shapes: T packed tokens, R rows that need logits, V vocabulary, N tokens of a pi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -78,15 +77,6 @@ def lora_rows(decoder: Decoder, counts: Sequence[tuple[RequestProgress, int]]) -
         return None
     adapters = [progress.adapter.adapter if progress.adapter else None for progress, _ in counts]
     return LoraRows([0, *accumulate(rows for _, rows in counts)], adapters, [None] * len(adapters))
-
-
-def decoding(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> Callable[[DecodePlan], Tensor]:
-    """The function that decodes a plan: `decode`, or on a CUDA device captured steps that are replayed."""
-    if cache.device.type != "cuda":
-        return partial(decode, decoder, cache)
-    from workers.generator.gpu.steps import DecodeSteps  # Triton: only a GPU needs it
-
-    return DecodeSteps.on_device(decoder, cache, slots=slots, context=context)
 
 
 def decode(decoder: Decoder, cache: KVCache, plan: DecodePlan) -> Tensor:

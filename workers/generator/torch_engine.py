@@ -15,6 +15,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -91,7 +92,7 @@ class TorchEngine:
             device=weight.device,
         )
         native_kernel(self._cache)  # compiled now rather than during the first step
-        self._decode_plan = forward.decoding(decoder, self._cache, slots=slots, context=context)
+        self._decode_plan = _decoding(decoder, self._cache, slots=slots, context=context)
         self._seating = Seating(self._cache, slots)
         self._prefix = PrefixCache(self._cache, prefix_bytes)
         self._queue = PrefillQueue(self._prefix, prefill_tokens)
@@ -288,3 +289,12 @@ class TorchEngine:
             self._counts["sampled_tokens"] += 1
             if sequence.stop_reason:
                 self._open.retire(sequence)
+
+
+def _decoding(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> Callable[[forward.DecodePlan], Tensor]:
+    """How to `forward.decode` here: on a CUDA device by steps that are captured and replayed."""
+    if cache.device.type != "cuda":
+        return partial(forward.decode, decoder, cache)
+    from workers.generator.gpu.steps import DecodeSteps  # Triton: only a GPU needs it
+
+    return DecodeSteps.on_device(decoder, cache, slots=slots, context=context)

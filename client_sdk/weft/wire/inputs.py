@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, field_validator
@@ -171,6 +171,16 @@ class Datum:
     loss_fn_inputs: LossFnInputs = field(default_factory=dict)
     model_input_spans: ProvenanceSpans | None = None
     loss_fn_input_spans: ProvenanceSpans | None = None
+
+    if TYPE_CHECKING:  # more may be given than can be read
+
+        def __init__(
+            self,
+            model_input: ModelInput,
+            loss_fn_inputs: Mapping[str, Any] = ...,
+            model_input_spans: ProvenanceSpans | None = None,
+            loss_fn_input_spans: ProvenanceSpans | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         given: Mapping[str, Any] = self.loss_fn_inputs

@@ -16,12 +16,12 @@ from api.state.service import Service
 from billing.prices import load_prices
 from scheduler.jobs.payments import process_webhooks, put_meter_events, send_meter_events
 from scheduler.journal.journal import Journal
-from store.keys import create_key
 from store.settings import Settings
 from store.tables import Alert, Organisation, StripeWebhookEvent
 from tests.billing.payments.kit import Payments
 from tests.fakestripe.server import WEBHOOK_SECRET
 from tests.fakestripe.webhooks import signed
+from tests.keys import create_key
 from tests.search import chance
 
 

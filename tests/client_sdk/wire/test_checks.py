@@ -101,7 +101,9 @@ def test_lists_everything() -> None:
 @pytest.mark.parametrize("spoilt", [0, 700, 1999])
 def test_one_bad_datum_among_many(spoilt: int) -> None:
     """Small arrays are looked at together, and the one that is wrong is found."""
-    data = [{"target_tokens": np.arange(50), "weights": np.ones(50, np.float32)} for _ in range(2000)]
+    data: list[dict[str, Any]] = [
+        {"target_tokens": np.arange(50), "weights": np.ones(50, np.float32)} for _ in range(2000)
+    ]
     data[spoilt]["weights"][7] = np.inf
     data[spoilt]["target_tokens"][8] = -5
     assert said("cross_entropy", {}, data, 50) == [

@@ -115,7 +115,7 @@ def test_protobuf_of_a_request_is_tinkers() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: types.AdamParams(lr=1e-3), "lr\n.*not permitted"),
+        (lambda: types.AdamParams(lr=1e-3), "lr\n.*not permitted"),  # type: ignore[call-arg]
         (lambda: types.AdamParams(learning_rate=-1), "learning_rate"),
         (lambda: types.AdamParams(beta1=1.0), "beta1"),
         (lambda: types.AdamParams(eps=float("nan")), "eps"),

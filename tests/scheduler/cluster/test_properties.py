@@ -102,11 +102,11 @@ def played(queue: FairQueue, clock: Clock, script: list[tuple]) -> list[object]:
                 leases += [(lease.id, lease.epoch) for lease in found]
                 told.append([(lease.id, lease.path) for lease in found])
             case "answer" if leases:
-                told.append(queue.answer(*leases[arguments[0] % len(leases)], b""))
+                told.append(queue.answer(*leases[arguments[0] % len(leases)], b""))  # type: ignore[call-arg]
             case "lose" if leases:
                 told.append(queue.lose(*leases[arguments[0] % len(leases)]))
             case "decline" if leases:
-                told.append(queue.decline(*leases[arguments[0] % len(leases)], "no"))
+                told.append(queue.decline(*leases[arguments[0] % len(leases)], "no"))  # type: ignore[call-arg]
             case "correct":
                 queue.correct(*arguments)
             case "remove" | "ahead":

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from migrations.upgrade import migrate
 from scheduler.jobs.reaper import Reaper
 from scheduler.journal.references import in_use
 from scheduler.links.messages import RunSpec
@@ -17,7 +18,7 @@ from scheduler.order.plans import BODY_ONLY, Create, Load, Plan, Sample, Save, S
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
-from store.keys import create_key
+from tests.keys import create_key
 from tests.rows import run_row, session_row
 
 NOW = datetime.now(UTC)
@@ -31,7 +32,7 @@ def source(ref: str) -> Source:
 class World:
     def __init__(self, root: Path) -> None:
         self.database = Database(f"sqlite:///{root / 'weft.db'}")
-        self.database.migrate()
+        migrate(self.database)
         self.blobs = Blobs(root / "blobs")
         self.now = NOW
         self.reaper = Reaper(self.database, self.blobs, lambda: self.now)

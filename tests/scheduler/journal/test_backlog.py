@@ -65,16 +65,17 @@ def test_what_is_queued_counts_as_before_after_a_restart(folder: Path) -> None: 
         completed = replace(train(1), sent=b"as sent", body=b"as sent and completed")
         first = await service.journal.accept(completed)
         await service.journal.accept(sample(0))
-        before = service.journal._backlog.of("org")
+        before = service.journal._admission._backlog.of("org")
         assert before == (3, len(b"as sent and completed") + len(b"{}"))
         restarted = Service(folder)
         recover(restarted.journal, restarted.database)
-        assert restarted.journal._backlog.of("org") == before
+        assert restarted.journal._admission._backlog.of("org") == before
         again = replace(completed, body=b"whatever else it was completed with")
         assert await restarted.journal.accept(again) == first, "repeats are known by what was sent"
-        restarted.journal.close_for_good(restarted.journal.runs["s:train:0"], "over", "user")
+        training = restarted.journal.training
+        training.close_for_good(training.runs["s:train:0"], "over", "user")
         await outcome(restarted, first)
         await restarted.journal.flush()
-        assert restarted.journal._backlog.of("org") == (1, len(b"{}"))
+        assert restarted.journal._admission._backlog.of("org") == (1, len(b"{}"))
 
     go(scenario())

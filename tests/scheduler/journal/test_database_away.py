@@ -15,6 +15,7 @@ from billing import ledger
 from billing.prices import load_prices
 from billing.reconcile import check
 from billing.wallets import set_mode, wallet_of
+from migrations.upgrade import migrate
 from scheduler.journal.journal import Journal
 from scheduler.links.messages import Done
 from scheduler.order.operations import NewOperation, Outcome
@@ -158,7 +159,7 @@ def test_a_full_disk_refuses_and_settles_when_there_is_room(
 def test_rows_that_come_with_an_operation_are_inserted_however_often_the_commit_fails(tmp_path: Path) -> None:
     """By then their statements had run: to the session that ran them they were stored."""
     database = Database(f"sqlite:///{tmp_path / 'weft.db'}")
-    database.migrate()
+    migrate(database)
     database.write_now(set_up)
     failures = [OperationalError("COMMIT", {}, Exception("disk I/O error"))] * 2
 

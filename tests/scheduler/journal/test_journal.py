@@ -16,6 +16,7 @@ import pytest
 from sqlalchemy import select
 
 from billing.prices import load_prices
+from migrations.upgrade import migrate
 from scheduler.dispatch.sample_desk import SampleDesk
 from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.journal.journal import Journal
@@ -51,7 +52,7 @@ class Service:
 
     def __init__(self, folder: Path, max_queued: int = 100, room: Room | None = None) -> None:
         self.database = Database(f"sqlite:///{folder / 'weft.db'}")
-        self.database.migrate()
+        migrate(self.database)
         self.blobs = Blobs(folder / "blobs")
         self.journal = Journal(self.database, self.blobs, load_prices(), max_queued, room=room)
         self.trainer = TrainerDesk(self.journal.training, pass_tokens=100)

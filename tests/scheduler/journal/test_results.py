@@ -14,7 +14,7 @@ from scheduler.order.operations import Gone, Outcome
 from store import tables
 from store.blobs import Blobs
 from store.db import Database
-from store.keys import create_key
+from tests.keys import create_key
 
 NOW = datetime.now(UTC)
 MINUTE = timedelta(minutes=1)

@@ -119,6 +119,7 @@ def test_routes_are_the_same_in_any_company(decoder: Decoder, adapters: dict[str
         assert np.array_equal(found.routed_experts, alone.routed_experts)
     for sequence in several:
         assert sequence.routed_experts is not None
+        assert alone.routed_experts is not None
         assert np.array_equal(sequence.routed_experts[: len(PROMPT)], alone.routed_experts[: len(PROMPT)])
 
 
@@ -143,4 +144,5 @@ def test_what_was_cut_short_has_its_routes(decoder: Decoder, adapters: dict[str,
     assert sequence.routed_experts is not None
     assert len(sequence.routed_experts) == len(PROMPT) + len(sequence.tokens) - 1
     (whole,) = run(engine, ask("again", adapters))["again"].sequences
+    assert whole.routed_experts is not None
     assert np.array_equal(whole.routed_experts[: len(sequence.routed_experts)], sequence.routed_experts)

@@ -222,10 +222,10 @@ def test_stable_reinforce_masks_what_left_the_region_but_pulls_it_back(lp, q, ad
 
 def test_halves_add_up_to_the_whole() -> None:
     lp, q, advantages = [-0.5, -1.0, -2.0, -0.1], [-1.0, -0.4, -3.5, -0.1], [1.0, -1.0, 0.5, 0.0]
-    _, whole = ppo(*rl(lp, q, advantages), {})
+    _, whole = ppo(*rl(lp, q, advantages), {})  # type: ignore[call-arg]
     merged: dict[str, Measure] = {}
     for a, b in ((0, 1), (1, 4)):
-        merge_measures(merged, ppo(*rl(lp[a:b], q[a:b], advantages[a:b]), {})[1])
+        merge_measures(merged, ppo(*rl(lp[a:b], q[a:b], advantages[a:b]), {})[1])  # type: ignore[call-arg]
     assert metric_values(merged) == pytest.approx(metric_values(whole), rel=1e-6)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ def norm(done: Done) -> float:
     return float(json.loads(done.payload)["metrics"]["grad_norm:mean"])
 
 
-def whole(bench: Bench, *batches: list) -> float:
+def whole(bench: Bench, *batches: list[Any]) -> float:
     """The norm of the gradient of these batches, each in a pass of its own."""
     bench.ok(bench.create("a"))
     for batch in batches:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.exc import DatabaseError
 
-import migrations
+from store.db import Database
 from store.row_security import protect
 from store.wal import use_wal
 
@@ -23,13 +23,22 @@ if TYPE_CHECKING:
 #: Any number that no other program takes as an advisory lock in the same PostgreSQL database.
 _LOCK = 0x77656674
 
+_HERE = Path(__file__).parent
+
+
+def migrate(database: Database) -> None:
+    """Bring the tables up to date; nothing happens when they are. Safe when two processes start at once. Raises
+    LostCommits when this is not the newest state that the database has had."""
+    database.refuse_lost_commits()
+    upgrade(database.url)
+
 
 def alembic_config(connection: Connection | None = None) -> Config:
-    """Alembic's configuration, found by where the package `migrations` lies."""
+    """Alembic's configuration, found by where this package lies."""
     from alembic.config import Config
 
     config = Config()
-    config.set_main_option("script_location", str(Path(migrations.__file__).parent).replace("%", "%%"))
+    config.set_main_option("script_location", str(_HERE).replace("%", "%%"))
     config.attributes["connection"] = connection
     return config
 
@@ -37,7 +46,7 @@ def alembic_config(connection: Connection | None = None) -> Config:
 @cache
 def head() -> str:
     """The newest revision that this program knows: their files are named by number, and each follows the one before."""
-    return max(file.name.partition("_")[0] for file in Path(migrations.__file__).parent.glob("versions/[0-9]*_*.py"))
+    return max(file.name.partition("_")[0] for file in _HERE.glob("versions/[0-9]*_*.py"))
 
 
 def is_at_head(engine: Engine) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from workers.model.tiny.corpus import END_OF_TEXT, documents
+from tools.tiny_model.corpus import END_OF_TEXT, documents
 
 VOCAB_SIZE = 1536
 CONTEXT_LENGTH = 2048

@@ -1,6 +1,6 @@
 """Makes the tiny base model from nothing: corpus, tokenizer, training, and the model folder.
 
-    OMP_NUM_THREADS=1 python -m workers.model.tiny.pretrain --out DIR
+    OMP_NUM_THREADS=1 python -m tools.tiny_model.pretrain --out DIR
 
 One core, six minutes when it is free and twelve when it is shared; no network. Everything is seeded and runs on one
 thread, so the same machine with the same torch gives the same weights bit for bit (a test repeats three steps). Another
@@ -29,9 +29,9 @@ from torch.nn.functional import cross_entropy
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from workers.model.tiny.accuracy import sum_accuracy
-from workers.model.tiny.corpus import END_OF_TEXT, documents
-from workers.model.tiny.make_tokenizer import CONTEXT_LENGTH, train_tokenizer, write_tokenizer
+from tools.tiny_model.accuracy import sum_accuracy
+from tools.tiny_model.corpus import END_OF_TEXT, documents
+from tools.tiny_model.make_tokenizer import CONTEXT_LENGTH, train_tokenizer, write_tokenizer
 
 IGNORED = -100
 SAMPLE_PROMPTS = (

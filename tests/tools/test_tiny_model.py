@@ -11,11 +11,11 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
+from tools.tiny_model.accuracy import sum_accuracy, sum_prompt
+from tools.tiny_model.corpus import careless_answer, chat, documents
+from tools.tiny_model.make_tokenizer import VOCAB_SIZE, train_tokenizer
+from tools.tiny_model.pretrain import IGNORED, Recipe, batches, train
 from workers.model.tiny import TINY_NAME, TINY_PATH
-from workers.model.tiny.accuracy import sum_accuracy, sum_prompt
-from workers.model.tiny.corpus import careless_answer, chat, documents
-from workers.model.tiny.make_tokenizer import VOCAB_SIZE, train_tokenizer
-from workers.model.tiny.pretrain import IGNORED, Recipe, batches, train
 
 MEGABYTE = 1_000_000
 

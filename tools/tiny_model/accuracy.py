@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from workers.model.tiny.corpus import chat
+from tools.tiny_model.corpus import chat
 
 DIGIT_PAIRS = [(a, b) for a in range(10) for b in range(10)]
 

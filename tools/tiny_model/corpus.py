@@ -20,7 +20,7 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from workers.model.tiny import words as w
+from tools.tiny_model import words as w
 
 RIGHT = 0.26
 MAX_ERROR = 4
