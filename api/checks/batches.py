@@ -27,7 +27,7 @@ def check_batch(batch: TrainBatch, limits: LimitsResponse, model: str, custom: C
 def slices(lengths: Sequence[int], slice_tokens: int) -> list[Slice]:
     """Cut an operation into ranges of its data, each of as many data as fit `slice_tokens`, at least one.
 
-    Where it is cut depends on the operation's own data alone: floating-point sums then come out the same whoever
+    Where it is cut depends on the operation's own data alone: floating-point sums then come out the same whatever
     shares the pass.
 
         slices([5, 5, 20, 1], 10) -> [Slice(0, 2, 10), Slice(2, 3, 20), Slice(3, 4, 1)]

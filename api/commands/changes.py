@@ -1,4 +1,4 @@
-"""A change that the operator makes with `weftd`: in the audit log as his, and refused in one line."""
+"""A change that the operator makes with `weftd`: in the audit log as the operator's, and refused in one line."""
 
 from __future__ import annotations
 

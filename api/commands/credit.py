@@ -61,7 +61,7 @@ def credit() -> None:
 @where
 @click.option("--org", required=True, help="Name of the organisation.")
 @click.option("--usd", "amount_nusd", required=True, callback=_amount, help="Dollars, as 12.50.")
-@click.option("--days", type=click.IntRange(1, 36500), help="It expires after so many days; default: never.")
+@click.option("--days", type=click.IntRange(1, 36500), help="Days until it expires; default: never.")
 @click.option("--kind", type=click.Choice(["promo", "paid"]), default="promo", show_default=True)
 @click.option("--memo", default="", help="What the ledger says of it.")
 def grant(

@@ -96,7 +96,7 @@ class _Client:
         self._rest = service.create_rest_client()
 
     def batch(self, lengths: Sequence[int]) -> None:
-        """Sequences of so many decode steps, all sent at once; their first token comes with the prompt."""
+        """Sequences of `steps` decode steps each, all sent at once; their first token comes with the prompt."""
         prompt = types.ModelInput.from_ints([40, 50, 60])
         params = [types.SamplingParams(max_tokens=length + 1, stop=[]) for length in lengths]
         for future in [self._sampler.sample(prompt, 1, of) for of in params]:

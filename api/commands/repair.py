@@ -22,7 +22,7 @@ def repair(data_dir: Path | None, config: Path | None) -> None:
     """Accept that the database has lost commits, and end the runs that may have lost operations.
 
     Only for a server that does not start because of it, and when the right files cannot be put back. Every run that was
-    live is ended; whoever uses it is told why, and its last checkpoint. Prints the runs."""
+    live is ended; its user is told why, and its last checkpoint. Prints the runs."""
     from api.server.serve import CannotServe, only_one
 
     settings = settings_of(config, data_dir)

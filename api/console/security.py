@@ -1,6 +1,6 @@
 """What stands between a browser and a page: the cookie, the CSRF token, the headers.
 
-A page is for whoever has a good session cookie. What changes something must also carry the session's CSRF token in a
+A page needs a good session cookie. What changes something must also carry the session's CSRF token in a
 header, which no other site can read or send, and must not come from another site by the browser's own account.
 """
 

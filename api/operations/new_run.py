@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from weft.wire import UntypedAPIFuture
 
 from api.errors import Invalid
-from api.operations.submit import Place, accept, known
+from api.operations.submit import Submitter, accept, known
 from api.state.service import Service
 from api.who.lookup import run_by_id
 from api.who.may_change import active_session
@@ -64,16 +64,16 @@ async def create(
         **facts,
     )
     new = NewOperation(who.org_id, session_id, spec.run_id, 0, OpKind.CREATE, spec.base_model, 0, raw, plan)
-    place = await service.read(lambda session: Place.of(session, who, session_id))
-    return UntypedAPIFuture(request_id=await accept(service, place, new, run), model_id=spec.run_id)
+    submitter = await service.read(lambda session: Submitter.of(session, who, session_id))
+    return UntypedAPIFuture(request_id=await accept(service, submitter, new, run), model_id=spec.run_id)
 
 
 async def repeat(service: Service, who: Principal, session_id: str, run_id: str, raw: bytes) -> UntypedAPIFuture:
     """The first answer again, for the creation of a run that exists."""
 
-    def read(session: Session) -> tuple[tables.Run, Place]:
-        return run_by_id(session, who, run_id), Place.of(session, who, session_id)
+    def read(session: Session) -> tuple[tables.Run, Submitter]:
+        return run_by_id(session, who, run_id), Submitter.of(session, who, session_id)
 
-    run, place = await service.read(read)
+    run, submitter = await service.read(read)
     new = NewOperation(who.org_id, session_id, run_id, 0, OpKind.CREATE, run.base_model, 0, raw)
-    return UntypedAPIFuture(request_id=await accept(service, place, new, repeat=True), model_id=run_id)
+    return UntypedAPIFuture(request_id=await accept(service, submitter, new, repeat=True), model_id=run_id)

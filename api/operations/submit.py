@@ -59,7 +59,7 @@ Check = Callable[[tables.Run], Checked]
 
 
 @dataclass(frozen=True)
-class Place:
+class Submitter:
     """For whom an operation is: who asks, the project of its session, and the limits of both."""
 
     who: Principal
@@ -67,7 +67,7 @@ class Place:
     limits: tuple[RateLimit, ...]
 
     @classmethod
-    def of(cls, session: Session, who: Principal, session_id: str) -> Place:
+    def of(cls, session: Session, who: Principal, session_id: str) -> Submitter:
         project_id = session_by_id(session, who, session_id).project_id
         if who.project_id is not None:
             return cls(who, project_id, who.limits)
@@ -78,13 +78,15 @@ class Place:
         return replace(new, key_id=self.who.key_id, user_id=self.who.user_id, project_id=self.project_id)
 
 
-async def accept(service: Service, place: Place, new: NewOperation, *rows: tables.Base, repeat: bool = False) -> str:
-    """`Journal.accept` within the limits of `place`, with its refusals as errors of the API. Neither a `repeat` nor an
-    operation that only spends its number is counted."""
-    new, in_flight = place.sign(new), service.journal.in_flight
+async def accept(
+    service: Service, submitter: Submitter, new: NewOperation, *rows: tables.Base, repeat: bool = False
+) -> str:
+    """`Journal.accept` within the limits of `submitter`, with its refusals as errors of the API. Neither a `repeat` nor
+    an operation that only spends its number is counted."""
+    new, in_flight = submitter.sign(new), service.journal.in_flight
     if not repeat and new.refused is None:
-        await count_tokens(service.rates, place.limits, new.tokens)
-        check_in_flight(place.limits, in_flight, new)
+        await count_tokens(service.rates, submitter.limits, new.tokens)
+        check_in_flight(submitter.limits, in_flight, new)
     try:
         with in_flight.arriving(new):
             return await service.journal.accept(new, *rows)
@@ -127,17 +129,17 @@ async def submit(
     those consume none."""
     seq = check_sequence(address.seq_id, "seq_id", least=1)
 
-    def examine() -> tuple[tables.Run, Place, bool, Checked, ApiError | None]:
+    def examine() -> tuple[tables.Run, Submitter, bool, Checked, ApiError | None]:
         with service.database.read() as session:
             run = own_run(session, who, address.model_id)
-            place = Place.of(session, who, run.session_id)
+            submitter = Submitter.of(session, who, run.session_id)
             repeat = known(session, run.id, seq)
         try:
-            return run, place, repeat, Checked() if repeat else check(run), None
+            return run, submitter, repeat, Checked() if repeat else check(run), None
         except ApiError as error:
-            return run, place, repeat, Checked(), error
+            return run, submitter, repeat, Checked(), error
 
-    run, place, repeat, checked, refused = await run_in_threadpool(examine)
+    run, submitter, repeat, checked, refused = await run_in_threadpool(examine)
     new = NewOperation(
         org_id=who.org_id,
         session_id=run.session_id,
@@ -151,7 +153,7 @@ async def submit(
         plan=checked.plan,
         refused=refused.detail if refused is not None else None,
     )
-    request_id = await accept(service, place, new, repeat=repeat)
+    request_id = await accept(service, submitter, new, repeat=repeat)
     if refused is not None:
         refused.request_id = request_id
     return UntypedAPIFuture(request_id=request_id, model_id=run.id), refused

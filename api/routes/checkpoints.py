@@ -120,7 +120,7 @@ async def _set_public(service: Service, who: Principal, path: CheckpointPath, pu
 async def set_ttl(
     run_id: str, kind: str, name: str, request: Request, service: ServiceDep, who: PrincipalDep
 ) -> SetTtlResponse:
-    """Let a checkpoint expire so many seconds from now, or (null) never."""
+    """Let a checkpoint expire in `ttl_seconds` from now, or (null) never."""
     path = _path(run_id, kind, name)
     body = await read_json(request, SetTtlRequest)
     return SetTtlResponse(expires_at=await expire(service, who, path, body.ttl_seconds))

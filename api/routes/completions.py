@@ -1,6 +1,6 @@
 """One poll for all requests of a sampler: which of them have completed. Results are fetched one by one (`futures`).
 
-The poll waits on an event of the journal. Only a target that was never asked for since the server started is looked up
+The poll waits on an event of the journal. Only a feed that was never asked for since the server started is looked up
 in the journal's rows, once.
 """
 
@@ -27,13 +27,13 @@ from api.routes.futures import LONGEST_POLL_S
 from api.state.service import Service, ServiceDep
 from api.who.lookup import plain_id, sampler_by_id, visible
 from api.who.principal import Principal
-from scheduler.journal.completions import CLIENT_STRIDE, Completion, Target
+from scheduler.journal.completions import CLIENT_STRIDE, Completion, FeedKey
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
 
 MAX_ACKNOWLEDGED = 10_000
-#: Results are kept for a day at most (`scheduler.journal.results`); what ended before has no news for anybody.
+#: Results are kept for a day at most (`scheduler.journal.results`); what ended before is not reported.
 LOOK_BACK = timedelta(hours=24)
 #: A row is written a little before its completion gets a cursor.
 SLACK = timedelta(seconds=60)
@@ -77,13 +77,13 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
     told = body.retrieved_request_ids
     if len(told) > MAX_ACKNOWLEDGED:
         raise Invalid(f"retrieved_request_ids: {len(told)} ids, the limit is {MAX_ACKNOWLEDGED}")
-    target = Target(who.org_id, body.target.sampling_session_id, body.target.cloned_sampler_id)
+    key = FeedKey(who.org_id, body.target.sampling_session_id, body.target.cloned_sampler_id)
     journal = service.journal
-    followed = journal.completions.follows(target)
+    followed = journal.completions.follows(key)
     if not followed or who.project_id is not None:  # the journal knows organisations only
-        await service.read(lambda session: sampler_by_id(session, who, target.sampler_id))
+        await service.read(lambda session: sampler_by_id(session, who, key.sampler_id))
     if not followed:
-        await _follow(service, target, body.prev_cursor)
+        await _follow(service, key, body.prev_cursor)
     if who.project_id is not None and told:
         told = await service.read(lambda session: _seen(session, who, told))
     service.fetched.note(who.org_id, filter(plain_id, told))
@@ -94,7 +94,7 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
     if body.timeout is not None:
         wait_s = max(0.0, min(wait_s, body.timeout))
     nothing: tuple[list[Completion], int] = ([], body.prev_cursor)
-    found, cursor = await service.polls.hold(journal.completions.after(target, body.prev_cursor, wait_s), nothing)
+    found, cursor = await service.polls.hold(journal.completions.after(key, body.prev_cursor, wait_s), nothing)
     answer = _Answer([_shown(completion) for completion in found], cursor)
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
@@ -117,22 +117,22 @@ def _shown(completion: Completion) -> _Finished | _Failed:
     return _Finished(completion.request_id, completion.size_bytes)
 
 
-async def _follow(service: Service, target: Target, cursor: int) -> None:
-    """Follow a target, with what completed of it before."""
-    service.journal.completions.follow(target)
+async def _follow(service: Service, key: FeedKey, cursor: int) -> None:
+    """Follow a feed, with what completed of it before."""
+    service.journal.completions.follow(key)
     since = datetime.now(UTC) - LOOK_BACK
     if cursor:
         since = max(since, datetime.fromtimestamp(cursor / 1e6, UTC) - SLACK)
-    first = target.client * CLIENT_STRIDE
+    first = key.client * CLIENT_STRIDE
     row = tables.Operation
 
     def read(session: Session) -> list[Completion]:
-        mine = (row.lane == target.sampler_id, row.seq >= first, row.seq < first + CLIENT_STRIDE)
+        mine = (row.lane == key.sampler_id, row.seq >= first, row.seq < first + CLIENT_STRIDE)
         query = select(row.id, row.state, row.result_ref).where(*mine, row.finished_at >= since)
         ended = session.execute(query.order_by(row.finished_at)).all()
         return [Completion(id, _size(service, ref) if state == "done" else None) for id, state, ref in ended]
 
-    service.journal.completions.add(target, await service.read(read))
+    service.journal.completions.add(key, await service.read(read))
 
 
 def _size(service: Service, ref: str | None) -> int | None:

@@ -1,4 +1,4 @@
-"""API keys, for those who manage them: admins manage all keys of their organisation, everybody else his own.
+"""API keys, for those who manage them: admins manage all keys of their organisation, everybody else their own.
 
 A secret is in exactly one answer, that of the request which made it.
 """
@@ -155,7 +155,7 @@ def _check_owner(session: Session, org_id: str, user_id: str | None, project_id:
 def _check_power(
     session: Session, who: Principal, user_id: str | None, project_id: str | None, scopes: Iterable[str]
 ) -> None:
-    """Whoever holds the secret of a key may do what the key may: nobody gets one that may more than he."""
+    """The holder of a key's secret may do what the key may: nobody gets a key that may do more than they may."""
     role = "owner" if user_id is None else people.membership(session, who.org_id, user_id).role
     power = effective(role, scopes) - (BEYOND_A_PROJECT if project_id is not None else frozenset())
     if not power <= who.scopes:

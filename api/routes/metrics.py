@@ -1,4 +1,4 @@
-"""Curves of runs: logged by users, drawn by the console and by whoever asks.
+"""Curves of runs: logged by users, drawn by the console and by clients.
 
 A point carries no more than a name, a step and a number. How often is bounded per organisation, how many per run."""
 

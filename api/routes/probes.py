@@ -1,4 +1,4 @@
-"""For whoever watches the processes: `/healthz` says that this one answers, `/readyz` that it can take requests. Both
+"""For what watches the processes: `/healthz` says that this one answers, `/readyz` that it can take requests. Both
 without a key, and they tell nothing about anybody."""
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from api.errors import Invalid, quote
 from api.http.access import LOOKING, declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import INLINE_BYTES, parse_json, read_body, read_json
-from api.operations.submit import Place, accept, known
+from api.operations.submit import Submitter, accept, known
 from api.paths import parse_path
 from api.state.service import Service, ServiceDep
 from api.who.lookup import plain_id, readable_checkpoint, run_of, sampler_by_id, sees, served_model
@@ -78,15 +78,15 @@ async def asample(request: Request, service: ServiceDep, who: PrincipalDep, prio
     seq = check_sequence(body.seq_id, "seq_id", most=MAX_SAMPLE_SEQUENCE)
     sampler_id = body.sampling_session_id
 
-    def read(session: Session) -> tuple[tables.Sampler, Place, bool]:
+    def read(session: Session) -> tuple[tables.Sampler, Submitter, bool]:
         row = sampler_by_id(session, who, sampler_id)
-        return row, Place.of(session, who, row.session_id), known(session, row.id, seq)
+        return row, Submitter.of(session, who, row.session_id), known(session, row.id, seq)
 
-    sampler, place, repeat = await service.read(read)
+    sampler, submitter, repeat = await service.read(read)
     served_model(service.cards, sampler.base_model, "sampling_session_id")
     check = partial(_checked, service, body, sampler, seq, priority)
     new = await run_in_threadpool(check) if large else check()
-    request_id = await accept(service, place, new, repeat=repeat)
+    request_id = await accept(service, submitter, new, repeat=repeat)
     sequences = [sequence_id(request_id, sample) for sample in range(body.num_samples)]
     return UntypedAPIFuture(request_id=request_id, sample_sequence_ids=sequences)
 

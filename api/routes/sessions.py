@@ -87,7 +87,7 @@ async def create_session(request: Request, service: ServiceDep, who: PrincipalDe
 async def session_heartbeat(request: Request, service: ServiceDep, who: PrincipalDep) -> SessionHeartbeatResponse:
     """Keeps a session alive. 410 once it has ended is how its clients learn of it."""
     body = await read_json(request, SessionHeartbeatRequest)
-    await service.presence.beat(who, body.session_id)
+    await service.liveness.beat(who, body.session_id)
     return SessionHeartbeatResponse()
 
 
@@ -110,7 +110,7 @@ async def finish_session(session_id: str, request: Request, service: ServiceDep,
         return runs_of(session, [row.id])
 
     runs = await service.database.write(write)
-    service.presence.ended([session_id])
+    service.liveness.ended([session_id])
     for run_id in runs:
         service.journal.close_run(run_id)
     return StatusResponse(status="finished")

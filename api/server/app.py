@@ -92,7 +92,7 @@ def create_app(
             with suppress(asyncio.CancelledError):
                 await house
             await machines.stop()
-            await holder.presence.flush()
+            await holder.liveness.flush()
             await holder.last_used.flush()
             await holder.fetched.flush()
 

@@ -28,7 +28,7 @@ async def keep_house(service: Service) -> None:
     while True:
         await asyncio.sleep(min(ROUND_S, idle_s / 4))
         try:
-            await service.presence.flush()
+            await service.liveness.flush()
             await service.last_used.flush()
             await service.fetched.flush()
             if asyncio.get_running_loop().time() - started > min(GRACE_S, idle_s):
@@ -48,7 +48,7 @@ async def reap(service: Service, now: datetime | None = None) -> list[str]:
         return ended, runs_of(session, ended)
 
     ended, runs = await service.database.write(write)
-    service.presence.ended(ended)
+    service.liveness.ended(ended)
     for run_id in runs:
         service.journal.close_run(run_id)
     if ended:

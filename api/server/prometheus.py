@@ -1,6 +1,6 @@
 """Prometheus' /metrics, in its text format, on a port of its own (`metrics_port` in the settings).
 
-Base units, no labels of tenants, runs or keys: those are unbounded, and whoever may read this port may not read their
+Base units, no labels of tenants, runs or keys: those are unbounded, and a reader of this port may not read their
 names. What belongs to one run is at /api/v1/weft/runs/{run_id}/health.
 """
 

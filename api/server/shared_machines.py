@@ -11,10 +11,10 @@ from typing import Any
 from billing.prices import PriceList
 from scheduler.cluster.answers import SampleAnswers
 from scheduler.cluster.election import Leadership
-from scheduler.cluster.leader import Shared
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.cluster.shared_limits import BacklogBoard
-from scheduler.links.broadcasts import Ended, Listener, News
+from scheduler.cluster.term import Shared
+from scheduler.links.broadcasts import Broadcasts, Ended, Listener
 from scheduler.links.contract import QueueUnreachable
 from scheduler.links.redis_queue import RedisQueue
 from scheduler.links.sample_link import worker_name
@@ -33,7 +33,7 @@ class SharedMachines:
     def __init__(self, settings: Settings, database: Database, blobs: Blobs, prices: PriceList) -> None:
         self._settings = settings
         self._threads = ThreadPoolExecutor(THREADS, "carrier")
-        self._news, self._queue = News(settings.redis_url), RedisQueue(settings.redis_url)
+        self._broadcasts, self._queue = Broadcasts(settings.redis_url), RedisQueue(settings.redis_url)
         self._board = BacklogBoard(settings.redis_url)
         limits, self._name = settings.limits, worker_name("api")
         self.journal = SharedJournal(
@@ -44,7 +44,7 @@ class SharedMachines:
             limits.max_queued_bytes_per_org,
             name=self._name,
             queue=self._queue,
-            news=self._news,
+            broadcasts=self._broadcasts,
             board=self._board,
             threads=self._threads,
             waiting_of=self._waiting_of,
@@ -56,7 +56,7 @@ class SharedMachines:
             blobs,
             prices,
             self._queue,
-            self._news,
+            self._broadcasts,
             self._threads,
             self.journal,
             settings.trainer.pass_tokens,
@@ -91,7 +91,7 @@ class SharedMachines:
         await asyncio.to_thread(self._threads.shutdown)
         with suppress(QueueUnreachable):
             self._board.leave(self._name)
-        for client in (self._queue, self._news, self._board):
+        for client in (self._queue, self._broadcasts, self._board):
             client.close()
 
     def stats(self) -> dict[str, Any]:
@@ -108,9 +108,9 @@ class SharedMachines:
         term = self._leadership.term
         return term.journal.waiting(op_id) if term is not None else None
 
-    def _on_end(self, news: Ended, stamp: int) -> None:
+    def _on_end(self, end: Ended, stamp: int) -> None:
         with suppress(RuntimeError):  # the loop has closed meanwhile
-            self._loop.call_soon_threadsafe(self.journal.heard, news, stamp)
+            self._loop.call_soon_threadsafe(self.journal.heard, end, stamp)
 
     def _on_gap(self) -> None:
         with suppress(RuntimeError):

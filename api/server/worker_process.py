@@ -43,7 +43,7 @@ class WorkerProgram:
 
 
 class WorkerProcess:
-    """`link` is the server's end of the link; whoever takes it closes it. Raises OSError when it cannot be started.
+    """`link` is the server's end of the link; the caller closes it. Raises OSError when it cannot be started.
 
     Started by the main thread: where the kernel kills a worker with its parent, that is the thread which started it."""
 

@@ -32,7 +32,7 @@ class _Seen:
     written: bool = False
 
 
-class Presence:
+class Liveness:
     """The sessions that were heard of since the last flush. Lives in the event loop."""
 
     def __init__(self, database: Database, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:

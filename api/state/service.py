@@ -15,7 +15,7 @@ from weft.wire import LimitsResponse
 from api.checks.limits import limits_of
 from api.state.fetched import Fetched
 from api.state.last_used import LastUsed
-from api.state.liveness import Presence
+from api.state.liveness import Liveness
 from api.state.polls import LongPolls
 from api.state.rates import LocalRates, Rates
 from api.state.telemetry import Telemetry
@@ -65,8 +65,8 @@ class Service:
         return Tokens(self.secret, self.settings.jwt_life_s)
 
     @cached_property
-    def presence(self) -> Presence:
-        return Presence(self.database)
+    def liveness(self) -> Liveness:
+        return Liveness(self.database)
 
     @cached_property
     def last_used(self) -> LastUsed:

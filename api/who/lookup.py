@@ -93,7 +93,7 @@ def checkpoint_at(session: Session, who: Principal, path: CheckpointPath) -> tab
 def readable_checkpoint(
     session: Session, who: Principal, path: CheckpointPath, access_token: str | None = None
 ) -> tables.Checkpoint:
-    """A checkpoint to load, copy or sample from: one that `who` sees, or whoever has the API key `access_token`, or
+    """A checkpoint to load, copy or sample from: one that `who` sees, or the owner of the API key `access_token`, or
     published by anybody."""
     with unrestricted(session):
         lender = _lender(session, access_token) if access_token is not None else who
@@ -106,7 +106,7 @@ def readable_checkpoint(
 
 
 def _lender(session: Session, access_token: str) -> Principal:
-    """Who lends weights to whoever shows a key of theirs."""
+    """The principal of a key that was sent along to lend weights."""
     lender = principal_of(session, find(session, access_token))
     if lender is None or not lender.scopes & _LENDING:
         raise Invalid(
@@ -116,7 +116,7 @@ def _lender(session: Session, access_token: str) -> Principal:
 
 
 def run_of(session: Session, checkpoint: tables.Checkpoint) -> tables.Run:
-    """The run of a checkpoint that was found readable, whoever it belongs to."""
+    """The run of a checkpoint that was found readable, in any organisation."""
     with unrestricted(session):
         return session.get_one(tables.Run, checkpoint.run_id)
 

@@ -1,5 +1,6 @@
-"""What a member may change: what he has made himself, with this key or another of his. Admins change everything of
-their organisation, and so do keys of the organisation itself. Looking, sampling and copying change nothing.
+"""What a member may change: what they have made themselves, with this key or another of theirs. Admins change
+everything of their organisation, and so do keys of the organisation itself. Looking, sampling and copying change
+nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def own_session(session: Session, who: Principal, session_id: str) -> tables.Ses
     row = session_by_id(session, who, session_id)
     if not _is_own(who, row):
         raise Forbidden(
-            f"session {row.id} is somebody else's, and a member changes only what is his: use a session of your own "
+            f"session {row.id} is somebody else's, and a member changes only their own: use a session of your own "
             "(weights of other runs can be loaded, copied and sampled), or ask an admin"
         )
     return row
@@ -47,10 +48,10 @@ def own_checkpoint(session: Session, who: Principal, path: CheckpointPath) -> ta
 
 
 def own_operation(session: Session, who: Principal, request_id: str) -> tables.Operation:
-    """An operation, to be cancelled by `who`: one that he asked for."""
+    """An operation, to be cancelled by `who`: one that they asked for."""
     row = operation_by_id(session, who, request_id)
     if not _is_own(who, row):
-        raise Forbidden(f"request {row.id} is somebody else's, and a member cancels only what he has asked for")
+        raise Forbidden(f"request {row.id} is somebody else's, and a member cancels only what they have asked for")
     return row
 
 

@@ -70,7 +70,7 @@ _URN = "weft:key:"
 
 
 def owner_urn(key_id: int) -> str:
-    """The name of whoever holds a key, as clients see it."""
+    """The name of a key's owner, as clients see it."""
     return f"{_URN}{key_id}"
 
 

@@ -15,7 +15,7 @@ from weft.future import APIFuture, Pending, background
 from weft.runs.sampler import Sampler, SamplerHandle, join_sampler
 from weft.runs.session import JoinedSession, Session
 from weft.tokenizer import fetch_tokenizer, load_tokenizer
-from weft.transport.completions import Completions
+from weft.transport.completions import CompletionPoll
 from weft.transport.http import Call, Endpoint, Transport, encode, parse, resolve_endpoint
 from weft.transport.poll import fetch_result
 from weft.transport.retry import RetryPolicy
@@ -58,7 +58,7 @@ class SamplingClient(Pending["SamplingClient"]):
         self._policy = policy
         self._record = record_stability_info
         self._numbers = itertools.count()
-        self._completions: Completions | None = None
+        self._completions: CompletionPoll | None = None
         self._sampler = background().run(made)
         self._made = background().run(self._ready())
 
@@ -187,7 +187,7 @@ class SamplingClient(Pending["SamplingClient"]):
         sampler = await self._get_sampler()
         one_poll = self._session.config.sample_use_retrieve_futures
         if one_poll and self._completions is None:
-            self._completions = Completions(self._session.transport, sampler.id, sampler.clone)
+            self._completions = CompletionPoll(self._session.transport, sampler.id, sampler.clone)
         async with contextlib.nullcontext() if one_poll else self._session.sample_slots:
             for _ in range(MAX_REDRAWS):
                 seq_id = sampler.seq_of(next(self._numbers))

@@ -8,7 +8,7 @@ import uuid
 from datetime import UTC, datetime
 
 from scheduler.cluster import fence
-from scheduler.cluster.leader import BEAT_S, Shared, Term
+from scheduler.cluster.term import BEAT_S, Shared, Term
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from scheduler.journal.rows import from_row
 from scheduler.journal.samplers import Samplers
 from scheduler.journal.storing import Storing
 from scheduler.journal.training import Training
-from scheduler.journal.weights import charges_of
+from scheduler.journal.weights import expected_costs_of
 from scheduler.links.messages import Done
 from scheduler.order.operations import Operation, Waiting
 from store import tables
@@ -54,7 +54,7 @@ class LeadingJournal:
         self._database, self._meters, self._announce = database, meters, announce
         self._storing = Storing(database, blobs, room)
         recorder = DatabaseRecorder(database, blobs, prices, room, Answers(database, blobs), Samplers(database))
-        weight = charges_of(database).weight
+        weight = expected_costs_of(database).weight
         self.training = Training(database, blobs, self._storing, FencedRecorder(recorder), weight, self._ended)
 
     def recover(self) -> None:

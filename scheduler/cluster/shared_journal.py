@@ -2,7 +2,7 @@
 
 A replica accepts operations, which the database makes durable, and tells how they ended, which the database knows.
 Samples go through the shared queue: generators lease them, and whichever replica comes first settles their answers. The
-operations of runs go to the replica that leads (`scheduler.cluster.leader`). What Redis carries may be lost at any
+operations of runs go to the replica that leads (`scheduler.cluster.term`). What Redis carries may be lost at any
 time: the leader finds in the database what is accepted and queued nowhere.
 """
 
@@ -21,11 +21,11 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from billing.prices import PriceList
-from scheduler.cluster.completions import SharedCompletions
+from scheduler.cluster.completions import SharedFeeds
 from scheduler.cluster.shared_limits import BacklogBoard, SharedBacklog, SharedInFlight
-from scheduler.journal.acceptance import Intake
+from scheduler.journal.acceptance import Acceptance
 from scheduler.journal.admission import Admission
-from scheduler.journal.completions import Completion, Target
+from scheduler.journal.completions import Completion, FeedKey
 from scheduler.journal.meters import Meters
 from scheduler.journal.outcomes import Answers
 from scheduler.journal.recording import DatabaseRecorder
@@ -33,8 +33,8 @@ from scheduler.journal.rows import from_row
 from scheduler.journal.samplers import Samplers
 from scheduler.journal.sampling import item_of, message_of
 from scheduler.journal.storing import Storing
-from scheduler.journal.weights import charges_of
-from scheduler.links.broadcasts import Accepted, Ended, News
+from scheduler.journal.weights import expected_costs_of
+from scheduler.links.broadcasts import Accepted, Broadcasts, Ended
 from scheduler.links.contract import FairQueue, QueueUnreachable
 from scheduler.links.messages import Done, Failure, OpKind
 from scheduler.order.operations import (
@@ -55,7 +55,7 @@ from store.room import Room
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Whoever waits for an outcome looks into the database this often, should the news of it have been lost.
+#: Clients that wait for an outcome look into the database this often, in case its broadcast was lost.
 LOOK_AGAIN_S = 5.0
 #: How often replicas tell each other what they have queued.
 EXCHANGE_S = 1.0
@@ -67,7 +67,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass
 class _Waiters:
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
     count: int = 0
 
 
@@ -85,12 +85,12 @@ class SharedJournal:
         *,
         name: str,
         queue: FairQueue,
-        news: News,
+        broadcasts: Broadcasts,
         board: BacklogBoard,
         threads: Executor,
         waiting_of: Callable[[str], Waiting | None],
     ) -> None:
-        self.completions = SharedCompletions(news.reserve)
+        self.completions = SharedFeeds(broadcasts.reserve)
         self.meters = Meters()
         self.in_flight = SharedInFlight(database)
         self.answers = Answers(database, blobs)
@@ -99,8 +99,8 @@ class SharedJournal:
         self.reachable: Callable[[], bool] = lambda: True  # Redis, as far as this replica knows
         self.generators: dict[str, float] = {}  # counts over all generators, as they were lately
         self._database, self._blobs = database, blobs
-        self._charges = charges_of(database)
-        self._name, self._queue, self._news, self._threads = name, queue, news, threads
+        self._costs = expected_costs_of(database)
+        self._name, self._queue, self._broadcasts, self._threads = name, queue, broadcasts, threads
         self._waiting_of = waiting_of
         self._board = board
         self._backlog = SharedBacklog(max_queued_per_org, max_queued_bytes_per_org)
@@ -108,8 +108,8 @@ class SharedJournal:
         room = Room(blobs.root)
         self._storing = Storing(database, blobs, room)
         self._recorder = DatabaseRecorder(database, blobs, prices, room, self.answers, self.samplers)
-        intake = Intake(database, blobs, prices)
-        self._admission = Admission(intake, room, self._backlog, self.in_flight, self.answers, self.meters, self)
+        acceptance = Acceptance(database, blobs, prices)
+        self._admission = Admission(acceptance, room, self._backlog, self.in_flight, self.answers, self.meters, self)
         self._open = self._admission.open
 
     # ---- accepting, and the `Queues` of its admission
@@ -147,13 +147,13 @@ class SharedJournal:
     async def push(self, ops: Sequence[Operation]) -> None:
         """Put samples into the shared queue, which knows those that are there already."""
         for op in ops:
-            op.charged = self._charges.expected(op)
+            op.charged = self._costs.expected(op)
             sampler = self.samplers.facts(op.lane)
-            item = item_of(op, sampler, self._charges.weight(op.org_id), _encode(message_of(op, sampler)))
+            item = item_of(op, sampler, self._costs.weight(op.org_id), _encode(message_of(op, sampler)))
             await self.reach(self._queue.push, item)
 
     async def _tell(self, note: Accepted) -> None:
-        await self.reach(self._news.accepted, note)
+        await self.reach(self._broadcasts.accepted, note)
 
     async def reach(self, call: Callable[..., T], *arguments: Any) -> T | None:
         """Call a carrier. When it cannot be reached, nothing is lost: the leader looks into the database."""
@@ -175,7 +175,7 @@ class SharedJournal:
         waiters.count += 1
         try:
             while True:
-                waiters.news.clear()
+                waiters.changed.clear()
                 found = await self.run(self._look, org_id, request_id)
                 if not isinstance(found, Operation):
                     return found
@@ -183,7 +183,7 @@ class SharedJournal:
                 if left <= 0:
                     return await self._why(found)
                 try:
-                    await asyncio.wait_for(waiters.news.wait(), min(left, LOOK_AGAIN_S))
+                    await asyncio.wait_for(waiters.changed.wait(), min(left, LOOK_AGAIN_S))
                 except TimeoutError:
                     continue
         finally:
@@ -209,41 +209,42 @@ class SharedJournal:
         place = f"; about {ahead} pieces of work are ahead of it in fair order" if ahead else ""
         return Waiting("active", f"waiting for a generator{place}")
 
-    # ---- news
+    # ---- broadcasts
 
-    def heard(self, news: Ended, stamp: int) -> None:
+    def heard(self, end: Ended, stamp: int) -> None:
         """An operation has ended, on whichever replica."""
-        op = self._open.get(news.op_id)
+        op = self._open.get(end.op_id)
         if op is not None and not op.settling:
             self._admission.forget(op)
-        waiters = self._waiters.get(news.op_id)
+        waiters = self._waiters.get(end.op_id)
         if waiters is not None:
-            waiters.news.set()
-        if news.kind == SAMPLE:
-            target = Target.of(news.org_id, news.lane, news.seq)
-            self.completions.heard(target, Completion(news.op_id, news.size_bytes), stamp)
+            waiters.changed.set()
+        if end.kind == SAMPLE:
+            key = FeedKey.of(end.org_id, end.lane, end.seq)
+            self.completions.heard(key, Completion(end.op_id, end.size_bytes), stamp)
 
     def missed(self) -> None:
-        """Some news may have been lost: everybody looks into the database again."""
+        """Some broadcasts may have been lost: everybody looks into the database again."""
         self.completions.clear()
         for waiters in self._waiters.values():
-            waiters.news.set()
+            waiters.changed.set()
 
     async def look_after(self) -> None:
-        """For as long as the server runs: tell again what was accepted here and has ended; its news may be lost."""
+        """For as long as the server runs: tell again what was accepted here and has ended; its broadcast may be
+        lost."""
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
             try:
                 known = [op.id for op in self._open.values() if not op.settling]
                 await self.tell_again(await self.run(self._ended_of, known))
-                self.generators = await self.reach(self._news.generators) or self.generators
+                self.generators = await self.reach(self._broadcasts.generators) or self.generators
             except Exception:
                 log.exception("cannot see what has ended; looking again")
 
     async def tell_again(self, rows: Sequence[tables.Operation]) -> None:
         for row in rows:
             size = self._size(row.result_ref) if row.state == "done" else None
-            await self.reach(self._news.ended, Ended(row.id, row.org_id, row.lane, row.seq, row.kind, size))
+            await self.reach(self._broadcasts.ended, Ended(row.id, row.org_id, row.lane, row.seq, row.kind, size))
 
     async def exchange_backlogs(self) -> None:
         """For as long as the server runs: limits hold for all replicas together."""
@@ -292,12 +293,12 @@ class SharedJournal:
 
     def corrected(self, op: Operation, done: Done) -> int:
         """The tokens that a sample has used beyond what it was charged; fewer, if negative."""
-        return self._charges.ended(op, done.facts)
+        return self._costs.ended(op, done.facts)
 
     async def announce(self, op: Operation) -> None:
         """Tell every replica that `op` has its outcome."""
         size = len(op.outcome.payload) if op.outcome is not None and op.outcome.error is None else None
-        await self.reach(self._news.ended, Ended(op.id, op.org_id, op.lane, op.seq, str(op.kind), size))
+        await self.reach(self._broadcasts.ended, Ended(op.id, op.org_id, op.lane, op.seq, str(op.kind), size))
 
     async def flush(self) -> None:
         """Wait until everything that was begun is stored and told."""
@@ -316,7 +317,7 @@ class SharedJournal:
         if await self.reach(self._queue.remove, op.id):
             await self.end(op, Done(op.id, failure=Failure("cancelled before it started", "user")))
         elif (worker := await self.reach(self._queue.holder, op.id)) is not None:
-            await self.reach(self._news.cancel, worker, op.id)
+            await self.reach(self._broadcasts.cancel, worker, op.id)
 
     def close_run(self, run_id: str) -> None:
         self._storing.in_background(self._tell(Accepted(closed_run=run_id)))

@@ -69,7 +69,7 @@ class Taking:
     others: tuple[tables.Base, ...] = ()
 
 
-class Intake:
+class Acceptance:
     def __init__(self, database: Database, blobs: Blobs, prices: PriceList) -> None:
         self._database = database
         self._blobs = blobs

@@ -11,7 +11,7 @@ from typing import Protocol
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from scheduler.journal.acceptance import Intake
+from scheduler.journal.acceptance import Acceptance
 from scheduler.journal.backlog import Backlog
 from scheduler.journal.in_flight import InFlight
 from scheduler.journal.meters import Meters
@@ -43,7 +43,7 @@ class Queues(Protocol):
 class Admission:
     def __init__(
         self,
-        intake: Intake,
+        acceptance: Acceptance,
         room: Room,
         backlog: Backlog,
         in_flight: InFlight,
@@ -51,7 +51,7 @@ class Admission:
         meters: Meters,
         queues: Queues,
     ) -> None:
-        self._intake, self._room, self._queues = intake, room, queues
+        self._acceptance, self._room, self._queues = acceptance, room, queues
         self._backlog, self._in_flight = backlog, in_flight
         self._answers, self._meters = answers, meters
         self.open: dict[str, Operation] = {}  # accepted and not ended
@@ -59,11 +59,11 @@ class Admission:
     async def accept(self, new: NewOperation, rows: tuple[tables.Base, ...]) -> str:
         """`OperationJournal.accept`."""
         try:
-            request_id = await self._intake.known(new, maybe_stored=self._queues.maybe_stored(new))
+            request_id = await self._acceptance.known(new, maybe_stored=self._queues.maybe_stored(new))
             if request_id is None:
                 op = await self._take(new, rows)
         except IntegrityError:  # somebody has accepted it: another replica just now, or this one without knowing it
-            request_id = await self._intake.known(new, maybe_stored=True)
+            request_id = await self._acceptance.known(new, maybe_stored=True)
             if request_id is None:
                 raise
         except (OSError, OperationalError, PoolTimeout) as error:
@@ -85,7 +85,7 @@ class Admission:
         self._room.check()
         self._backlog.take(new.org_id, len(new.body))
         try:
-            return await self._intake.take(new, rows)
+            return await self._acceptance.take(new, rows)
         except BaseException:
             self._backlog.release(new.org_id, len(new.body))
             raise
@@ -117,5 +117,5 @@ class Admission:
         if self.open.pop(op.id, None) is not None:
             self._in_flight.remove(op)
         self._backlog.release(op.org_id, op.body_bytes)
-        self._intake.forget(op)
+        self._acceptance.forget(op)
         op.finished.set()

@@ -1,6 +1,6 @@
 """What has completed of each sampler's requests, for clients that wait for all of them with one poll.
 
-A feed is of one target: a sampler and one client of it. Only targets somebody has asked for are kept; what they missed
+A feed is of one key: a sampler and one client of it. Only keys somebody has asked for are kept; what they missed
 before comes from the journal's rows (`api.routes.completions`). An event has a cursor, which only grows: microseconds
 of the clock, so that a cursor from before a restart still says where its client stands. Asking for what is after a
 cursor forgets what is not. Lives in one event loop.
@@ -16,23 +16,23 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-#: Clients of one sampler number their requests in blocks of so many.
+#: Clients of one sampler number their requests in blocks of this size.
 CLIENT_STRIDE = 1_000_000_000
-#: Completions that one answer names at most.
+#: CompletionFeeds that one answer names at most.
 MAX_EVENTS = 2000
-#: Targets that are kept; the one that was asked for longest ago is forgotten first, and read anew when it comes back.
-MAX_TARGETS = 4096
+#: Feeds that are kept; the one that was asked for longest ago is forgotten first, and read anew when it comes back.
+MAX_FEEDS = 4096
 
 
 @dataclass(frozen=True)
-class Target:
+class FeedKey:
     org_id: str
     sampler_id: str
     client: int
 
     @staticmethod
-    def of(org_id: str, sampler_id: str, seq: int) -> Target:
-        return Target(org_id, sampler_id, seq // CLIENT_STRIDE)
+    def of(org_id: str, sampler_id: str, seq: int) -> FeedKey:
+        return FeedKey(org_id, sampler_id, seq // CLIENT_STRIDE)
 
 
 @dataclass(frozen=True)
@@ -43,72 +43,72 @@ class Completion:
     size_bytes: int | None
 
 
-class Completions(Protocol):
+class CompletionFeeds(Protocol):
     """The feeds of this process: what completes here, or of what it hears from all."""
 
-    def follows(self, target: Target) -> bool: ...
+    def follows(self, key: FeedKey) -> bool: ...
 
-    def follow(self, target: Target) -> None:
-        """Keep what completes of this target from now on."""
+    def follow(self, key: FeedKey) -> None:
+        """Keep what completes of this key from now on."""
 
-    def add(self, target: Target, completions: Iterable[Completion]) -> None:
+    def add(self, key: FeedKey, completions: Iterable[Completion]) -> None:
         """What the journal's rows say that `follow` came too late for; what is known already is not repeated."""
 
-    async def after(self, target: Target, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
+    async def after(self, key: FeedKey, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
         """What has completed since `cursor`, waiting at most `timeout_s` while that is nothing, and the new cursor."""
 
 
 @dataclass
 class _Feed:
     events: deque[tuple[int, Completion]] = field(default_factory=deque)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: int = 0
 
 
 class Feeds:
-    """Events by target. Whoever adds one gives its cursor."""
+    """Events by key. Whoever adds one gives its cursor."""
 
     def __init__(self) -> None:
-        self._feeds: OrderedDict[Target, _Feed] = OrderedDict()
+        self._feeds: OrderedDict[FeedKey, _Feed] = OrderedDict()
 
-    def follows(self, target: Target) -> bool:
-        return target in self._feeds
+    def follows(self, key: FeedKey) -> bool:
+        return key in self._feeds
 
-    def follow(self, target: Target) -> None:
-        self._feeds.setdefault(target, _Feed())
-        idle = [t for t, feed in self._feeds.items() if not feed.waiters and t != target]
-        for other in idle[: max(0, len(self._feeds) - MAX_TARGETS)]:
+    def follow(self, key: FeedKey) -> None:
+        self._feeds.setdefault(key, _Feed())
+        idle = [t for t, feed in self._feeds.items() if not feed.waiters and t != key]
+        for other in idle[: max(0, len(self._feeds) - MAX_FEEDS)]:
             del self._feeds[other]
 
-    def unknown(self, target: Target, completions: Iterable[Completion]) -> list[Completion]:
+    def unknown(self, key: FeedKey, completions: Iterable[Completion]) -> list[Completion]:
         """Those of which nothing is told yet."""
-        known = {completion.request_id for _, completion in self._feeds[target].events}
+        known = {completion.request_id for _, completion in self._feeds[key].events}
         return [completion for completion in completions if completion.request_id not in known]
 
-    def append(self, target: Target, cursor: int, completion: Completion) -> None:
-        feed = self._feeds.get(target)
+    def append(self, key: FeedKey, cursor: int, completion: Completion) -> None:
+        feed = self._feeds.get(key)
         if feed is not None:
             feed.events.append((cursor, completion))
-            feed.news.set()
+            feed.changed.set()
 
-    def prepend(self, target: Target, events: list[tuple[int, Completion]]) -> None:
+    def prepend(self, key: FeedKey, events: list[tuple[int, Completion]]) -> None:
         """Events from before all that are there."""
-        feed = self._feeds[target]
+        feed = self._feeds[key]
         feed.events.extendleft(reversed(events))
-        feed.news.set()
+        feed.changed.set()
 
     def clear(self) -> None:
-        """Forget every target, and have its clients ask again."""
+        """Forget every key, and have its clients ask again."""
         feeds = list(self._feeds.values())
         self._feeds.clear()
         for feed in feeds:
-            feed.news.set()
+            feed.changed.set()
 
-    async def after(self, target: Target, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
-        feed = self._feeds.get(target)
+    async def after(self, key: FeedKey, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
+        feed = self._feeds.get(key)
         if feed is None:
             return [], cursor
-        self._feeds.move_to_end(target)
+        self._feeds.move_to_end(key)
         while feed.events and feed.events[0][0] <= cursor:
             feed.events.popleft()
         if not feed.events and timeout_s > 0:
@@ -117,10 +117,10 @@ class Feeds:
         return [completion for _, completion in events], events[-1][0] if events else cursor
 
     async def _wait(self, feed: _Feed, timeout_s: float) -> None:
-        feed.news.clear()
+        feed.changed.clear()
         feed.waiters += 1
         try:
-            await asyncio.wait_for(feed.news.wait(), timeout_s)
+            await asyncio.wait_for(feed.changed.wait(), timeout_s)
         except TimeoutError:
             pass
         finally:
@@ -131,7 +131,7 @@ def _now_us() -> int:
     return time.time_ns() // 1000
 
 
-class LocalCompletions:
+class LocalFeeds:
     """What completes in this process. Cursors are of its clock."""
 
     def __init__(self, now_us: Callable[[], int] = _now_us) -> None:
@@ -139,21 +139,21 @@ class LocalCompletions:
         self._last = 0
         self._feeds = Feeds()
 
-    def follows(self, target: Target) -> bool:
-        return self._feeds.follows(target)
+    def follows(self, key: FeedKey) -> bool:
+        return self._feeds.follows(key)
 
-    def follow(self, target: Target) -> None:
-        self._feeds.follow(target)
+    def follow(self, key: FeedKey) -> None:
+        self._feeds.follow(key)
 
-    def add(self, target: Target, completions: Iterable[Completion]) -> None:
-        for completion in self._feeds.unknown(target, completions):
-            self.publish(target, completion)
+    def add(self, key: FeedKey, completions: Iterable[Completion]) -> None:
+        for completion in self._feeds.unknown(key, completions):
+            self.publish(key, completion)
 
-    def publish(self, target: Target, completion: Completion) -> None:
+    def publish(self, key: FeedKey, completion: Completion) -> None:
         """A request has ended, and its outcome can be had."""
-        if self._feeds.follows(target):
+        if self._feeds.follows(key):
             self._last = max(self._last + 1, self._now_us())
-            self._feeds.append(target, self._last, completion)
+            self._feeds.append(key, self._last, completion)
 
-    async def after(self, target: Target, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
-        return await self._feeds.after(target, cursor, timeout_s)
+    async def after(self, key: FeedKey, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
+        return await self._feeds.after(key, cursor, timeout_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from scheduler.journal.completions import Completions
+from scheduler.journal.completions import CompletionFeeds
 from scheduler.journal.in_flight import InFlight
 from scheduler.journal.meters import Meters
 from scheduler.journal.outcomes import Answers
@@ -22,7 +22,7 @@ class OperationJournal(Protocol):
     @property
     def in_flight(self) -> InFlight: ...
     @property
-    def completions(self) -> Completions: ...
+    def completions(self) -> CompletionFeeds: ...
     @property
     def answers(self) -> Answers: ...
 

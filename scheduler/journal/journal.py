@@ -17,10 +17,10 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from billing.prices import PriceList
-from scheduler.journal.acceptance import Intake
+from scheduler.journal.acceptance import Acceptance
 from scheduler.journal.admission import Admission
 from scheduler.journal.backlog import LocalBacklog
-from scheduler.journal.completions import Completion, LocalCompletions, Target
+from scheduler.journal.completions import Completion, FeedKey, LocalFeeds
 from scheduler.journal.in_flight import LocalInFlight
 from scheduler.journal.meters import Meters
 from scheduler.journal.outcomes import Answers
@@ -30,7 +30,7 @@ from scheduler.journal.samplers import Samplers
 from scheduler.journal.sampling import item_of
 from scheduler.journal.storing import Storing
 from scheduler.journal.training import Training, in_line, moves_samplers, under_way
-from scheduler.journal.weights import charges_of
+from scheduler.journal.weights import expected_costs_of
 from scheduler.links.messages import Done, OpKind
 from scheduler.order.local_queue import LocalQueue
 from scheduler.order.operations import (
@@ -67,23 +67,23 @@ class Journal:
         room: Room | None = None,
     ) -> None:
         self.sample_queue = LocalQueue(time.monotonic)
-        self.completions = LocalCompletions()
+        self.completions = LocalFeeds()
         self.meters = Meters()
         self.in_flight = LocalInFlight()
         self.answers = Answers(database, blobs)
         self.samplers = Samplers(database)
         self.draining = False
         self._database = database
-        self._charges = charges_of(database)
+        self._costs = expected_costs_of(database)
         self._room = room = room or Room(blobs.root)
         self._storing = Storing(database, blobs, room)
         self._recorder = DatabaseRecorder(database, blobs, prices, room, self.answers, self.samplers)
         self.training = Training(
-            database, blobs, self._storing, self._recorder, self._charges.weight, self._training_ended
+            database, blobs, self._storing, self._recorder, self._costs.weight, self._training_ended
         )
         self.desks = self.training.desks
         self._admission = Admission(
-            Intake(database, blobs, prices),
+            Acceptance(database, blobs, prices),
             room,
             LocalBacklog(max_queued_per_org, max_queued_bytes_per_org),
             self.in_flight,
@@ -140,8 +140,8 @@ class Journal:
             log.warning("%s; again in %.1f s", self._room.refused(error), READ_AGAIN_S)
             self._storing.in_background(self._queue_later(op))
             return
-        op.charged = self._charges.expected(op)
-        self.sample_queue.push(item_of(op, sampler, self._charges.weight(op.org_id)))
+        op.charged = self._costs.expected(op)
+        self.sample_queue.push(item_of(op, sampler, self._costs.weight(op.org_id)))
 
     async def _queue_later(self, op: Operation) -> None:
         await asyncio.sleep(READ_AGAIN_S)
@@ -187,7 +187,7 @@ class Journal:
         op.settling = True
         op.timings.done(datetime.now(UTC))
         if done.failure is None:
-            self.sample_queue.correct(op.path, self._charges.ended(op, done.facts))
+            self.sample_queue.correct(op.path, self._costs.ended(op, done.facts))
         self._storing.in_background(self._settle(op, done))
 
     async def _settle(self, op: Operation, done: Done) -> None:
@@ -198,7 +198,7 @@ class Journal:
         self._storing.drop_body(op)
         self._admission.end(op)
         size_bytes = len(op.outcome.payload) if op.outcome.error is None else None
-        self.completions.publish(Target.of(op.org_id, op.lane, op.seq), Completion(op.id, size_bytes))
+        self.completions.publish(FeedKey.of(op.org_id, op.lane, op.seq), Completion(op.id, size_bytes))
 
     def _training_ended(self, op: Operation) -> None:
         ok = op.outcome is not None and op.outcome.error is None

@@ -50,7 +50,7 @@ def _queries() -> Iterator[tuple[InstrumentedAttribute[str] | Any, Select[Any]]]
 
 
 def broken_because(session: Session, run_id: str, reason: str) -> str:
-    """What whoever uses a run is told that cannot be had as it was: why, and what is left of it."""
+    """What the user of a broken run is told: why it is broken, and which checkpoint is left of it."""
     checkpoint = tables.Checkpoint
     saved = select(checkpoint.name).where(checkpoint.run_id == run_id, checkpoint.kind == "weights")
     with unrestricted(session):
@@ -63,5 +63,5 @@ def broken_because(session: Session, run_id: str, reason: str) -> str:
 
 
 def nothing_left(run_id: str, reason: str, remedy: str = "Go on from its last checkpoint, if it has one") -> str:
-    """The same for whoever knows the remedy."""
+    """The same, with a remedy that the caller knows."""
     return f"run {run_id} cannot be rebuilt as it was and does nothing more: {reason}. {remedy}"[:4096]

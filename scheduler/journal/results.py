@@ -1,10 +1,10 @@
-"""How long results are kept: each for a while, and of each organisation so many bytes. Called by a job
+"""How long results are kept: each for a while, up to a number of bytes for each organisation. Called by a job
 (`scheduler.jobs.housekeeping`).
 
 A result that its client was given goes soon after; one that nobody asked for stays a day. Beyond the limit of an
 organisation those that were fetched go first, then the oldest. `operations.result_bytes` is set while a result is kept:
 the blob is deleted before the row says so, so a sweep that dies leaves nothing behind that the next one would miss. An
-operation without its blob is `Gone` for whoever asks again (`scheduler.journal.outcomes`).
+operation without its blob is `Gone` when it is asked for again (`scheduler.journal.outcomes`).
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def _new_checkpoint(
 
 
 def _note(session: Session, op: Operation, event: str, path: str, now: datetime, **detail: Any) -> None:
-    """Into the audit log, as done by whoever made the session."""
+    """Into the audit log, as done by the maker of the session."""
     key_id = session.scalar(select(tables.Session.key_id).where(tables.Session.id == op.session_id))
     detail |= {"model_id": op.lane, "base_model": op.base_model, "session_id": op.session_id}
     audit.record(session, org_id=op.org_id, key_id=key_id, event=event, target=path, detail=detail, at=now)

@@ -1,6 +1,6 @@
 """The runs that this process has in hand: what trainers may take of them, and how their operations end.
 
-The embedded service has all runs here, of several replicas the one that leads has them (`scheduler.cluster.leader`).
+The embedded service has all runs here, of several replicas the one that leads has them (`scheduler.cluster.term`).
 The trainer's desk takes work out of `queue` and brings answers back through `finish`. Lives in one event loop.
 """
 

@@ -1,4 +1,4 @@
-"""Versions of a run's policy in the database: how far it is, for whoever takes over runs that were told of elsewhere;
+"""Versions of a run's policy in the database: how far it is, for a process that takes over runs;
 and which one an operation drew from or made, for the health of the run."""
 
 from __future__ import annotations

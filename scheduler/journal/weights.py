@@ -6,12 +6,12 @@ import time
 
 from sqlalchemy.exc import OperationalError
 
-from scheduler.order.expected_cost import Charges
+from scheduler.order.expected_cost import ExpectedCosts
 from store import tables
 from store.db import Transactions
 
 
-def charges_of(database: Transactions) -> Charges:
+def expected_costs_of(database: Transactions) -> ExpectedCosts:
     """By the weights in this database."""
 
     def weight(org_id: str) -> int:
@@ -22,4 +22,4 @@ def charges_of(database: Transactions) -> Charges:
         except OperationalError:  # what was accepted is queued, whether or not the database is there just now
             return 1
 
-    return Charges(weight, time.monotonic)
+    return ExpectedCosts(weight, time.monotonic)

@@ -1,5 +1,5 @@
 """What processes tell each other at once, over Redis: that operations were accepted and have ended, and what workers
-must hear. All of it may be lost; whoever needs it for certain looks into the database now and then.
+must hear. All of it may be lost; what must be known for certain is also looked up in the database now and then.
 
 Each end of an operation gets a stamp, microseconds of Redis' clock that only grow, so that a client's cursor means the
 same on every replica (`scheduler.journal.completions`).
@@ -71,7 +71,7 @@ _to_worker = msgspec.msgpack.Decoder(ToWorker)
 _accepted = msgspec.msgpack.Decoder(Accepted)
 
 
-class News:
+class Broadcasts:
     """Sending, and the leader's mailbox. Callable from any thread; raises QueueUnreachable."""
 
     def __init__(self, url: str) -> None:
@@ -81,17 +81,17 @@ class News:
         self._latest = 0  # stamp that was taken here: a Redis that has lost everything does not go back behind it
         self._stamp = self._redis.register_script(_STAMP)
 
-    def ended(self, news: Ended) -> None:
+    def ended(self, end: Ended) -> None:
         with reaching():
-            self._take_stamps(1, _encode(news))
+            self._take_stamps(1, _encode(end))
 
     def reserve(self, stamps: int) -> int:
-        """The first of so many stamps, all later than those of everything that was told before."""
+        """Reserve `count` stamps, all later than those of everything that was told before; returns the first."""
         with reaching():
             return self._take_stamps(stamps, b"")
 
-    def _take_stamps(self, stamps: int, news: bytes) -> int:
-        found: Any = self._stamp(keys=[f"{_ENDED}:stamp"], args=[stamps, _ENDED, news, self._latest])
+    def _take_stamps(self, stamps: int, message: bytes) -> int:
+        found: Any = self._stamp(keys=[f"{_ENDED}:stamp"], args=[stamps, _ENDED, message, self._latest])
         first = int(found)
         self._latest = max(self._latest, first + stamps - 1)
         return first

@@ -31,7 +31,7 @@ LIVES = 3
 MAX_ASIDE = 256
 #: What holding the adapter is worth, as a share of a worker's slots.
 HEAD_START = 0.25
-#: An item is left to the worker that holds its adapter for so long; then whoever comes takes it.
+#: For how long an item is left to the worker that holds its adapter, before any worker may take it.
 LEFT_S = 0.05
 #: Adapters remembered of one worker; those used longest ago are forgotten.
 REMEMBERED = 1024
@@ -40,7 +40,7 @@ TAKEN_S = 15.0
 
 
 def weights_of(path: Path, organisation: int) -> list[int]:
-    """What each flow on a path weighs, its organisation weighing so much."""
+    """The weight of each flow on a path; `organisation` is the weight of its organisation."""
     weights = [1] * len(path)
     if len(path) > _PRIORITY:
         weights[_PRIORITY] = PRIORITY_SHARES.get(path[_PRIORITY], 1)
@@ -103,7 +103,7 @@ class FairQueue(Protocol):
         """Queue an item at the end of its path. False when its id is known already."""
 
     def correct(self, path: Path, tokens: int) -> None:
-        """What was served from `path` has used so many tokens more than it was charged; fewer, if negative."""
+        """What was served from `path` has used `tokens` more than it was charged (fewer, if negative)."""
 
     def peek(self, prefix: Path = ()) -> str | None:
         """The id that is next at or below `prefix`."""

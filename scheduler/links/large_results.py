@@ -16,29 +16,29 @@ INLINE_BYTES = 1 << 16
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Parcel(msgspec.Struct, frozen=True):
+class LargeResult(msgspec.Struct, frozen=True):
     message: FromTrainer | FromGenerator
     payload_ref: str = ""
 
 
-_decode = msgspec.msgpack.Decoder(Parcel).decode
+_decode = msgspec.msgpack.Decoder(LargeResult).decode
 
 
 def pack(message: FromTrainer | FromGenerator, blobs: Blobs) -> bytes:
     """QueueUnreachable when the folder that all share takes nothing for now."""
     if not isinstance(message, Done) or len(message.payload) <= INLINE_BYTES:
-        return _encode(Parcel(message))
+        return _encode(LargeResult(message))
     ref = f"handoff/{message.op_id}.{secrets.token_hex(4)}"
     try:
         blobs.put(ref, message.payload)
     except OSError as error:
         raise QueueUnreachable(f"the result of {message.op_id} cannot be handed over: {error}") from error
-    return _encode(Parcel(msgspec.structs.replace(message, payload=b""), ref))
+    return _encode(LargeResult(msgspec.structs.replace(message, payload=b""), ref))
 
 
-def unpack(parcel: bytes, blobs: Blobs) -> tuple[FromTrainer | FromGenerator, str]:
+def unpack(packed: bytes, blobs: Blobs) -> tuple[FromTrainer | FromGenerator, str]:
     """The message, and the blob to delete once it is dealt with ("" for none)."""
-    found = _decode(parcel)
+    found = _decode(packed)
     if not found.payload_ref or not isinstance(found.message, Done):
         return found.message, ""
     return msgspec.structs.replace(found.message, payload=blobs.get(found.payload_ref)), found.payload_ref

@@ -1,7 +1,7 @@
 """How policies move, over Redis: from the replica that leads to every generator, in the order of each run.
 
 The leader alone writes. It knows the policies of its runs from the database (`scheduler.journal.versions`) and from
-what it settles, keeps the newest of each run in Redis, and tells it to whoever listens. The script stores before it
+what it settles, keeps the newest of each run in Redis, and publishes it. The script stores before it
 tells: a generator that leases a sample reads the newest policy with it, and hears what comes later. A message carries
 all that is known of a run, and the number of the operation that moved it last; nobody goes back to an earlier one. What
 Redis has lost, or could not be told, is told again.
@@ -80,7 +80,7 @@ class Followed:
             return op
         self._runs[op.op_id] = op.run_id
         if newest is not None:
-            self.news(newest)
+            self.hear(newest)
         moved = self._told.get(op.run_id)
         if moved is None:
             return op
@@ -92,8 +92,8 @@ class Followed:
         if run_id is not None and run_id not in self._runs.values():
             self._told.pop(run_id, None)
 
-    def news(self, moved: PolicyMoved) -> bool:
-        """Whether this is to be told: it is of a run that is followed, and newer than what was."""
+    def hear(self, moved: PolicyMoved) -> bool:
+        """Remember it; whether it is new to the generator: it is of a run that is followed, and newer than what was."""
         told = self._told.get(moved.run_id)
         if moved.run_id not in self.runs or (told is not None and (told == moved or told.seq > moved.seq)):
             return False

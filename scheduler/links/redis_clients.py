@@ -11,7 +11,7 @@ Client = redis.Redis
 
 #: A command that takes longer has lost its connection: scripts here take less than a millisecond.
 COMMAND_S = 2.0
-#: Connections of one process; whoever finds none free waits for one.
+#: Connections of one process; a command that finds none free waits for one.
 CONNECTIONS = 32
 #: The longest that a blocking reader waits in one call.
 LONGEST_BLOCK_S = 5.0

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from scheduler.links.broadcasts import Listener, News
+from scheduler.links.broadcasts import Broadcasts, Listener
 from scheduler.links.contract import Lease, QueueUnreachable
 from scheduler.links.large_results import pack
 from scheduler.links.messages import (
@@ -59,7 +59,7 @@ def worker_name(role: str) -> str:
 class SampleLink:
     def __init__(self, url: str, blobs: Blobs) -> None:
         self.name = worker_name("generator")
-        self._queue, self._news, self._blobs = RedisQueue(url), News(url), blobs
+        self._queue, self._broadcasts, self._blobs = RedisQueue(url), Broadcasts(url), blobs
         self._epochs: dict[str, int] = {}  # of what is held
         self._lost: set[str] = set()  # cancelled here because they are not held any more: no answer counts
         self._again: list[Lease] = []  # leased again before their first life here has ended
@@ -85,7 +85,7 @@ class SampleLink:
             self._deliver()
         self._listener.stop()
         self._queue.close()
-        self._news.close()
+        self._broadcasts.close()
         self._board.close()
 
     def send(self, message: Any) -> None:
@@ -101,7 +101,7 @@ class SampleLink:
             case Occupancy(steps, slots_busy, slots_offered, seconds):
                 counts = {"steps": steps, "slots_busy": slots_busy, "slots_offered": slots_offered, "busy_s": seconds}
                 with suppress(QueueUnreachable):
-                    self._news.count(counts)
+                    self._broadcasts.count(counts)
 
     def recv(self, timeout_s: float | None = None) -> SampleWork | Cancel | PolicyMoved | None:
         """Something to do, or None when there is nothing within `timeout_s`."""
@@ -112,7 +112,7 @@ class SampleLink:
                 self._catch_up()
                 while not self._told.empty():
                     told = self._told.get()
-                    if isinstance(told, Cancel) or self._followed.news(told):
+                    if isinstance(told, Cancel) or self._followed.hear(told):
                         return told
                 work = self._take()
                 left = deadline - time.monotonic()

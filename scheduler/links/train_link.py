@@ -1,5 +1,5 @@
-"""The link between a trainer and whoever leads (`scheduler.cluster.leader`), over Redis, under the same messages as
-over a socket pair.
+"""The link between a trainer and the replica that leads (`scheduler.cluster.term`), over Redis, under the same messages
+as over a socket pair.
 
 A trainer finds the leader's token, makes up a link of its own and joins. From then on `up:<link>` and `down:<link>`
 carry the messages; `alive:<link>` is the trainer's sign of life and lasts for LEASE_S. Either end is gone for the other

@@ -31,7 +31,7 @@ class _Lengths:
         self.mean += (tokens - self.mean) * min(1.0, sequences / self.seen)
 
 
-class Charges:
+class ExpectedCosts:
     def __init__(self, read_weight: Callable[[str], int], clock: Callable[[], float]) -> None:
         self._read_weight = read_weight
         self._clock = clock

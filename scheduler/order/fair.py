@@ -76,7 +76,7 @@ class FairTree(Generic[T]):
         return self._serve(self._root, prefix)[0]
 
     def correct(self, path: Path, tokens: int) -> None:
-        """What was served from `path` has used so many tokens more than it was charged; fewer, if negative.
+        """What was served from `path` has used `tokens` more than it was charged (fewer, if negative).
 
         Credit may take a child behind the virtual time. Who came in at the virtual time goes there with it, so that
         nobody who waits for a first turn is overtaken for what others did not use."""

@@ -51,7 +51,7 @@ class Cluster:
         return self.replicas * self.gpus_per_replica + self.trainer_gpus
 
     def step_s(self, sequences: int) -> float:
-        """A decode step of one replica that has so many."""
+        """The time of one decode step of a replica with this many sequences."""
         return self.decode_s + self.decode_s_per_sequence * sequences
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from scheduler.dispatch.handing_out import announce, hand_out
 from scheduler.links.contract import Item, Lease
-from scheduler.order.expected_cost import Charges
+from scheduler.order.expected_cost import ExpectedCosts
 from scheduler.order.fair import FairTree
 from scheduler.order.local_queue import LocalQueue
 from scheduler.simulator.cluster import Cluster
@@ -27,10 +27,10 @@ class Counts:
 
 class Generators:
     def __init__(
-        self, cluster: Cluster, tree: FairTree[str], charges: Charges, done: Callable[[Job, float], None]
+        self, cluster: Cluster, tree: FairTree[str], costs: ExpectedCosts, done: Callable[[Job, float], None]
     ) -> None:
         self._queue = LocalQueue(lambda: self._at_s, tree)
-        self._charges = charges
+        self._costs = costs
         self._done = done
         self._jobs: dict[str, Job] = {}  # in the queue
         self._slots = {f"{i}": Slots(f"{i}", cluster) for i in range(cluster.replicas)}
@@ -44,7 +44,7 @@ class Generators:
 
     def push(self, job: Job, weight: int) -> None:
         op = job.op
-        op.charged = self._charges.expected(op)
+        op.charged = self._costs.expected(op)
         self._jobs[op.id] = job
         self._queue.push(Item(op.id, op.path, op.charged, slots=len(job.lengths), weight=weight, adapter=job.needs))
 
@@ -104,5 +104,5 @@ class Generators:
         facts = {"prefill": job.op.sample.prompt_tokens, "sample": sum(job.lengths)}
         self.counts.sampled_tokens += facts["sample"]
         self._queue.forget(job.op.id)
-        self._queue.correct(job.op.path, self._charges.ended(job.op, facts))
+        self._queue.correct(job.op.path, self._costs.ended(job.op, facts))
         self._done(job, self._at_s)

@@ -1,7 +1,7 @@
 """Many tenants, one cluster, a virtual clock, and the scheduler's own code between them.
 
-`LocalQueue`, `Charges`, `hand_out`, `compose` and `RunLane` are those of the service; only the machines and the clients
-are played. Deterministic for a seed.
+`LocalQueue`, `ExpectedCosts`, `hand_out`, `compose` and `RunLane` are those of the service; only the machines and the
+clients are played. Deterministic for a seed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from billing.tco import pool_usd, usd_per_mtok
 from scheduler.links.contract import Path
-from scheduler.order.expected_cost import Charges
+from scheduler.order.expected_cost import ExpectedCosts
 from scheduler.order.fair import FairTree
 from scheduler.order.lanes import Unit
 from scheduler.simulator.cluster import Cluster
@@ -109,13 +109,13 @@ class Simulation:
         self._number = 0
         self._front_free_s = 0.0
         self.tenants = {f"org{i}": Tenant(f"org{i}", w, Random(seed * 10_007 + i)) for i, w in enumerate(workloads)}
-        charges = Charges(lambda org_id: self.tenants[org_id].workload.weight, lambda: self.now_s)
+        costs = ExpectedCosts(lambda org_id: self.tenants[org_id].workload.weight, lambda: self.now_s)
         self._train_queue: FairTree[Unit] = queue()
-        self._generators = Generators(cluster, queue(), charges, self._sampled)
+        self._generators = Generators(cluster, queue(), costs, self._sampled)
         self._trainer = Trainer(cluster, self._train_queue, self._trained)
 
     def run(self, seconds: float, after_s: float = 0.0) -> Result:
-        """What happens in so much time after `after_s`, or until every tenant's loop has ended."""
+        """What happens in `window_s` after `after_s`, or until every tenant's loop has ended."""
         for tenant in self.tenants.values():
             self._sample(tenant)
         self._play(after_s)

@@ -10,7 +10,7 @@ from weft.wire.sessions import ClientSessionFinished, ClientSessionFinishReason,
 
 from api.errors import SessionEnded
 from api.server.housekeeping import reap
-from api.state.liveness import Presence
+from api.state.liveness import Liveness
 from api.who.principal import Principal
 from store import tables
 from store.db import Database
@@ -92,34 +92,34 @@ class TestPresence:
         before = stored(world, session).last_seen_at
         world.post("session_heartbeat", {"session_id": session})
         assert stored(world, session).last_seen_at == before
-        world.http.portal.call(world.service.presence.flush)  # type: ignore[union-attr]
+        world.http.portal.call(world.service.liveness.flush)  # type: ignore[union-attr]
         assert stored(world, session).last_seen_at > before
 
     def test_an_end_elsewhere_is_noticed_at_the_next_flush(self, world: World) -> None:
         session = world.session()
-        presence = Presence(world.database)
+        liveness = Liveness(world.database)
         who = Principal(stored(world, session).org_id, None)
 
         async def scenario() -> None:
-            await presence.beat(who, session)
+            await liveness.beat(who, session)
             world.post(f"sessions/{session}/finish", FINISHED)
-            await presence.beat(who, session)
-            await presence.flush()
+            await liveness.beat(who, session)
+            await liveness.flush()
             with pytest.raises(SessionEnded):
-                await presence.beat(who, session)
+                await liveness.beat(who, session)
 
         asyncio.run(scenario())
 
     def test_the_silent_are_forgotten(self, world: World) -> None:
         session = world.session()
-        presence = Presence(world.database)
+        liveness = Liveness(world.database)
         who = Principal(stored(world, session).org_id, None)
 
         async def scenario() -> None:
-            await presence.beat(who, session)
-            await presence.flush()
-            await presence.flush()
-            assert presence._seen == {}
+            await liveness.beat(who, session)
+            await liveness.flush()
+            await liveness.flush()
+            assert liveness._seen == {}
 
         asyncio.run(scenario())
 
@@ -143,7 +143,7 @@ class TestReaping:
         world.finish(creation)
         path = world.checkpoint(run, 1)
         world.post("session_heartbeat", {"session_id": alive})
-        world.http.portal.call(world.service.presence.flush)  # type: ignore[union-attr]
+        world.http.portal.call(world.service.liveness.flush)  # type: ignore[union-attr]
         age(world.database, idle, 1.1)
         assert self.reap(world) == []  # it worked a moment ago
         age(world.database, alive, -1)

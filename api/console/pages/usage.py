@@ -80,7 +80,7 @@ def filters(
 
 
 def _check(session: Session, viewer: Viewer, chosen: Filters) -> None:
-    """One run's usage is for whoever sees the run; what the whole organisation spends is not (as in the API)."""
+    """One run's usage is for those who see the run; what the whole organisation spends is not (as in the API)."""
     if viewer.may("billing:read"):
         return
     run_id = dict(chosen.window.match).get("run")

@@ -15,7 +15,7 @@ from weft.transport.retry import Attempts
 from weft.wire.service import FuturesRetrieveRequest, FuturesRetrieveResponse, SamplingSessionFuturesTarget
 
 
-class Completions:
+class CompletionPoll:
     """The requests of one sampler, or of one clone of it. Runs on the background loop."""
 
     def __init__(self, transport: Transport, sampler_id: str, clone: int) -> None:

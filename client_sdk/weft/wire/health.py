@@ -23,7 +23,7 @@ class StallReport(Response):
 class RunHealthResponse(Response):
     """Over the last `window_s` seconds. `trainer_wait` is the share of them in which the trainer computed nothing for
     this run, `generator_occupancy` the share of the server's slots busy with anybody's work, `acceptance` trained
-    tokens for each sampled one, and `staleness` how many sampled tokens were so many optimizer steps old when trained
+    tokens for each sampled one, and `staleness` how many sampled tokens were that many optimizer steps old when trained
     on."""
 
     run_id: str

@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from scheduler.links import train_link
-from scheduler.links.broadcasts import Ended, Listener, News
+from scheduler.links.broadcasts import Broadcasts, Ended, Listener
 from scheduler.links.contract import LEFT_S, LIVES, Item
 from scheduler.links.large_results import INLINE_BYTES, unpack
 from scheduler.links.messages import (
@@ -169,14 +169,14 @@ def test_what_a_generator_lost_is_cancelled_and_its_answer_dropped(
 
 
 def test_a_running_sample_is_cancelled(url: str, sample_link: SampleLink) -> None:
-    queue, news = RedisQueue(url), News(url)
+    queue, broadcasts = RedisQueue(url), Broadcasts(url)
     push(queue, "a")
     sample_link.send(PullSamples(["m"], 4))
     assert isinstance(eventually(lambda: sample_link.recv(0.5)), SampleWork)
-    news.cancel(sample_link.name, "a")
+    broadcasts.cancel(sample_link.name, "a")
     assert eventually(lambda: sample_link.recv(0.5)) == Cancel("a")
     queue.close()
-    news.close()
+    broadcasts.close()
 
 
 def with_trainer(url: str, blobs: Blobs, scenario: Callable[[TrainerLink, LeaderLink], Awaitable[None]]) -> None:
@@ -306,12 +306,12 @@ def test_news_reach_every_listener_with_stamps_that_only_grow(url: str) -> None:
     for listener in listeners:
         listener.start()
         assert listener.connected.wait(10)
-    news = News(url)
+    broadcasts = Broadcasts(url)
     for number in range(3):
-        news.ended(Ended(f"op{number}", "org", "lane", number, "sample", 1))
-    first = news.reserve(1000)
+        broadcasts.ended(Ended(f"op{number}", "org", "lane", number, "sample", 1))
+    first = broadcasts.reserve(1000)
     redis.Redis.from_url(url).flushall()
-    news.ended(Ended("op3", "org", "lane", 3, "sample"))
+    broadcasts.ended(Ended("op3", "org", "lane", 3, "sample"))
     eventually(lambda: all(len(found) == 4 for found in heard))
     assert heard[0] == heard[1]
     stamps = [stamp for _, stamp in heard[0]]
@@ -320,7 +320,7 @@ def test_news_reach_every_listener_with_stamps_that_only_grow(url: str) -> None:
     assert first + 1000 <= stamps[3]
     for listener in listeners:
         listener.stop()
-    news.close()
+    broadcasts.close()
 
 
 def test_a_listener_says_when_redis_is_away_and_that_it_may_have_missed_something() -> None:

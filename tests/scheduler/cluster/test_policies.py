@@ -167,11 +167,11 @@ def test_nobody_goes_back_to_an_earlier_policy(board: PolicyBoard) -> None:
 
 def test_a_generator_is_told_what_is_new_of_the_runs_it_samples() -> None:
     followed, second = Followed(), PolicyMoved("run", 2, "weights/2", 5)
-    assert not followed.news(second)
+    assert not followed.hear(second)
     waited = SampleOp("a", "m", "", 1, "weights/1", run_id="run", inflight=True)
     assert followed.hold(waited, None) == waited
-    assert followed.news(second)
-    assert not followed.news(second)
+    assert followed.hear(second)
+    assert not followed.hear(second)
     late = followed.hold(msgspec.structs.replace(waited, op_id="b"), PolicyMoved("run", 1, "weights/1", 4))
     assert (late.adapter_ref, late.version) == ("weights/2", 2)
     snapshot = followed.hold(msgspec.structs.replace(waited, op_id="c", inflight=False), None)
@@ -180,4 +180,4 @@ def test_a_generator_is_told_what_is_new_of_the_runs_it_samples() -> None:
         followed.drop(op_id)
     assert followed.runs == {"run"}
     followed.drop("c")
-    assert not followed.news(PolicyMoved("run", 3, "", 6))
+    assert not followed.hear(PolicyMoved("run", 3, "", 6))

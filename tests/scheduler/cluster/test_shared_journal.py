@@ -16,15 +16,15 @@ from sqlalchemy import func, select
 
 from api.state.fetched import Fetched
 from billing.prices import load_prices
-from scheduler.cluster import election, fence, leader, policy_desk, shared_journal, shared_limits
+from scheduler.cluster import election, fence, policy_desk, shared_journal, shared_limits
 from scheduler.cluster.answers import SampleAnswers
 from scheduler.cluster.election import Leadership
-from scheduler.cluster.leader import Shared
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.cluster.shared_limits import BacklogBoard
+from scheduler.cluster.term import Shared
 from scheduler.journal.results import FETCHED_LAST, Results
 from scheduler.journal.rows import from_row
-from scheduler.links.broadcasts import Listener, News
+from scheduler.links.broadcasts import Broadcasts, Listener
 from scheduler.links.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork
 from scheduler.links.policies import PolicyBoard
 from scheduler.links.redis_queue import RedisQueue
@@ -61,7 +61,7 @@ def url() -> Iterator[str]:
 class Replica:
     def __init__(self, name: str, database: Database, blobs: Blobs, url: str) -> None:
         self.threads = ThreadPoolExecutor(12)
-        self.news, self.queue, self.board = News(url), RedisQueue(url), BacklogBoard(url)
+        self.broadcasts, self.queue, self.board = Broadcasts(url), RedisQueue(url), BacklogBoard(url)
         self.journal = SharedJournal(
             database,
             blobs,
@@ -70,13 +70,13 @@ class Replica:
             MOST_BYTES,
             name=name,
             queue=self.queue,
-            news=self.news,
+            broadcasts=self.broadcasts,
             board=self.board,
             threads=self.threads,
             waiting_of=lambda op_id: None,
         )
         self.answers = SampleAnswers(self.journal, self.queue, blobs, name)
-        parts = (database, blobs, load_prices(), self.queue, self.news, self.threads, self.journal)
+        parts = (database, blobs, load_prices(), self.queue, self.broadcasts, self.threads, self.journal)
         self.leadership = Leadership(Shared(url, *parts, pass_tokens=100))
         loop = asyncio.get_running_loop()
         self.listener = Listener.of_ends(
@@ -125,8 +125,8 @@ def play(postgres_database: Database, blobs: Blobs, url: str, monkeypatch: pytes
     """Runs a scenario between two replicas, of which none leads yet."""
     redis.Redis.from_url(url).flushall()
     organisation(SimpleNamespace(database=postgres_database))  # type: ignore[arg-type]
-    monkeypatch.setattr(leader, "RESCAN_S", 0.2)
-    for module in (leader, election):
+    monkeypatch.setattr(term, "RESCAN_S", 0.2)
+    for module in (term, election):
         monkeypatch.setattr(module, "BEAT_S", 0.2)
     monkeypatch.setattr(fence, "LEADS_S", 2.0)
     monkeypatch.setattr(shared_journal, "EXCHANGE_S", 0.1)
@@ -426,15 +426,15 @@ def test_lost_news_only_delay(play: Play, url: str, blobs: Blobs, monkeypatch: p
     monkeypatch.setattr(shared_journal, "LOOK_AGAIN_S", 0.3)
 
     async def scenario(one: Replica, two: Replica) -> None:
-        real = News.ended
+        real = Broadcasts.ended
         for replica in (one, two):
-            monkeypatch.setattr(replica.news, "ended", lambda news: None)
+            monkeypatch.setattr(replica.broadcasts, "ended", lambda end: None)
         request_id = await one.journal.accept(sample(0))
         async with generator(url, blobs):
             assert isinstance(await two.result(request_id), Outcome)
         assert one.journal._open.keys() | two.journal._open.keys() <= {request_id}
         for replica in (one, two):
-            monkeypatch.setattr(replica.news, "ended", lambda news, replica=replica: real(replica.news, news))
+            monkeypatch.setattr(replica.broadcasts, "ended", lambda end, replica=replica: real(replica.broadcasts, end))
         await until(lambda: not one.journal._open and not two.journal._open)
         await until(lambda: one.journal._backlog.of("org") == two.journal._backlog.of("org") == (0, 0))
 

@@ -8,14 +8,14 @@ from itertools import count
 import pytest
 
 from scheduler.journal import completions as module
-from scheduler.journal.completions import CLIENT_STRIDE, Completion, LocalCompletions, Target
+from scheduler.journal.completions import CLIENT_STRIDE, Completion, FeedKey, LocalFeeds
 
-TARGET = Target("acme", "s:sample:0", 0)
+TARGET = FeedKey("acme", "s:sample:0", 0)
 
 
-def feed(clock: int = 1000) -> LocalCompletions:
+def feed(clock: int = 1000) -> LocalFeeds:
     ticks = count(clock)
-    made = LocalCompletions(lambda: next(ticks))
+    made = LocalFeeds(lambda: next(ticks))
     made.follow(TARGET)
     return made
 
@@ -25,11 +25,11 @@ def done(name: str) -> Completion:
 
 
 def test_clients_are_told_apart_by_their_numbers() -> None:
-    assert Target.of("acme", "s", 5) == Target("acme", "s", 0)
-    assert Target.of("acme", "s", 3 * CLIENT_STRIDE) == Target("acme", "s", 3)
+    assert FeedKey.of("acme", "s", 5) == FeedKey("acme", "s", 0)
+    assert FeedKey.of("acme", "s", 3 * CLIENT_STRIDE) == FeedKey("acme", "s", 3)
 
 
-async def ids(made: LocalCompletions, cursor: int, timeout_s: float = 0) -> tuple[list[str], int]:
+async def ids(made: LocalFeeds, cursor: int, timeout_s: float = 0) -> tuple[list[str], int]:
     found, after = await made.after(TARGET, cursor, timeout_s)
     return [completion.request_id for completion in found], after
 
@@ -54,7 +54,7 @@ def test_a_waiting_poll_wakes_by_the_event() -> None:
         poll = asyncio.create_task(ids(made, 0, timeout_s=60))
         await asyncio.sleep(0.01)
         assert not poll.done()
-        made.publish(Target("acme", "s:sample:0", 1), done("of another client"))
+        made.publish(FeedKey("acme", "s:sample:0", 1), done("of another client"))
         await asyncio.sleep(0.01)
         assert not poll.done()
         made.publish(TARGET, done("a"))
@@ -65,7 +65,7 @@ def test_a_waiting_poll_wakes_by_the_event() -> None:
 
 
 def test_cursors_grow_when_the_clock_does_not() -> None:
-    made = LocalCompletions(lambda: 7)
+    made = LocalFeeds(lambda: 7)
     made.follow(TARGET)
     for name in "abc":
         made.publish(TARGET, done(name))
@@ -80,13 +80,13 @@ def test_what_was_missed_is_added_once() -> None:
 
 
 def test_only_what_is_followed_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_TARGETS", 2)
+    monkeypatch.setattr(module, "MAX_FEEDS", 2)
     made = feed()
-    made.publish(Target("acme", "other", 0), done("x"))
-    assert not made.follows(Target("acme", "other", 0))
+    made.publish(FeedKey("acme", "other", 0), done("x"))
+    assert not made.follows(FeedKey("acme", "other", 0))
     for name in ("p", "q"):
-        made.follow(Target("acme", name, 0))
-    assert [made.follows(t) for t in (TARGET, Target("acme", "p", 0), Target("acme", "q", 0))] == [False, True, True]
+        made.follow(FeedKey("acme", name, 0))
+    assert [made.follows(t) for t in (TARGET, FeedKey("acme", "p", 0), FeedKey("acme", "q", 0))] == [False, True, True]
 
 
 def test_an_answer_names_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:

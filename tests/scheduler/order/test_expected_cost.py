@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from scheduler.order.expected_cost import WEIGHT_LASTS_S, Charges
+from scheduler.order.expected_cost import WEIGHT_LASTS_S, ExpectedCosts
 from scheduler.order.operations import SAMPLE, Operation
 from scheduler.order.plans import Sample
 
@@ -16,8 +16,8 @@ def sample(session: str = "s", sequences: int = 2, prompt: int = 10, most: int =
     )
 
 
-def charges(weight: int = 1) -> Charges:
-    return Charges(lambda org: weight, lambda: 0.0)
+def charges(weight: int = 1) -> ExpectedCosts:
+    return ExpectedCosts(lambda org: weight, lambda: 0.0)
 
 
 def test_a_first_sample_is_charged_all_it_may_use() -> None:
@@ -56,7 +56,7 @@ def test_what_a_cached_prompt_did_not_cost_is_given_back() -> None:
 
 def test_weights_are_read_again_after_a_while() -> None:
     now, weights = [0.0], iter([1, 5])
-    made = Charges(lambda org: next(weights), lambda: now[0])
+    made = ExpectedCosts(lambda org: next(weights), lambda: now[0])
     assert [made.weight("org"), made.weight("org")] == [1, 1]
     now[0] = WEIGHT_LASTS_S
     assert made.weight("org") == 5

@@ -1,5 +1,5 @@
 """The replica that leads: it owns the runs. Their lanes, the composition of passes and the trainer's desk are the same
-code as in the embedded service; what is accepted elsewhere comes in by `News`, trainers by `train_link`.
+code as in the embedded service; what is accepted elsewhere comes in by `Broadcasts`, trainers by `train_link`.
 
 A new leader rebuilds the journal of runs from the database, as a restarted server does, and its trainer rebuilds the
 runs by replay. It also looks after the shared queue: puts back what dead generators held, and queues again what the
@@ -28,7 +28,7 @@ from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.journal.rows import from_row
 from scheduler.journal.sampling import GAVE_UP
-from scheduler.links.broadcasts import Accepted, News
+from scheduler.links.broadcasts import Accepted, Broadcasts
 from scheduler.links.contract import FairQueue, QueueUnreachable
 from scheduler.links.messages import Done, Failure
 from scheduler.links.policies import PolicyBoard
@@ -56,7 +56,7 @@ class Shared:
     blobs: Blobs
     prices: PriceList
     queue: FairQueue
-    news: News
+    broadcasts: Broadcasts
     threads: Executor
     journal: SharedJournal
     pass_tokens: int
@@ -149,7 +149,7 @@ class Term:
         log.info("%s is gone", name)
 
     async def _hear(self) -> None:
-        note = await self._run(self._shared.news.next_accepted, 1.0)
+        note = await self._run(self._shared.broadcasts.next_accepted, 1.0)
         if note is not None and note.closed_run:
             self.journal.training.close_run(note.closed_run)
         elif note is not None:
@@ -204,7 +204,7 @@ class Term:
     async def _expire(self) -> None:
         expired = await self._run(self._shared.queue.expire)
         if expired.back or expired.given_up:
-            await self._run(self._shared.news.count, {"lost": 1})
+            await self._run(self._shared.broadcasts.count, {"lost": 1})
             log.warning("%d samples were in the hands of a generator that is gone", len(expired.back))
         for op_id in expired.given_up:
             await self._fail(op_id, Failure(GAVE_UP))
