@@ -1,6 +1,6 @@
 """What has completed of each sampler's requests, for clients that wait for all of them with one poll.
 
-A feed is of one key: a sampler and one client of it. Only keys somebody has asked for are kept; what they missed
+A feed is of one sampler and one client of it. Only feeds that a client has asked for are kept; what they missed
 before comes from the journal's rows (`api.routes.completions`). An event has a cursor, which only grows: microseconds
 of the clock, so that a cursor from before a restart still says where its client stands. Asking for what is after a
 cursor forgets what is not. Lives in one event loop.
@@ -18,7 +18,7 @@ from typing import Protocol
 
 #: Clients of one sampler number their requests in blocks of this size.
 CLIENT_STRIDE = 1_000_000_000
-#: CompletionFeeds that one answer names at most.
+#: Completions that one answer names at most.
 MAX_EVENTS = 2000
 #: Feeds that are kept; the one that was asked for longest ago is forgotten first, and read anew when it comes back.
 MAX_FEEDS = 4096
@@ -49,7 +49,7 @@ class CompletionFeeds(Protocol):
     def follows(self, key: FeedKey) -> bool: ...
 
     def follow(self, key: FeedKey) -> None:
-        """Keep what completes of this key from now on."""
+        """Keep what completes of this feed from now on."""
 
     def add(self, key: FeedKey, completions: Iterable[Completion]) -> None:
         """What the journal's rows say that `follow` came too late for; what is known already is not repeated."""
@@ -66,7 +66,7 @@ class _Feed:
 
 
 class Feeds:
-    """Events by key. Whoever adds one gives its cursor."""
+    """Events by key. The caller of `append` gives the cursor."""
 
     def __init__(self) -> None:
         self._feeds: OrderedDict[FeedKey, _Feed] = OrderedDict()

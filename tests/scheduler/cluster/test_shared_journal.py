@@ -16,7 +16,7 @@ from sqlalchemy import func, select
 
 from api.state.fetched import Fetched
 from billing.prices import load_prices
-from scheduler.cluster import election, fence, policy_desk, shared_journal, shared_limits
+from scheduler.cluster import election, fence, policy_desk, shared_journal, shared_limits, term
 from scheduler.cluster.answers import SampleAnswers
 from scheduler.cluster.election import Leadership
 from scheduler.cluster.shared_journal import SharedJournal
