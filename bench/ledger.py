@@ -44,9 +44,9 @@ from billing.prices import load_prices
 from billing.reconcile import check
 from billing.wallets import set_mode
 from migrations.upgrade import migrate
-from scheduler.journal.acceptance import Taking, insert_all
+from scheduler.journal.accepting.acceptance import Taking, insert_all
+from scheduler.journal.ending.settlement import Ending, Settlement
 from scheduler.journal.rows import to_row
-from scheduler.journal.settlement import Ending, Settlement
 from scheduler.links.messages import Done
 from scheduler.order.operations import SAMPLE, Operation, Outcome
 from scheduler.order.plans import Sample

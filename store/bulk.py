@@ -2,7 +2,7 @@
 
 On PostgreSQL many rows travel as one JSON document in one statement, and statements whose results nobody reads go out
 together; SQLite has no round trips, and `executemany` is as fast. For the paths of every operation
-(`scheduler.journal.acceptance`, `scheduler.journal.settlement`, `billing.charges`).
+(`scheduler.journal.accepting.acceptance`, `scheduler.journal.ending.settlement`, `billing.charges`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.commands.places import database_of, refuse, settings_of, where
-from scheduler.journal.references import broken_because
+from scheduler.journal.ending.references import broken_because
 from store import tables
 from store.commit_mark import CommitMark
 

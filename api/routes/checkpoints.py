@@ -40,7 +40,7 @@ from api.who.may_change import own_checkpoint
 from api.who.principal import Principal
 from api.who.session_search import text_values
 from billing import storage
-from scheduler.journal.references import in_use
+from scheduler.journal.ending.references import in_use
 from store import audit, tables
 from store.blobs import Damaged
 

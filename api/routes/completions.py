@@ -27,13 +27,13 @@ from api.routes.futures import LONGEST_POLL_S
 from api.state.service import Service, ServiceDep
 from api.who.lookup import plain_id, sampler_by_id, visible
 from api.who.principal import Principal
-from scheduler.journal.completions import CLIENT_STRIDE, Completion, FeedKey
+from scheduler.journal.ending.completions import CLIENT_STRIDE, Completion, FeedKey
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
 
 MAX_ACKNOWLEDGED = 10_000
-#: Results are kept for a day at most (`scheduler.journal.results`); what ended before is not reported.
+#: Results are kept for a day at most (`scheduler.journal.ending.results`); what ended before is not reported.
 LOOK_BACK = timedelta(hours=24)
 #: A row is written a little before its completion gets a cursor.
 SLACK = timedelta(seconds=60)

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from billing.alerts import MoneyGauges
 from billing.wallets import NUSD_PER_USD
-from scheduler.journal.meters import BOUNDS_S, Histogram, Meters
+from scheduler.journal.ending.meters import BOUNDS_S, Histogram, Meters
 
 #: A request for metrics has no body and few headers.
 MAX_REQUEST_BYTES = 16 * 1024

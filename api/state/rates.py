@@ -22,7 +22,7 @@ from api.errors import RateLimited
 
 if TYPE_CHECKING:
     from api.who.principal import Principal, RateLimit
-    from scheduler.journal.in_flight import InFlight
+    from scheduler.journal.accepting.in_flight import InFlight
     from scheduler.order.operations import NewOperation
 
 PERIOD_S = 60.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from scheduler.journal.completions import Completion, FeedKey, Feeds
+from scheduler.journal.ending.completions import Completion, FeedKey, Feeds
 from scheduler.links.contract import QueueUnreachable
 
 #: Stamps for what one look into the database may find.

@@ -11,12 +11,12 @@ from sqlalchemy.orm import Session
 
 from billing.prices import PriceList
 from scheduler.cluster.fence import Fenced, Superseded
-from scheduler.journal.meters import Meters
-from scheduler.journal.outcomes import Answers
-from scheduler.journal.recording import DatabaseRecorder, Ended, Recorder
+from scheduler.journal.ending.meters import Meters
+from scheduler.journal.ending.outcomes import Answers
+from scheduler.journal.ending.recording import DatabaseRecorder, Ended, Recorder
 from scheduler.journal.recovery import recover_run, recover_runs
 from scheduler.journal.rows import from_row
-from scheduler.journal.samplers import Samplers
+from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.storing import Storing
 from scheduler.journal.training import Training
 from scheduler.journal.weights import expected_costs_of

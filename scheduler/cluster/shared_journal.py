@@ -23,15 +23,15 @@ from sqlalchemy.orm import Session
 from billing.prices import PriceList
 from scheduler.cluster.completions import SharedFeeds
 from scheduler.cluster.shared_limits import BacklogBoard, SharedBacklog, SharedInFlight
-from scheduler.journal.acceptance import Acceptance
-from scheduler.journal.admission import Admission
-from scheduler.journal.completions import Completion, FeedKey
-from scheduler.journal.meters import Meters
-from scheduler.journal.outcomes import Answers
-from scheduler.journal.recording import DatabaseRecorder
+from scheduler.journal.accepting.acceptance import Acceptance
+from scheduler.journal.accepting.admission import Admission
+from scheduler.journal.ending.completions import Completion, FeedKey
+from scheduler.journal.ending.meters import Meters
+from scheduler.journal.ending.outcomes import Answers
+from scheduler.journal.ending.recording import DatabaseRecorder
 from scheduler.journal.rows import from_row
-from scheduler.journal.samplers import Samplers
-from scheduler.journal.sampling import item_of, message_of
+from scheduler.journal.samples.samplers import Samplers
+from scheduler.journal.samples.sampling import item_of, message_of
 from scheduler.journal.storing import Storing
 from scheduler.journal.weights import expected_costs_of
 from scheduler.links.broadcasts import Accepted, Broadcasts, Ended

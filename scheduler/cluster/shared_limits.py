@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 
 from sqlalchemy import ColumnElement, and_, case, distinct, func, select
 
-from scheduler.journal.backlog import LocalBacklog
-from scheduler.journal.in_flight import LocalInFlight, Work
+from scheduler.journal.accepting.backlog import LocalBacklog
+from scheduler.journal.accepting.in_flight import LocalInFlight, Work
 from scheduler.links.redis_clients import pooled
 from scheduler.links.redis_queue import reaching
 from scheduler.order.operations import SAMPLE
@@ -135,7 +135,7 @@ class SharedInFlight:
 
 
 def _owner(scope: str, id: str) -> ColumnElement[bool]:
-    """The operations that count for `scope` `id` (`scheduler.journal.in_flight`)."""
+    """The operations that count for `scope` `id` (`scheduler.journal.accepting.in_flight`)."""
     if scope == "key":
         return _row.key_id == int(id)
     if scope == "project":

@@ -27,7 +27,7 @@ from scheduler.cluster.policy_desk import PolicyDesk
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.journal.rows import from_row
-from scheduler.journal.sampling import GAVE_UP
+from scheduler.journal.samples.sampling import GAVE_UP
 from scheduler.links.broadcasts import Accepted, Broadcasts
 from scheduler.links.contract import FairQueue, QueueUnreachable
 from scheduler.links.messages import Done, Failure

@@ -14,7 +14,7 @@ from typing import Any
 
 from scheduler.dispatch.handing_out import Offer, announce, hand_out
 from scheduler.journal.journal import Journal
-from scheduler.journal.sampling import GAVE_UP, message_of, samples_of
+from scheduler.journal.samples.sampling import GAVE_UP, message_of, samples_of
 from scheduler.links.contract import Lease
 from scheduler.links.messages import (
     Cancel,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from scheduler.jobs.reaper import Reaper
 from scheduler.jobs.registry import JobContext, Result, job
-from scheduler.journal.results import Results
+from scheduler.journal.ending.results import Results
 
 #: One per data folder and process: it remembers what the last round found unneeded.
 _REAPERS: dict[Path, Reaper] = {}

@@ -15,8 +15,8 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from billing import storage
-from scheduler.journal.references import all_in_use
-from scheduler.journal.results import RESULTS_LAST
+from scheduler.journal.ending.references import all_in_use
+from scheduler.journal.ending.results import RESULTS_LAST
 from store import audit, tables
 from store.blobs import Blobs
 from store.db import Database
@@ -55,7 +55,7 @@ class Reaper:
     def sweep(self) -> list[str]:
         """Delete the files that nothing needs. Returns what was deleted.
 
-        Most results went before (`scheduler.journal.results`): here are those that no row speaks of."""
+        Most results went before (`scheduler.journal.ending.results`): here are those that no row speaks of."""
         weights = {f"weights/{path.name}" for path in self._listed("weights")}
         snapshots = {f"runs/{path.name}": path.name for path in self._listed("runs")}
         bodies = {path.name: path for path in self._old("ops/*", RESULTS_LAST)}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from scheduler.journal.completions import CompletionFeeds
-from scheduler.journal.in_flight import InFlight
-from scheduler.journal.meters import Meters
-from scheduler.journal.outcomes import Answers
+from scheduler.journal.accepting.in_flight import InFlight
+from scheduler.journal.ending.completions import CompletionFeeds
+from scheduler.journal.ending.meters import Meters
+from scheduler.journal.ending.outcomes import Answers
 from scheduler.order.operations import Gone, NewOperation, Outcome, Waiting
 from store import tables
 

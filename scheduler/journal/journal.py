@@ -17,17 +17,17 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from billing.prices import PriceList
-from scheduler.journal.acceptance import Acceptance
-from scheduler.journal.admission import Admission
-from scheduler.journal.backlog import LocalBacklog
-from scheduler.journal.completions import Completion, FeedKey, LocalFeeds
-from scheduler.journal.in_flight import LocalInFlight
-from scheduler.journal.meters import Meters
-from scheduler.journal.outcomes import Answers
-from scheduler.journal.recording import DatabaseRecorder
+from scheduler.journal.accepting.acceptance import Acceptance
+from scheduler.journal.accepting.admission import Admission
+from scheduler.journal.accepting.backlog import LocalBacklog
+from scheduler.journal.accepting.in_flight import LocalInFlight
+from scheduler.journal.ending.completions import Completion, FeedKey, LocalFeeds
+from scheduler.journal.ending.meters import Meters
+from scheduler.journal.ending.outcomes import Answers
+from scheduler.journal.ending.recording import DatabaseRecorder
 from scheduler.journal.rows import from_row
-from scheduler.journal.samplers import Samplers
-from scheduler.journal.sampling import item_of
+from scheduler.journal.samples.samplers import Samplers
+from scheduler.journal.samples.sampling import item_of
 from scheduler.journal.storing import Storing
 from scheduler.journal.training import Training, in_line, moves_samplers, under_way
 from scheduler.journal.weights import expected_costs_of

@@ -14,8 +14,8 @@ from sqlalchemy.orm import Session
 
 from scheduler.journal.journal import Journal
 from scheduler.journal.rows import from_row, plan_of
+from scheduler.journal.samples.versions import policy_of
 from scheduler.journal.training import Training
-from scheduler.journal.versions import policy_of
 from scheduler.links.messages import MUTATING, OpKind, RunSpec, Snapshot
 from scheduler.order.lanes import RunLane
 from scheduler.order.operations import INTERACTIVE, SAMPLE, Operation

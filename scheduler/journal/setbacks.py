@@ -14,7 +14,7 @@ from typing import Protocol
 from sqlalchemy import update
 from sqlalchemy.exc import SQLAlchemyError
 
-from scheduler.journal.references import broken_because, nothing_left
+from scheduler.journal.ending.references import broken_because, nothing_left
 from scheduler.journal.storing import Storing
 from scheduler.links.messages import SetAside
 from scheduler.order.fair import FairTree

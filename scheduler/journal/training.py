@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from sqlalchemy import Update, update
 
-from scheduler.journal.recording import Recorder
+from scheduler.journal.ending.recording import Recorder
 from scheduler.journal.setbacks import Setbacks
 from scheduler.journal.storing import Storing
 from scheduler.links.messages import MUTATING, SAVES, Done, Failure, OpKind, PolicyMoved, Snapshot

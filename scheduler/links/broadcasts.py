@@ -2,7 +2,7 @@
 must hear. All of it may be lost; what must be known for certain is also looked up in the database now and then.
 
 Each end of an operation gets a stamp, microseconds of Redis' clock that only grow, so that a client's cursor means the
-same on every replica (`scheduler.journal.completions`).
+same on every replica (`scheduler.journal.ending.completions`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """How policies move, over Redis: from the replica that leads to every generator, in the order of each run.
 
-The leader alone writes. It knows the policies of its runs from the database (`scheduler.journal.versions`) and from
-what it settles, keeps the newest of each run in Redis, and publishes it. The script stores before it
-tells: a generator that leases a sample reads the newest policy with it, and hears what comes later. A message carries
-all that is known of a run, and the number of the operation that moved it last; nobody goes back to an earlier one. What
-Redis has lost, or could not be told, is told again.
+The leader alone writes. It knows the policies of its runs from the database (`scheduler.journal.samples.versions`) and
+from what it settles, keeps the newest of each run in Redis, and publishes it. The script stores before it tells: a
+generator that leases a sample reads the newest policy with it, and hears what comes later. A message carries all that
+is known of a run, and the number of the operation that moved it last; nobody goes back to an earlier one. What Redis
+has lost, or could not be told, is told again.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Computed from the journal's rows of a recent window, so it is the same on every replica and after a restart. A run's
 samples are those of its samplers. Staleness is counted in tokens: a row says which version of the policy each was drawn
-from (`scheduler.journal.versions`), and the version that it was trained by is taken to be that of the first
+from (`scheduler.journal.samples.versions`), and the version that it was trained by is taken to be that of the first
 forward_backward accepted after the sample had ended.
 """
 

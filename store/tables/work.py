@@ -111,7 +111,8 @@ class Operation(Base):
     __table_args__ = (
         UniqueConstraint("lane", "seq"),
         Index("ix_operations_state_lane", "state", "lane"),
-        # All that `scheduler.journal.results` asks of the results that are still kept, without a look at their rows.
+        # All that `scheduler.journal.ending.results` asks of the results that are still kept, without a look at their
+        # rows.
         Index(
             "ix_operations_kept",
             *("org_id", "fetched_at", "finished_at", "result_bytes"),
@@ -146,4 +147,6 @@ class Operation(Base):
     accepted_at: Mapped[datetime]
     finished_at: Mapped[datetime | None] = mapped_column(index=True)
     timings: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.order.timings
-    policy: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.journal.versions.row_of
+    policy: Mapped[dict[str, Any] | None] = mapped_column(
+        JSON(none_as_null=True)
+    )  # scheduler.journal.samples.versions.row_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from weft.wire import FuturesRetrieveResponse
 
-from scheduler.journal.completions import CLIENT_STRIDE, LocalFeeds
+from scheduler.journal.ending.completions import CLIENT_STRIDE, LocalFeeds
 from scheduler.links.messages import Done, Failure
 from tests.api.conftest import World
 from tests.api.test_sampling import sample, sampler

@@ -10,8 +10,8 @@ import pytest
 
 from api.state import fetched
 from api.state.fetched import Fetched
-from scheduler.journal.outcomes import result_ref
-from scheduler.journal.results import FETCHED_LAST, Results
+from scheduler.journal.ending.outcomes import result_ref
+from scheduler.journal.ending.results import FETCHED_LAST, Results
 from store.blobs import Blobs
 from store.db import Database
 from store.settings import Settings

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 from api.server.prometheus import metrics_server, render
 from billing.alerts import MoneyGauges
-from scheduler.journal.meters import BOUNDS_S, Meters
+from scheduler.journal.ending.meters import BOUNDS_S, Meters
 from scheduler.order.operations import Operation, Outcome
 from scheduler.order.plans import BODY_ONLY
 from scheduler.order.timings import Stretch

@@ -15,7 +15,7 @@ from billing.charges import Charge, settle
 from billing.prices import KINDS, PriceList, load_prices
 from billing.reconcile import check
 from billing.wallets import Mode, set_mode
-from scheduler.journal.acceptance import Taking, insert_all
+from scheduler.journal.accepting.acceptance import Taking, insert_all
 from store import tables
 from store.db import Database
 

@@ -107,7 +107,9 @@ def test_a_commit_that_fails_moves_nothing(till: Till, step: str, monkeypatch: p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"{'billing.charges' if step == 'end' else 'scheduler.journal.acceptance'}.insert_rows", stop)
+        patched.setattr(
+            f"{'billing.charges' if step == 'end' else 'scheduler.journal.accepting.acceptance'}.insert_rows", stop
+        )
         with pytest.raises(KeyboardInterrupt):
             till.end(op, train=10) if step == "end" else till.accept(5, PAYER)
     assert (till.wallet().held_nusd, till.wallet().balance_nusd) == (10, LIMIT)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.state.rates import Charge, LocalRates
-from scheduler.journal.in_flight import LocalInFlight
+from scheduler.journal.accepting.in_flight import LocalInFlight
 from scheduler.order.operations import SAMPLE, NewOperation
 from store import people
 from store.tables import Organisation

@@ -11,7 +11,7 @@ from unittest import mock
 
 import msgspec
 
-from scheduler.journal import settlement as settle
+from scheduler.journal.ending import settlement as settle
 from scheduler.journal.journal import Journal
 from scheduler.journal.training import Training
 from scheduler.links.messages import OpKind

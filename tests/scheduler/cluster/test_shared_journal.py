@@ -22,7 +22,7 @@ from scheduler.cluster.election import Leadership
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.cluster.shared_limits import BacklogBoard
 from scheduler.cluster.term import Shared
-from scheduler.journal.results import FETCHED_LAST, Results
+from scheduler.journal.ending.results import FETCHED_LAST, Results
 from scheduler.journal.rows import from_row
 from scheduler.links.broadcasts import Broadcasts, Listener
 from scheduler.links.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork

@@ -17,8 +17,8 @@ from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 
 from scheduler.dispatch.handing_out import Offer, announce, hand_out
-from scheduler.journal.samplers import SamplerFacts
-from scheduler.journal.sampling import needed
+from scheduler.journal.samples.samplers import SamplerFacts
+from scheduler.journal.samples.sampling import needed
 from scheduler.links.contract import LIVES, Item, Lease
 from scheduler.links.messages import Cancel, Declined, Done, Occupancy, PullSamples, SampleWork
 from scheduler.links.sockets import WorkerLink

@@ -12,7 +12,7 @@ import pytest
 
 from migrations.upgrade import migrate
 from scheduler.jobs.reaper import Reaper
-from scheduler.journal.references import in_use
+from scheduler.journal.ending.references import in_use
 from scheduler.links.messages import RunSpec
 from scheduler.order.plans import BODY_ONLY, Create, Load, Plan, Sample, Save, Source
 from store import tables

@@ -112,7 +112,7 @@ def test_postgres_is_killed_and_comes_back(
 def test_a_full_disk_refuses_and_settles_when_there_is_room(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler.journal.acceptance.INSERT_AGAIN_S", (0.0,))
+    monkeypatch.setattr("scheduler.journal.accepting.acceptance.INSERT_AGAIN_S", (0.0,))
     database.write_now(set_up)
     journal = Journal(database, Blobs(tmp_path / "blobs"), load_prices())
 

@@ -134,7 +134,7 @@ def test_what_is_left_behind_when_the_database_fails_is_taken_up_by_the_repeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The commit took effect, and nobody heard of it: the client asks again and gets its answer."""
-    monkeypatch.setattr("scheduler.journal.acceptance.INSERT_AGAIN_S", ())
+    monkeypatch.setattr("scheduler.journal.accepting.acceptance.INSERT_AGAIN_S", ())
 
     async def scenario() -> None:
         service = Service(folder)

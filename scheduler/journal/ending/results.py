@@ -4,7 +4,7 @@
 A result that its client was given goes soon after; one that nobody asked for stays a day. Beyond the limit of an
 organisation those that were fetched go first, then the oldest. `operations.result_bytes` is set while a result is kept:
 the blob is deleted before the row says so, so a sweep that dies leaves nothing behind that the next one would miss. An
-operation without its blob is `Gone` when it is asked for again (`scheduler.journal.outcomes`).
+operation without its blob is `Gone` when it is asked for again (`scheduler.journal.ending.outcomes`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from sqlalchemy import func, or_, select, update
 from sqlalchemy.orm import Session
 
-from scheduler.journal.outcomes import result_ref
+from scheduler.journal.ending.outcomes import result_ref
 from store import tables
 from store.blobs import Blobs
 from store.db import Database

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.journal.samplers import SamplerFacts
+from scheduler.journal.samples.samplers import SamplerFacts
 from scheduler.links.contract import LIVES, Item
 from scheduler.links.messages import SampleOp
 from scheduler.order.operations import INTERACTIVE, Operation

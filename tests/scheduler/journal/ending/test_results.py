@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sqlalchemy import insert, select
 
-from scheduler.journal.outcomes import Answers, result_ref
-from scheduler.journal.results import BATCH, FETCHED_LAST, RESULTS_LAST, Results
+from scheduler.journal.ending.outcomes import Answers, result_ref
+from scheduler.journal.ending.results import BATCH, FETCHED_LAST, RESULTS_LAST, Results
 from scheduler.order.operations import Gone, Outcome
 from store import tables
 from store.blobs import Blobs

@@ -1,6 +1,7 @@
 """The way of a new operation into a journal, and what is counted of it there until it ends.
 
-What it takes to be durable is in `scheduler.journal.acceptance`; where it is queued then is the `Queues`' affair.
+What it takes to be durable is in `scheduler.journal.accepting.acceptance`; where it is queued then is the `Queues`'
+affair.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import Protocol
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from scheduler.journal.acceptance import Acceptance
-from scheduler.journal.backlog import Backlog
-from scheduler.journal.in_flight import InFlight
-from scheduler.journal.meters import Meters
-from scheduler.journal.outcomes import Answers
+from scheduler.journal.accepting.acceptance import Acceptance
+from scheduler.journal.accepting.backlog import Backlog
+from scheduler.journal.accepting.in_flight import InFlight
+from scheduler.journal.ending.meters import Meters
+from scheduler.journal.ending.outcomes import Answers
 from scheduler.order.operations import NewOperation, Operation, Outcome
 from store import tables
 from store.room import NoRoom, Room

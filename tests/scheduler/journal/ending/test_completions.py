@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 
-from scheduler.journal import completions as module
-from scheduler.journal.completions import CLIENT_STRIDE, Completion, FeedKey, LocalFeeds
+from scheduler.journal.ending import completions as module
+from scheduler.journal.ending.completions import CLIENT_STRIDE, Completion, FeedKey, LocalFeeds
 
 TARGET = FeedKey("acme", "s:sample:0", 0)
 

@@ -1,5 +1,5 @@
 """How an operation ended, made durable: its result as a blob, then its row, its metering and what it made in one commit
-(`scheduler.journal.settlement`)."""
+(`scheduler.journal.ending.settlement`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from billing.prices import PriceList
-from scheduler.journal.outcomes import Answers, result_ref
-from scheduler.journal.samplers import Samplers
-from scheduler.journal.settlement import Ending, Settled, Settlement, result_of
+from scheduler.journal.ending.outcomes import Answers, result_ref
+from scheduler.journal.ending.settlement import Ending, Settled, Settlement, result_of
+from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.storing import until_stored
 from scheduler.links.messages import Done
 from scheduler.order.operations import SAMPLE, Operation, Outcome

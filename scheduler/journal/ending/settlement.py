@@ -20,10 +20,10 @@ from billing.accounts import Payer
 from billing.charges import Charge
 from billing.charges import settle as settle_charges
 from billing.prices import PriceList
-from scheduler.journal.acceptance import TRAIN_KINDS
-from scheduler.journal.outcomes import result_ref
-from scheduler.journal.references import in_use
-from scheduler.journal.versions import row_of
+from scheduler.journal.accepting.acceptance import TRAIN_KINDS
+from scheduler.journal.ending.outcomes import result_ref
+from scheduler.journal.ending.references import in_use
+from scheduler.journal.samples.versions import row_of
 from scheduler.links.messages import Done, OpKind
 from scheduler.order.operations import SAMPLE, Operation, Outcome
 from scheduler.order.plans import Create, Load, NewSampler, Save, Source

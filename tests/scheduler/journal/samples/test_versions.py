@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from scheduler.journal.versions import policy_of, version_at
+from scheduler.journal.samples.versions import policy_of, version_at
 from scheduler.links.messages import PolicyMoved, RunSpec
 from scheduler.order.plans import BODY_ONLY, Create, Load, Plan, Save, Source
 from store import tables

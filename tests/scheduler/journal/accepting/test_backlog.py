@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.journal.backlog import LocalBacklog
+from scheduler.journal.accepting.backlog import LocalBacklog
 from scheduler.journal.recovery import recover
 from scheduler.order.operations import QueueFull
 from tests.scheduler.journal.test_journal import (
