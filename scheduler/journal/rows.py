@@ -6,9 +6,14 @@ from typing import Any
 
 import msgspec
 
+from billing.prices import Kind
+from scheduler.links.messages import OpKind
 from scheduler.order.operations import Operation
 from scheduler.order.plans import Plan
 from store import tables
+
+#: Tinker counts a forward as prefill: it reads tokens and trains nothing.
+TRAIN_KINDS: dict[OpKind, Kind] = {OpKind.FORWARD_BACKWARD: "train", OpKind.FORWARD: "prefill"}
 
 _plan = tables.Operation.plan
 #: Fields of plans that queries ask for; NULL where a plan has no such field.

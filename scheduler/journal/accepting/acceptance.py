@@ -23,8 +23,8 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session, make_transient
 
 from billing.accounts import Accounts, OutOfMoney, Payer
-from billing.prices import Kind, PriceList, most_for_sample, most_for_tokens
-from scheduler.journal.rows import sent_sha256_of, to_row
+from billing.prices import PriceList, most_for_sample, most_for_tokens
+from scheduler.journal.rows import TRAIN_KINDS, sent_sha256_of, to_row
 from scheduler.links.messages import OpKind
 from scheduler.order.operations import SAMPLE, NewOperation, Operation, SequenceReused
 from store import tables
@@ -37,8 +37,6 @@ log = logging.getLogger(__name__)
 #: A larger body is written by a thread, so that the event loop goes on.
 SMALL_BODY_BYTES = 1 << 18
 
-#: Tinker counts a forward as prefill: it reads tokens and trains nothing.
-TRAIN_KINDS: dict[OpKind, Kind] = {OpKind.FORWARD_BACKWARD: "train", OpKind.FORWARD: "prefill"}
 #: Pauses before an operation is inserted again while the database does not answer; its client waits meanwhile.
 INSERT_AGAIN_S = (0.1, 0.3, 1.0, 3.0, 5.0)
 

@@ -20,9 +20,9 @@ from billing.accounts import Payer
 from billing.charges import Charge
 from billing.charges import settle as settle_charges
 from billing.prices import PriceList
-from scheduler.journal.accepting.acceptance import TRAIN_KINDS
 from scheduler.journal.ending.outcomes import result_ref
 from scheduler.journal.ending.references import in_use
+from scheduler.journal.rows import TRAIN_KINDS
 from scheduler.journal.samples.versions import row_of
 from scheduler.links.messages import Done, OpKind
 from scheduler.order.operations import SAMPLE, Operation, Outcome
