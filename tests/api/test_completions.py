@@ -20,8 +20,8 @@ def submit(world: World, sampler_id: str, seq: int = 0) -> str:
 
 
 def poll(world: World, sampler_id: str, cursor: int = 0, client: int = 0, **more: Any) -> Any:
-    key = {"type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": client}
-    return world.post("retrieve_futures", {"key": key, "prev_cursor": cursor, "timeout": 0} | more)
+    target = {"type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": client}
+    return world.post("retrieve_futures", {"target": target, "prev_cursor": cursor, "timeout": 0} | more)
 
 
 def fail(world: World, request_id: str, why: str) -> None:
@@ -41,8 +41,8 @@ def test_the_answer_is_what_its_wire_class_would_say(world: World) -> None:
     done, failed = submit(world, sampler_id, 0), submit(world, sampler_id, 1)
     world.finish(done, b"12345")
     fail(world, failed, "no")
-    key = {"type": "sampling_session", "sampling_session_id": sampler_id}
-    reply = world.call("POST", "retrieve_futures", json={"key": key, "prev_cursor": 0, "timeout": 0})
+    target = {"type": "sampling_session", "sampling_session_id": sampler_id}
+    reply = world.call("POST", "retrieve_futures", json={"target": target, "prev_cursor": 0, "timeout": 0})
     told = FuturesRetrieveResponse.model_validate_json(reply.content)
     assert [completion.state for completion in told.completions] == ["finished", "failed"]
     assert told.model_dump_json().encode() == reply.content
@@ -122,16 +122,16 @@ def test_after_a_restart_the_cursor_still_holds(world: World) -> None:
 def test_foreign_and_unknown_targets(world: World) -> None:
     sampler_id = sampler(world, world.session())
     poll(world, sampler_id)
-    body = {"key": {"type": "sampling_session", "sampling_session_id": sampler_id}, "timeout": 0}
+    body = {"target": {"type": "sampling_session", "sampling_session_id": sampler_id}, "timeout": 0}
     world.post("retrieve_futures", body, key=world.other_key, status=404)
     world.post("join_sampling_session", {"sampling_session_id": sampler_id}, key=world.other_key, status=404)
-    world.post("retrieve_futures", {"key": {"sampling_session_id": "none"}}, status=404)
+    world.post("retrieve_futures", {"target": {"sampling_session_id": "none"}}, status=404)
 
 
-@pytest.mark.parametrize("wrong", [{"key": {}}, {"prev_cursor": -1}, {"more": 1}])
+@pytest.mark.parametrize("wrong", [{"target": {}}, {"prev_cursor": -1}, {"more": 1}])
 def test_mistakes(world: World, wrong: dict[str, Any]) -> None:
     sampler_id = sampler(world, world.session())
-    body = {"key": {"sampling_session_id": sampler_id}, "timeout": 0} | wrong
+    body = {"target": {"sampling_session_id": sampler_id}, "timeout": 0} | wrong
     world.post("retrieve_futures", body, status=422)
 
 

@@ -382,7 +382,8 @@ class _Planner:
             return
         self.ended.add(op.session)
         here = self.places(op.session)
-        samples = frozenset(e.place for e in self.planned if e.place in here and isinstance(e.op, Sample | TwoPass))
+        several = Sample | TwoPass | SaveSampler  # a second request of theirs needs the session
+        samples = frozenset(e.place for e in self.planned if e.place in here and isinstance(e.op, several))
         self.add(op, op.session, answered=samples, accepted=here)
 
     def _operate(self, op: Any, session: int) -> None:

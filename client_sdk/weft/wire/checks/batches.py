@@ -173,12 +173,13 @@ def _ids(arrays: Sequence[Array], model: ModelLimits | None, field: str, where: 
 
 
 def _numbers(data: Sequence[ArrayDatum], loss: LossLimits, reads: Reads | None) -> Iterator[Found]:
-    """Values that are not finite, in what the loss reads."""
+    """Values that are not finite, in what the loss reads; for a loss that nobody knows, in anything."""
+    whatever = loss is _ANY or not loss.other_inputs
     read = {name for name, _ in reads.inputs[1:]} if reads else set()
     columns: dict[str, list[tuple[int, Array]]] = {}
     for index, datum in enumerate(data):
         for name, values in datum.inputs.items():
-            if values.dtype.kind == "f" and (name in read or not loss.other_inputs):
+            if values.dtype.kind == "f" and (name in read or whatever):
                 columns.setdefault(name, []).append((index, values))
     for name, column in columns.items():
         if all(np.isfinite(block).all() for block in _blocks(values for _, values in column)):
