@@ -37,8 +37,10 @@ def make_wallets(session: Session, org_ids: list[str]) -> None:
 
 
 def set_default(session: Session, billing: BillingSettings) -> None:
-    """Set the mode and overdraft of wallets that are made from now on."""
-    session.merge(WalletDefault(id=1, mode=billing.mode, overdraft_nusd=billing.overdraft_usd * NUSD_PER_USD))
+    """Set the mode and overdraft of wallets that are made from now on. Servers that start at once may all do so."""
+    values = {"mode": billing.mode, "overdraft_nusd": billing.overdraft_usd * NUSD_PER_USD}
+    insert = insert_into(session, WalletDefault).values(id=1, **values)
+    session.execute(insert.on_conflict_do_update(index_elements=["id"], set_=values))
 
 
 def set_mode(session: Session, org_id: str, mode: Mode, overdraft_nusd: int) -> Wallet:
