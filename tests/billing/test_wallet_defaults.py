@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from sqlalchemy.orm import Session
 
@@ -25,18 +26,18 @@ def test_two_servers_store_the_defaults_at_once(postgres_database: Database) -> 
 
     errors: list[BaseException] = []
 
-    def second() -> None:
+    def write(database: Database, work: Callable[[Session], None]) -> None:
         try:
-            other.write_now(lambda session: set_default(session, BILLING))
+            database.write_now(work)
         except BaseException as error:
             errors.append(error)
 
-    one = threading.Thread(target=postgres_database.write_now, args=(first,))
-    two = threading.Thread(target=second)
+    one = threading.Thread(target=write, args=(postgres_database, first))
+    two = threading.Thread(target=write, args=(other, lambda session: set_default(session, BILLING)))
     one.start()
     assert stored.wait(30)
     two.start()
-    two.join(0.5)  # it waits for the row of the first
+    two.join(0.5)
     may_commit.set()
     one.join()
     two.join()
