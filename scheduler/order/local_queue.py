@@ -48,14 +48,14 @@ class LocalQueue:
         self._aside: defaultdict[str, dict[str, None]] = defaultdict(dict)  # by model, in order
         self._given_up: set[str] = set()
         self._epochs = 0
-        self._broadcasts = threading.Condition()
+        self._changed = threading.Condition()
 
     def expect(self, workers: int) -> None:
         """As long as fewer are there, what those have declined waits for the others."""
         self._expected = workers
 
     def push(self, item: Item) -> bool:
-        with self._broadcasts:
+        with self._changed:
             if item.id in self._items:
                 return False
             self._items[item.id] = _Held(item)
@@ -63,16 +63,16 @@ class LocalQueue:
             return True
 
     def correct(self, path: Path, tokens: int) -> None:
-        with self._broadcasts:
+        with self._changed:
             self._tree.correct(path, tokens)
 
     def peek(self, prefix: Path = ()) -> str | None:
-        with self._broadcasts:
+        with self._changed:
             found = self._tree.peek(prefix)
             return found[0] if found is not None else None
 
     def remove(self, item_id: str) -> bool:
-        with self._broadcasts:
+        with self._changed:
             if not self._queued(item_id):
                 return False
             self._withdraw(item_id)
@@ -80,7 +80,7 @@ class LocalQueue:
             return True
 
     def ahead(self, item_id: str) -> int | None:
-        with self._broadcasts:
+        with self._changed:
             if not self._queued(item_id) or self._is_aside(item_id):
                 return None
             return self._tree.ahead(self._items[item_id].item.path, lambda other: other == item_id)
@@ -88,7 +88,7 @@ class LocalQueue:
     def lease(
         self, worker: str, models: Sequence[str], slots: int, ttl_s: float, most: int | None = None
     ) -> list[Lease]:
-        with self._broadcasts:
+        with self._changed:
             self._roster.sign(worker, self._clock() + ttl_s, models)
             self._roster.comes(worker, self._busy[worker], slots)
             leases: list[Lease] = []
@@ -131,26 +131,26 @@ class LocalQueue:
         self._roster.fills(worker, held.slots)
 
     def renew(self, worker: str, ttl_s: float) -> bool:
-        with self._broadcasts:
+        with self._changed:
             return self._roster.sign(worker, self._clock() + ttl_s)
 
     def holder(self, item_id: str) -> str | None:
-        with self._broadcasts:
+        with self._changed:
             held = self._items.get(item_id)
             return held.worker if held is not None else None
 
     def answer(self, item_id: str, epoch: int, result: bytes) -> bool:
-        with self._broadcasts:
+        with self._changed:
             held = self._held(item_id, epoch)
             if held is None:
                 return False
             self._let_go(held)
             held.result = result
-            self._broadcasts.notify()
+            self._changed.notify()
             return True
 
     def lose(self, item_id: str, epoch: int) -> bool:
-        with self._broadcasts:
+        with self._changed:
             held = self._held(item_id, epoch)
             if held is None:
                 return False
@@ -158,7 +158,7 @@ class LocalQueue:
             return True
 
     def decline(self, item_id: str, epoch: int, why: str) -> list[str] | None:
-        with self._broadcasts:
+        with self._changed:
             held = self._held(item_id, epoch)
             if held is None or held.worker is None:
                 return None
@@ -170,8 +170,8 @@ class LocalQueue:
             return []
 
     def answered(self, consumer: str, timeout_s: float) -> list[Answered]:
-        with self._broadcasts:
-            self._broadcasts.wait_for(self._waiting, timeout_s)
+        with self._changed:
+            self._changed.wait_for(self._waiting, timeout_s)
             found = []
             for item_id in self._waiting():
                 held = self._items[item_id]
@@ -180,7 +180,7 @@ class LocalQueue:
             return found
 
     def forget(self, item_id: str, receipt: str = "") -> None:
-        with self._broadcasts:
+        with self._changed:
             held = self._items.get(item_id)
             if held is None:
                 return
@@ -191,7 +191,7 @@ class LocalQueue:
             self._given_up.discard(item_id)
 
     def expire(self) -> Expired:
-        with self._broadcasts:
+        with self._changed:
             expired = Expired()
             for worker in self._roster.gone(self._clock()):
                 self._release(worker, expired)
@@ -202,7 +202,7 @@ class LocalQueue:
             return expired
 
     def known(self, item_ids: Sequence[str]) -> set[str]:
-        with self._broadcasts:
+        with self._changed:
             return {item_id for item_id in item_ids if item_id in self._items}
 
     def _held(self, item_id: str, epoch: int) -> _Held | None:
