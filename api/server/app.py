@@ -129,7 +129,7 @@ def parts_of(
         from api.server.shared_machines import SharedMachines
         from api.state.shared_rates import SharedRates
 
-        return SharedMachines(settings, database, blobs, prices), SharedRates(settings.redis_url)
+        return SharedMachines(settings, cards, database, blobs, prices), SharedRates(settings.redis_url)
     return EmbeddedMachines(settings, cards, database, blobs, prices, ahead), LocalRates()
 
 
