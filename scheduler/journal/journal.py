@@ -160,7 +160,7 @@ class Journal:
     async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | Gone | None:
         op = self._open.get(request_id) or self.answers.recent(request_id)
         if op is None:
-            return self.answers.stored(org_id, request_id)
+            return await asyncio.to_thread(self.answers.stored, org_id, request_id)
         if op.org_id != org_id:
             return None
         try:
