@@ -64,7 +64,7 @@ class EmbeddedMachines:
         self.journal = Journal(
             database, blobs, prices, settings.limits.max_queued_ops_per_org, settings.limits.max_queued_bytes_per_org
         )
-        self._trainer = TrainerDesk(self.journal.training, settings.trainer.pass_tokens)
+        self._trainer = TrainerDesk(self.journal.training, settings.trainer.pass_tokens, settings.trainer.pass_limit_s)
         self._generator = SampleDesk(self.journal, len(settings.generator.kinds))
         models = {name: card.path for name, card in cards.items()}
         self._supervisor = Supervisor(embedded_workers(settings, models), self._attach, ahead)

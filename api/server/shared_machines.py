@@ -60,6 +60,7 @@ class SharedMachines:
             self._threads,
             self.journal,
             settings.trainer.pass_tokens,
+            settings.trainer.pass_limit_s,
         )
         self._leadership = Leadership(shared)
         self._loop = asyncio.get_running_loop()

@@ -60,6 +60,7 @@ class Shared:
     threads: Executor
     journal: SharedJournal
     pass_tokens: int
+    pass_limit_s: float = 0.0
 
 
 class Term:
@@ -73,7 +74,7 @@ class Term:
         replica = shared.journal
         self.journal = LeadingJournal(self.database, shared.blobs, shared.prices, replica.meters, replica.announce)
         self._board = PolicyBoard(shared.url)
-        self.desk = TrainerDesk(self.journal.training, shared.pass_tokens)
+        self.desk = TrainerDesk(self.journal.training, shared.pass_tokens, shared.pass_limit_s)
         self._policies = PolicyDesk(self.journal.training, self._board, self._run)
         self._joining = Joining(shared.url, token)
         self._tasks: list[asyncio.Task[None]] = []
