@@ -66,6 +66,7 @@ class SharedMachines:
             self.journal,
             settings.trainer.pass_tokens,
             sizes_of(cards),
+            settings.trainer.pass_limit_s,
         )
         self._leadership = Leadership(shared)
         self._loop = asyncio.get_running_loop()
