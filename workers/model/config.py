@@ -122,7 +122,19 @@ class DecoderConfig:
     def mlp_widths(self) -> tuple[int, ...]:
         """The widths that its MLPs have."""
         dense = self.intermediate_size if len(self.mixture_layers) < self.num_layers else 0
-        return tuple({dense, self.moe_intermediate_size, self.shared_intermediate_size} - {0})
+        return tuple(sorted({dense, self.moe_intermediate_size, self.shared_intermediate_size} - {0}))
+
+    @property
+    def active_parameters(self) -> int:
+        """Of the matrices that one token is multiplied with: attention, the chosen and shared experts or the MLP, the
+        head."""
+        dense = self.num_layers - len(self.mixture_layers)
+        chosen = self.experts_per_token * self.moe_intermediate_size + self.shared_intermediate_size
+        experts = len(self.mixture_layers) * chosen
+        attention = self.num_layers * 2 * (self.q_size + self.kv_size)
+        mlp = 3 * (dense * self.intermediate_size + experts)
+        router = len(self.mixture_layers) * self.num_experts
+        return self.hidden_size * (attention + mlp + router + self.vocab_size)
 
 
 def read_json(path: Path) -> dict[str, Any]:

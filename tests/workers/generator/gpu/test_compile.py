@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,7 @@ print(json.dumps(found))
 """
 
 #: Kernel, GPU, queries of a kv head, head dim, precision, dtype of the cache, window, whether there are sinks.
-FORMS = [
+FORMS: list[tuple[Any, ...]] = [
     *((name, 90, 8, 128, "tf32", "bf16") for name in ("store", "partial", "combine")),
     *((name, 80, 4, 64, "tf32", "bf16") for name in ("store", "partial", "combine")),
     *(("partial", gpu, 1, 256, "ieee", "fp32") for gpu in SHARED_BYTES),
