@@ -31,8 +31,11 @@ A layer is put together from the parts in `workers/model/parts/`; trainer and ge
 """
 _AFTER = """
 Rotary embeddings: {rope}; over the whole head, or over its first part in families that have it so. SwiGLU is
-down(silu(gate x) * up x). Weights are read from safetensors, one file or shards, experts one by one or fused, in
-float32, bfloat16 or float16. What a checkpoint holds for predicting several tokens at once is not loaded.
+down(silu(gate x) * up x).
+
+Weights are read from safetensors, one file or shards, experts one by one or fused, in float32, bfloat16 or float16.
+Block FP8 (128 x 128, as of DeepSeek and Qwen) and MXFP4 (gpt-oss) become bfloat16 tensor by tensor as they are read,
+so they take the memory of bfloat16. What a checkpoint holds for predicting several tokens at once is not loaded.
 
 ## What is trained
 
@@ -51,7 +54,8 @@ with the names of Mixtral's checkpoints (`block_sparse_moe.experts.N.w1`) are im
 `tests/workers/test_families.py` runs every family against transformers' own code and peft, on a tiny random model
 that is saved as the family's checkpoints are: 200 greedy tokens with and without the prefix cache, log-probabilities
 of prompts and samples, five training steps on everything, an adapter from peft and one to it, and that a run's
-numbers are the same bits in any company. `tests/workers/model/test_decoder.py` holds logits to 2e-5.
+numbers are the same bits in any company. `tests/workers/model/test_decoder.py` holds logits to 2e-5,
+`tests/workers/model/test_stored.py` quantised checkpoints to what transformers makes of them.
 """
 
 

@@ -27,7 +27,7 @@ from workers.model.logprobs import target_logprobs
 from workers.model.peft_format import write_export
 
 #: One of each family; "qwen3-tied" and its like differ in nothing that is held here.
-EACH = ["qwen2", "qwen2-yarn", "qwen3", "llama", "mistral", "moe", "mixtral", "olmoe", "glm4-moe"]
+EACH = ["qwen2", "qwen2-yarn", "qwen3", "llama", "mistral", "moe", "mixtral", "olmoe", "glm4-moe", "gpt-oss"]
 CONTEXT = 256
 STEPS, RATE = 5, 3e-3
 

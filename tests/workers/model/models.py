@@ -9,6 +9,8 @@ import torch
 from transformers import (
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -93,6 +95,19 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": (OlmoeForCausalLM, OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 6, "head_dim": 16}),
     "glm4-moe": (Glm4MoeForCausalLM, Glm4MoeConfig, {**GROUPS, "attention_bias": True, "use_qk_norm": True}),
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "num_hidden_layers": 3,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 64,
+            "sliding_window": 12,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
 }
 
 

@@ -108,7 +108,8 @@ def test_experts_are_counted_under_either_name(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: LlamaForCausalLM"),
         ({"architectures": None}, r"architectures=\[\]"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \(fp8\)"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \(fp8\) with weight_block_size=None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'; supported: 'silu'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with 'sliding_attention'"),
         ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30\.0, a field that is not known here"),

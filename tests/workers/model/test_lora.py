@@ -65,7 +65,12 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
             add(at + "mlp.experts.down_proj", v["each_down_B"], v["down_A"])
             continue
         gate_a, up_a = v["gate_up_A"].split(r)
-        if shape.config.is_moe(i):
+        if shape.config.expert_bias:  # gate and up alternate, and experts are [in, out]
+            both = torch.stack((v["gate_B"] @ gate_a, v["up_B"] @ up_a), dim=2).flatten(1, 2)
+            for name, delta in (("gate_up_proj", both), ("down_proj", v["down_B"] @ v["down_A"])):
+                name = f"{at}mlp.experts.{name}"
+                weights[name] = weights[name] + s * delta.transpose(1, 2)
+        elif shape.config.is_moe(i):
             gate_up = torch.cat([v["gate_B"] @ gate_a, v["up_B"] @ up_a], dim=1)
             weights[at + "mlp.experts.gate_up_proj"] = weights[at + "mlp.experts.gate_up_proj"] + s * gate_up
             add(at + "mlp.experts.down_proj", v["down_B"], v["down_A"])

@@ -60,21 +60,27 @@ def window_everywhere(fields: Fields, *, switch: str = "") -> dict[str, Any]:
 
 def window_by_layer(fields: Fields) -> dict[str, Any]:
     """A sliding window in the layers that `layer_types` names, or else in those from `max_window_layers` on."""
-    on, layers = fields.flag("use_sliding_window"), fields.need("num_hidden_layers")
-    window, first = fields.get("sliding_window"), fields.get("max_window_layers", 28)
+    on, first = fields.flag("use_sliding_window"), fields.get("max_window_layers", 28)
+    window = fields.get("sliding_window")
     on = on and window is not None
-    kinds = fields.get("layer_types") or [
-        "sliding_attention" if on and layer >= first else "full_attention" for layer in range(layers)
+    late = [
+        "sliding_attention" if on and layer >= first else "full_attention"
+        for layer in range(fields.need("num_hidden_layers"))
     ]
+    kinds = fields.get("layer_types") or late
+    if "sliding_attention" in kinds and not on:
+        fields.refuse("layer_types with 'sliding_attention' and no sliding window", "use_sliding_window=true")
+    return windows_of(fields, kinds)
+
+
+def windows_of(fields: Fields, kinds: list[str]) -> dict[str, Any]:
+    """A sliding window in the layers of that kind."""
+    layers = fields.need("num_hidden_layers")
     other = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
     if other or len(kinds) != layers:
         fields.refuse(f"layer_types={kinds!r}", f"full_attention or sliding_attention for each of {layers} layers")
     windowed = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
-    if not windowed or not on:
-        if windowed:
-            fields.refuse("layer_types with 'sliding_attention' and no sliding window", "use_sliding_window=true")
-        return {}
-    return {"window": fields.need("sliding_window"), "window_layers": windowed}
+    return {"window": fields.need("sliding_window"), "window_layers": windowed} if windowed else {}
 
 
 def llama(fields: Fields) -> DecoderConfig:

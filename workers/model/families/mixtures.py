@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers.model.config import DecoderConfig, RouterConfig
-from workers.model.families.dense import decoder, full_attention, no_biases, window_everywhere
+from workers.model.config import DecoderConfig, GateConfig, RouterConfig
+from workers.model.families.dense import decoder, full_attention, no_biases, window_everywhere, windows_of
 from workers.model.families.fields import Fields
 from workers.model.families.rope import read_rope
 
@@ -91,4 +91,25 @@ def glm4_moe(fields: Fields) -> DecoderConfig:
         qk_norm="head" if fields.flag("use_qk_norm") else "",
         qkv_bias=fields.flag("attention_bias"),
         **sigmoid_groups(fields),
+    )
+
+
+def gpt_oss(fields: Fields) -> DecoderConfig:
+    biases, layers = fields.flag("attention_bias", True), fields.need("num_hidden_layers")
+    alternate = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+    return decoder(
+        "GptOssForCausalLM",
+        fields,
+        head_dim=64,
+        rope=read_rope(fields, theta=150000.0),
+        qk_norm="",
+        qkv_bias=biases,
+        o_bias=biases,
+        sinks=True,
+        norm_topk=False,  # the softmax of the chosen is that
+        router=RouterConfig("chosen", bias=True),
+        gate=GateConfig(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702)),
+        expert_bias=True,
+        **experts(fields, "num_local_experts", "num_experts", width="intermediate_size"),
+        **windows_of(fields, fields.get("layer_types", alternate)),
     )

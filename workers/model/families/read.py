@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from workers.model.config import DecoderConfig, UnsupportedModel, read_json
 from workers.model.families.fields import Fields
@@ -19,14 +20,24 @@ def read_config(name: str, path: Path) -> DecoderConfig:
     if len(found) != 1 or found[0] not in FAMILIES:
         raise UnsupportedModel(name, path, f"architectures={found!r}", ", ".join(FAMILIES))
     fields = Fields(name, path, raw)
-    _refuse_quantised(fields)
+    _check_quantised(fields)
     config = FAMILIES[found[0]].read(fields)
     fields.finish()
     return config
 
 
-def _refuse_quantised(fields: Fields) -> None:
-    quantised = fields.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "unknown")
-        fields.refuse(f"quantization_config ({method})", "float32, bfloat16 and float16 weights")
+#: The quantised forms that stored.py reads, with what their description must say.
+_READ: dict[str, dict[str, Any]] = {"fp8": {"fmt": "e4m3", "weight_block_size": [128, 128]}, "mxfp4": {}}
+
+
+def _check_quantised(fields: Fields) -> None:
+    found = fields.get("quantization_config")
+    if not found:
+        return
+    method = found.get("quant_method", "unknown")
+    supported = "float32, bfloat16 and float16 weights, block fp8 of 128 x 128 and mxfp4"
+    if method not in _READ:
+        fields.refuse(f"quantization_config ({method})", supported)
+    for key, value in _READ[method].items():
+        if found.get(key, value if key == "fmt" else None) != value:
+            fields.refuse(f"quantization_config ({method}) with {key}={found.get(key)!r}", supported)

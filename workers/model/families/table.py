@@ -16,11 +16,12 @@ from workers.model.families.fields import Fields
 @dataclass(frozen=True)
 class Layout:
     """What published checkpoints of a family call their tensors, where families differ: the mixture, its router and
-    gate, up and down of an expert."""
+    gate, up and down of an expert. `interleaved`: the experts are one tensor, in which gate and up alternate."""
 
     mixture: str = "mlp"
     router: str = "gate"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,15 @@ FAMILIES: dict[str, Family] = {
             "sigmoid scores with a correction, by groups, normalised and scaled, of SwiGLU experts; shared experts; "
             "the first layers dense",
             mixtures.glm4_moe,
+        ),
+        Family(
+            "GptOssForCausalLM",
+            "gpt-oss",
+            ("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
+            "grouped-query, rotary (YaRN), biases, sinks, sliding window in every other layer",
+            "softmax of the chosen logits, router bias, of clamped SwiGLU experts with biases",
+            mixtures.gpt_oss,
+            Layout(router="router", interleaved=True),
         ),
     )
 }
