@@ -22,9 +22,11 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from weft.money import usd
 from weft.wire.checks.problem import Problem
 from weft.wire.checks.problem import quote as quote
 
+from billing.accounts import OutOfMoney
 from store.blobs import is_lasting
 from store.people import NoSuch, PeopleError
 from store.room import what_failed
@@ -142,10 +144,21 @@ class PaymentRequired(ApiError):
     status = 402
     code = "out_of_money"
 
-    def __init__(self, detail: str, *, scope: str, needed_nusd: int, available_nusd: int, held_nusd: int) -> None:
-        super().__init__(detail)
-        self.scope = scope
-        self.amounts = {"needed_nusd": needed_nusd, "available_nusd": available_nusd, "held_nusd": held_nusd}
+    def __init__(self, why: OutOfMoney) -> None:
+        needed, available, held = (usd(n) for n in (why.needed_nusd, why.available_nusd, why.held_nusd))
+        figures = f"it can cost ${needed}, available are ${available} beside ${held} held for operations that run"
+        if not why.needed_nusd:
+            figures = "it is used up, and so nothing is accepted, not even what costs nothing itself"
+        super().__init__(
+            f"{why.limit} does not allow this operation: {figures} ({why.figures}); {why.remedy}. The operation was not "
+            "accepted: send it again"
+        )
+        self.scope = why.scope
+        self.amounts = {
+            "needed_nusd": why.needed_nusd,
+            "available_nusd": why.available_nusd,
+            "held_nusd": why.held_nusd,
+        }
 
     def response(self) -> Response:
         return JSONResponse({"detail": self.detail, "code": self.code, **self.amounts}, self.status, self.headers)

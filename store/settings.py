@@ -62,6 +62,11 @@ class TrainerSettings(_Section):
     resident_bytes: Annotated[int, Field(ge=0)] = 0
     #: With a device: memory of the host for runs that are paged out of it; beyond, they are in files. 0: half.
     host_bytes: Annotated[int, Field(ge=0)] = 0
+    #: Seconds that a pass of `pass_tokens` may take. A trainer that needs longer is ended, and its work done again.
+    pass_limit_s: Annotated[float, Field(gt=0)] = 900.0
+    #: Seconds that an uploaded loss may take for each 1,024 of its cost: then the trainer is ended, and its operation
+    #: fails. What is measured is some 0.05.
+    loss_limit_s: Annotated[float, Field(gt=0)] = 10.0
 
 
 EngineKind = Literal["torch", "vllm"]

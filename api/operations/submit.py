@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
-from weft.money import usd
 from weft.wire import UntypedAPIFuture
 from weft.wire.base import Integer
 
@@ -94,25 +93,13 @@ async def accept(
     except QueueFull as error:
         raise Busy(str(error)) from None
     except OutOfMoney as error:
-        raise _payment_required(error) from None
+        raise PaymentRequired(error) from None
     except Draining as error:
         raise Unavailable(str(error)) from None
     except NoRoom as error:
         raise CannotStore(str(error)) from None
     except (SequenceReused, RunClosed) as error:
         raise Invalid(str(error)) from None
-
-
-def _payment_required(error: OutOfMoney) -> PaymentRequired:
-    needed, available, held = (usd(n) for n in (error.needed_nusd, error.available_nusd, error.held_nusd))
-    return PaymentRequired(
-        f"{error.limit} does not allow this operation: it can cost ${needed}, available are ${available} beside "
-        f"${held} held for operations that run; {error.remedy}. The operation was not accepted: send it again",
-        scope=error.scope,
-        needed_nusd=error.needed_nusd,
-        available_nusd=error.available_nusd,
-        held_nusd=error.held_nusd,
-    )
 
 
 def known(session: Session, lane: str, seq: int) -> bool:

@@ -14,7 +14,7 @@ from weft.wire import weft_wire_pb2 as pb
 from weft.wire.arrays import write_tensor
 from weft.wire.codec import WireError, decode_train_request
 
-from api.checks.batches import check_batch, slices
+from api.checks.batches import check_batch, costs, slices
 from api.checks.custom_losses import uploaded_loss
 from api.checks.provenance import with_recorded_logprobs
 from api.errors import Invalid, Unreadable, quote
@@ -103,9 +103,9 @@ def _check(service: Service, message: pb.ForwardBackwardRequest, body: bytes, ru
     recorded: dict[int, Any] = {}
     if batch.loss_fn == "stable_reinforce":
         batch, recorded = with_recorded_logprobs(batch, run.session_id, service.blobs)
-    cuts = slices(check_batch(batch, service.limits, run.base_model, custom), service.settings.trainer.slice_tokens)
-    tokens = sum(part.tokens for part in cuts)
-    return Checked(ForwardBackward(tuple(cuts)), tokens, _completed(body, recorded) if recorded else None)
+    lengths = check_batch(batch, service.limits, run.base_model, custom)
+    cuts = slices(costs(batch, lengths, custom), service.settings.trainer.slice_tokens)
+    return Checked(ForwardBackward(tuple(cuts)), sum(lengths), _completed(body, recorded) if recorded else None)
 
 
 def _completed(body: bytes, logprobs: Mapping[int, Any]) -> bytes:

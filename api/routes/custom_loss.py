@@ -19,6 +19,7 @@ from api.errors import Invalid, TooLarge
 from api.http.access import declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import parse, read_body
+from api.operations.paying import need_money
 from api.state.service import ServiceDep
 from api.who.may_change import active_session
 from scheduler.links.messages import loss_ref
@@ -74,6 +75,7 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
     def write(session: Session) -> str:
         there = session.scalars(select(tables.Operation).filter_by(lane=lane, seq=number)).one_or_none()
         if there is None:
+            need_money(session, who, session.get_one(tables.Session, body.session_id))
             service.blobs.put(loss_ref(loss_id), stored)
             service.blobs.put(result_ref, CreateCustomLossResponse(loss_id=loss_id).model_dump_json().encode())
             session.add(row)
@@ -82,4 +84,4 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
             raise Invalid(f"custom_loss_seq_id: {number} is another loss already; use the next number")
         return there.id
 
-    return UntypedAPIFuture(request_id=await service.database.write(write))
+    return UntypedAPIFuture(request_id=await service.database.write(write, lock=who.org_id))

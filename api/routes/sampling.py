@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from datetime import UTC, datetime
 from functools import partial
 
@@ -96,9 +97,9 @@ async def asample(request: Request, service: ServiceDep, who: PrincipalDep, prio
 
 
 def _checked(service: Service, body: SampleRequest, sampler: tables.Sampler, seq: int, priority: str) -> NewOperation:
-    """The operation, its body with `max_tokens` as it will apply."""
+    """The operation, its body with `max_tokens` as it will apply, and a seed where it is streamed."""
     most = check_sample(body, service.limits, sampler.base_model, of_run=sampler.run_id is not None)
-    params = body.sampling_params.model_copy(update={"max_tokens": most})
+    params = body.sampling_params.model_copy(update={"max_tokens": most} | _seed(service, body, sampler.id, seq))
     whole = body.model_copy(update={"sampling_params": params})
     prompt = int(prompt_tokens(body).size)
     tokens = prompt + body.num_samples * most
@@ -113,6 +114,15 @@ def _checked(service: Service, body: SampleRequest, sampler: tables.Sampler, seq
         body=whole.model_dump_json(exclude_none=True).encode(),
         plan=Sample(body.num_samples, prompt, priority),
     )
+
+
+def _seed(service: Service, body: SampleRequest, sampler_id: str, seq: int) -> dict[str, int]:
+    """A streamed sample without a seed gets one, which nobody can guess and a repeat gets too: if a generator dies, the
+    next goes on with the tokens that the client has been told."""
+    if not body.stream or body.sampling_params.seed is not None:
+        return {}
+    digest = hmac.digest(service.secret, f"{sampler_id} {seq}".encode(), "sha256")
+    return {"seed": int.from_bytes(digest[:8], "little")}
 
 
 def _new_sampler(

@@ -37,6 +37,7 @@ __all__ = [
     "SamplingSessionFuturesTarget",
     "SessionHeartbeatRequest",
     "SessionHeartbeatResponse",
+    "StreamFutureRequest",
     "SupportedModel",
     "TelemetryResponse",
     "TelemetrySendRequest",
@@ -200,6 +201,13 @@ class AuthTokenResponse(Response):
 
 class CancelFutureRequest(Request):
     request_id: RequestID
+
+
+class StreamFutureRequest(Request):
+    """`timeout`: seconds after which the server ends the stream although the sample goes on."""
+
+    request_id: RequestID
+    timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
