@@ -149,6 +149,7 @@ class TestProtobuf:
         [
             field(3, b"") * (MAX_FIELDS + 1),  # data
             field(3, field(1, b"") * (MAX_FIELDS + 1)),  # chunks
+            field(3, field(1, b"") * 1000) * 300,  # in many data
             field(3, field(2, b"") * (MAX_FIELDS + 1)),  # inputs
             field(3, field(3, field(1, b"")) * MAX_FIELDS),  # spans
             field(3, field(2, field(2, field(4, b"\1" * 100_000)))),  # a shape, packed
@@ -156,7 +157,7 @@ class TestProtobuf:
             field(4, b"x") * (MAX_FIELDS + 1),  # the name of the loss, again and again
             field(15, b"") * (MAX_FIELDS + 1),  # unknown
         ],
-        ids=["data", "chunks", "inputs", "spans", "packed", "shape", "again", "unknown"],
+        ids=["data", "chunks", "chunks of many", "inputs", "spans", "packed", "shape", "again", "unknown"],
     )
     def test_too_many(self, body: bytes) -> None:
         with pytest.raises(TooLarge, match=r"protobuf|packed"):
