@@ -51,6 +51,7 @@ from store import tables
 from store.blobs import Blobs
 from store.db import Database
 from store.room import Room
+from store.settings import Limits
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -89,6 +90,7 @@ class SharedJournal:
         board: BacklogBoard,
         threads: Executor,
         waiting_of: Callable[[str], Waiting | None],
+        limits: Limits | None = None,
     ) -> None:
         self.completions = SharedFeeds(broadcasts.reserve)
         self.meters = Meters()
@@ -108,7 +110,7 @@ class SharedJournal:
         room = Room(blobs.root)
         self._storing = Storing(database, blobs, room)
         self._recorder = DatabaseRecorder(database, blobs, prices, room, self.answers, self.samplers)
-        acceptance = Acceptance(database, blobs, prices)
+        acceptance = Acceptance(database, blobs, prices, limits or Limits())
         self._admission = Admission(acceptance, room, self._backlog, self.in_flight, self.answers, self.meters, self)
         self._open = self._admission.open
 
