@@ -130,6 +130,13 @@ class Limits(_Section):
     max_queued_bytes_per_org: Positive = 1 << 30
     #: A larger result is first announced with its size alone, to clients that allow it.
     inline_result_bytes: Positive = 1024 * 1024
+    #: Quotas of an organisation, unless the operator has set another one for it (`weftd org quota`): what is stored by
+    #: checkpoints and samplers, runs that are live, sessions that are active, uploaded losses, archives for downloads.
+    stored_bytes_per_org: Positive = 1 << 40
+    runs_per_org: Positive = 4096
+    sessions_per_org: Positive = 16_384
+    custom_losses_per_org: Positive = 16_384
+    archive_bytes_per_org: Positive = 64 << 30
     #: Results that are kept of one organisation, all together; beyond, those go that were fetched, then the oldest.
     result_bytes_per_org: Positive = 1 << 30
     #: Telemetry that is kept of one organisation in one day, and for how many days; what is beyond is dropped.

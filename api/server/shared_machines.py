@@ -53,6 +53,7 @@ class SharedMachines:
             board=self._board,
             threads=self._threads,
             waiting_of=self._waiting_of,
+            limits=limits,
         )
         self._answers = SampleAnswers(self.journal, self._queue, blobs, self._name)
         shared = Shared(
