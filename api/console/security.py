@@ -114,7 +114,8 @@ async def viewer(request: Request) -> Viewer:
     if who.status != "suspended" or not request.url.path.startswith(f"{PREFIX}/billing"):
         admit(request, who)  # a suspended organisation sees its bills, so that it can pay them
     else:
-        become(Caller(who.org_id, who.actor, request.client.host if request.client else None))
+        address = request.client.host if request.client else None
+        become(Caller(who.org_id, who.actor, address, link_by=who.link_by))
     return Viewer(who, found.org_name, found.name, found.operator, token, found.since)
 
 

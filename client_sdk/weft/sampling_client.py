@@ -146,7 +146,7 @@ class SamplingClient(Pending["SamplingClient"]):
         """The logprob of every token of `prompt` given those before it; None for the first."""
         request = SampleRequest(
             prompt=prompt,
-            sampling_params=SamplingParams(max_tokens=1),
+            sampling_params=SamplingParams(max_tokens=0),
             prompt_logprobs=True,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
         )

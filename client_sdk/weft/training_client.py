@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 from weft.curves import Curves
 from weft.errors import APIResponseValidationError
 from weft.future import APIFuture, Pending, background
-from weft.loss_handle import LossHandle
+from weft.loss_handle import LossHandle, PerDatumLoss, trace
 from weft.plan.estimate import CostEstimate
 from weft.plan.plan import AnyDatum, Plan, PlannedStep
 from weft.plan.planning import fetch_estimate, fetch_problems, of_run, plan_of
 from weft.run_weights import RunWeights, base_model_of
-from weft.runs.custom_loss import CustomLoss, require_torch, run_custom
+from weft.runs.custom_loss import CustomLoss, require_torch, run_custom, upload_loss
 from weft.runs.run import Run
 from weft.runs.session import Session
 from weft.tokenizer import fetch_tokenizer, load_tokenizer
 from weft.wire.checks.problem import Problem
 from weft.wire.inputs import Datum
+from weft.wire.losses import CustomLossInputRank
 from weft.wire.training import (
     AdamParams,
     CreateModelRequest,
@@ -125,6 +126,12 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
     async def forward_backward_custom_async(self, *args: Any, **kwargs: Any) -> Output:
         """`forward_backward_custom`; the future, not yet its result."""
         return self.forward_backward_custom(*args, **kwargs)
+
+    def create_custom_loss(
+        self, fn: PerDatumLoss, input_ranks: Mapping[str, CustomLossInputRank]
+    ) -> APIFuture[LossHandle]:
+        """`ServiceClient.create_custom_loss`, of this run's session."""
+        return APIFuture.start(upload_loss(self._session, trace(fn, input_ranks)))
 
     def optim_step(
         self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None

@@ -6,7 +6,8 @@ fit, an adapter that cannot be read, logits that are not finite) come back as a 
 raised and never touch another request.
 
 Seeded requests are reproducible whatever else the engine is doing: every sequence has its own random generator, keyed
-by (seed, sample index), and uses one uniform number per token.
+by (seed, sample index), and uses one uniform number per position: a request that goes on from prompt + partial sample
+draws what would have been drawn.
 
 Policies in flight: an adapter has a version, the number of optimizer steps that made it (`workers.model.adapter
 .policy_version` reads it from a folder; the base model's is 0). Every token is labelled with the version whose logits
@@ -51,8 +52,9 @@ ErrorCategory = Literal["user", "server"]
 class SamplingParams:
     """How tokens are drawn and when a sequence ends.
 
-    `max_tokens` None means up to the engine's context. Temperature 0 takes the most probable token. `top_k` -1 (or 0)
-    and `top_p` 1 keep every token; with both, top-k cuts first and top-p works on what is left, renormalised.
+    `max_tokens` None means up to the engine's context; 0 only computes the prompt. Temperature 0 takes the most
+    probable token. `top_k` -1 (or 0) and `top_p` 1 keep every token; with both, top-k cuts first and top-p works on
+    what is left, renormalised.
     A token that stops a sequence is kept as its last token: EOS (any of the model's, unless `stop_at_eos` is false)
     and `stop_token_ids` alike. A sequence also ends when its decoded text contains one of `stop_strings`; the tokens
     which complete the string are kept.

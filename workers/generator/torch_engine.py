@@ -213,19 +213,24 @@ class TorchEngine:
     def _prefill(self, batch: list[RequestProgress]) -> None:
         batch = sorted(batch, key=lambda progress: progress.request.adapter)
         complete = [progress for progress in batch if progress.at_end]
+        drawing = [progress for progress in complete if progress.rule.limit]
         logits = forward.prefill(self._decoder, self._cache, batch)
-        drawn = self._draw([progress.sequences[0] for progress in complete], torch.stack(logits)) if complete else []
+        rows = [logits_V for progress, logits_V in zip(complete, logits, strict=True) if progress.rule.limit]
+        drawn = self._draw([progress.sequences[0] for progress in drawing], torch.stack(rows)) if drawing else []
         for progress in batch:
             if progress.computed == progress.cache_hit:
                 self._counts["cache_hit_tokens"] += progress.cache_hit
             self._counts["prefill_tokens"] += progress.goal - progress.computed
             progress.computed = progress.goal
             self._queue.save(progress)
-        for progress, logits_V in zip(complete, logits, strict=True):
+        for progress in complete:
+            if not progress.rule.limit:
+                self._open.score_only(progress)
+        for progress, logits_V in zip(drawing, rows, strict=True):
             progress.prompt_logits_V, progress.prompt_version = logits_V.clone(), progress.version
             self._open.run(progress)
             self._plan = None
-        self._accept([progress.sequences[0] for progress in complete], drawn, [p.version for p in complete])
+        self._accept([progress.sequences[0] for progress in drawing], drawn, [p.version for p in drawing])
 
     def _start_sequences(self, batch: list[RequestProgress]) -> None:
         """Start more sequences of prefilled requests: those that took over an ended sibling's pages

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workers.model.adapter_shape import AdapterShape
 from workers.model.config import ARCHITECTURES, DecoderConfig, UnsupportedModel, read_config, read_json
 
 __all__ = ["ARCHITECTURES", "DecoderConfig", "ModelCard", "UnsupportedModel", "read_card", "weight_files"]
@@ -49,6 +50,10 @@ class ModelCard:
     @property
     def num_experts(self) -> int:
         return self.config.num_experts
+
+    def adapter_parameters(self, rank: int, attn: bool, mlp: bool, unembed: bool) -> int:
+        """Of a run's adapter that trains these parts."""
+        return AdapterShape(self.config, rank, attn, mlp, unembed).num_parameters
 
 
 def read_card(name: str, path: str | Path) -> ModelCard:

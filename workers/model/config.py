@@ -77,6 +77,16 @@ class DecoderConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def active_parameters(self) -> int:
+        """Of the matrices that one token is multiplied with: attention, the chosen experts or the MLP, the head."""
+        dense = self.num_layers - len(self.mixture_layers)
+        experts = len(self.mixture_layers) * self.experts_per_token * self.moe_intermediate_size
+        attention = self.num_layers * 2 * (self.q_size + self.kv_size)
+        mlp = 3 * (dense * self.intermediate_size + experts)
+        router = len(self.mixture_layers) * self.num_experts
+        return self.hidden_size * (attention + mlp + router + self.vocab_size)
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; {} when there is no such file."""

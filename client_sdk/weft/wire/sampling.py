@@ -28,10 +28,10 @@ __all__ = [
 
 
 class SamplingParams(Request):
-    """How to draw tokens. `stop` absent means the model's end-of-sequence tokens; `stop=[]` means nothing stops it but
-    `max_tokens`. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 are off."""
+    """How to draw tokens: none with `max_tokens` 0, which only computes the prompt. `stop` absent means the model's
+    end-of-sequence tokens; `stop=[]` means nothing stops it but `max_tokens`. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 are off."""
 
-    max_tokens: Positive | None = None
+    max_tokens: Count | None = None
     seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
     stop: str | list[str] | list[Token] | None = None
     temperature: Finite = Field(default=1.0, ge=0)

@@ -115,7 +115,7 @@ def test_free_slots_count_what_waits(make_engine: MakeEngine) -> None:
         ({"prompt": ()}, "empty"),
         ({"prompt": (1536,)}, "vocabulary"),
         ({"num_samples": 0}, "num_samples"),
-        ({"sampling": SamplingParams(max_tokens=0)}, "max_tokens"),
+        ({"sampling": SamplingParams(max_tokens=-1)}, "max_tokens"),
         ({"adapter": "gone", "adapter_folder": Path("nowhere")}, "gone"),
     ],
 )
