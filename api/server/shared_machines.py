@@ -66,8 +66,8 @@ class SharedMachines:
             self._threads,
             self.journal,
             settings.trainer.pass_tokens,
-            sizes_of(cards),
             settings.trainer.pass_limit_s,
+            sizes_of(cards),
         )
         self._leadership = Leadership(shared)
         self._loop = asyncio.get_running_loop()
