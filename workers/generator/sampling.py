@@ -23,10 +23,18 @@ from workers.generator.engine import SamplingParams
 SMALLEST = -708.0
 
 
-def sequence_rng(seed: int | None, sample: int) -> np.random.Generator:
-    """The uniform numbers of one sequence: counter-based, keyed by (seed, sample index). No seed: a fresh key."""
+#: Numbers that one step of the counter yields.
+BLOCK = 4
+
+
+def sequence_rng(seed: int | None, sample: int, position: int = 0) -> np.random.Generator:
+    """The uniform numbers of one sequence from `position` on: counter-based, keyed by (seed, sample index), so that a
+    sample that goes on from prompt + partial draws what the first would have drawn. No seed: a fresh key."""
     key = secrets.randbits(64) if seed is None else seed & 0xFFFF_FFFF_FFFF_FFFF
-    return np.random.Generator(np.random.Philox(key=np.array([key, sample], dtype=np.uint64)))
+    counter, used = divmod(position, BLOCK)
+    rng = np.random.Generator(np.random.Philox(counter=counter, key=np.array([key, sample], dtype=np.uint64)))
+    rng.random(used)
+    return rng
 
 
 def prompt_rng(seed: int | None) -> np.random.Generator:

@@ -26,7 +26,7 @@ from workers.model import lora_products
 from workers.model.gpu import launch
 from workers.model.lora import Site, lora_linear
 from workers.model.lora_rows import LoraRows
-from workers.model.moe import Names, expert_block
+from workers.model.moe import Experts, Names, expert_block
 
 QKV = Site(
     "layers.0.attn.qkv_A",
@@ -155,7 +155,7 @@ def block(side: Side, rows: LoraRows | None, dtype: torch.dtype, tokens: int, cr
         scores[:, [1, 4]] += 100
     weights, experts = torch.topk(torch.softmax(scores, -1), k, dim=-1)
     x, weights = side.random(tokens, d, seed=4).requires_grad_(), weights.to(side.device).requires_grad_()
-    out = side.run(expert_block, x, weights, experts.to(side.device), gate_up, down, NAMES, rows)
+    out = side.run(expert_block, x, weights, experts.to(side.device), Experts(gate_up, down), NAMES, rows)
     side.run(out.backward, side.random(*out.shape, seed=5))
     assert x.grad is not None
     assert weights.grad is not None
