@@ -203,7 +203,7 @@ def explain(error: ValidationError | RequestValidationError, prefix: tuple[str, 
     return "; ".join(lines) + (f"; and {len(more)} more" if more else "")
 
 
-def _count(request: Request, error: ApiError) -> None:
+def count(request: Request, error: ApiError) -> None:
     """Refusals that the operator's monitoring shows."""
     service = getattr(request.app.state, "service", None)
     if service is None:
@@ -220,7 +220,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        _count(request, error)
+        count(request, error)
         return error.response()
 
     @app.exception_handler(PeopleError)

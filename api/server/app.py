@@ -41,6 +41,7 @@ from api.routes import (
     weft,
     weights,
 )
+from api.routes.openai import chat, generate, listing
 from api.server.housekeeping import keep_house
 from api.server.machines import EmbeddedMachines, Machines
 from api.server.worker_process import WorkerProcess
@@ -168,5 +169,7 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         limits,
     ):
         app.include_router(routes.router)
+    for router in (listing.router, listing.turns_router, chat.router, generate.router):
+        app.include_router(router)
     console.install(app)
     return app

@@ -13,6 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from weft.wire import LimitsResponse
 
 from api.checks.limits import limits_of
+from api.state.afterwards import Afterwards
 from api.state.fetched import Fetched
 from api.state.last_used import LastUsed
 from api.state.liveness import Liveness
@@ -45,6 +46,7 @@ class Service:
     #: How the machines are doing, in numbers.
     stats: Callable[[], dict[str, Any]]
     polls: LongPolls = field(default_factory=LongPolls)
+    afterwards: Afterwards = field(default_factory=Afterwards)
     rates: Rates = field(default_factory=LocalRates)
 
     @cached_property
