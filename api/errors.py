@@ -235,7 +235,7 @@ def explain(error: ValidationError | RequestValidationError, prefix: tuple[str, 
     return "; ".join(lines) + (f"; and {len(more)} more" if more else "")
 
 
-def _count(request: Request, error: ApiError) -> None:
+def count(request: Request, error: ApiError) -> None:
     """What is counted of refusals: polls that found nothing, and what the operator's monitoring shows."""
     service = getattr(request.app.state, "service", None)
     if service is None:
@@ -254,7 +254,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        _count(request, error)
+        count(request, error)
         return error.response()
 
     @app.exception_handler(PeopleError)

@@ -14,6 +14,7 @@ from weft.wire import LimitsResponse
 
 from api.checks.adapter_sizes import sizes_of
 from api.checks.limits import limits_of
+from api.state.afterwards import Afterwards
 from api.state.fetched import Fetched
 from api.state.large_bodies import LargeBodies
 from api.state.last_used import LastUsed
@@ -49,6 +50,7 @@ class Service:
     #: How the machines are doing, in numbers.
     stats: Callable[[], dict[str, Any]]
     polls: LongPolls = field(default_factory=LongPolls)
+    afterwards: Afterwards = field(default_factory=Afterwards)
     rates: Rates = field(default_factory=LocalRates)
     misses: Misses = field(default_factory=Misses)
 

@@ -52,6 +52,7 @@ TABLES = (
     "checkpoints",
     "run_curves",
     "run_metrics",
+    "session_turns",
 )
 
 
@@ -646,6 +647,21 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_run_metrics_run_id")),
         sa.PrimaryKeyConstraint("run_id", "name", "step", name=op.f("pk_run_metrics")),
     )
+    op.create_table(
+        "session_turns",
+        sa.Column("id", BIG_ID, autoincrement=True, nullable=False),
+        sa.Column("request_id", sa.String(64), nullable=False),
+        sa.Column("org_id", sa.String(64), nullable=False),
+        sa.Column("project_id", sa.String(64), nullable=True),
+        sa.Column("name", sa.String(128), nullable=False),
+        sa.Column("ref", sa.String(256), nullable=False),
+        sa.Column("created_at", AT, nullable=False),
+        sa.ForeignKeyConstraint(["org_id"], ["organisations.id"], name=op.f("fk_session_turns_org_id")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_session_turns")),
+        sa.UniqueConstraint("request_id", name=op.f("uq_session_turns_request_id")),
+    )
+    op.create_index("ix_session_turns_created_at", "session_turns", ["created_at"])
+    op.create_index("ix_session_turns_name", "session_turns", ["org_id", "name", "id"])
     for table in APPEND_ONLY:
         protect(table)
 

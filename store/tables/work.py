@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import JSON, BigInteger, ForeignKey, Index, String, UniqueConstraint, text
 from sqlalchemy.orm import Mapped, mapped_column
 
-from store.tables.base import Base
+from store.tables.base import Base, BigInt
 
 
 class Session(Base):
@@ -85,6 +85,20 @@ class Sampler(Base):
     kind: Mapped[str] = mapped_column(String(16))
     clients: Mapped[int] = mapped_column(server_default="0")
     created_at: Mapped[datetime]
+
+
+class SessionTurn(Base):
+    """A request that was sampled under its client's own session id `name`; the blob `ref` has prompt and tokens."""
+
+    __tablename__ = "session_turns"
+    __table_args__ = (Index("ix_session_turns_name", "org_id", "name", "id"),)
+    id: Mapped[int] = mapped_column(BigInt, primary_key=True)
+    request_id: Mapped[str] = mapped_column(String(64), unique=True)
+    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"))
+    project_id: Mapped[str | None] = mapped_column(String(64))
+    name: Mapped[str] = mapped_column(String(128))
+    ref: Mapped[str] = mapped_column(String(256))
+    created_at: Mapped[datetime] = mapped_column(index=True)
 
 
 class Checkpoint(Base):
