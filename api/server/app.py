@@ -34,6 +34,7 @@ from api.routes import (
     projects,
     rest,
     sampling,
+    sdk,
     service,
     sessions,
     trace,
@@ -128,7 +129,7 @@ def parts_of(
         from api.server.shared_machines import SharedMachines
         from api.state.shared_rates import SharedRates
 
-        return SharedMachines(settings, database, blobs, prices), SharedRates(settings.redis_url)
+        return SharedMachines(settings, cards, database, blobs, prices), SharedRates(settings.redis_url)
     return EmbeddedMachines(settings, cards, database, blobs, prices, ahead), LocalRates()
 
 
@@ -166,6 +167,7 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         members,
         projects,
         limits,
+        sdk,
     ):
         app.include_router(routes.router)
     console.install(app)

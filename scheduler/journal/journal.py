@@ -28,10 +28,12 @@ from scheduler.journal.ending.recording import DatabaseRecorder
 from scheduler.journal.rows import from_row
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.samples.sampling import item_of
+from scheduler.journal.samples.streams import LocalStreams
 from scheduler.journal.storing import Storing
 from scheduler.journal.training import Training, in_line, moves_samplers, under_way
 from scheduler.journal.weights import expected_costs_of
 from scheduler.links.messages import Done, OpKind
+from scheduler.order.light_work import SizesOf, unknown_sizes
 from scheduler.order.local_queue import LocalQueue
 from scheduler.order.operations import (
     SAMPLE,
@@ -65,9 +67,11 @@ class Journal:
         max_queued_per_org: int = 20_000,
         max_queued_bytes_per_org: int = 1 << 30,
         room: Room | None = None,
+        sizes: SizesOf = unknown_sizes,
     ) -> None:
         self.sample_queue = LocalQueue(time.monotonic)
         self.completions = LocalFeeds()
+        self.streams = LocalStreams()
         self.meters = Meters()
         self.in_flight = LocalInFlight()
         self.answers = Answers(database, blobs)
@@ -79,7 +83,7 @@ class Journal:
         self._storing = Storing(database, blobs, room)
         self._recorder = DatabaseRecorder(database, blobs, prices, room, self.answers, self.samplers)
         self.training = Training(
-            database, blobs, self._storing, self._recorder, self._costs.weight, self._training_ended
+            database, blobs, self._storing, self._recorder, self._costs.weight, self._training_ended, sizes
         )
         self.desks = self.training.desks
         self._admission = Admission(
@@ -156,7 +160,7 @@ class Journal:
     async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | Gone | None:
         op = self._open.get(request_id) or self.answers.recent(request_id)
         if op is None:
-            return self.answers.stored(org_id, request_id)
+            return await asyncio.to_thread(self.answers.stored, org_id, request_id)
         if op.org_id != org_id:
             return None
         try:
@@ -197,6 +201,7 @@ class Journal:
         op.outcome = ended.outcome
         self._storing.drop_body(op)
         self._admission.end(op)
+        self.streams.forget(op.id)
         size_bytes = len(op.outcome.payload) if op.outcome.error is None else None
         self.completions.publish(FeedKey.of(op.org_id, op.lane, op.seq), Completion(op.id, size_bytes))
 
