@@ -309,6 +309,7 @@ def upgrade() -> None:
         sa.Column("accepted_at", AT, nullable=False),
         sa.Column("finished_at", AT, nullable=True),
         sa.Column("timings", sa.JSON(none_as_null=True), nullable=True),
+        sa.Column("attempts", sa.Integer(), server_default="0", nullable=False),
         sa.Column("policy", sa.JSON(none_as_null=True), nullable=True),
         sa.ForeignKeyConstraint(["org_id"], ["organisations.id"], name=op.f("fk_operations_org_id")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_operations")),
