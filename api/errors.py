@@ -150,8 +150,8 @@ class PaymentRequired(ApiError):
         if not why.needed_nusd:
             figures = "it is used up, and so nothing is accepted, not even what costs nothing itself"
         super().__init__(
-            f"{why.limit} does not allow this operation: {figures} ({why.figures}); {why.remedy}. The operation was not "
-            "accepted: send it again"
+            f"{why.limit} does not allow this operation: {figures} ({why.figures}); {why.remedy}. The operation was "
+            "not accepted: send it again"
         )
         self.scope = why.scope
         self.amounts = {
