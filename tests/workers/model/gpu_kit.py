@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from workers.model.adapter import Adapter, AdapterShape
-from workers.model.config import DecoderConfig
+from workers.model.config import DecoderConfig, GateConfig, RopeConfig, RouterConfig
 from workers.model.lora_rows import LoraRows
 
 #: Triton reads this when a kernel is defined, so it must be set before the kernels are imported.
@@ -55,6 +56,16 @@ CONFIG = DecoderConfig(
     experts_per_token=2,
     moe_intermediate_size=24,
 )
+#: What gpt-oss has, and what GLM-4.5 has.
+SINKS = replace(
+    CONFIG, num_layers=2, sinks=True, window=20, window_layers=(1,), qk_norm="", qkv_bias=True, o_bias=True,
+    expert_bias=True, gate=GateConfig(1.0, 1.702), router=RouterConfig("chosen", bias=True),
+    rope=RopeConfig(kind="yarn", factor=4.0, original_context_length=32, attention_factor=1.1),
+)  # fmt: skip
+GROUPS = replace(
+    CONFIG, num_layers=2, dense_layers=(0,), num_experts=6, qkv_bias=True, norm_topk=True, shared_intermediate_size=24,
+    router=RouterConfig("sigmoid", True, 3, 2, 2.5), rope=RopeConfig(partial=0.5),
+)  # fmt: skip
 DENSE = DecoderConfig(**{**CONFIG.__dict__, "architecture": "Qwen3ForCausalLM", "num_experts": 0})
 
 

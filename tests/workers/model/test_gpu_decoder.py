@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, HOST, assert_same_grads, mixed_rows, twice
+from tests.workers.model.gpu_kit import (
+    CONFIG,
+    DENSE,
+    DEVICE,
+    GROUPS,
+    HOST,
+    SINKS,
+    assert_same_grads,
+    mixed_rows,
+    twice,
+)
 from workers.model import lora_products
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, PackedAttend
@@ -48,7 +58,7 @@ def use_gpu_code(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lora_products, "on_device", lambda weight: True)
 
 
-@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["moe", "dense"])
+@pytest.mark.parametrize("config", [CONFIG, DENSE, SINKS, GROUPS], ids=["moe", "dense", "sinks", "groups"])
 @pytest.mark.parametrize("budget", [None, 0], ids=["kept", "recomputed"])
 def test_decoder_through_the_gpu_code(
     config: DecoderConfig, budget: int | None, monkeypatch: pytest.MonkeyPatch
