@@ -238,7 +238,7 @@ class Settings(_Section):
     #: Price versions in the form of billing/default_prices.toml; they replace the built-in list (`billing.prices`).
     prices: list[dict[str, Any]] = []
     #: A session that is not heard of for so long, and has nothing to do, is ended.
-    session_idle_s: Annotated[float, Field(gt=0)] = 3600.0
+    session_idle_s: Annotated[float, Field(gt=0)] = 600.0
     #: Have clients exchange their key for short-lived tokens. Tokens are taken in any case.
     pjwt_auth_enabled: bool = False
     jwt_life_s: Annotated[int, Field(ge=120, le=86_400)] = 900

@@ -39,6 +39,9 @@ from workers.model.encryption import BadRecipient, parse_recipients
 
 router = APIRouter(prefix="/api/v1")
 
+#: In the metadata of a run that goes on from a checkpoint: its path.
+CONTINUED_FROM = "continued_from"
+
 
 @router.post(
     "/save_weights", response_model_exclude_none=True, **declare(scope="train", limit="work", meters="storage")
@@ -226,4 +229,5 @@ async def _create_from(
         return await repeat(service, who, session_id, run_id, raw)
     spec, ref = found
     plan = Create(spec, priority, Source(ref, body.path, body.optimizer))
-    return await create(service, who, session_id, seq, plan, check_metadata(body.user_metadata), raw)
+    metadata = {**check_metadata(body.user_metadata), CONTINUED_FROM: body.path}
+    return await create(service, who, session_id, seq, plan, metadata, raw)
