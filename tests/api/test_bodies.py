@@ -166,10 +166,10 @@ class TestProtobuf:
     @pytest.mark.parametrize(
         "body",
         [
-            bytes(HARMLESS_BYTES) + b"\xff" * 20,
+            field(4, bytes(HARMLESS_BYTES)) + b"\xff" * 20,
             b"\x1b" * (HARMLESS_BYTES + 1),  # groups
             field(3, bytes(HARMLESS_BYTES), size=HARMLESS_BYTES + 9),
-            field(3, bytes(HARMLESS_BYTES) + b"\x1a"),
+            field(3, field(1, field(1, bytes(HARMLESS_BYTES))) + b"\x1a"),
             b"\x1a\xff",
         ],
     )
