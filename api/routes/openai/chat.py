@@ -27,7 +27,7 @@ router = APIRouter(route_class=OpenAIRoute)
 
 #: Of a completion that does not say how long it may be, as OpenAI has it; a chat may fill the context.
 COMPLETION_TOKENS = 16
-SAMPLES: dict[str, Any] = declare(scope="sample", limit="work", meters="sample")
+SAMPLES: dict[str, Any] = declare(scope="sample", limit="work", meters="sample", body="data")
 
 
 @router.post("/v1/chat/completions", **SAMPLES)

@@ -68,8 +68,8 @@ async def _target(service: Service, who: Principal, model: str | None) -> Target
     return await target_of(service, who, model or next(iter(service.cards)))
 
 
-@router.post("/tokenize", **declare(scope="sample", limit="call"))
-@router.post("/v1/tokenize", **declare(scope="sample", limit="call"))
+@router.post("/tokenize", **declare(scope="sample", limit="call", body="medium"))
+@router.post("/v1/tokenize", **declare(scope="sample", limit="call", body="medium"))
 async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
     body = await read_json(request, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
@@ -89,8 +89,8 @@ async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> 
     return Response(orjson.dumps(answer), media_type="application/json")
 
 
-@router.post("/detokenize", **declare(scope="sample", limit="call"))
-@router.post("/v1/detokenize", **declare(scope="sample", limit="call"))
+@router.post("/detokenize", **declare(scope="sample", limit="call", body="medium"))
+@router.post("/v1/detokenize", **declare(scope="sample", limit="call", body="medium"))
 async def detokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
     body = await read_json(request, DetokenizeBody)
     target = await _target(service, who, body.model)
