@@ -34,6 +34,11 @@ from store.room import what_failed
 
 log = logging.getLogger("weft.api")
 
+#: Where the guard of a poll leaves who asks, in the request's scope: what is not found for them is counted.
+POLLS = "weft.polls"
+#: Mistakes in one body that are looked at one by one.
+MAX_EXPLAINED = 1000
+
 
 class ApiError(Exception):
     """A request that is not carried out. `detail` says what, which input, the limit and the value, what to do next."""
@@ -146,8 +151,8 @@ class PaymentRequired(ApiError):
         if not why.needed_nusd:
             figures = "it is used up, and so nothing is accepted, not even what costs nothing itself"
         super().__init__(
-            f"{why.limit} does not allow this operation: {figures} ({why.figures}); {why.remedy}. "
-            "The operation was not accepted: send it again"
+            f"{why.limit} does not allow this operation: {figures} ({why.figures}); {why.remedy}. The operation was "
+            "not accepted: send it again"
         )
         self.scope = why.scope
         self.amounts = {
@@ -218,22 +223,26 @@ def refuse(problems: Iterable[Problem], field: str | None = None) -> None:
 
 def explain(error: ValidationError | RequestValidationError, prefix: tuple[str, ...] = ()) -> str:
     """Pydantic's complaints as one line: `field: what is wrong (got value)`."""
-    lines = []
-    for item in error.errors()[:5]:
+    if isinstance(error, ValidationError) and error.error_count() > MAX_EXPLAINED:  # each would become a dict
+        return f"{error.error_count()} fields of the body are wrong, or unknown: it is not of the form asked for here"
+    lines, found = [], error.errors()
+    for item in found[:5]:
         field = ".".join(str(part) for part in item["loc"] if part not in prefix) or "body"
         got = item.get("input")
         shown = "" if isinstance(got, (dict, list, bytes)) or item["type"] == "missing" else f" (got {quote(got)})"
         lines.append(f"{field}: {item['msg']}{shown}")
-    more = error.errors()[5:]
+    more = found[5:]
     return "; ".join(lines) + (f"; and {len(more)} more" if more else "")
 
 
 def _count(request: Request, error: ApiError) -> None:
-    """Refusals that the operator's monitoring shows."""
+    """What is counted of refusals: polls that found nothing, and what the operator's monitoring shows."""
     service = getattr(request.app.state, "service", None)
     if service is None:
         return
-    if isinstance(error, PaymentRequired):
+    if isinstance(error, NotFound) and POLLS in request.scope:
+        service.misses.note(request.scope[POLLS])
+    elif isinstance(error, PaymentRequired):
         service.journal.meters.denied[error.scope] += 1
     elif isinstance(error, (Busy, OverQuota, RateLimited)):
         reason = error.reason if isinstance(error, RateLimited) else error.code
@@ -272,9 +281,9 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         if error.status_code == 404:
-            return NotHere(f"this server has no {request.method} {request.url.path}").response()
+            return NotHere(f"this server has no {request.method} {request.scope['path']}").response()
         if error.status_code == 405:
-            body = {"detail": f"{request.url.path} does not take {request.method}", "code": "method_not_allowed"}
+            body = {"detail": f"{request.scope['path']} does not take {request.method}", "code": "method_not_allowed"}
             return JSONResponse(body, 405, error.headers)
         body = {"detail": str(error.detail), "code": "http_error"}
         return JSONResponse(body, error.status_code, error.headers)

@@ -18,7 +18,8 @@ def check_sample(request: SampleRequest, limits: LimitsResponse, model: str, *, 
     known = limits.models[model]
     refuse(sample_problems(request, prompt, limits, known, model, of_run=of_run))
     room = known.context_length - int(prompt.size) + 1
-    return min(request.sampling_params.max_tokens or room, room)
+    most = request.sampling_params.max_tokens
+    return room if most is None else min(most, room)
 
 
 def prompt_tokens(request: SampleRequest) -> npt.NDArray[np.int64]:

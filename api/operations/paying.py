@@ -16,8 +16,8 @@ from store.settings import Limits
 
 
 def need_money(session: Session, who: Principal, owner: tables.Session) -> None:
-    """Raise PaymentRequired once the wallet or a hard budget of the payer is used up. `owner` is the session that it
-    counts for. In a write with the lock of the organisation."""
+    """In a write with the lock of the organisation: raise PaymentRequired once the wallet or a hard budget of the payer
+    is used up. `owner` is the session that it counts for."""
     try:
         check_left(session, Payer(who.org_id, owner.project_id, who.key_id), datetime.now(UTC))
     except OutOfMoney as error:

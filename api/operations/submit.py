@@ -16,10 +16,11 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire import UntypedAPIFuture
+from weft.wire.base import Integer
 
 from api.checks.runs import check_sequence
 from api.errors import ApiError, Busy, CannotStore, Invalid, OverQuota, PaymentRequired, Unavailable
-from api.http.bodies import parse_json
+from api.http.bodies import parse, parse_json
 from api.state.rates import check_in_flight, count_tokens
 from api.state.service import Service
 from api.who.lookup import session_by_id
@@ -41,7 +42,7 @@ class Address(BaseModel):
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
     model_id: str
-    seq_id: int
+    seq_id: Integer
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ async def submit_json(
     check: Callable[[M, tables.Run], Checked],
 ) -> UntypedAPIFuture:
     """`submit` for an operation with a JSON body. What is wrong with it is the answer at once, beside the outcome."""
-    address = parse_json(body, Address)
+    address = await parse(body, Address)
     future, refused = await submit(service, who, address, kind, body, lambda run: check(parse_json(body, model), run))
     if refused is not None:
         raise refused

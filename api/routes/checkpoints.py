@@ -170,12 +170,12 @@ async def delete_checkpoint(
 async def external_weights_urls(
     run_id: str, kind: str, name: str, request: Request, service: ServiceDep, who: PrincipalDep
 ) -> ExternalWeightsUrlsResponse:
-    """A link for each file of an export, good for an hour without a key."""
+    """A link for each file of an export, good for an hour without a key, or until the credential that asks ends."""
     path = _path(run_id, kind, name)
     if path.kind != "external_weights":
         raise Invalid(f"path: {path} is no export: only external weights (save_weights_external) have links")
     row = await service.read(lambda session: checkpoint_at(session, who, path))
-    expires = datetime.now(UTC).replace(microsecond=0) + LINKS_LAST
+    expires = who.reach.ends_by(datetime.now(UTC) + LINKS_LAST).replace(microsecond=0)
 
     def links() -> dict[str, str]:
         service.blobs.check_folder(row.ref)
@@ -207,7 +207,7 @@ async def archive(
     row = await service.read(read)
     with _whole(path):
         await run_in_threadpool(make_archive, service.blobs, row.ref)
-    expires = datetime.now(UTC).replace(microsecond=0) + LINKS_LAST
+    expires = who.reach.ends_by(datetime.now(UTC) + LINKS_LAST).replace(microsecond=0)
     link = service.signer.link(request, archive_path(row.id), expires)
     return RedirectResponse(link, 302, {"expires": format_datetime(expires, usegmt=True)})
 

@@ -34,6 +34,7 @@ from api.routes import (
     projects,
     rest,
     sampling,
+    sdk,
     service,
     sessions,
     trace,
@@ -166,6 +167,7 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         members,
         projects,
         limits,
+        sdk,
     ):
         app.include_router(routes.router)
     console.install(app)

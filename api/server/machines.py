@@ -71,7 +71,7 @@ class EmbeddedMachines:
             sizes=sizes_of(cards),
             limits=settings.limits,
         )
-        self._trainer = TrainerDesk(self.journal.training, settings.trainer.pass_tokens)
+        self._trainer = TrainerDesk(self.journal.training, settings.trainer.pass_tokens, settings.trainer.pass_limit_s)
         self._generator = SampleDesk(self.journal, len(settings.generator.kinds))
         models = {name: card.path for name, card in cards.items()}
         self._supervisor = Supervisor(embedded_workers(settings, models), self._attach, ahead)

@@ -16,6 +16,8 @@ from urllib.parse import quote
 from pydantic import BaseModel
 
 from weft.errors import APIResponseValidationError, RequestFailedError
+from weft.exports.folder import finish
+from weft.exports.layout import ExportError, Layout, selected
 from weft.future import APIFuture
 from weft.transport.download import download_archive, download_files
 from weft.transport.http import Call, Transport, encode, resolve_endpoint
@@ -209,16 +211,32 @@ class RestClient(AdminClient):
         when = None if expires is None else parsedate_to_datetime(expires)
         return CheckpointArchiveUrlResponse(url=str(response.url.join(response.headers["location"])), expires=when)
 
-    def download_checkpoint(self, tinker_path: str, folder: str | Path) -> APIFuture[list[Path]]:
-        """Fetch the files of any checkpoint, adapter weights and config, into `folder`; their paths."""
-        return APIFuture.start(self._download(tinker_path, Path(folder)))
+    def download_checkpoint(
+        self, tinker_path: str, folder: str | Path, layout: Layout = "peft", *, leave_out_unembedding: bool = False
+    ) -> APIFuture[list[Path]]:
+        """Fetch any checkpoint's adapter into `folder`, as its reader needs it; the paths of the files.
 
-    async def _download(self, tinker_path: str, folder: Path) -> list[Path]:
-        if parse_checkpoint_path(tinker_path).kind != "external_weights":
-            return await download_archive((await self._archive_url(tinker_path)).url, folder)
-        route = f"{checkpoint_route(tinker_path)}/external_weights_urls"
-        listed = await self._transport.ask("GET", route, ExternalWeightsUrlsResponse)
-        return await download_files(listed.urls, folder)
+        "peft" is what stock PEFT loads, "vllm" what vLLM loads (an adapter that trains the unembedding is refused,
+        unless `leave_out_unembedding` leaves that part out), "tinker" what Tinker's cookbook reads. The first two come
+        with README.md and verify.py. `ExportError` if it cannot be had so.
+        """
+        return APIFuture.start(self._download(tinker_path, Path(folder), layout, leave_out_unembedding))
+
+    async def _download(self, path: str, folder: Path, layout: Layout, leave_out_unembedding: bool) -> list[Path]:
+        if parse_checkpoint_path(path).kind != "external_weights":
+            url = (await self._archive_url(path)).url
+            files = await download_archive(url, folder, lambda names: selected(names, layout))
+        else:
+            route = f"{checkpoint_route(path)}/external_weights_urls"
+            listed = await self._transport.ask("GET", route, ExternalWeightsUrlsResponse)
+            chosen = selected(listed.urls, layout)
+            files = await download_files({chosen[name]: listed.urls[name] for name in chosen}, folder)
+        try:
+            return files + await asyncio.to_thread(finish, folder, path, layout, leave_out_unembedding)
+        except ExportError:
+            for file in files:
+                file.unlink()
+            raise
 
     def copy_weights(
         self,

@@ -62,6 +62,7 @@ class Shared:
     journal: SharedJournal
     pass_tokens: int
     sizes: SizesOf = unknown_sizes
+    pass_limit_s: float = 0.0
 
 
 class Term:
@@ -77,7 +78,7 @@ class Term:
             self.database, shared.blobs, shared.prices, replica.meters, replica.announce, shared.sizes
         )
         self._board = PolicyBoard(shared.url)
-        self.desk = TrainerDesk(self.journal.training, shared.pass_tokens)
+        self.desk = TrainerDesk(self.journal.training, shared.pass_tokens, shared.pass_limit_s)
         self._policies = PolicyDesk(self.journal.training, self._board, self._run)
         self._joining = Joining(shared.url, token)
         self._tasks: list[asyncio.Task[None]] = []

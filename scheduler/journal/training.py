@@ -196,6 +196,11 @@ class Training:
             self._storing.delete_tree(ref)
         self._ended(op)
 
+    def note_attempts(self, op: Operation) -> None:
+        """Trainers were lost over `op`, or it got further since: a server that starts again is to know."""
+        statement = update(tables.Operation).where(tables.Operation.id == op.id).values(attempts=op.attempts)
+        self._storing.in_background(self._storing.write(statement))
+
     async def snapshot(self, taken: Snapshot) -> None:
         """A trainer has written a run's whole state: bodies up to there and the older snapshot may go."""
         lane = self.runs.get(taken.run_id)

@@ -103,7 +103,7 @@ class TestSamples:
             ({"seq_id": None}, 400, "seq_id"),
             ({"seq_id": -1}, 422, "seq_id"),
             ({"sampling_params": {"temperature": -1}}, 422, "sampling_params.temperature"),
-            ({"sampling_params": {"max_tokens": 0}}, 422, "sampling_params.max_tokens"),
+            ({"sampling_params": {"max_tokens": -1}}, 422, "sampling_params.max_tokens"),
             ({"sampling_params": {"top_p": 0}}, 422, "sampling_params.top_p"),
             ({"num_samples": 0}, 422, "num_samples"),
             ({"num_samples": 5}, 400, "got 5"),

@@ -78,7 +78,7 @@ def test_compute_logprobs(service: ServiceClient, stub: Stub) -> None:
     sampler = service.create_sampling_client(model_path="tinker://r:train:0/sampler_weights/a")
     assert sampler.compute_logprobs(PROMPT, prompt_logprobs_last_n=2).result(10) == [None, -1.0, -1.0]
     body = stub.bodies("/asample")[0]
-    assert body["sampling_params"]["max_tokens"] == 1
+    assert body["sampling_params"]["max_tokens"] == 0
     assert body["prompt_logprobs"] is True
     assert body["prompt_logprobs_last_n"] == 2
     stub.replies[f"GET /samplers/{SESSION}:sample:0"] = {"sampler_id": "s", "base_model": "org/found"}

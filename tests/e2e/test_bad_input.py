@@ -85,7 +85,7 @@ def test_a_prompt_that_does_not_fit(official: Official) -> None:
 
 @pytest.mark.parametrize(
     ("params", "named"),
-    [({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p"), ({"max_tokens": 0}, "max_tokens")],
+    [({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p"), ({"max_tokens": -1}, "max_tokens")],
 )
 def test_bad_sampling_parameters(official: Official, params: dict[str, Any], named: str) -> None:
     sampler = official().create_sampling_client(base_model=BASE_MODEL).result()

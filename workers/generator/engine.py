@@ -6,7 +6,8 @@ fit, an adapter that cannot be read, logits that are not finite) come back as a 
 raised and never touch another request.
 
 Seeded requests are reproducible whatever else the engine is doing: every sequence has its own random generator, keyed
-by (seed, sample index), and uses one uniform number per token.
+by (seed, sample index), and uses one uniform number per position: a request that goes on from prompt + partial sample
+draws what would have been drawn.
 
 Policies in flight: an adapter has a version, the number of optimizer steps that made it (`workers.model.adapter
 .policy_version` reads it from a folder; the base model's is 0). Every token is labelled with the version whose logits
@@ -17,6 +18,7 @@ have become too old for their requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -36,6 +38,7 @@ __all__ = [
     "RequestError",
     "SamplingParams",
     "SequenceResult",
+    "SoFar",
     "StopReason",
     "TargetTokens",
     "TopkLogprobs",
@@ -51,8 +54,9 @@ ErrorCategory = Literal["user", "server"]
 class SamplingParams:
     """How tokens are drawn and when a sequence ends.
 
-    `max_tokens` None means up to the engine's context. Temperature 0 takes the most probable token. `top_k` -1 (or 0)
-    and `top_p` 1 keep every token; with both, top-k cuts first and top-p works on what is left, renormalised.
+    `max_tokens` None means up to the engine's context; 0 only computes the prompt. Temperature 0 takes the most
+    probable token. `top_k` -1 (or 0) and `top_p` 1 keep every token; with both, top-k cuts first and top-p works on
+    what is left, renormalised.
     A token that stops a sequence is kept as its last token: EOS (any of the model's, unless `stop_at_eos` is false)
     and `stop_token_ids` alike. A sequence also ends when its decoded text contains one of `stop_strings`; the tokens
     which complete the string are kept.
@@ -156,6 +160,17 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class SoFar:
+    """A sequence that is being drawn, as lists that grow: `policy` are (version, consecutive tokens drawn from it);
+    `tops` is empty where no likeliest tokens are asked for."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    tops: Sequence[tuple[list[int], list[float]]]
+    policy: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Totals since the engine was made, and what it holds now: `prefill_tokens` were computed, `cache_hit_tokens` found
     in the prefix cache. `slots_busy / slots_offered`, summed over decode steps, is the share of slots that worked while
@@ -198,6 +213,9 @@ class Engine(Protocol):
 
     def cancel(self, request_id: str) -> Finished | None:
         """End a request now, with the tokens it has (stop reason "length"). None if there is no such request."""
+
+    def so_far(self, request_id: str) -> list[SoFar]:
+        """The sequences of a request that has not ended; empty from an engine that tells nothing before the end."""
 
     def swap_adapter(self, name: str, folder: Path) -> None:
         """As soon as they have been read, `name` means the weights in `folder`: for running requests from their next

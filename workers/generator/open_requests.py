@@ -47,6 +47,12 @@ class OpenRequests:
         if progress.unstarted:
             self.starting[progress.request.id] = progress
 
+    def score_only(self, progress: RequestProgress) -> None:
+        """End a request whose prompt is computed and that wants no tokens."""
+        for sequence in progress.sequences:
+            sequence.stop_reason = "length"
+        self._end(progress)
+
     def retire(self, sequence: SequenceProgress) -> None:
         """A sequence has ended. A waiting sibling takes over its pages, which hold the prompt; else they are freed."""
         progress = sequence.owner

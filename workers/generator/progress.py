@@ -22,6 +22,7 @@ from workers.generator.engine import (
     GenerateRequest,
     PolicySpan,
     SequenceResult,
+    SoFar,
     StopReason,
     TopkLogprobs,
 )
@@ -45,10 +46,14 @@ class SequenceProgress:
         self.policy: list[tuple[int, int]] = []  # (version, consecutive tokens drawn from it)
         self.stale = False
         self.routes: npt.NDArray[np.int64] | None = None  # set when it ends, if requested
-        self._rng = sequence_rng(owner.request.sampling.seed, sample)
+        self._rng = sequence_rng(owner.request.sampling.seed, sample, len(owner.request.prompt))
         #: The random number of the next token, renewed only when a token is accepted, so that a repeated step draws
         #: the same one.
         self.uniform = float(self._rng.random())
+
+    @property
+    def so_far(self) -> SoFar:
+        return SoFar(self.tokens, self.logprobs, self.tops, self.policy)
 
     @property
     def position(self) -> int:

@@ -52,8 +52,8 @@ def request_fault(request: GenerateRequest, context: int, vocab_size: int) -> st
         return f"the prompt has a token outside the vocabulary of {vocab_size}"
     if request.num_samples < 1:
         return f"num_samples is {request.num_samples}; it must be at least 1"
-    if sampling.max_tokens is not None and sampling.max_tokens < 1:
-        return f"max_tokens is {sampling.max_tokens}; it must be at least 1"
+    if sampling.max_tokens is not None and sampling.max_tokens < 0:
+        return f"max_tokens is {sampling.max_tokens}; it must be at least 0"
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
         return f"temperature is {sampling.temperature}; it must be a number from 0 up"
     if not 0 < sampling.top_p <= 1:

@@ -23,10 +23,18 @@ from workers.generator.engine import SamplingParams
 SMALLEST = -708.0
 
 
-def sequence_rng(seed: int | None, sample: int) -> np.random.Generator:
-    """The uniform numbers of one sequence: counter-based, keyed by (seed, sample index). No seed: a fresh key."""
+#: Numbers that one step of the counter yields.
+BLOCK = 4
+
+
+def sequence_rng(seed: int | None, sample: int, position: int = 0) -> np.random.Generator:
+    """The uniform numbers of one sequence from `position` on: counter-based, keyed by (seed, sample index), so that a
+    sample that goes on from prompt + partial draws what the first would have drawn. No seed: a fresh key."""
     key = secrets.randbits(64) if seed is None else seed & 0xFFFF_FFFF_FFFF_FFFF
-    return np.random.Generator(np.random.Philox(key=np.array([key, sample], dtype=np.uint64)))
+    counter, used = divmod(position, BLOCK)
+    rng = np.random.Generator(np.random.Philox(counter=counter, key=np.array([key, sample], dtype=np.uint64)))
+    rng.random(used)
+    return rng
 
 
 def prompt_rng(seed: int | None) -> np.random.Generator:
@@ -142,8 +150,8 @@ def truncate(logprobs_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor) -> tuple[Ten
     sorted_CK, ids_CK = sorted_CV[:, :width].clone(), ids_CV[:, :width]
     rank_K = torch.arange(width, device=logprobs_CV.device)
     sorted_CK.masked_fill_(rank_K[None] >= top_k_C[:, None], -torch.inf)
-    probs_CK = sorted_CK.double().exp()
-    before_CK = probs_CK.cumsum(-1) - probs_CK
-    beyond_CK = before_CK >= (top_p_C * probs_CK.sum(-1))[:, None]
-    beyond_CK[:, 0] = False
+    reached_CK = sorted_CK.double().exp().cumsum(-1)
+    beyond_CK = torch.zeros_like(reached_CK, dtype=torch.bool)
+    # What is before a candidate, as it was summed: a difference would round, and equals at p would not be equal.
+    beyond_CK[:, 1:] = reached_CK[:, :-1] >= top_p_C[:, None] * reached_CK[:, -1:]
     return sorted_CK.masked_fill_(beyond_CK & (top_p_C < 1.0)[:, None], -torch.inf), ids_CK

@@ -24,7 +24,7 @@ from torch import Tensor
 from workers.generator import forward
 from workers.generator.adapters import AdapterCache
 from workers.generator.decode_attend import native_kernel
-from workers.generator.engine import EngineStats, Finished, GenerateRequest
+from workers.generator.engine import EngineStats, Finished, GenerateRequest, SoFar
 from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.generator.open_requests import OpenRequests
 from workers.generator.prefill_queue import PrefillQueue
@@ -147,6 +147,10 @@ class TorchEngine:
     def cancel(self, request_id: str) -> Finished | None:
         return self._open.cancel(request_id)
 
+    def so_far(self, request_id: str) -> list[SoFar]:
+        progress = self._open.here.get(request_id)
+        return [sequence.so_far for sequence in progress.sequences] if progress is not None else []
+
     def swap_adapter(self, name: str, folder: Path) -> None:
         self._adapters.swap(name, folder)
 
@@ -213,19 +217,24 @@ class TorchEngine:
     def _prefill(self, batch: list[RequestProgress]) -> None:
         batch = sorted(batch, key=lambda progress: progress.request.adapter)
         complete = [progress for progress in batch if progress.at_end]
+        drawing = [progress for progress in complete if progress.rule.limit]
         logits = forward.prefill(self._decoder, self._cache, batch)
-        drawn = self._draw([progress.sequences[0] for progress in complete], torch.stack(logits)) if complete else []
+        rows = [logits_V for progress, logits_V in zip(complete, logits, strict=True) if progress.rule.limit]
+        drawn = self._draw([progress.sequences[0] for progress in drawing], torch.stack(rows)) if drawing else []
         for progress in batch:
             if progress.computed == progress.cache_hit:
                 self._counts["cache_hit_tokens"] += progress.cache_hit
             self._counts["prefill_tokens"] += progress.goal - progress.computed
             progress.computed = progress.goal
             self._queue.save(progress)
-        for progress, logits_V in zip(complete, logits, strict=True):
+        for progress in complete:
+            if not progress.rule.limit:
+                self._open.score_only(progress)
+        for progress, logits_V in zip(drawing, rows, strict=True):
             progress.prompt_logits_V, progress.prompt_version = logits_V.clone(), progress.version
             self._open.run(progress)
             self._plan = None
-        self._accept([progress.sequences[0] for progress in complete], drawn, [p.version for p in complete])
+        self._accept([progress.sequences[0] for progress in drawing], drawn, [p.version for p in drawing])
 
     def _start_sequences(self, batch: list[RequestProgress]) -> None:
         """Start more sequences of prefilled requests: those that took over an ended sibling's pages

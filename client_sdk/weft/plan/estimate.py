@@ -109,7 +109,7 @@ def _sample(step: PlannedSample, context: int) -> Iterator[Request]:
     for prompt in step.prompts:
         length = prompt_length(prompt)
         room = max(0, context - length + 1)
-        most = min(params.max_tokens or room, room)
+        most = room if params.max_tokens is None else min(params.max_tokens, room)
         each = most if step.expected_tokens is None else min(step.expected_tokens, most)
         yield {
             "prefill": length,

@@ -112,6 +112,32 @@ def test_a_long_queue_of_prompts_does_not_stop_decoding(make_engine: MakeEngine)
 # -- randomness
 
 
+def test_a_resumed_sample_goes_on_as_the_first_would_have(make_engine: MakeEngine) -> None:
+    sampling = SamplingParams(max_tokens=40, seed=7, stop_at_eos=False)
+    whole = ask("whole", 9, sampling, num_samples=2)
+    expected = [sequence.tokens.tolist() for sequence in run(make_engine(), whole)["whole"].sequences]
+    assert expected[0] != expected[1]
+    for cut in (1, 2, 3, 4, 5, 19):
+        behind = whole.prompt + tuple(expected[0][:cut])
+        resumed = replace(whole, id="resumed", prompt=behind, sampling=replace(sampling, max_tokens=40 - cut))
+        assert run(make_engine(), resumed)["resumed"].sequences[0].tokens.tolist() == expected[0][cut:], cut
+
+
+def test_no_tokens_but_the_prompts_logprobs(make_engine: MakeEngine) -> None:
+    engine = make_engine(context=24)
+    one = ask("one", 23, SamplingParams(max_tokens=1, seed=0), prompt_logprobs=True)
+    none = ask("none", 23, SamplingParams(max_tokens=0), prompt_logprobs=True, num_samples=2)
+    full = ask("full", 24, SamplingParams(max_tokens=0))
+    found = run(engine, one, none, full)
+    assert np.array_equal(found["none"].prompt_logprobs[1:], found["one"].prompt_logprobs[1:])  # type: ignore[index]
+    for name, count in (("none", 2), ("full", 1)):
+        assert [(s.tokens.size, s.stop_reason) for s in found[name].sequences] == [(0, "length")] * count
+        assert found[name].facts.sample == 0
+    assert found["none"].facts.prefill + found["none"].facts.cached_prefill == 23
+    assert not engine.busy
+    assert engine.free_slots == 8
+
+
 def test_seeds(make_engine: MakeEngine) -> None:
     sampling = SamplingParams(max_tokens=20, seed=5, stop_at_eos=False)
     first = run(make_engine(), ask("r", sampling=sampling, num_samples=3))["r"]
@@ -200,7 +226,7 @@ def test_a_prompt_that_does_not_fit_names_limit_and_length(make_engine: MakeEngi
         ({"prompt": ()}, "empty"),
         ({"prompt": (VOCAB,)}, "vocabulary"),
         ({"num_samples": 0}, "num_samples"),
-        ({"sampling": SamplingParams(max_tokens=0)}, "max_tokens"),
+        ({"sampling": SamplingParams(max_tokens=-1)}, "max_tokens"),
         ({"sampling": SamplingParams(temperature=-1.0)}, "temperature"),
         ({"sampling": SamplingParams(temperature=math.nan)}, "temperature"),
         ({"sampling": SamplingParams(top_p=0.0)}, "top_p"),

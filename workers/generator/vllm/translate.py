@@ -40,7 +40,7 @@ def params_of(request: GenerateRequest, sample: int, limit: int, eos: Sequence[i
     sampling = request.sampling
     stops = [*(eos if sampling.stop_at_eos else ()), *sampling.stop_token_ids]
     params: dict[str, Any] = {
-        "max_tokens": limit,
+        "max_tokens": max(1, limit),  # vLLM draws one at least, which `sequence_of` leaves out
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": max(sampling.top_k, 0),
@@ -79,8 +79,9 @@ def sequence_seed(seed: int, sample: int) -> int:
 
 def sequence_of(request: GenerateRequest, choice: Mapping[str, Any], vocab: int) -> SequenceResult:
     """One sequence of vLLM's answer, without its policy spans, with the stop reason "length"."""
-    tokens = np.array(choice["token_ids"], dtype=np.int32)
-    content = (choice["logprobs"] or {}).get("content") or []
+    drawn = slice(0) if request.sampling.max_tokens == 0 else slice(None)
+    tokens = np.array(choice["token_ids"][drawn], dtype=np.int32)
+    content = ((choice["logprobs"] or {}).get("content") or [])[drawn]
     logprobs = np.array([entry["logprob"] for entry in content], dtype=np.float32)
     k = min(request.topk_sample_logprobs, vocab)
     topk = _table([entry["top_logprobs"] for entry in content], k) if k and content else None

@@ -20,7 +20,7 @@ from tests.workers.generator.test_engine_contract import GREEDY, NO_STOP, ask
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.vllm.engine import VllmEngine
 from workers.generator.vllm.server import VllmServer
-from workers.model.config import read_config
+from workers.model.families.read import read_config
 from workers.model.tiny import TINY_PATH
 
 from .conftest import LIMITS, MakeEngine
@@ -115,7 +115,7 @@ def test_free_slots_count_what_waits(make_engine: MakeEngine) -> None:
         ({"prompt": ()}, "empty"),
         ({"prompt": (1536,)}, "vocabulary"),
         ({"num_samples": 0}, "num_samples"),
-        ({"sampling": SamplingParams(max_tokens=0)}, "max_tokens"),
+        ({"sampling": SamplingParams(max_tokens=-1)}, "max_tokens"),
         ({"adapter": "gone", "adapter_folder": Path("nowhere")}, "gone"),
     ],
 )
