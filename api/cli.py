@@ -26,6 +26,7 @@ COMMANDS = {
     "jobs": "jobs",
     "key": "key",
     "migrate": "worker",
+    "model": "model",
     "org": "org",
     "payments": "payments",
     "project": "project",

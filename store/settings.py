@@ -5,12 +5,13 @@ Unknown keys are refused: a misspelt limit that silently keeps its default is wo
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -32,6 +33,12 @@ class SettingsError(ValueError):
 def _half_the_cores() -> int:
     """Trainer and generator work at the same time, so each takes half of the cores this process may use."""
     return max(1, len(os.sched_getaffinity(0)) // 2 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 2) // 2)
+
+
+def _network(value: str) -> str:
+    """An address or a network; ValueError otherwise."""
+    ipaddress.ip_network(value, strict=False)
+    return value
 
 
 class _Section(BaseModel):
@@ -130,6 +137,21 @@ class Limits(_Section):
     telemetry_days: Positive = 14
 
 
+class FrontSettings(_Section):
+    """Connections, and the proxies that they come through."""
+
+    #: Addresses and networks (CIDR) of proxies: what these say of a client's address and scheme (X-Forwarded-For,
+    #: X-Forwarded-Proto) is believed, and nobody else's word.
+    trusted_proxies: list[Annotated[str, AfterValidator(_network)]] = ["127.0.0.1", "::1"]
+    max_connections: Positive = 8192
+    #: Not of proxies.
+    max_connections_per_address: Positive = 2048
+    #: From the start of a connection or the first byte of a request.
+    header_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    #: Before a body counts as slow, and how long an answer may wait to be read on.
+    body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+
+
 class BillingSettings(_Section):
     """How organisations pay that are new from now on; `weftd billing mode` changes one that is there."""
 
@@ -199,6 +221,7 @@ class Settings(_Section):
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     limits: Limits = Field(default_factory=Limits)
+    front: FrontSettings = Field(default_factory=FrontSettings)
     billing: BillingSettings = Field(default_factory=BillingSettings)
     jobs: JobsSettings = Field(default_factory=JobsSettings)
     payments: PaymentsSettings = Field(default_factory=PaymentsSettings)

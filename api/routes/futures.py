@@ -1,7 +1,10 @@
-"""Results: one long poll for each, and cancelling."""
+"""Results: one long poll for each, streams of tokens, and cancelling."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
@@ -13,16 +16,20 @@ from weft.wire import (
     RequestFailedResponse,
     TryAgainResponse,
 )
-from weft.wire.service import CancelFutureResponse, FutureMetadataResponse
+from weft.wire.service import CancelFutureResponse, FutureMetadataResponse, StreamFutureRequest
 
-from api.errors import Gone, NotFound, quote
+from api.errors import ApiError, Gone, Invalid, NotFound, quote
 from api.http.access import WORKING, declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
+from api.http.events import event, event_stream
 from api.http.json_forms import PROTOBUF, only_json, sample_result, train_result
+from api.operations.streaming import drawn
 from api.state.service import Service, ServiceDep
 from api.who.lookup import operation_by_id, plain_id
 from api.who.may_change import own_operation
+from api.who.principal import Principal
+from scheduler.links.messages import DrawnTokens
 from scheduler.order import operations
 from store import tables
 
@@ -73,6 +80,31 @@ def _as_json(service: Service, request_id: str, payload: bytes) -> Response:
     with service.database.read() as session:
         kind = session.get_one(tables.Operation, request_id).kind
     return JSONResponse(sample_result(payload) if kind == operations.SAMPLE else train_result(payload))
+
+
+@router.post("/stream_future", **declare(scope="sample", limit="poll"))
+async def stream_future(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
+    """The tokens of a sample, requested with `stream`, while they are drawn: server-sent events, each a `TokensDrawn`.
+    The last is named `done` or `error`, when the result can be had (`retrieve_future`), or `open`: ask again."""
+    body = await read_json(request, StreamFutureRequest)
+    row = await service.read(lambda session: operation_by_id(session, who, body.request_id))
+    if row.kind != operations.SAMPLE:
+        raise Invalid(f"request_id: {body.request_id} is no sample; only these are streamed")
+    return event_stream(_events(service, who, body))
+
+
+async def _events(service: Service, who: Principal, asked: StreamFutureRequest) -> AsyncIterator[bytes]:
+    try:
+        async for part in drawn(service, who, asked.request_id, asked.timeout):
+            if isinstance(part, DrawnTokens):
+                yield event(msgspec.json.encode(part))
+    except TimeoutError:
+        yield event(b"{}", "open")
+        return
+    except ApiError as error:
+        yield event(msgspec.json.encode({"detail": error.detail, "code": error.code}), "error")
+        return
+    yield event(b"{}", "done")
 
 
 @router.post("/cancel_future", **declare(scope="sample", limit="poll"))

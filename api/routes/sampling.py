@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from datetime import UTC, datetime
 from functools import partial
 
@@ -22,7 +23,7 @@ from api.checks.samples import check_sample, prompt_tokens
 from api.errors import Invalid, quote
 from api.http.access import LOOKING, declare
 from api.http.auth import PrincipalDep
-from api.http.bodies import INLINE_BYTES, parse_json, read_body, read_json
+from api.http.bodies import INLINE_BYTES, parse, read_body, read_json
 from api.operations.submit import Submitter, accept, known
 from api.paths import parse_path
 from api.state.service import Service, ServiceDep
@@ -67,12 +68,16 @@ async def get_sampler(sampler_id: str, service: ServiceDep, who: PrincipalDep) -
     return GetSamplerResponse(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)
 
 
-@router.post("/asample", response_model_exclude_none=True, **declare(scope="sample", limit="work", meters="sample"))
+@router.post(
+    "/asample",
+    response_model_exclude_none=True,
+    **declare(scope="sample", limit="work", meters="sample", body="data"),
+)
 async def asample(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> UntypedAPIFuture:
     """Queue one request for `num_samples` sequences. Idempotent on (sampler, seq_id), in any order."""
     raw = await read_body(request)
     large = len(raw) > INLINE_BYTES
-    body = await run_in_threadpool(parse_json, raw, SampleRequest) if large else parse_json(raw, SampleRequest)
+    body = await parse(raw, SampleRequest)
     if body.sampling_session_id is None:
         raise Invalid("sampling_session_id: required; create one with create_sampling_session")
     seq = check_sequence(body.seq_id, "seq_id", most=MAX_SAMPLE_SEQUENCE)
@@ -92,9 +97,9 @@ async def asample(request: Request, service: ServiceDep, who: PrincipalDep, prio
 
 
 def _checked(service: Service, body: SampleRequest, sampler: tables.Sampler, seq: int, priority: str) -> NewOperation:
-    """The operation, its body with `max_tokens` as it will apply."""
+    """The operation, its body with `max_tokens` as it will apply, and a seed where it is streamed."""
     most = check_sample(body, service.limits, sampler.base_model, of_run=sampler.run_id is not None)
-    params = body.sampling_params.model_copy(update={"max_tokens": most})
+    params = body.sampling_params.model_copy(update={"max_tokens": most} | _seed(service, body, sampler.id, seq))
     whole = body.model_copy(update={"sampling_params": params})
     prompt = int(prompt_tokens(body).size)
     tokens = prompt + body.num_samples * most
@@ -109,6 +114,15 @@ def _checked(service: Service, body: SampleRequest, sampler: tables.Sampler, seq
         body=whole.model_dump_json(exclude_none=True).encode(),
         plan=Sample(body.num_samples, prompt, priority),
     )
+
+
+def _seed(service: Service, body: SampleRequest, sampler_id: str, seq: int) -> dict[str, int]:
+    """A streamed sample without a seed gets one, which nobody can guess and a repeat gets too: if a generator dies, the
+    next goes on with the tokens that the client has been told."""
+    if not body.stream or body.sampling_params.seed is not None:
+        return {}
+    digest = hmac.digest(service.secret, f"{sampler_id} {seq}".encode(), "sha256")
+    return {"seed": int.from_bytes(digest[:8], "little")}
 
 
 def _new_sampler(

@@ -113,7 +113,7 @@ async def auth_token(request: Request, service: ServiceDep, who: KeyHolderDep) -
     return AuthTokenResponse(jwt=service.tokens.issue(Claims(who.key_id, who.org_id, who.until)))
 
 
-@router.post("/telemetry", **declare(scope="any", limit="poll"))
+@router.post("/telemetry", **declare(scope="any", limit="background", body="medium"))
 async def telemetry(request: Request, service: ServiceDep, who: PrincipalDep) -> TelemetryResponse:
     """Clients report what they do. It is kept for some days and within limits; what is beyond them is dropped, since
     a client can do nothing about it."""

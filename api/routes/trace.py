@@ -33,7 +33,7 @@ async def trace_export(
 @router.get("/{session_id}/trace.pftrace", **declare(scope="public", limit="call"))
 async def fetch_trace(session_id: str, request: Request, service: ServiceDep) -> StreamingResponse:
     """The trace, for anyone who has the signed link."""
-    service.signer.verify(request.url.path, request.query_params)
+    service.signer.verify(request.scope["path"], request.query_params)
     headers = {"content-disposition": f'attachment; filename="{session_id}.pftrace"'}
     return StreamingResponse(
         trace(service.database, session_id), headers=headers, media_type="application/octet-stream"

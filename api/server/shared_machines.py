@@ -17,6 +17,7 @@ from scheduler.cluster.shared_limits import BacklogBoard
 from scheduler.cluster.term import Shared
 from scheduler.links.broadcasts import Broadcasts, Ended, Listener
 from scheduler.links.contract import QueueUnreachable
+from scheduler.links.messages import Drawn
 from scheduler.links.redis_queue import RedisQueue
 from scheduler.links.sample_link import worker_name
 from scheduler.order.operations import Waiting
@@ -64,17 +65,19 @@ class SharedMachines:
             self._threads,
             self.journal,
             settings.trainer.pass_tokens,
-            settings.trainer.pass_limit_s,
             sizes_of(cards),
+            settings.trainer.pass_limit_s,
         )
         self._leadership = Leadership(shared)
         self._loop = asyncio.get_running_loop()
         self._listener = Listener.of_ends(settings.redis_url, self._on_end, self._on_gap)
+        self._streams = Listener.of_streams(settings.redis_url, self._on_drawn, self._on_stream_gap)
         self.journal.reachable = self._listener.connected.is_set
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         self._listener.start()
+        self._streams.start()
         self._leadership.start()
         works = (self._answers.settle, self.journal.look_after, self.journal.exchange_backlogs)
         self._tasks = [asyncio.create_task(work()) for work in works]
@@ -94,6 +97,7 @@ class SharedMachines:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.journal.flush()
         self._listener.stop()
+        self._streams.stop()
         await asyncio.to_thread(self._threads.shutdown)
         with suppress(QueueUnreachable):
             self._board.leave(self._name)
@@ -117,6 +121,14 @@ class SharedMachines:
     def _on_end(self, end: Ended, stamp: int) -> None:
         with suppress(RuntimeError):  # the loop has closed meanwhile
             self._loop.call_soon_threadsafe(self.journal.heard, end, stamp)
+
+    def _on_drawn(self, drawn: Drawn) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.journal.streams.heard, drawn)
+
+    def _on_stream_gap(self) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.journal.streams.missed)
 
     def _on_gap(self) -> None:
         with suppress(RuntimeError):

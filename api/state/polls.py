@@ -33,6 +33,10 @@ class LongPolls:
         finally:
             self._held.discard(task)
 
+    @property
+    def released(self) -> bool:
+        return self._released
+
     def release(self) -> None:
         self._released = True
         for task in self._held:

@@ -14,8 +14,10 @@ from weft.wire import LimitsResponse
 
 from api.checks.limits import limits_of
 from api.state.fetched import Fetched
+from api.state.large_bodies import LargeBodies
 from api.state.last_used import LastUsed
 from api.state.liveness import Liveness
+from api.state.misses import Misses
 from api.state.polls import LongPolls
 from api.state.rates import LocalRates, Rates
 from api.state.telemetry import Telemetry
@@ -46,6 +48,7 @@ class Service:
     stats: Callable[[], dict[str, Any]]
     polls: LongPolls = field(default_factory=LongPolls)
     rates: Rates = field(default_factory=LocalRates)
+    misses: Misses = field(default_factory=Misses)
 
     @cached_property
     def limits(self) -> LimitsResponse:
@@ -71,6 +74,10 @@ class Service:
     @cached_property
     def last_used(self) -> LastUsed:
         return LastUsed(self.database)
+
+    @cached_property
+    def large_bodies(self) -> LargeBodies:
+        return LargeBodies(self.settings.limits.max_body_bytes)
 
     @cached_property
     def fetched(self) -> Fetched:

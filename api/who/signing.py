@@ -27,7 +27,8 @@ class LinkRefused(ApiError):
 
 
 class Signer:
-    """Signs and verifies paths such as `/api/v1/downloads/...` (as `request.url.path` has them: decoded, no query)."""
+    """Signs and verifies paths such as `/api/v1/downloads/...`, as they were routed: the `path` of a request's scope.
+    (`request.url` is put together with the Host header, which its sender chooses.)"""
 
     def __init__(self, secret: bytes) -> None:
         self._key = derive(secret, "signed-links")

@@ -12,6 +12,7 @@ import httpx
 
 from weft.errors import APIResponseValidationError, GoneError, WeftError
 from weft.future import APIFuture, Pending, background
+from weft.runs.drawing import Drawing, SampleFuture
 from weft.runs.sampler import Sampler, SamplerHandle, join_sampler
 from weft.runs.session import JoinedSession, Session
 from weft.tokenizer import fetch_tokenizer, load_tokenizer
@@ -111,14 +112,17 @@ class SamplingClient(Pending["SamplingClient"]):
         prompt_logprobs_last_n: int | None = None,
         max_staleness: int | None = None,
         return_routed_experts: bool = False,
-    ) -> APIFuture[SampleResponse]:
+        stream: bool = False,
+    ) -> SampleFuture:
         """Draw `num_samples` sequences that continue `prompt`, with the logprob of every token drawn.
 
         `include_prompt_logprobs` also gives the prompt's own logprobs, of which `prompt_logprobs_last_n` keeps the
         last n. With `max_staleness` the server ends a sequence (`stale`, with the tokens it has) once the run is more
         optimizer steps ahead of its oldest token than that. `return_routed_experts` tells which experts its tokens
-        were sent to, for training to send them there again (`SampledSequence.routed_experts_np`). Cancelling the
-        future stops the drawing. Raises `RequestFailedError` if the request cannot be done.
+        were sent to, for training to send them there again (`SampledSequence.routed_experts_np`). With `stream` the
+        future can be iterated for the tokens while they are drawn. `future.stop()` ends the drawing and returns what
+        there is; cancelling the future ends it too, for nobody. Raises `RequestFailedError` if the request cannot be
+        done.
         """
         request = SampleRequest(
             prompt=prompt,
@@ -132,9 +136,10 @@ class SamplingClient(Pending["SamplingClient"]):
             prompt_logprobs_last_n=prompt_logprobs_last_n,
             max_staleness=max_staleness,
             return_routed_experts=return_routed_experts or None,
+            stream=stream or None,
             record_stability_info=True if self._record else None,
         )
-        return APIFuture.start(self._sample(request))
+        return SampleFuture.begin(lambda drawing: self._sample(request, drawing))
 
     async def sample_async(self, *args: Any, **kwargs: Any) -> SampleResponse:
         """`sample`, awaited. Cancelling the task stops the drawing."""
@@ -183,7 +188,7 @@ class SamplingClient(Pending["SamplingClient"]):
             raise APIResponseValidationError("the server returned no prompt logprobs")
         return logprobs
 
-    async def _sample(self, request: SampleRequest) -> SampleResponse:
+    async def _sample(self, request: SampleRequest, drawing: Drawing | None = None) -> SampleResponse:
         sampler = await self._get_sampler()
         one_poll = self._session.config.sample_use_retrieve_futures
         if one_poll and self._completions is None:
@@ -193,17 +198,19 @@ class SamplingClient(Pending["SamplingClient"]):
                 seq_id = sampler.seq_of(next(self._numbers))
                 try:
                     return await self._draw(
-                        request.model_copy(update={"sampling_session_id": sampler.id, "seq_id": seq_id})
+                        request.model_copy(update={"sampling_session_id": sampler.id, "seq_id": seq_id}), drawing
                     )
                 except GoneError as error:
                     lost = error
             raise lost
 
-    async def _draw(self, request: SampleRequest) -> SampleResponse:
+    async def _draw(self, request: SampleRequest, drawing: Drawing | None) -> SampleResponse:
         headers = {"X-Tinker-Sampling-Backpressure": "1"}
         transport = self._session.transport
         call = Call("POST", "/asample", encode(request.body()), headers=headers, patient=True)
         future = parse(await transport.send(call, self._policy), UntypedAPIFuture)
+        if drawing is not None:
+            drawing.accepted(transport, future.request_id, stream=bool(request.stream))
 
         def read(answer: httpx.Response) -> SampleResponse:
             result = decode_sample_response(answer.content)

@@ -15,6 +15,7 @@ from weft.loss_handle import LossHandle, PerDatumLoss, trace
 from weft.plan.estimate import CostEstimate
 from weft.plan.plan import AnyDatum, Plan, PlannedStep
 from weft.plan.planning import fetch_estimate, fetch_problems, of_run, plan_of
+from weft.rest_client import RestClient
 from weft.run_weights import RunWeights, base_model_of
 from weft.runs.custom_loss import CustomLoss, require_torch, run_custom, upload_loss
 from weft.runs.run import Run
@@ -178,6 +179,10 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add a point to each curve named in `metrics`, at `step` or one after the last. Returns at once."""
         self._curves.log(metrics, step)
+
+    def create_rest_client(self) -> RestClient:
+        """`ServiceClient.create_rest_client`, of this run's server and key."""
+        return RestClient(transport=self._session.transport)
 
     def cost(self) -> APIFuture[UsageResponse]:
         """What this run has used so far, in tokens and money."""

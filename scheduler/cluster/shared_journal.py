@@ -23,6 +23,7 @@ from sqlalchemy.orm import Session
 from billing.prices import PriceList
 from scheduler.cluster.completions import SharedFeeds
 from scheduler.cluster.shared_limits import BacklogBoard, SharedBacklog, SharedInFlight
+from scheduler.cluster.streams import SharedStreams
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.admission import Admission
 from scheduler.journal.ending.completions import Completion, FeedKey
@@ -31,12 +32,12 @@ from scheduler.journal.ending.outcomes import Answers
 from scheduler.journal.ending.recording import DatabaseRecorder
 from scheduler.journal.rows import from_row
 from scheduler.journal.samples.samplers import Samplers
-from scheduler.journal.samples.sampling import item_of, message_of
+from scheduler.journal.samples.sampling import item_of, message_of, undrawn
 from scheduler.journal.storing import Storing
 from scheduler.journal.weights import expected_costs_of
 from scheduler.links.broadcasts import Accepted, Broadcasts, Ended
 from scheduler.links.contract import FairQueue, QueueUnreachable
-from scheduler.links.messages import Done, Failure, OpKind
+from scheduler.links.messages import Done, OpKind
 from scheduler.order.operations import (
     SAMPLE,
     Draining,
@@ -91,6 +92,7 @@ class SharedJournal:
         waiting_of: Callable[[str], Waiting | None],
     ) -> None:
         self.completions = SharedFeeds(broadcasts.reserve)
+        self.streams = SharedStreams(lambda op_id: self.reach(broadcasts.drawn_before, op_id))
         self.meters = Meters()
         self.in_flight = SharedInFlight(database)
         self.answers = Answers(database, blobs)
@@ -315,7 +317,7 @@ class SharedJournal:
 
     async def _cancel(self, op: Operation) -> None:
         if await self.reach(self._queue.remove, op.id):
-            await self.end(op, Done(op.id, failure=Failure("cancelled before it started", "user")))
+            await self.end(op, undrawn(op))
         elif (worker := await self.reach(self._queue.holder, op.id)) is not None:
             await self.reach(self._broadcasts.cancel, worker, op.id)
 

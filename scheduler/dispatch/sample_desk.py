@@ -14,13 +14,14 @@ from typing import Any
 
 from scheduler.dispatch.handing_out import Offer, announce, hand_out
 from scheduler.journal.journal import Journal
-from scheduler.journal.samples.sampling import GAVE_UP, message_of, samples_of
+from scheduler.journal.samples.sampling import GAVE_UP, message_of, samples_of, undrawn
 from scheduler.links.contract import Lease
 from scheduler.links.messages import (
     Cancel,
     Declined,
     Done,
     Drain,
+    Drawn,
     Failure,
     Occupancy,
     PolicyMoved,
@@ -100,7 +101,7 @@ class SampleDesk:
         if generator is not None:
             generator.link.send(Cancel(op.id))
         elif op.kind == SAMPLE and self._queue.remove(op.id):
-            self._journal.finish(Done(op.id, failure=Failure("cancelled before it started", "user")))
+            self._journal.finish(undrawn(op))
 
     def policy_moved(self, moved: PolicyMoved) -> None:
         """Tell every generator that samples from this run."""
@@ -158,6 +159,9 @@ class SampleDesk:
             if self._drop(generator, message.op_id) is not None:
                 self._journal.finish(message)
                 self._queue.forget(message.op_id)
+        elif isinstance(message, Drawn):
+            if message.op_id in generator.held:
+                self._journal.streams.hear(message)
         elif isinstance(message, PullSamples):
             generator.offer.models, generator.offer.free = message.models, message.free_slots
             announce(self._queue, generator.offer)

@@ -8,6 +8,7 @@ from scheduler.journal.accepting.in_flight import InFlight
 from scheduler.journal.ending.completions import CompletionFeeds
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
+from scheduler.journal.samples.streams import TokenStreams
 from scheduler.order.operations import Gone, NewOperation, Outcome, Waiting
 from store import tables
 
@@ -23,6 +24,8 @@ class OperationJournal(Protocol):
     def in_flight(self) -> InFlight: ...
     @property
     def completions(self) -> CompletionFeeds: ...
+    @property
+    def streams(self) -> TokenStreams: ...
     @property
     def answers(self) -> Answers: ...
 

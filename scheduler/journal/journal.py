@@ -28,6 +28,7 @@ from scheduler.journal.ending.recording import DatabaseRecorder
 from scheduler.journal.rows import from_row
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.samples.sampling import item_of
+from scheduler.journal.samples.streams import LocalStreams
 from scheduler.journal.storing import Storing
 from scheduler.journal.training import Training, in_line, moves_samplers, under_way
 from scheduler.journal.weights import expected_costs_of
@@ -70,6 +71,7 @@ class Journal:
     ) -> None:
         self.sample_queue = LocalQueue(time.monotonic)
         self.completions = LocalFeeds()
+        self.streams = LocalStreams()
         self.meters = Meters()
         self.in_flight = LocalInFlight()
         self.answers = Answers(database, blobs)
@@ -158,7 +160,7 @@ class Journal:
     async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | Gone | None:
         op = self._open.get(request_id) or self.answers.recent(request_id)
         if op is None:
-            return self.answers.stored(org_id, request_id)
+            return await asyncio.to_thread(self.answers.stored, org_id, request_id)
         if op.org_id != org_id:
             return None
         try:
@@ -199,6 +201,7 @@ class Journal:
         op.outcome = ended.outcome
         self._storing.drop_body(op)
         self._admission.end(op)
+        self.streams.forget(op.id)
         size_bytes = len(op.outcome.payload) if op.outcome.error is None else None
         self.completions.publish(FeedKey.of(op.org_id, op.lane, op.seq), Completion(op.id, size_bytes))
 

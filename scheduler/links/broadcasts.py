@@ -15,16 +15,18 @@ from typing import Any, cast
 import msgspec
 import redis
 
-from scheduler.links.messages import Cancel, PolicyMoved
+from scheduler.links.messages import Cancel, Drawn, PolicyMoved
 from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, pooled
 from scheduler.links.redis_queue import reaching
 
 log = logging.getLogger(__name__)
 
-_ENDED, WORKERS, _ACCEPTED = "weft:ended", "weft:workers", "weft:accepted"
+_ENDED, WORKERS, _ACCEPTED, _DRAWN = "weft:ended", "weft:workers", "weft:accepted", "weft:drawn"
 _GENERATORS = "{weft:generators}"
 #: Accepted operations that wait for a leader at most; the others it finds in the database.
 MOST_ACCEPTED = 10_000
+#: What a streamed sample has drawn is kept so long after its newest tokens, for whoever begins to read.
+DRAWN_LASTS_S = 600
 #: Between two attempts to reach Redis again.
 RETRY_S = 0.5
 
@@ -69,6 +71,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _ended = msgspec.msgpack.Decoder(Ended)
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
 _accepted = msgspec.msgpack.Decoder(Accepted)
+_drawn = msgspec.msgpack.Decoder(Drawn)
 
 
 class Broadcasts:
@@ -99,6 +102,21 @@ class Broadcasts:
     def cancel(self, worker: str, op_id: str) -> None:
         with reaching():
             self._redis.publish(WORKERS, _encode(ToWorker(worker, Cancel(op_id))))
+
+    def drawn(self, drawn: Drawn) -> None:
+        """Tell those who read along, and keep it for those who begin later."""
+        part = _encode(drawn)
+        with reaching():
+            pipe = self._redis.pipeline()
+            pipe.rpush(f"{_DRAWN}:{drawn.op_id}", part)
+            pipe.expire(f"{_DRAWN}:{drawn.op_id}", DRAWN_LASTS_S)
+            pipe.publish(_DRAWN, part)
+            pipe.execute()
+
+    def drawn_before(self, op_id: str) -> list[Drawn]:
+        with reaching():
+            parts = cast("list[bytes]", self._redis.lrange(f"{_DRAWN}:{op_id}", 0, -1))
+        return [_drawn.decode(part) for part in parts]
 
     def accepted(self, note: Accepted) -> None:
         with reaching():
@@ -158,6 +176,11 @@ class Listener(threading.Thread):
             on_end(_ended.decode(body), int(stamp))
 
         return cls(url, _ENDED, on_message, on_gap)
+
+    @classmethod
+    def of_streams(cls, url: str, on_drawn: Callable[[Drawn], None], on_gap: Callable[[], None]) -> Listener:
+        """`on_drawn` gets what streamed samples draw."""
+        return cls(url, _DRAWN, lambda data: on_drawn(_drawn.decode(data)), on_gap)
 
     @classmethod
     def of_workers(

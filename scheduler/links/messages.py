@@ -228,6 +228,25 @@ class PolicyMoved(msgspec.Struct, frozen=True, tag=True):
     seq: int = 0
 
 
+class DrawnTokens(msgspec.Struct, frozen=True):
+    """Tokens of sequence `sample` of a request, from its token number `start` on: the logprob of each, the policy
+    version that drew it, and the likeliest tokens beside it (ids and logprobs) where they are asked for."""
+
+    sample: int
+    start: int
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    tops: list[tuple[list[int], list[float]]] = []
+
+
+class Drawn(msgspec.Struct, frozen=True, tag=True):
+    """What a streamed sample has drawn since the last of these. All of it is also in its `Done`."""
+
+    op_id: str
+    parts: list[DrawnTokens]
+
+
 class Declined(msgspec.Struct, frozen=True, tag=True):
     """A generator gives a sample back. Its engine cannot serve it and another kind might: it fails with `message` when
     no generator takes it; with `adapter`, the reason lies in the sampler's weights. Or, with `lost`, its engine died
@@ -256,4 +275,4 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 ToTrainer = Pass | Drain
 FromTrainer = PullPass | InLoss | Done | Snapshot | SetAside | PassOver
 ToGenerator = SampleWork | Cancel | PolicyMoved | Drain
-FromGenerator = PullSamples | Done | Declined | Occupancy
+FromGenerator = PullSamples | Done | Drawn | Declined | Occupancy

@@ -29,6 +29,7 @@ from scheduler.links.messages import (
     Cancel,
     Declined,
     Done,
+    Drawn,
     Failure,
     Occupancy,
     PolicyMoved,
@@ -94,6 +95,8 @@ class SampleLink:
                 self._models, self._free = message.models, message.free_slots
             case Done():
                 self._answer(message)
+            case Drawn():
+                self._stream(message)
             case Declined() if message.lost:
                 self._lose(message.op_id)
             case Declined():
@@ -164,6 +167,12 @@ class SampleLink:
         epoch = self._let_go(done.op_id)
         if epoch is not None:
             self._late.append(lambda: self._queue.answer(done.op_id, epoch, pack(done, self._blobs)))
+
+    def _stream(self, drawn: Drawn) -> None:
+        """A part that does not arrive is missed by those who read along, until the end: the answer has it."""
+        if drawn.op_id in self._epochs:
+            with suppress(QueueUnreachable):
+                self._broadcasts.drawn(drawn)
 
     def _lose(self, op_id: str) -> None:
         """The engine died over a sample. It is anybody's: this one's engine may take long to be back."""

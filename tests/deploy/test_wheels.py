@@ -16,9 +16,11 @@ import sysconfig
 import urllib.request
 import zipfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import weft_server
 
@@ -43,6 +45,18 @@ with weft.ServiceClient() as service:
 """
 
 
+def required_by(distribution: str) -> set[str]:
+    """The names of all that a wheel's requirements bring with them, without extras."""
+    notes = metadata.PathDistribution(zipfile.Path(distribution, f"weft_tuning-{weft_server.__version__}.dist-info/"))
+    waiting, found = list(notes.requires or []), set()
+    while waiting:
+        needed = Requirement(waiting.pop())
+        if (needed.marker is None or needed.marker.evaluate({"extra": ""})) and needed.name not in found:
+            found.add(needed.name)
+            waiting += metadata.requires(needed.name) or []
+    return found
+
+
 class Environment:
     """A virtual environment in `folder`, outside of the checkout."""
 
@@ -51,6 +65,18 @@ class Environment:
         self.bin = folder / "bin"
         self.packages = next((folder / "lib").glob("python3*")) / "site-packages"
         (self.packages / "zz-borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    @classmethod
+    def bare(cls, folder: Path, distribution: str) -> Environment:
+        """One that borrows what `distribution` requires, and what that requires, and nothing else: no torch."""
+        made = cls(folder)
+        (made.packages / "zz-borrowed.pth").unlink()
+        for name in required_by(distribution):
+            for file in metadata.files(name) or []:
+                top, there = file.parts[0], Path(str(file.locate()))
+                if top not in ("..", "__pycache__") and not (made.packages / top).exists():
+                    (made.packages / top).symlink_to(there.parents[len(file.parts) - 2] if file.parts[1:] else there)
+        return made
 
     def install(self, *what: str) -> None:
         pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install", "--quiet", "--no-deps"]
@@ -125,6 +151,20 @@ def test_a_loop_with_the_client_that_the_server_gives(server: dict[str, str], tm
     listed = Environment(tmp_path / "listed")
     listed.install("--find-links", f"{url}/sdk/", "weft-tuning")
     assert listed.run("python", "-c", "import weft; print(weft.__version__)").stdout.strip() == weft_server.__version__
+
+
+@pytest.mark.parametrize("example", ["rl_arithmetic.py", "sft_docs.py"])
+def test_examples_need_the_client_alone(
+    example: str, server: dict[str, str], wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    environment = Environment.bare(tmp_path / "venv", str(wheels["weft_tuning"]))
+    environment.install(str(wheels["weft_tuning"]))
+    assert "No module named 'torch'" in environment.run("python", "-c", "import torch").stderr
+    script = tmp_path / example
+    script.write_text((ROOT / "examples" / example).read_text())
+    done = environment.run("python", str(script), "--steps", "1", **server, WEFT_CACHE_DIR=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert "PyTorch" not in done.stderr
 
 
 def test_a_package_of_the_same_name_is_named(wheels: dict[str, Path], tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ BODIES: dict[str, type[Any]] = {
     "/asample": types.SampleRequest,
     "/retrieve_future": types.FutureRetrieveRequest,
     "/retrieve_futures": types.FuturesRetrieveRequest,
+    "/stream_future": types.StreamFutureRequest,
     "/cancel_future": types.CancelFutureRequest,
     "/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": types.SetTtlRequest,
     "/weft/runs/{run_id}/metrics": types.LogMetricsRequest,

@@ -59,6 +59,7 @@ BODIES: dict[str, Callable[[Ids], dict[str, Any]]] = {
         "sampling_params": {"max_tokens": 1},
     },
     "POST /retrieve_future": lambda ids: {"request_id": ids["request_id"]},
+    "POST /stream_future": lambda ids: {"request_id": ids["request_id"], "timeout": 0},
     "POST /cancel_future": lambda ids: {"request_id": ids["request_id"]},
     "POST /join_sampling_session": lambda ids: {"sampling_session_id": ids["sampler_id"]},
     "POST /retrieve_futures": lambda ids: {

@@ -18,6 +18,7 @@ have become too old for their requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -37,6 +38,7 @@ __all__ = [
     "RequestError",
     "SamplingParams",
     "SequenceResult",
+    "SoFar",
     "StopReason",
     "TargetTokens",
     "TopkLogprobs",
@@ -158,6 +160,17 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class SoFar:
+    """A sequence that is being drawn, as lists that grow: `policy` are (version, consecutive tokens drawn from it);
+    `tops` is empty where no likeliest tokens are asked for."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    tops: Sequence[tuple[list[int], list[float]]]
+    policy: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Totals since the engine was made, and what it holds now: `prefill_tokens` were computed, `cache_hit_tokens` found
     in the prefix cache. `slots_busy / slots_offered`, summed over decode steps, is the share of slots that worked while
@@ -200,6 +213,9 @@ class Engine(Protocol):
 
     def cancel(self, request_id: str) -> Finished | None:
         """End a request now, with the tokens it has (stop reason "length"). None if there is no such request."""
+
+    def so_far(self, request_id: str) -> list[SoFar]:
+        """The sequences of a request that has not ended; empty from an engine that tells nothing before the end."""
 
     def swap_adapter(self, name: str, folder: Path) -> None:
         """As soon as they have been read, `name` means the weights in `folder`: for running requests from their next

@@ -22,6 +22,7 @@ from workers.generator.engine import (
     GenerateRequest,
     PolicySpan,
     SequenceResult,
+    SoFar,
     StopReason,
     TopkLogprobs,
 )
@@ -49,6 +50,10 @@ class SequenceProgress:
         #: The random number of the next token, renewed only when a token is accepted, so that a repeated step draws
         #: the same one.
         self.uniform = float(self._rng.random())
+
+    @property
+    def so_far(self) -> SoFar:
+        return SoFar(self.tokens, self.logprobs, self.tops, self.policy)
 
     @property
     def position(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from weft.wire import SampleRequest, TensorData
 from weft.wire import SamplingParams as WireSamplingParams
-from weft.wire.sample_codec import encode_sample_response
+from weft.wire.sample_codec import SampleUsage, encode_sample_response
 
 from scheduler.links.messages import Declined, Done, Failure, SampleOp, sequence_id, stability_ref
 from store.blobs import Blobs
@@ -32,6 +32,7 @@ class PendingSample:
     request: GenerateRequest
     targets: TensorData | None  # as sent by the client: the answer has their shape and layout
     record_stability: bool
+    stream: bool = False
 
 
 def read_sample(op: SampleOp, blobs: Blobs) -> PendingSample:
@@ -56,7 +57,7 @@ def read_sample(op: SampleOp, blobs: Blobs) -> PendingSample:
         max_staleness=body.max_staleness,
         return_routed_experts=bool(body.return_routed_experts),
     )
-    return PendingSample(op, request, body.target_prompt_logprobs, bool(body.record_stability_info))
+    return PendingSample(op, request, body.target_prompt_logprobs, bool(body.record_stability_info), bool(body.stream))
 
 
 def policy_name(op: SampleOp) -> str:
@@ -114,6 +115,7 @@ def answer(pending: PendingSample, finished: Finished) -> Done | Declined:
         finished.topk_prompt_logprobs,
         targets,
         finished.prompt_alt_tokens,
+        SampleUsage(facts.prefill, facts.cached_prefill, facts.sample),
     )
     counts = {"prefill": facts.prefill, "cached_prefill": facts.cached_prefill, "sample": facts.sample}
     return Done(finished.id, payload=payload, facts=counts, drawn=_drawn(finished) if pending.op.run_id else {})

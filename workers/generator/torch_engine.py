@@ -24,7 +24,7 @@ from torch import Tensor
 from workers.generator import forward
 from workers.generator.adapters import AdapterCache
 from workers.generator.decode_attend import native_kernel
-from workers.generator.engine import EngineStats, Finished, GenerateRequest
+from workers.generator.engine import EngineStats, Finished, GenerateRequest, SoFar
 from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.generator.open_requests import OpenRequests
 from workers.generator.prefill_queue import PrefillQueue
@@ -146,6 +146,10 @@ class TorchEngine:
 
     def cancel(self, request_id: str) -> Finished | None:
         return self._open.cancel(request_id)
+
+    def so_far(self, request_id: str) -> list[SoFar]:
+        progress = self._open.here.get(request_id)
+        return [sequence.so_far for sequence in progress.sequences] if progress is not None else []
 
     def swap_adapter(self, name: str, folder: Path) -> None:
         self._adapters.swap(name, folder)

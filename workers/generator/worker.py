@@ -25,6 +25,7 @@ from workers.generator.requests import (
     read_sample,
     record_stability,
 )
+from workers.generator.streaming import Streams
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Generator:
         self._again: dict[str, Callable[[], None]] = {}  # work to retry after an error of the disk, by operation
         self._tried, self._clock = clock(), clock
         self._meter = _OccupancyMeter(link, clock)
+        self._streams = Streams(link, clock)
 
     def drain(self) -> None:
         """Pull no more; `serve` returns when all pending samples have ended."""
@@ -81,6 +83,7 @@ class Generator:
             self._try_again()
             self._meter.begin()
             self._step()
+            self._streams.tell()
             self._meter.observe(self._engines.values())
         self._meter.report()
 
@@ -115,7 +118,7 @@ class Generator:
                 if finished is not None:
                     self._finish(finished)
                 elif pending is None and self._again.pop(message.op_id, None) is not None:
-                    self._link.send(failure(message.op_id, "cancelled before it started", "user"))
+                    self._link.send(failure(message.op_id, "cancelled while the disk did not answer", "user"))
             case PolicyMoved():
                 self._moved(message)
             case Drain():
@@ -153,6 +156,8 @@ class Generator:
             self._follow(engine, policy_name(op), op.adapter_ref)
         self._pending[op.op_id] = pending
         engine.add(pending.request)
+        if pending.stream:
+            self._streams.open(op.op_id, engine, op.num_samples)
         if op.run_id:
             engine.run_moved(op.run_id, op.version)
 
@@ -166,6 +171,7 @@ class Generator:
         pending = self._pending.pop(finished.id, None)
         if pending is None:  # an id that came twice: the request has ended already
             return
+        self._streams.close(finished.id)
         self._answer(pending, finished)
 
     def _answer(self, pending: PendingSample, finished: Finished) -> None:

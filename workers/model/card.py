@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from workers.model.adapter_shape import AdapterShape
-from workers.model.config import ARCHITECTURES, DecoderConfig, UnsupportedModel, read_config, read_json
+from workers.model.config import DecoderConfig, UnsupportedModel, read_json
+from workers.model.families.read import read_config
 
-__all__ = ["ARCHITECTURES", "DecoderConfig", "ModelCard", "UnsupportedModel", "read_card", "weight_files"]
+__all__ = ["DecoderConfig", "ModelCard", "UnsupportedModel", "read_card", "weight_files"]
 
 #: Any one of these sets of files makes a tokenizer that transformers can load.
 TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))

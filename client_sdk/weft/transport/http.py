@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -149,6 +149,26 @@ class Transport:
         except (httpx.TransportError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise APIConnectionError(f"{call.method} {url}: {reason}") from error
+
+    async def events(self, path: str, body: bytes) -> AsyncIterator[tuple[str, str]]:
+        """Server-sent events, as (name, data), until the server ends them. Sent once: the typed error if it is refused,
+        or breaks off."""
+        credential = {"X-API-Key": await self._tokens.current()} if self.use_tokens else {}
+        headers = {"Accept": "text/event-stream", "Content-Type": "application/json", **credential}
+        url, timeout = self.endpoint.base_url + API + path, httpx.Timeout(None, connect=5.0)
+        try:
+            async with self._polls.stream("POST", url, content=body, headers=headers, timeout=timeout) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise error_of(response)
+                name = ""
+                async for line in response.aiter_lines():
+                    field, _, value = line.partition(": ")
+                    if field == "data":
+                        yield name, value
+                    name = value if field == "event" else name if line else ""
+        except (httpx.TransportError, OSError) as error:
+            raise APIConnectionError(f"POST {url}: {error or type(error).__name__}") from error
 
     async def send(self, call: Call, policy: RetryPolicy | None = None) -> httpx.Response:
         """Send until it is answered well, or finally refused, or the budget is spent. Resends the same bytes."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import ssl
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -51,6 +52,17 @@ class Pool:
         try:
             async with shard.slots:
                 return await shard.client.request(method, url, **options)
+        finally:
+            shard.load -= 1
+
+    @asynccontextmanager
+    async def stream(self, method: str, url: str, **options: Any) -> AsyncIterator[httpx.Response]:
+        """As `httpx.AsyncClient.stream`, once there is a connection free."""
+        shard = self._least_loaded()
+        shard.load += 1
+        try:
+            async with shard.slots, shard.client.stream(method, url, **options) as response:
+                yield response
         finally:
             shard.load -= 1
 

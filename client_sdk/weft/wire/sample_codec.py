@@ -15,7 +15,7 @@ from weft.wire.arrays import FLOAT32, INT32, UINT16, Array, read_flat, read_tens
 from weft.wire.error import WireError
 from weft.wire.tensor import TensorData, read_tensor_data, write_tensor_data
 
-__all__ = ["PolicySpan", "StopReason", "TopkLogprobs"]
+__all__ = ["PolicySpan", "SampleUsage", "StopReason", "TopkLogprobs"]
 
 StopReason = Literal["length", "stop"]
 
@@ -70,6 +70,16 @@ class SequenceResult:
 
 
 @dataclass(frozen=True)
+class SampleUsage:
+    """What a request is billed, in tokens of each kind of a price list: of its prompts computed (`prefill`) and found
+    in memory (`cached_prefill`), and drawn (`sample`)."""
+
+    prefill: int = 0
+    cached_prefill: int = 0
+    sample: int = 0
+
+
+@dataclass(frozen=True)
 class SampleResult:
     """All that one sample request returns. `prompt_logprobs` float32 [prompt], NaN where there is none;
     `target_prompt_logprobs` float32 in the shape and layout of the request; `prompt_alt_tokens` ids int64 and logprobs
@@ -81,6 +91,7 @@ class SampleResult:
     topk_prompt_logprobs: TopkLogprobs | None = None
     target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens: tuple[Array, Array] | None = None
+    usage: SampleUsage | None = None
 
 
 def encode_sample_response(
@@ -90,6 +101,7 @@ def encode_sample_response(
     topk_prompt_logprobs: TopkLogprobs | None = None,
     target_prompt_logprobs: TensorData | None = None,
     prompt_alt_tokens: tuple[Array, Array] | None = None,
+    usage: SampleUsage | None = None,
 ) -> bytes:
     """The bytes of a SampleResponse; what its parts are, `SampleResult` says."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=prompt_cache_hit_tokens)
@@ -117,6 +129,9 @@ def encode_sample_response(
         tokens, logprobs = prompt_alt_tokens
         write_tensor(message.prompt_alt_tokens.tokens, tokens, "prompt_alt_tokens.tokens")
         write_tensor(message.prompt_alt_tokens.logprobs, logprobs, "prompt_alt_tokens.logprobs")
+    if usage is not None:
+        message.usage.prefill, message.usage.sample = usage.prefill, usage.sample
+        message.usage.cached_prefill = usage.cached_prefill
     return message.SerializeToString()
 
 
@@ -161,7 +176,12 @@ def decode_sample_response(body: bytes) -> SampleResult:
             else None
         ),
         prompt_alt_tokens=alternatives,
+        usage=_read_usage(message.usage) if message.HasField("usage") else None,
     )
+
+
+def _read_usage(message: pb.SampleUsage) -> SampleUsage:
+    return SampleUsage(message.prefill, message.cached_prefill, message.sample)
 
 
 def _read_sequence(message: pb.SampledSequence, where: str) -> SequenceResult:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from weft.wire.base import Count, Finite, Positive, Request, Response, SampleSeq
+from weft.wire.base import MAX_INT, Count, Finite, Positive, Request, Response, SampleSeq
 from weft.wire.inputs import ModelInput, Token
-from weft.wire.sample_codec import PolicySpan, SampleResult, SequenceResult, StopReason, TopkLogprobs
+from weft.wire.sample_codec import PolicySpan, SampleResult, SampleUsage, SequenceResult, StopReason, TopkLogprobs
 from weft.wire.tensor import TensorData
 
 __all__ = [
@@ -24,18 +24,22 @@ __all__ = [
     "SampleResponse",
     "SampledSequence",
     "SamplingParams",
+    "TokensDrawn",
 ]
 
 
 class SamplingParams(Request):
     """How to draw tokens: none with `max_tokens` 0, which only computes the prompt. `stop` absent means the model's
-    end-of-sequence tokens; `stop=[]` means nothing stops it but `max_tokens`. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 are off."""
+    end-of-sequence tokens; `stop=[]` means nothing stops it but `max_tokens`. `temperature` 0 is greedy; `top_k` -1 and
+    `top_p` 1 are off."""
 
     max_tokens: Count | None = None
     seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
-    stop: str | list[str] | list[Token] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Token], Field(fail_fast=True)] | None = (
+        None
+    )
     temperature: Finite = Field(default=1.0, ge=0)
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, le=MAX_INT)
     top_p: Finite = Field(default=1.0, gt=0, le=1)
 
 
@@ -77,7 +81,22 @@ class SampleRequest(Request):
     record_stability_info: bool | None = None
     max_staleness: Count | None = None
     return_routed_experts: bool | None = None
+    #: Its tokens can be read while they are drawn (`stream_future`).
+    stream: bool | None = None
     type: Literal["sample"] = "sample"
+
+
+class TokensDrawn(Response):
+    """Tokens of sequence `sample` of a request that is being drawn, from its token number `start` on: the logprob of
+    each, and the policy version that drew it. `tops` are the likeliest tokens beside each (ids and logprobs) where they
+    are asked for."""
+
+    sample: int
+    start: int
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    tops: list[tuple[list[int], list[float]]] = Field(default=[])
 
 
 @dataclass(frozen=True)
@@ -153,6 +172,8 @@ class SampleResponse:
     def __init__(self, result: SampleResult, sequence_ids: list[str] | None = None) -> None:
         names = sequence_ids or [""] * len(result.sequences)
         self.sequences = [SampledSequence(item, name) for item, name in zip(result.sequences, names, strict=True)]
+        #: What is billed, in tokens; None from a server that does not tell.
+        self.usage: SampleUsage | None = result.usage
         self.prompt_cache_hit_tokens = result.prompt_cache_hit_tokens
         self.prompt_logprobs_np = result.prompt_logprobs
         self.topk_prompt_logprobs_np = result.topk_prompt_logprobs

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from weft.wire.base import Request, Response, SampleSeq
+from weft.wire.base import CloneId, Instant, Request, Response, SampleSeq
 
 __all__ = [
     "AuthTokenResponse",
@@ -37,6 +37,7 @@ __all__ = [
     "SamplingSessionFuturesTarget",
     "SessionHeartbeatRequest",
     "SessionHeartbeatResponse",
+    "StreamFutureRequest",
     "SupportedModel",
     "TelemetryResponse",
     "TelemetrySendRequest",
@@ -158,7 +159,7 @@ class SamplingSessionFuturesTarget(Request):
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
-    cloned_sampler_id: SampleSeq = 0
+    cloned_sampler_id: CloneId = 0
 
 
 class FuturesRetrieveRequest(Request):
@@ -168,9 +169,9 @@ class FuturesRetrieveRequest(Request):
     """
 
     target: SamplingSessionFuturesTarget
-    prev_cursor: SampleSeq = 0
+    prev_cursor: Instant = 0
     timeout: float | None = None
-    retrieved_request_ids: list[str] = Field(default_factory=list)
+    retrieved_request_ids: list[str] = Field(default_factory=list, fail_fast=True)
 
 
 class FutureFinished(Response):
@@ -200,6 +201,13 @@ class AuthTokenResponse(Response):
 
 class CancelFutureRequest(Request):
     request_id: RequestID
+
+
+class StreamFutureRequest(Request):
+    """`timeout`: seconds after which the server ends the stream although the sample goes on."""
+
+    request_id: RequestID
+    timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+from weft.wire.sample_codec import SampleUsage, SequenceResult, encode_sample_response
+
 from scheduler.journal.samples.samplers import SamplerFacts
 from scheduler.links.contract import LIVES, Item
-from scheduler.links.messages import SampleOp
+from scheduler.links.messages import Done, SampleOp
 from scheduler.order.operations import INTERACTIVE, Operation
 
 GAVE_UP = f"the generator stopped {LIVES} times while it ran this operation; it was given up and is not billed"
@@ -12,6 +15,12 @@ GAVE_UP = f"the generator stopped {LIVES} times while it ran this operation; it 
 
 def samples_of(op: Operation) -> int:
     return op.sample.num_samples
+
+
+def undrawn(op: Operation) -> Done:
+    """The end of a sample that was cancelled before it started: its sequences are empty, and nothing is billed."""
+    empty = SequenceResult(np.zeros(0, np.int32), np.zeros(0, np.float32), "length")
+    return Done(op.id, encode_sample_response([empty] * samples_of(op), usage=SampleUsage()))
 
 
 def needed(op: Operation, sampler: SamplerFacts) -> str:

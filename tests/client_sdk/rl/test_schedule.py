@@ -74,7 +74,9 @@ class Loop:
 
 
 @given(SCHEDULES, st.integers(1, 4), EVENTS)
-def test_no_token_is_trained_that_is_older_than_max_lag(schedule: Schedule, batch: int, events: list) -> None:
+def test_no_token_is_trained_that_is_older_than_max_lag(
+    schedule: Schedule, batch: int, events: list[tuple[str, int]]
+) -> None:
     loop = Loop(schedule, batch)
     loop.settle()
     for event, which in events:
@@ -215,7 +217,7 @@ def test_what_is_not_complete_is_carried_over_and_purged_after_its_retention() -
     ],
 )
 def test_refused_where_it_is_made(make) -> None:
-    with pytest.raises(ValueError, match="at least 1|least <= start"):
+    with pytest.raises(ValueError, match=r"at least 1|least <= start"):
         make()
 
 
@@ -236,7 +238,7 @@ def test_concurrency_grows_while_used_and_shrinks_when_a_queue_stays() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50))))
-def test_concurrency_keeps_its_bounds(looks: list) -> None:
+def test_concurrency_keeps_its_bounds(looks: list[tuple[int, int, int]]) -> None:
     limits = Concurrency(start=4, least=2, most=20)
     for look in looks:
         limits.observe(*look)

@@ -20,6 +20,7 @@ from workers.generator.engine import (
     EngineStats,
     Finished,
     GenerateRequest,
+    SoFar,
 )
 from workers.generator.refusals import refused, request_fault
 from workers.generator.stop import DecodeText, NoTokenizer, StopRule
@@ -145,6 +146,9 @@ class VllmEngine:
 
     def cancel(self, request_id: str) -> Finished | None:
         return self._call(self._serving.cancel(request_id)).result()
+
+    def so_far(self, request_id: str) -> list[SoFar]:
+        return []  # vLLM is asked for whole sequences
 
     def swap_adapter(self, name: str, folder: Path) -> None:
         self._call(self._serving.swap(name, folder)).result()

@@ -4,8 +4,8 @@
 
 `due` is the version at which a group that is not in training would be trained at the earliest: the present one, or one
 more while a batch is in training. A group whose oldest token would then be older than `max_lag` is late: it is never
-trained, so it is cancelled as soon as that is known. To throw little away, what is under way, ready and in training is kept
-within max_lag + 1 batches (AReaL's capacity): groups that end in the order of their start are never late.
+trained, so it is cancelled as soon as that is known. To throw little away, what is under way, ready and in training is
+kept within max_lag + 1 batches (AReaL's capacity): groups that end in the order of their start are never late.
 """
 
 from __future__ import annotations
@@ -58,12 +58,17 @@ class Pacer:
         """Groups that wait to be trained."""
         return len(self._ready)
 
+    @property
+    def most(self) -> int:
+        """Groups that are started for one batch."""
+        return math.ceil(self.batch * (self.schedule.oversample if isinstance(self.schedule, Sync) else 1))
+
     def room(self) -> int:
         """How many groups may start now."""
         if isinstance(self.schedule, Partial):
             return 0 if self.full() else self.schedule.in_flight - self.flying
         if isinstance(self.schedule, Sync):
-            capacity = 0 if self._training else math.ceil(self.batch * self.schedule.oversample)
+            capacity = 0 if self._training else self.most
         else:
             capacity = self.batch * (self.schedule.max_lag + 1)
         return max(0, capacity - self.flying - self.ready - len(self._training))
@@ -76,7 +81,8 @@ class Pacer:
 
     def progress(self, group: int, tokens: int) -> None:
         """So many tokens of a group under way have been drawn."""
-        self._flying[group].tokens = tokens
+        if group in self._flying:
+            self._flying[group].tokens = tokens
 
     def finish(self, group: int, tokens: int, oldest: int | None = None) -> None:
         """A group is complete. `oldest` is the version of its oldest token, as the server reported it."""
@@ -108,7 +114,7 @@ class Pacer:
         return self.ready > 0 and tokens >= self.schedule.tokens
 
     def take(self) -> list[int]:
-        """The next batch, oldest first, which is in training from now on; [] while none is ready or one is in training."""
+        """The next batch, oldest first, in training from now on; [] while none is ready or another is in training."""
         self.late()
         if self._training or not self.full():
             return []

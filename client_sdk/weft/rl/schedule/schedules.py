@@ -1,7 +1,7 @@
 """When groups start and which of them make a batch: what a user chooses. `pacer.py` carries it out.
 
-One rule for all: **a token may be at most `max_lag` optimizer steps old when it is trained.** Its age is the policy version
-that is trained less the oldest version that drew any token of its group; the batch that is in training counts as trained.
+One rule for all: **a token may be at most `max_lag` optimizer steps old when it is trained.** Its age is the policy
+version that is trained less the oldest version that drew any token of its group; a batch in training counts as trained.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Async:
 class Partial:
     """Batches by tokens, not groups, with rollouts carried over (C3PO++, Ring-1T's report, section 2.3.3).
 
-    `in_flight` groups are under way at any time. A batch is trained as soon as it has `tokens`: those of groups that are
-    complete, or with budget="generated" also those drawn so far of the others (the report says both). What is not complete goes
-    on with the new weights, at most `retention` times; then it is purged.
+    `in_flight` groups are under way at any time. A batch is trained as soon as it has `tokens`: those of groups that
+    are complete, or with budget="generated" also those drawn so far of the others (the report says both). What is not
+    complete goes on with the new weights, at most `retention` times; then it is purged.
     """
 
     tokens: int

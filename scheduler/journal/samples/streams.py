@@ -1,0 +1,98 @@
+"""Tokens of streamed samples while they are drawn, for whoever reads along. Nothing here is durable: an operation's
+result has all of it, and is what counts.
+
+Parts say where they begin, so one that comes twice, or that a second generator draws again after the first has died,
+adds nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from scheduler.links.messages import Drawn, DrawnTokens
+
+#: Streams that are kept; the one that was touched longest ago is forgotten first.
+MAX_STREAMS = 4096
+
+
+@dataclass(eq=False)
+class TokenStream:
+    """What one operation has drawn, by sequence. `changed` is set, and replaced, when there is more."""
+
+    sequences: dict[int, DrawnTokens] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def hear(self, parts: Sequence[DrawnTokens]) -> None:
+        for part in parts:
+            known = self.sequences.get(part.sample)
+            more = after(part, len(known.tokens) if known is not None else 0)
+            if more is not None:
+                self.sequences[part.sample] = more if known is None else _joined(known, more)
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def beyond(self, told: Mapping[int, int]) -> list[DrawnTokens]:
+        """What each sequence has beyond its first `told` tokens."""
+        found = (after(sequence, told.get(sample, 0)) for sample, sequence in sorted(self.sequences.items()))
+        return [part for part in found if part is not None]
+
+
+def after(part: DrawnTokens, known: int) -> DrawnTokens | None:
+    """The tokens of `part` behind the first `known` of its sequence; None if there are none, or some between are
+    missing."""
+    skip = known - part.start
+    if not 0 <= skip < len(part.tokens):
+        return None
+    return msgspec.structs.replace(
+        part,
+        start=known,
+        tokens=part.tokens[skip:],
+        logprobs=part.logprobs[skip:],
+        versions=part.versions[skip:],
+        tops=part.tops[skip:],
+    )
+
+
+def _joined(first: DrawnTokens, more: DrawnTokens) -> DrawnTokens:
+    return msgspec.structs.replace(
+        first,
+        tokens=first.tokens + more.tokens,
+        logprobs=first.logprobs + more.logprobs,
+        versions=first.versions + more.versions,
+        tops=first.tops + more.tops,
+    )
+
+
+class TokenStreams(Protocol):
+    async def follow(self, op_id: str) -> TokenStream:
+        """The stream of an operation that has not ended, with what it has drawn before."""
+
+
+class LocalStreams:
+    """Of the generators of this process's own desk."""
+
+    def __init__(self) -> None:
+        self._streams: OrderedDict[str, TokenStream] = OrderedDict()
+
+    async def follow(self, op_id: str) -> TokenStream:
+        return self._stream(op_id)
+
+    def hear(self, drawn: Drawn) -> None:
+        self._stream(drawn.op_id).hear(drawn.parts)
+
+    def forget(self, op_id: str) -> None:
+        """It has ended."""
+        self._streams.pop(op_id, None)
+
+    def _stream(self, op_id: str) -> TokenStream:
+        stream = self._streams.setdefault(op_id, TokenStream())
+        self._streams.move_to_end(op_id)
+        if len(self._streams) > MAX_STREAMS:
+            self._streams.popitem(last=False)
+        return stream
