@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.wire.checks.custom_format import CustomLoss, Node
+from weft.wire.checks.custom_index import indexed
 from weft.wire.checks.custom_names import DTYPES, FUNCTIONS, METHODS, Form, Parameter
+from weft.wire.checks.custom_rules import RULES
 from weft.wire.checks.custom_shapes import (
     MAX_DIMS,
     MAX_LEAVES,
-    RULES,
     CustomLossError,
     Device,
     Dtype,
@@ -24,7 +25,6 @@ from weft.wire.checks.custom_shapes import (
     Shape,
     Unfit,
     Unknown,
-    indexed,
     is_number,
     leaves,
     number,
@@ -97,11 +97,8 @@ def work_of(loss: CustomLoss, data: Sequence[ArrayDatum]) -> list[int]:
     for planned, indices in enumerate(alike.values()):
         largest = max(indices, key=lambda index: sum(shape.elements for shape in sizes[index]))
         try:
-            most = (
-                plan_datum(loss, sizes[largest]).work
-                if planned * len(loss.nodes) < MOST_NODES
-                else most_work(loss, sizes[largest])
-            )
+            exactly = planned * len(loss.nodes) < MOST_NODES
+            most = plan_datum(loss, sizes[largest]).work if exactly else most_work(loss, sizes[largest])
         except CustomLossError as error:
             raise CustomLossError(f"datum {largest}: {error}") from None
         for index in indices:

@@ -1,7 +1,7 @@
 """What an uploaded loss may call, and with which arguments: the whole list, by the names that torch.fx records. No
 torch here: the API checks graphs against it.
 
-Each line of the list says how the size of a result follows from the operands (a rule of `custom_shapes`), what may be
+Each line of the list says how the size of a result follows from the operands (`custom_rules`), what may be
 given, and which operations it is about. An operation with several lines takes any of their forms. A form that is not
 here is refused, so nothing is possible whose cost is not known, such as a nuclear norm.
 
