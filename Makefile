@@ -13,10 +13,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 ROOMS := api billing migrations scheduler store workers weft_server setup.py client_sdk/weft examples bench tools tests
 
-.PHONY: help setup vllm demo test test-quick soak chaos compat loaders cookbook lint format clean
+.PHONY: help setup vllm demo test test-quick soak chaos compat loaders cookbook mutants lint format clean
 
 help:
-	@echo "make setup | vllm | demo | test | test-quick | soak | chaos | compat | loaders | cookbook | lint | format | clean"
+	@echo "make setup | vllm | demo | test | test-quick | soak | chaos | compat | loaders | cookbook | mutants | lint | format | clean"
 
 setup: $(STAMP)
 
@@ -92,6 +92,17 @@ loaders: setup
 cookbook: setup
 	$(BIN)/python -m tests.cookbook
 
+# Small faults in what guards money, isolation and fairness, one at a time: does a test notice? MODULES="api/who/reach.py ..."
+MUTANTS := .mutants
+
+mutants: setup $(MUTANTS)/.setup-done
+	$(MUTANTS)/bin/python -m tools.mutants $(MODULES)
+
+$(MUTANTS)/.setup-done:
+	test -x $(MUTANTS)/bin/python || $(PYTHON) -m venv $(MUTANTS)
+	$(MUTANTS)/bin/python -m pip install --quiet 'cosmic-ray==8.7.0'
+	@touch $@
+
 lint: setup
 	$(BIN)/ruff check $(ROOMS)
 	$(BIN)/ruff format --check $(ROOMS)
@@ -103,4 +114,4 @@ format: setup
 	$(BIN)/ruff format $(ROOMS)
 
 clean:
-	rm -rf $(VENV) $(VLLM) .compat .cookbook build demo-data demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(MUTANTS) .compat .cookbook build demo-data demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,123 @@
+"""`make mutants`: puts small faults (cosmic-ray's) into the modules that guard money, isolation and fairness, one at a
+time, and runs their tests. A fault that no test notices is printed as a diff: it wants a test, or a line in
+docs/mutants.md that says why it changes nothing.
+
+    .mutants/bin/python -m tools.mutants [MODULE...]
+
+Runs in an environment of its own, on a copy of the files that git knows, and takes minutes to hours.
+"""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from cosmic_ray.work_db import WorkDB, use_db
+from cosmic_ray.work_item import WorkerOutcome, WorkResult
+
+CHECKOUT = Path(__file__).parents[1]
+#: One run of a module's tests; a fault that makes it last longer is noticed.
+LIMIT_S = 300
+
+#: The modules, and the tests that are to notice: those which are meant for them, not all that happen to run through.
+#: Pure ones need no fixtures, and so no conftest, which takes longer to import than they to run.
+MODULES: dict[str, tuple[str, ...]] = {
+    "api/who/reach.py": ("--noconftest", "tests/api/test_reach.py"),
+    "api/who/credentials.py": ("tests/tenancy/test_credentials.py", "tests/tenancy/test_keys.py"),
+    "api/who/lookup.py": ("tests/tenancy/test_cross_tenant.py", "tests/api/test_checkpoints.py"),
+    "api/who/may_change.py": ("tests/tenancy", "tests/api/test_sessions.py"),
+    "api/who/principal.py": ("tests/tenancy", "tests/api/test_auth.py"),
+    "api/who/signing.py": ("--noconftest", "tests/api/test_signing.py"),
+    "api/who/tokens.py": ("tests/api/test_tokens.py",),
+    "billing/charges.py": ("tests/billing/test_charges.py", "tests/billing/test_hard_limits.py"),
+    "billing/wallets.py": ("tests/billing/test_hard_limits.py", "tests/billing/test_wallet_defaults.py"),
+    "scheduler/journal/ending/settlement.py": ("tests/scheduler/journal",),
+    "scheduler/order/compose.py": (
+        "--noconftest",
+        "tests/scheduler/order/test_compose.py",
+        "tests/scheduler/order/test_fair.py",
+    ),
+    "scheduler/order/fair.py": ("tests/scheduler/order",),
+    "store/keys.py": ("tests/store/test_keys.py", "tests/tenancy/test_keys.py"),
+    "store/roles.py": ("tests/tenancy/test_routes.py",),
+    "workers/model/isolation.py": ("tests/workers/model/test_isolation.py",),
+}
+
+
+def main(modules: list[str]) -> int:
+    """Survivors of each module on stdout; 1 if there are any."""
+    if unknown := set(modules) - MODULES.keys():
+        print(f"no such module here: {', '.join(sorted(unknown))}; there are {', '.join(MODULES)}", file=sys.stderr)
+        return 2
+    survived = 0
+    for module in modules or MODULES:
+        with tempfile.TemporaryDirectory(prefix="weft-mutants-") as folder:
+            survived += try_module(module, Path(folder))
+    return int(survived > 0)
+
+
+def try_module(module: str, folder: Path) -> int:
+    """How many faults of a module its tests do not notice."""
+    tree, session = folder / "tree", folder / "session.sqlite"
+    copy_checkout(tree)
+    config = folder / "config.toml"
+    tests = " ".join(MODULES[module])
+    command = (
+        f"{CHECKOUT / '.venv/bin/python'} -m pytest -x -q -p no:xdist -p no:cacheprovider {tests} -k 'not postgresql'"
+    )
+    config.write_text(
+        f'[cosmic-ray]\nmodule-path = "{module}"\ntimeout = {LIMIT_S}\nexcluded-modules = []\n'
+        f'test-command = "{command}"\n[cosmic-ray.distributor]\nname = "local"\n'
+    )
+    _cosmic_ray(tree, "--verbosity", "ERROR", "baseline", str(config))
+    _cosmic_ray(tree, "init", str(config), str(session))
+    with use_db(str(session), WorkDB.Mode.open) as database:
+        skip_annotations(database, tree / module)
+    _cosmic_ray(tree, "exec", str(config), str(session))
+    with use_db(str(session), WorkDB.Mode.open) as database:
+        return report(module, database)
+
+
+def copy_checkout(into: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (CHECKOUT / name).is_file():
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(CHECKOUT / name, into / name)
+
+
+def skip_annotations(database: WorkDB, file: Path) -> None:
+    """Annotations are text here (`from __future__ import annotations`): a fault in one changes nothing."""
+    annotations: list[ast.expr] = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        for name in ("annotation", "returns"):
+            if isinstance(found := getattr(node, name, None), ast.expr):
+                annotations.append(found)
+    for item in database.work_items:
+        (mutation,) = item.mutations
+        at = mutation.start_pos
+        if any((a.lineno, a.col_offset) <= at < (a.end_lineno, a.end_col_offset) for a in annotations):
+            database.set_result(item.job_id, WorkResult(WorkerOutcome.SKIPPED))
+
+
+def report(module: str, database: WorkDB) -> int:
+    survivors = [result for _, result in database.results if result.is_killed is False]
+    ends = Counter("skipped" if r.test_outcome is None else r.test_outcome.value for _, r in database.results)
+    print(f"{module}: {', '.join(f'{count} {end}' for end, count in sorted(ends.items()))}", flush=True)
+    real = [result for result in survivors if result.worker_outcome is WorkerOutcome.NORMAL]
+    for result in real:
+        print(result.diff, flush=True)
+    return len(real)
+
+
+def _cosmic_ray(tree: Path, *arguments: str) -> None:
+    subprocess.run([str(Path(sys.executable).with_name("cosmic-ray")), *arguments], cwd=tree, check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
