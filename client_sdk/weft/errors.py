@@ -19,6 +19,7 @@ __all__ = [
     "BillingError",
     "ConflictError",
     "GoneError",
+    "GradientMissingError",
     "InternalServerError",
     "LaneBrokenError",
     "NotFoundError",
@@ -113,6 +114,11 @@ class RequestFailedError(WeftError):
 
 class LaneBrokenError(WeftError):
     """An earlier operation of this training run never reached the server, so later ones cannot be executed in order."""
+
+
+class GradientMissingError(WeftError):
+    """An `optim_step` that was not sent, because a `forward_backward` before it never reached the run: it would have
+    been taken without its gradient."""
 
 
 _BY_STATUS: dict[int, type[APIStatusError]] = {

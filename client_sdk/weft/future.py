@@ -11,11 +11,13 @@ import asyncio
 import atexit
 import functools
 import threading
-from collections.abc import Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future, wait
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 T = TypeVar("T")
+S = TypeVar("S")
+P = ParamSpec("P")
 
 
 class Background:
@@ -116,6 +118,32 @@ class APIFuture(Generic[T]):
 
     def __repr__(self) -> str:
         return f"APIFuture({'done' if self.done() else 'pending'})"
+
+
+def twin(
+    method: Callable[Concatenate[S, P], Awaitable[T]],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """`x_async` of a method `x`: the same arguments, awaited for the result itself."""
+
+    @functools.wraps(method)
+    async def awaited(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await method(self, *args, **kwargs)
+
+    awaited.__name__ = f"{method.__name__}_async"
+    awaited.__doc__ = f"`{method.__name__}`, awaited."
+    return awaited
+
+
+def future_twin(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """`x_async` of a method `x` that returns a future: the future, not yet its result, as in Tinker's SDK."""
+
+    @functools.wraps(method)
+    async def started(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(self, *args, **kwargs)
+
+    started.__name__ = f"{method.__name__}_async"
+    started.__doc__ = f"`{method.__name__}`; the future, not yet its result."
+    return started
 
 
 class Pending(Generic[T]):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
 from datetime import date, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -18,7 +17,7 @@ from pydantic import BaseModel
 from weft.errors import APIResponseValidationError, RequestFailedError
 from weft.exports.folder import finish
 from weft.exports.layout import ExportError, Layout, selected
-from weft.future import APIFuture
+from weft.future import APIFuture, twin
 from weft.transport.download import download_archive, download_files
 from weft.transport.http import Call, Transport, encode, resolve_endpoint
 from weft.transport.retry import RetryPolicy
@@ -89,17 +88,6 @@ class RestBase:
     async def _act(self, call: Call) -> None:
         await self._transport.send(call)
 
-    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """For every method `x` there is `x_async`, which is awaited for the result itself."""
-        method = getattr(type(self), name.removesuffix("_async"), None) if name.endswith("_async") else None
-        if method is None:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
-        async def twin(*args: Any, **kwargs: Any) -> Any:
-            return await method(self, *args, **kwargs)
-
-        return twin
-
     def close(self) -> APIFuture[None]:
         """Close the connections."""
         return APIFuture.start(self._transport.close())
@@ -109,6 +97,8 @@ class RestBase:
 
     def __exit__(self, *ended: object) -> None:
         self.close().result()
+
+    close_async = twin(close)
 
 
 class AdminClient(RestBase):
@@ -132,6 +122,10 @@ class AdminClient(RestBase):
         """How much the checkpoints take now, of everything or of one project."""
         route = "/billing/usage/checkpoints/current"
         return self._get(route, CurrentCheckpointStorageUsageResponse, project_id=project_id)
+
+    get_audit_log_async = twin(get_audit_log)
+    get_billing_usage_async = twin(get_billing_usage)
+    get_current_checkpoint_storage_usage_async = twin(get_current_checkpoint_storage_usage)
 
 
 class RestClient(AdminClient):
@@ -333,6 +327,38 @@ class RestClient(AdminClient):
     def get_stats(self) -> APIFuture[Stats]:
         """How the server is doing: passes, shared passes, slot occupancy, queue."""
         return self._get("/weft/stats", Stats)
+
+    get_server_capabilities_async = twin(get_server_capabilities)
+    list_training_runs_async = twin(list_training_runs)
+    get_training_run_async = twin(get_training_run)
+    get_training_run_by_tinker_path_async = twin(get_training_run_by_tinker_path)
+    get_weights_info_by_tinker_path_async = twin(get_weights_info_by_tinker_path)
+    list_checkpoints_async = twin(list_checkpoints)
+    list_user_checkpoints_async = twin(list_user_checkpoints)
+    delete_checkpoint_async = twin(delete_checkpoint)
+    delete_checkpoint_from_tinker_path_async = twin(delete_checkpoint_from_tinker_path)
+    publish_checkpoint_from_tinker_path_async = twin(publish_checkpoint_from_tinker_path)
+    unpublish_checkpoint_from_tinker_path_async = twin(unpublish_checkpoint_from_tinker_path)
+    set_checkpoint_ttl_from_tinker_path_async = twin(set_checkpoint_ttl_from_tinker_path)
+    get_external_weights_urls_async = twin(get_external_weights_urls)
+    get_checkpoint_archive_url_from_tinker_path_async = twin(get_checkpoint_archive_url_from_tinker_path)
+    download_checkpoint_async = twin(download_checkpoint)
+    copy_weights_async = twin(copy_weights)
+    list_sessions_async = twin(list_sessions)
+    get_session_async = twin(get_session)
+    search_sessions_async = twin(search_sessions)
+    assign_session_project_async = twin(assign_session_project)
+    export_session_trace_async = twin(export_session_trace)
+    get_sampler_async = twin(get_sampler)
+    whoami_async = twin(whoami)
+    get_usage_async = twin(get_usage)
+    get_balance_async = twin(get_balance)
+    get_budgets_async = twin(get_budgets)
+    get_ledger_async = twin(get_ledger)
+    get_prices_async = twin(get_prices)
+    get_limits_async = twin(get_limits)
+    get_run_health_async = twin(get_run_health)
+    get_stats_async = twin(get_stats)
 
 
 def part(name: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel
 
 from weft.errors import APIResponseValidationError
-from weft.future import APIFuture
+from weft.future import APIFuture, future_twin, twin
 from weft.runs.run import Run
 from weft.runs.sampler import Sampler, make_sampler
 from weft.runs.session import Session
@@ -69,17 +69,13 @@ class RunWeights:
         )
         return self._operate("/save_weights", request, SaveWeightsResponse)
 
-    async def save_state_async(self, *args: Any, **kwargs: Any) -> APIFuture[SaveWeightsResponse]:
-        """`save_state`; the future, not yet its result."""
-        return self.save_state(*args, **kwargs)
+    save_state_async = future_twin(save_state)
 
     def load_state(self, path: str, weights_access_token: str | None = None) -> APIFuture[LoadWeightsResponse]:
         """Load a checkpoint's adapter into this run, with a fresh optimizer."""
         return self._load(path, weights_access_token, optimizer=False)
 
-    async def load_state_async(self, *args: Any, **kwargs: Any) -> APIFuture[LoadWeightsResponse]:
-        """`load_state`; the future, not yet its result."""
-        return self.load_state(*args, **kwargs)
+    load_state_async = future_twin(load_state)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
@@ -87,9 +83,7 @@ class RunWeights:
         """Load a checkpoint's adapter and optimizer into this run."""
         return self._load(path, weights_access_token, optimizer=True)
 
-    async def load_state_with_optimizer_async(self, *args: Any, **kwargs: Any) -> APIFuture[LoadWeightsResponse]:
-        """`load_state_with_optimizer`; the future, not yet its result."""
-        return self.load_state_with_optimizer(*args, **kwargs)
+    load_state_with_optimizer_async = future_twin(load_state_with_optimizer)
 
     def _load(self, path: str, token: str | None, optimizer: bool) -> APIFuture[LoadWeightsResponse]:
         request = LoadWeightsRequest(model_id="", path=path, optimizer=optimizer, weights_access_token=token)
@@ -104,11 +98,7 @@ class RunWeights:
         )
         return self._operate("/save_weights_for_sampler", request, SaveWeightsForSamplerResponse)
 
-    async def save_weights_for_sampler_async(
-        self, *args: Any, **kwargs: Any
-    ) -> APIFuture[SaveWeightsForSamplerResponse]:
-        """`save_weights_for_sampler`; the future, not yet its result."""
-        return self.save_weights_for_sampler(*args, **kwargs)
+    save_weights_for_sampler_async = future_twin(save_weights_for_sampler)
 
     def save_weights_external(
         self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
@@ -119,9 +109,7 @@ class RunWeights:
         )
         return self._operate("/save_weights_external", request, SaveWeightsExternalResponse)
 
-    async def save_weights_external_async(self, *args: Any, **kwargs: Any) -> APIFuture[SaveWeightsExternalResponse]:
-        """`save_weights_external`; the future, not yet its result."""
-        return self.save_weights_external(*args, **kwargs)
+    save_weights_external_async = future_twin(save_weights_external)
 
     def save_weights_and_get_sampling_client(
         self,
@@ -138,9 +126,7 @@ class RunWeights:
         """
         return SamplingClient(self._session, self._save_ephemeral(kind), retry_config, record_stability_info)
 
-    async def save_weights_and_get_sampling_client_async(self, *args: Any, **kwargs: Any) -> SamplingClient:
-        """`save_weights_and_get_sampling_client`, once the sampler is made."""
-        return await self.save_weights_and_get_sampling_client(*args, **kwargs)
+    save_weights_and_get_sampling_client_async = twin(save_weights_and_get_sampling_client)
 
     async def _save_ephemeral(self, kind: SamplingClientKind) -> Sampler:
         def request(seq_id: int) -> SaveWeightsForSamplerRequest:
@@ -162,6 +148,4 @@ class RunWeights:
             self._session, make_sampler(self._session, model_path, None), retry_config, record_stability_info
         )
 
-    async def create_sampling_client_async(self, *args: Any, **kwargs: Any) -> SamplingClient:
-        """`create_sampling_client`, once the sampler is made."""
-        return await self.create_sampling_client(*args, **kwargs)
+    create_sampling_client_async = twin(create_sampling_client)

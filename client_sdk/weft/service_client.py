@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 from weft.errors import WeftError
-from weft.future import APIFuture, finish_before_exit
+from weft.future import APIFuture, finish_before_exit, twin
 from weft.loss_handle import LossHandle, PerDatumLoss, trace
 from weft.plan.estimate import CostEstimate
 from weft.plan.plan import Plan
@@ -88,9 +88,7 @@ class ServiceClient:
 
         return TrainingClient(self._session, request)
 
-    async def create_lora_training_client_async(self, *args: Any, **kwargs: Any) -> TrainingClient:
-        """`create_lora_training_client`, once the run is made."""
-        return await self.create_lora_training_client(*args, **kwargs)
+    create_lora_training_client_async = twin(create_lora_training_client)
 
     def create_training_client_from_state(
         self,
@@ -106,9 +104,7 @@ class ServiceClient:
         (`continued_from`)."""
         return self._from_state(path, False, base_model, named(user_metadata, name), weights_access_token, optimizer)
 
-    async def create_training_client_from_state_async(self, *args: Any, **kwargs: Any) -> TrainingClient:
-        """`create_training_client_from_state`, once the run is made."""
-        return await self.create_training_client_from_state(*args, **kwargs)
+    create_training_client_from_state_async = twin(create_training_client_from_state)
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -123,9 +119,7 @@ class ServiceClient:
         checkpoint (`continued_from`)."""
         return self._from_state(path, True, base_model, named(user_metadata, name), weights_access_token, None)
 
-    async def create_training_client_from_state_with_optimizer_async(self, *args: Any, **kwargs: Any) -> TrainingClient:
-        """`create_training_client_from_state_with_optimizer`, once the run is made."""
-        return await self.create_training_client_from_state_with_optimizer(*args, **kwargs)
+    create_training_client_from_state_with_optimizer_async = twin(create_training_client_from_state_with_optimizer)
 
     def _from_state(
         self,
@@ -164,9 +158,7 @@ class ServiceClient:
             self._session, make_sampler(self._session, model_path, base_model), retry_config, record_stability_info
         )
 
-    async def create_sampling_client_async(self, *args: Any, **kwargs: Any) -> SamplingClient:
-        """`create_sampling_client`, once the sampler is made."""
-        return await self.create_sampling_client(*args, **kwargs)
+    create_sampling_client_async = twin(create_sampling_client)
 
     def create_custom_loss(
         self, fn: PerDatumLoss, input_ranks: Mapping[str, CustomLossInputRank]
@@ -180,9 +172,7 @@ class ServiceClient:
         """
         return APIFuture.start(upload_loss(self._session, trace(fn, input_ranks)))
 
-    async def create_custom_loss_async(self, *args: Any, **kwargs: Any) -> LossHandle:
-        """`create_custom_loss`, awaited."""
-        return await self.create_custom_loss(*args, **kwargs)
+    create_custom_loss_async = twin(create_custom_loss)
 
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
@@ -194,9 +184,7 @@ class ServiceClient:
             path, self._project_id, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
         )
 
-    async def copy_weights_async(self, *args: Any, **kwargs: Any) -> str:
-        """`copy_weights`, awaited."""
-        return await self.copy_weights(*args, **kwargs)
+    copy_weights_async = twin(copy_weights)
 
     def estimate(self, plan: Plan) -> APIFuture[CostEstimate]:
         """What `plan` will cost, before anything of it exists."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.curves import Curves
 from weft.errors import APIResponseValidationError
-from weft.future import APIFuture, Pending, background
+from weft.future import APIFuture, Pending, background, future_twin
 from weft.loss_handle import LossHandle, PerDatumLoss, trace
 from weft.plan.estimate import CostEstimate
 from weft.plan.plan import AnyDatum, Plan, PlannedStep
@@ -80,9 +80,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         """Compute the loss and its outputs, without gradients."""
         return self._forward(data, loss_fn, loss_fn_config, forward_only=True)
 
-    async def forward_async(self, *args: Any, **kwargs: Any) -> Output:
-        """`forward`; the future, not yet its result."""
-        return self.forward(*args, **kwargs)
+    forward_async = future_twin(forward)
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
@@ -93,9 +91,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         """
         return self._forward(data, loss_fn, loss_fn_config, forward_only=False)
 
-    async def forward_backward_async(self, *args: Any, **kwargs: Any) -> Output:
-        """`forward_backward`; the future, not yet its result."""
-        return self.forward_backward(*args, **kwargs)
+    forward_backward_async = future_twin(forward_backward)
 
     def _forward(
         self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str] | None, forward_only: bool
@@ -124,9 +120,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         require_torch()
         return APIFuture.start(run_custom(self._run, given, loss_fn))
 
-    async def forward_backward_custom_async(self, *args: Any, **kwargs: Any) -> Output:
-        """`forward_backward_custom`; the future, not yet its result."""
-        return self.forward_backward_custom(*args, **kwargs)
+    forward_backward_custom_async = future_twin(forward_backward_custom)
 
     def create_custom_loss(
         self, fn: PerDatumLoss, input_ranks: Mapping[str, CustomLossInputRank]
@@ -149,11 +143,9 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
             model_id = self._run.model_id
             return OptimStepRequest(model_id=model_id, adam_params=adam, optimizer_params=other, seq_id=seq_id)
 
-        return APIFuture.start(self._run.operate("/optim_step", request, OptimStepResponse))
+        return APIFuture.start(self._run.step(request, OptimStepResponse))
 
-    async def optim_step_async(self, *args: Any, **kwargs: Any) -> APIFuture[OptimStepResponse]:
-        """`optim_step`; the future, not yet its result."""
-        return self.optim_step(*args, **kwargs)
+    optim_step_async = future_twin(optim_step)
 
     def get_info(self) -> GetInfoResponse:
         """What the server says of the run; waits until it is made."""

@@ -194,6 +194,8 @@ def test_a_custom_loss_that_raises_leaves_no_gap(service: ServiceClient, stub: S
     training = run_of(service)
     with pytest.raises(ZeroDivisionError):
         training.forward_backward_custom([datum(1)], loss).result(10)
+    with pytest.raises(weft.GradientMissingError, match="not sent"):
+        training.optim_step(AdamParams()).result(10)
     training.optim_step(AdamParams()).result(10)
     assert train_seqs(stub) == [1, 2]
 

@@ -67,7 +67,7 @@ async def run_custom(run: Run, data: Sequence[Datum], loss_fn: CustomLoss) -> Fo
         backward = [mine.data[start:stop] for start, stop in zip([0, *sizes], sizes, strict=False)]
         return mine, await run.submit_parts(turn, backward, "cross_entropy", None, False)
 
-    mine, ids = await run.in_turn(both)
+    mine, ids = await run.add_gradient(both)
     return _with_metrics(await run.fetch_parts(ids), mine)
 
 

@@ -10,6 +10,7 @@ import httpx
 import zstandard
 from pydantic import BaseModel
 
+from weft.errors import GradientMissingError
 from weft.runs.chunks import join, split
 from weft.runs.lane import Lane, Turn
 from weft.runs.session import Session
@@ -44,6 +45,8 @@ class Run:
         self.model_id = ""
         self.info: GetInfoResponse | None = None
         self._lane = Lane()
+        #: Why the gradient for the next optimizer step is not whole.
+        self._missing: Exception | None = None
 
     async def make(self, request: Callable[[str, int], CreateModelRequest | LoadWeightsRequest]) -> None:
         """Make the run on the server, before any of its operations. `request` is told session id and model number."""
@@ -78,6 +81,36 @@ class Run:
 
         return await asyncio.shield(asyncio.ensure_future(take()))
 
+    async def add_gradient(self, work: Callable[[Turn], Awaitable[R]]) -> R:
+        """`in_turn`, for what adds to the gradient. Where it is refused, the next optimizer step is not sent."""
+
+        async def noted(turn: Turn) -> R:
+            try:
+                return await work(turn)
+            except Exception as error:
+                self._missing = error
+                raise
+
+        return await self.in_turn(noted)
+
+    async def step(self, request: Callable[[int], Request], answer: type[M]) -> M:
+        """An optimizer step over all that was called before it. `GradientMissingError`, once, if some of that is not
+        there."""
+
+        async def submit(turn: Turn) -> UntypedAPIFuture:
+            if self._missing is not None:
+                missing, self._missing = self._missing, None
+                raise GradientMissingError(
+                    f"optim_step was not sent: a forward_backward before it was refused, so its gradient is missing "
+                    f"({missing}). Repeat both; gradients of other calls since the last step are still there"
+                ) from missing
+            return await self._post(
+                turn, Call("POST", "/optim_step", encode(request(turn.next_seq()).body()), patient=True)
+            )
+
+        future = await self.in_turn(submit)
+        return await fetch_result(self.session.transport, future.request_id, lambda got: parse(got, answer))
+
     async def operate(self, path: str, request: Callable[[int], Request], answer: type[M]) -> M:
         """One JSON operation: submit it in turn (`request` is told its number) and fetch its result."""
 
@@ -95,7 +128,8 @@ class Run:
         async def submit(turn: Turn) -> list[str]:
             return await self.submit_parts(turn, self.parts(data), loss_fn, config, forward_only)
 
-        return await self.fetch_parts(await self.in_turn(submit))
+        take = self.in_turn if forward_only else self.add_gradient
+        return await self.fetch_parts(await take(submit))
 
     def parts(self, data: Sequence[Datum]) -> list[list[Datum]]:
         """`data` cut to the sizes that the server wants."""

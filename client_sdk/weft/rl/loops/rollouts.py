@@ -33,6 +33,7 @@ from weft.rl.tasks.sources import Ratios, Shuffled, Source
 from weft.run_weights import base_model_of
 from weft.training_client import TrainingClient
 from weft.wire.sampling import SamplingParams
+from weft.wire.weights import SamplingClientKind
 
 logger = logging.getLogger("weft")
 
@@ -107,8 +108,7 @@ class Rollouts:
         self._news = asyncio.Event()
 
     async def __aenter__(self) -> Rollouts:
-        kind = "inflight" if self.schedule.inflight else "snapshot"
-        self._kind: Any = kind
+        self._kind: SamplingClientKind = "inflight" if self.schedule.inflight else "snapshot"
         sampler = await self.run.save_weights_and_get_sampling_client_async(kind=self._kind)
         if self._renderer is None:
             self._renderer = TemplateRenderer(await asyncio.to_thread(self.run.get_tokenizer))
