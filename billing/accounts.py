@@ -116,8 +116,8 @@ class PeriodRow:
 
 
 class OutOfMoney(Exception):
-    """An operation may cost more than a limit allows; or it costs nothing (`needed_nusd` is 0), and nothing of the limit
-    is left. Amounts are in nano-USD; `limit` names the limit, `figures` says what it is and what was spent of it,
+    """An operation may cost more than a limit allows; or it costs nothing (`needed_nusd` is 0), and nothing of the
+    limit is left. Amounts are in nano-USD; `limit` names the limit, `figures` says what it is and what was spent of it,
     `remedy` what helps; `scope` is wallet, or that of the budget."""
 
     def __init__(

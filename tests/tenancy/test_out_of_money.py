@@ -30,6 +30,7 @@ MAKES_NOTHING = {
     "POST /weights_info",
     "POST /retrieve_future",
     "POST /retrieve_futures",
+    "POST /stream_future",
     "POST /cancel_future",
     "POST /weft/runs/{run_id}/metrics",
     "DELETE /training_runs/{run_id}/checkpoints/{kind}/{name}",
