@@ -318,6 +318,30 @@ def test_a_rollout_that_fails_leaves_its_group(service: weft.ServiceClient) -> N
     assert report.steps[0]["rollouts"] == 6
 
 
+def test_an_answer_can_be_ended_while_it_is_drawn(service: weft.ServiceClient) -> None:
+    """What was drawn by then is what is trained, and what is paid for."""
+    seen: list[int] = []
+
+    async def impatient(task: Any, chat: rl.Chat) -> float:
+        def enough(ids: list[int]) -> bool:
+            seen.append(len(ids))
+            return len(ids) >= 5
+
+        reply = await chat.user(task["prompt"]).sample(max_tokens=1500, stop=[], prune=enough)
+        assert 5 <= len(reply.turn.tokens) < 1500
+        assert len(reply.turn.tokens) == len(reply.turn.logprobs)
+        return float(len(reply.turn.tokens))
+
+    run = fresh(service)
+    groups = rl.Groups(batch=1, size=2)
+    report = rl.train(run, rl.function(impatient, sums()), steps=1, groups=groups, sinks=[], advantage=rl.reinforce)
+    assert report.steps[0]["rollouts"] == 2
+    assert abs(report.steps[0]["mismatch_kl"]) <= 1e-8
+    assert min(seen) < 5 <= max(seen)
+    billed = {row.kind: row.tokens for row in run.cost().result(60).rows}
+    assert billed["sample"] == sum(report.curve("tokens/rollout")) * 2
+
+
 def test_what_would_be_off_policy_unseen_is_refused_and_what_collapses_is_warned_of(
     service: weft.ServiceClient,
 ) -> None:

@@ -127,7 +127,7 @@ def test_a_tool_loop() -> None:
     env = function(solve, [{"q": "2 + 3", "a": "5"}])
     [outcome] = asyncio.run(env.group(env.tasks[0], [Chat(who)]))
     assert outcome == Reward(1.0, {"turns": 2})
-    assert "<|im_start|>tool\n5<|im_end|>" in tokenizer().decode(sampler.asked[1])
+    assert "<tool_response>\n5\n</tool_response><|im_end|>" in tokenizer().decode(sampler.asked[1])
 
 
 def test_a_rollout_that_takes_too_long_or_fails_is_that_rollouts_own() -> None:

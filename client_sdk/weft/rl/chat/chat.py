@@ -16,9 +16,13 @@ from typing import Any
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import Message, Renderer, Tool, ToolCall
 from weft.rl.rollout import Turn
+from weft.runs.drawing import SampleFuture
 from weft.sampling_client import SamplingClient
 from weft.wire.inputs import ModelInput
 from weft.wire.sampling import SampledSequence, SampleResponse, SamplingParams
+
+#: Whether an answer that begins with these ids is not worth going on with.
+Prune = Callable[[list[int]], bool]
 
 
 class ContextFullError(ValueError):
@@ -41,8 +45,15 @@ class Policy:
     #: Told of every sample: tokens drawn.
     drawn: Callable[[int], None] = lambda tokens: None
 
-    async def draw(self, sampler: SamplingClient, prompt: list[int], n: int, params: SamplingParams) -> SampleResponse:
-        """`n` samples, within budget and context."""
+    async def draw(
+        self,
+        sampler: SamplingClient,
+        prompt: list[int],
+        n: int,
+        params: SamplingParams,
+        prune: Prune | None = None,
+    ) -> SampleResponse:
+        """`n` samples, within budget and context; of one, only as much as `prune` wants."""
         room = self.context - len(prompt)
         if room < 1:
             raise ContextFullError(f"the conversation has {len(prompt)} tokens, the model takes {self.context}")
@@ -51,13 +62,31 @@ class Policy:
         again = len(prompt) * (n - 1)
         held = cost = self.purse.hold(self.purse.price(prefill=len(prompt), cached_prefill=again, sample=most * n))
         try:
-            got = await sampler.sample_async(ModelInput.from_ints(prompt), n, params, max_staleness=self.max_staleness)
+            given, lag = ModelInput.from_ints(prompt), self.max_staleness
+            if prune is None:
+                got = await sampler.sample_async(given, n, params, max_staleness=lag)
+            else:
+                got = await _pruned(sampler.sample(given, n, params, max_staleness=lag, stream=True), prune)
             drawn, hit = sum(len(each.tokens_np) for each in got.sequences), got.prompt_cache_hit_tokens or 0
             cost = self.purse.price(prefill=len(prompt) - hit, cached_prefill=again + hit, sample=drawn)
             self.drawn(drawn)
             return got
         finally:
             self.purse.settle(held, min(cost, held))
+
+
+async def _pruned(drawing: SampleFuture, prune: Prune) -> SampleResponse:
+    """What was drawn when `prune` had seen enough, or all of it."""
+    ids: list[int] = []
+    try:
+        async for part in drawing:
+            ids += part.tokens
+            if prune(ids):
+                return await drawing.stop_async()
+        return await drawing
+    except asyncio.CancelledError:
+        drawing.cancel()
+        raise
 
 
 @dataclass(frozen=True)
@@ -137,10 +166,11 @@ class Chat:
                 return list(ids)
         return self._policy.renderer.render_ids(list(self.messages), tools=tools, add_generation_prompt=True)
 
-    async def sample(self, max_tokens: int | None = None, stop: Any = None) -> Reply:
-        """The policy's next answer, to what was added since the last."""
+    async def sample(self, max_tokens: int | None = None, stop: Any = None, prune: Prune | None = None) -> Reply:
+        """The policy's next answer, to what was added since the last. `prune` looks at the ids while they are drawn,
+        and ends the answer by saying True: what was drawn by then is paid for, and is the answer."""
         params, prompt = self._for_next(max_tokens, stop), self.prompt()
-        got = await self._policy.draw(self._sampler, prompt, 1, params)
+        got = await self._policy.draw(self._sampler, prompt, 1, params, prune)
         return self._take(prompt, got.sequences[0])
 
     def _for_next(self, max_tokens: int | None, stop: Any) -> SamplingParams:
