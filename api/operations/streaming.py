@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import chain, repeat
 
+from starlette.requests import ClientDisconnect
 from weft.wire.sample_codec import SampleResult, SequenceResult, decode_sample_response
 
 from api.errors import ApiError, Gone, Invalid, NotFound, Unavailable, quote
@@ -55,10 +56,14 @@ async def sampled(service: Service, who: Principal, request_id: str) -> SampleRe
 
 
 async def drawn(
-    service: Service, who: Principal, request_id: str, timeout_s: float | None = None
+    service: Service,
+    who: Principal,
+    request_id: str,
+    timeout_s: float | None = None,
+    until: asyncio.Future[None] | None = None,
 ) -> AsyncGenerator[DrawnTokens | SampleResult, None]:
     """The tokens of a sample as they are drawn, each once and in order within its sequence; last its whole result.
-    Raises TimeoutError when it has not ended `timeout_s` later."""
+    Raises TimeoutError when it has not ended `timeout_s` later, and ClientDisconnect when `until` comes first."""
     loop = asyncio.get_running_loop()
     deadline = None if timeout_s is None else loop.time() + timeout_s
     stream = await service.journal.streams.follow(request_id)
@@ -71,8 +76,11 @@ async def drawn(
                 told[part.sample] += len(part.tokens)
                 yield part
             left = None if deadline is None else max(0.0, deadline - loop.time())
-            done, _ = await asyncio.wait((ending, more), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            events = (ending, more) if until is None else (ending, more, until)
+            done, _ = await asyncio.wait(events, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             more.cancel()
+            if until is not None and until.done() and not ending.done():
+                raise ClientDisconnect
             if not done:
                 raise TimeoutError
         result = await ending

@@ -56,7 +56,7 @@ async def create_sampling_session(
             _check_same(sampler_by_id(session, who, there.id), body)
             return
         owner = active_session(session, who, body.session_id)
-        session.add(_new_sampler(service, session, who, owner, sampler_id, body))
+        session.add(new_sampler(service, session, who, owner, sampler_id, body))
 
     await service.database.write(write)
     return CreateSamplingSessionResponse(sampling_session_id=sampler_id)
@@ -89,14 +89,16 @@ async def asample(request: Request, service: ServiceDep, who: PrincipalDep, prio
 
     sampler, submitter, repeat = await service.read(read)
     served_model(service.cards, sampler.base_model, "sampling_session_id")
-    check = partial(_checked, service, body, sampler, seq, priority)
+    check = partial(checked_sample, service, body, sampler, seq, priority)
     new = await run_in_threadpool(check) if large else check()
     request_id = await accept(service, submitter, new, repeat=repeat)
     sequences = [sequence_id(request_id, sample) for sample in range(body.num_samples)]
     return UntypedAPIFuture(request_id=request_id, sample_sequence_ids=sequences)
 
 
-def _checked(service: Service, body: SampleRequest, sampler: tables.Sampler, seq: int, priority: str) -> NewOperation:
+def checked_sample(
+    service: Service, body: SampleRequest, sampler: tables.Sampler, seq: int, priority: str
+) -> NewOperation:
     """The operation, its body with `max_tokens` as it will apply, and a seed where it is streamed."""
     most = check_sample(body, service.limits, sampler.base_model, of_run=sampler.run_id is not None)
     params = body.sampling_params.model_copy(update={"max_tokens": most} | _seed(service, body, sampler.id, seq))
@@ -125,7 +127,7 @@ def _seed(service: Service, body: SampleRequest, sampler_id: str, seq: int) -> d
     return {"seed": int.from_bytes(digest[:8], "little")}
 
 
-def _new_sampler(
+def new_sampler(
     service: Service,
     session: Session,
     who: Principal,

@@ -42,6 +42,7 @@ from api.routes import (
     weft,
     weights,
 )
+from api.routes.openai import chat, generate, listing
 from api.server.housekeeping import keep_house
 from api.server.machines import EmbeddedMachines, Machines
 from api.server.worker_process import WorkerProcess
@@ -170,5 +171,7 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         sdk,
     ):
         app.include_router(routes.router)
+    for router in (listing.router, listing.turns_router, chat.router, generate.router):
+        app.include_router(router)
     console.install(app)
     return app

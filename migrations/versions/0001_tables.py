@@ -52,6 +52,7 @@ TABLES = (
     "checkpoints",
     "run_curves",
     "run_metrics",
+    "session_turns",
 )
 
 
@@ -82,6 +83,7 @@ def upgrade() -> None:
         sa.Column("status", sa.String(16), server_default="active", nullable=False),
         sa.Column("weight", sa.Integer(), server_default="1", nullable=False),
         sa.Column("stripe_customer_id", sa.String(64), nullable=True),
+        sa.Column("quotas", sa.JSON(), server_default="{}", nullable=False),
         sa.Column("created_at", AT, nullable=False),
         sa.Column("requests_per_minute", sa.Integer(), nullable=True),
         sa.Column("tokens_per_minute", BIG, nullable=True),
@@ -295,6 +297,7 @@ def upgrade() -> None:
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("tokens", BIG, nullable=False),
         sa.Column("hold_nusd", BIG, server_default="0", nullable=False),
+        sa.Column("stores_bytes", BIG, server_default="0", nullable=False),
         sa.Column("body_ref", sa.String(256), nullable=False),
         sa.Column("body_sha256", sa.String(64), nullable=False),
         sa.Column("body_bytes", BIG, server_default="0", nullable=False),
@@ -361,6 +364,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_sessions")),
     )
     op.create_index("ix_sessions_org_id", "sessions", ["org_id"])
+    op.create_index("ix_sessions_org_state", "sessions", ["org_id", "state"])
     op.create_table(
         "storage_spans",
         sa.Column("id", sa.String(32), nullable=False),
@@ -381,6 +385,7 @@ def upgrade() -> None:
     )
     op.create_index("ix_storage_spans_checkpoint_id", "storage_spans", ["checkpoint_id"])
     op.create_index("ix_storage_spans_metered_until", "storage_spans", ["metered_until"])
+    op.create_index("ix_storage_spans_org_ended", "storage_spans", ["org_id", "ended_at"])
     op.create_table(
         "stripe_meter_cursors",
         sa.Column("org_id", sa.String(64), nullable=False),
@@ -576,6 +581,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_runs")),
     )
     op.create_index("ix_runs_org_id", "runs", ["org_id"])
+    op.create_index("ix_runs_org_state", "runs", ["org_id", "state"])
     op.create_index("ix_runs_session_id", "runs", ["session_id"])
     op.create_table(
         "samplers",
@@ -641,6 +647,21 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_run_metrics_run_id")),
         sa.PrimaryKeyConstraint("run_id", "name", "step", name=op.f("pk_run_metrics")),
     )
+    op.create_table(
+        "session_turns",
+        sa.Column("id", BIG_ID, autoincrement=True, nullable=False),
+        sa.Column("request_id", sa.String(64), nullable=False),
+        sa.Column("org_id", sa.String(64), nullable=False),
+        sa.Column("project_id", sa.String(64), nullable=True),
+        sa.Column("name", sa.String(128), nullable=False),
+        sa.Column("ref", sa.String(256), nullable=False),
+        sa.Column("created_at", AT, nullable=False),
+        sa.ForeignKeyConstraint(["org_id"], ["organisations.id"], name=op.f("fk_session_turns_org_id")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_session_turns")),
+        sa.UniqueConstraint("request_id", name=op.f("uq_session_turns_request_id")),
+    )
+    op.create_index("ix_session_turns_created_at", "session_turns", ["created_at"])
+    op.create_index("ix_session_turns_name", "session_turns", ["org_id", "name", "id"])
     for table in APPEND_ONLY:
         protect(table)
 

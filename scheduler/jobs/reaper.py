@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from sqlalchemy import select
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from billing import storage
@@ -24,6 +24,8 @@ from store.db import Database
 #: Logprobs recorded for stable_reinforce are kept for a day after they were last trained on, and so are custom losses
 #: after they were made, or until their session is over.
 RECORDINGS_LAST = timedelta(hours=24)
+#: What was sampled under a client's own session id.
+TURNS_LAST = timedelta(hours=24)
 #: Archives outlive the links to them, which are good for an hour.
 ARCHIVES_LAST = timedelta(hours=2)
 #: Ids that one query asks for.
@@ -42,8 +44,10 @@ class Reaper:
         self._unneeded: set[str] = set()
 
     def expire(self, session: Session) -> int:
-        """Delete the checkpoints whose time is over. To be run by the database's writer; returns how many."""
+        """Delete the checkpoints whose time is over, and rows of turns. To be run by the database's writer; returns how
+        many checkpoints."""
         now = self._clock()
+        session.execute(delete(tables.SessionTurn).where(tables.SessionTurn.created_at < now - TURNS_LAST))
         rows = session.scalars(select(tables.Checkpoint).where(tables.Checkpoint.expires_at <= now)).all()
         for row in rows:
             path = f"tinker://{row.run_id}/{row.kind}/{row.name}"
@@ -72,6 +76,7 @@ class Reaper:
             self._blobs.delete_tree(ref)
         files = [path for name, path in bodies.items() if name not in needed]
         files += [path for name, path in losses.items() if name.partition(":")[0] not in sessions]
+        files += self._old("turns/*", TURNS_LAST)
         files += self._old("stability/*", RECORDINGS_LAST) + self._old("handoff", RECORDINGS_LAST)
         for path in (*files, *self._old("results/*", RESULTS_LAST), *self._old("archives", ARCHIVES_LAST)):
             ref = path.relative_to(self._blobs.root).as_posix()

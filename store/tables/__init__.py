@@ -28,7 +28,7 @@ from store.tables.payments import (
     StripeWebhookEvent,
 )
 from store.tables.people import ApiKey, AuditEntry, Membership, Organisation, Project, User
-from store.tables.work import Checkpoint, Operation, Run, Sampler, Session
+from store.tables.work import Checkpoint, Operation, Run, Sampler, Session, SessionTurn
 
 __all__ = [
     "Alert",
@@ -56,6 +56,7 @@ __all__ = [
     "RunMetric",
     "Sampler",
     "Session",
+    "SessionTurn",
     "StorageSpan",
     "StripeMeterCursor",
     "StripeOutbox",

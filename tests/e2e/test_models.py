@@ -40,7 +40,7 @@ from workers.model.tiny import TINY_PATH
 pytestmark = pytest.mark.server
 
 SIZES = {
-    "vocab_size": 1536,
+    "vocab_size": 1560,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,

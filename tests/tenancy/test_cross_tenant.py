@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from weft.wire.codec import encode_train_request
 
 from api.server.app import front
-from store import people
+from store import people, tables
 from store.keys import new_key
 from store.roles import BEYOND_A_PROJECT, SCOPES
 from tests.api.conftest import MODEL, PROTOBUF, World
@@ -174,8 +175,12 @@ def things(world: World, admin: str | None = None) -> Ids:
     body = {"sampling_session_id": sampler, "seq_id": 1, "prompt": _PROMPT, "sampling_params": {"max_tokens": 1}}
     request_id = world.post("asample", body | {"num_samples": 1})["request_id"]
     org_id = org_id_of(world)
+    with world.database.read() as reading:
+        project_of = reading.get_one(tables.Session, session).project_id
 
     def write(writing: Any) -> str:
+        turn = {"request_id": f"of {org_id} {project_of}", "ref": "turns/xx/none", "created_at": datetime.now(UTC)}
+        writing.add(tables.SessionTurn(org_id=org_id, project_id=project_of, name=f"talk {session}", **turn))
         people.add_member(writing, org_id, "boss@example.com", "owner")
         if admin is None:
             people.create_project(writing, org_id, "secret project")
@@ -196,6 +201,7 @@ def things(world: World, admin: str | None = None) -> Ids:
         "run_id": run,
         "sampler_id": sampler,
         "request_id": request_id,
+        "session": f"talk {session}",
         "kind": "weights",
         "name": "one",
         "path": path,

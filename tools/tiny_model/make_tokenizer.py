@@ -1,7 +1,8 @@
 """Trains the tiny model's tokenizer: a byte-level BPE in the shape of Qwen's, on the corpus.
 
-The split into words is Qwen's: digits one by one, runs of newlines apart from letters. The chat tokens take the last
-ids; `<think>` and `</think>` are single tokens but not special, so decoding keeps them when it skips special tokens.
+The split into words is Qwen's: digits one by one, runs of newlines apart from letters. Behind the words come Qwen3's
+chat tokens, then the rest of its special tokens, of which the corpus has none. Those of tool calls and thinking are
+single tokens but not special, so decoding keeps them when it skips special tokens.
 """
 
 import itertools
@@ -13,25 +14,29 @@ from tokenizers.models import BPE
 
 from tools.tiny_model.corpus import END_OF_TEXT, documents
 
-VOCAB_SIZE = 1536
+VOCAB_SIZE = 1560
 CONTEXT_LENGTH = 2048
 TRAINING_DOCUMENTS = 12_000
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>")
 THINK_TOKENS = ("<think>", "</think>")
+TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+FILE_TOKENS = tuple(
+    f"<|{name}|>" for name in ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")
+)
+MEDIA_TOKENS = tuple(
+    f"<|{name}|>"
+    for name in (
+        *("object_ref_start", "object_ref_end", "box_start", "box_end", "quad_start", "quad_end", "vision_start"),
+        *("vision_end", "vision_pad", "image_pad", "video_pad", "audio_start", "audio_end", "audio_pad"),
+    )
+)
+#: In the order of their ids.
+ADDED_TOKENS = (*SPECIAL_TOKENS, *THINK_TOKENS, *TOOL_TOKENS, *FILE_TOKENS, *MEDIA_TOKENS)
 WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}\n"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' -}}\n"
-    "{%- endfor -%}\n"
-    "{%- if add_generation_prompt -%}\n"
-    "{{- '<|im_start|>assistant\\n' -}}\n"
-    "{%- if enable_thinking is defined and enable_thinking is false -%}\n"
-    "{{- '<think>\\n\\n</think>\\n\\n' -}}\n"
-    "{%- endif -%}\n"
-    "{%- endif -%}\n"
-)
+#: Beside this file: in the form of Qwen3's, with tools, thinking and tool responses.
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text()
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
@@ -45,19 +50,23 @@ def train_tokenizer(seed: int) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    added = len(SPECIAL_TOKENS) + len(THINK_TOKENS)
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - added,
+        vocab_size=VOCAB_SIZE - len(ADDED_TOKENS),
         min_frequency=2,
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(map(_without_markers, itertools.islice(documents(seed), TRAINING_DOCUMENTS)), trainer)
-    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in THINK_TOKENS])
+    add_tokens(tokenizer)
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
         raise ValueError(f"the corpus gave {tokenizer.get_vocab_size()} tokens, wanted {VOCAB_SIZE}")
     return tokenizer
+
+
+def add_tokens(tokenizer: Tokenizer) -> None:
+    """Those that are not there yet."""
+    special = {*SPECIAL_TOKENS, *MEDIA_TOKENS}
+    tokenizer.add_tokens([AddedToken(t, special=t in special, normalized=False) for t in ADDED_TOKENS])
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -79,6 +88,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _without_markers(document: str) -> str:
-    for token in (*SPECIAL_TOKENS, *THINK_TOKENS):
+    for token in ADDED_TOKENS:
         document = document.replace(token, "\n\n")
     return document

@@ -39,6 +39,7 @@ if not torch.cuda.is_available():
     pytest.importorskip("triton", "3.7", reason="the interpreter of Triton before 3.7 cannot read NumPy 2.4's arrays")
     interpret_library()
 
+HOST = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 CONFIG = DecoderConfig(
@@ -85,23 +86,34 @@ def gradient(of: Adapter, seed: int) -> Adapter:
 
 
 def twice(rows: LoraRows) -> tuple[LoraRows, LoraRows]:
-    """The same rows with gradient arenas of their own each."""
-    copies = []
-    for _ in range(2):
-        arenas = {id(grad): Adapter(grad.shape, grad.flat.clone(), grad.scale) for grad in rows.grads if grad}
-        grads = [arenas[id(grad)] if grad else None for grad in rows.grads]
-        copies.append(LoraRows(rows.offsets, rows.adapters, grads))
-    return copies[0], copies[1]
+    """The same rows, with gradient arenas of their own each: on the device, and in the host's memory, where no kernel
+    of the device computes. Groups that share an arena still do."""
+
+    def moved(device: torch.device) -> LoraRows:
+        made: dict[int, Adapter] = {}
+
+        def move(of: Adapter | None) -> Adapter | None:
+            if of is None:
+                return None
+            if id(of) not in made:
+                made[id(of)] = Adapter(of.shape, of.flat.to(device, copy=True), of.scale)
+            return made[id(of)]
+
+        return LoraRows(rows.offsets, [move(a) for a in rows.adapters], [move(g) for g in rows.grads])
+
+    return moved(DEVICE), moved(HOST)
 
 
 def assert_same_grads(found: Sequence[Adapter | None], wanted: Sequence[Adapter | None], tolerance: float) -> None:
-    """Name by name, relative to the largest entry."""
+    """Name by name, relative to the largest entry; `wanted` were computed in the host's memory."""
     for group, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         if ours is None or theirs is None:
             assert ours is theirs
             continue
         for name, view in ours.views.items():
-            error = (view - theirs.views[name]).abs().max() / theirs.views[name].abs().max()
+            expected = theirs.views[name]
+            assert expected.device == HOST, "the reference is the CPU's"
+            error = (view.cpu() - expected).abs().max() / expected.abs().max()
             assert error < tolerance, f"group {group}: {name} differs by {float(error):.1e}"
 
 

@@ -113,7 +113,7 @@ def test_free_slots_count_what_waits(make_engine: MakeEngine) -> None:
     ("fields", "word"),
     [
         ({"prompt": ()}, "empty"),
-        ({"prompt": (1536,)}, "vocabulary"),
+        ({"prompt": (1560,)}, "vocabulary"),
         ({"num_samples": 0}, "num_samples"),
         ({"sampling": SamplingParams(max_tokens=-1)}, "max_tokens"),
         ({"adapter": "gone", "adapter_folder": Path("nowhere")}, "gone"),

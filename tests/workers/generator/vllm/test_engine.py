@@ -93,7 +93,7 @@ def test_logprobs_at_a_temperature(engine: VllmEngine, torch_engine: TorchEngine
     request = GenerateRequest("r", prompt(1), sampling, topk_sample_logprobs=2)
     sequence = finish(engine, request)["r"].sequences[0]
     ids = torch.tensor([*request.prompt, *sequence.tokens.tolist()])
-    scored = GenerateRequest("s", tuple(ids.tolist()), SamplingParams(max_tokens=1), topk_prompt_logprobs=1536)
+    scored = GenerateRequest("s", tuple(ids.tolist()), SamplingParams(max_tokens=1), topk_prompt_logprobs=1560)
     table = run(torch_engine, scored)["s"].topk_prompt_logprobs
     assert table is not None
     for i, token in enumerate(sequence.tokens.tolist()):

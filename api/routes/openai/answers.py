@@ -1,0 +1,152 @@
+"""Results in OpenAI's and vLLM's form."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from weft.wire.sample_codec import SampleResult, SequenceResult
+
+from api.routes.openai.detokenizing import whole_text
+from api.routes.openai.text import ModelText
+from api.routes.openai.tools import OPEN, parse_calls
+from scheduler.links.messages import DrawnTokens
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an answer is to look. `logprobs` are told with `top` likeliest tokens at each place; `ids` are told too;
+    `spelled`: special tokens are part of the text."""
+
+    text: ModelText
+    chat: bool
+    logprobs: bool = False
+    top: int = 0
+    ids: bool = False
+    stops: tuple[str, ...] = ()
+    tools: bool = False
+    spelled: bool = False
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.text.decode(tokens, special=self.spelled)
+
+    @property
+    def hold(self) -> str:
+        """From where on text may be a tool call."""
+        return OPEN if self.tools and OPEN in self.text.template else ""
+
+
+def envelope(form: Form, request_id: str, model: str, *, chunk: bool = False) -> Json:
+    kind = ("chat.completion.chunk" if chunk else "chat.completion") if form.chat else "text_completion"
+    prefix = "chatcmpl" if form.chat else "cmpl"
+    return {"id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def whole(form: Form, request_id: str, model: str, prompt: list[int], result: SampleResult) -> Json:
+    """The answer in one piece."""
+    answer = envelope(form, request_id, model)
+    answer["choices"] = [choice_of(form, index, sequence) for index, sequence in enumerate(result.sequences)]
+    answer["usage"] = usage_of(prompt, result)
+    if form.ids:
+        answer["prompt_token_ids"] = prompt
+    if result.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = prompt_logprobs_of(prompt, result)
+    return answer
+
+
+def choice_of(form: Form, index: int, sequence: SequenceResult) -> Json:
+    tokens = sequence.tokens.tolist()
+    text = whole_text(form.decode, tokens, form.stops)
+    choice: Json = {"index": index, "finish_reason": sequence.stop_reason, "stop_reason": None}
+    choice["logprobs"] = logprobs_of(form, *rows_of(sequence)) if form.logprobs else None
+    if not form.chat:
+        choice["text"] = text
+    else:
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        parsed = parse_calls(text, form.text.template) if form.tools else None
+        choice["message"] = message
+        if parsed is not None and parsed.calls:
+            message |= {"content": parsed.content or None, "tool_calls": list(parsed.calls)}
+            choice["finish_reason"] = "tool_calls"
+    if form.ids:
+        choice["token_ids"] = tokens
+        choice["weft"] = policy_of(sequence)
+    if sequence.routed_experts is not None:
+        choice["routed_experts"] = routed_of(sequence)
+    return choice
+
+
+def rows_of(sequence: SequenceResult) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
+    """Tokens, their logprobs, and the likeliest tokens at each place."""
+    tops = [list(row or []) for row in sequence.topk.tolist()] if sequence.topk is not None else []
+    return sequence.tokens.tolist(), sequence.logprobs.tolist() if sequence.logprobs is not None else [], tops
+
+
+def rows_of_part(part: DrawnTokens) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
+    return part.tokens, part.logprobs, [list(zip(*top, strict=True)) for top in part.tops]
+
+
+def logprobs_of(
+    form: Form, tokens: list[int], logprobs: list[float], tops: list[list[tuple[int, float]]], offset: int = 0
+) -> Json:
+    rows = tops or [[] for _ in tokens]
+    if form.chat:
+        entries = [
+            {**_entry(form, token, logprob), "top_logprobs": [_entry(form, *cell) for cell in row[: form.top]]}
+            for token, logprob, row in zip(tokens, logprobs, rows, strict=True)
+        ]
+        return {"content": entries, "refusal": None}
+    words = [form.text.decode([token], special=True) for token in tokens]
+    offsets = np.cumsum([offset, *(len(word) for word in words)]).tolist()[:-1]
+    best = [{form.text.decode([t], special=True): p for t, p in row[: form.top]} for row in rows]
+    return {
+        "tokens": words,
+        "token_logprobs": logprobs,
+        "top_logprobs": best if form.top else None,
+        "text_offset": offsets,
+    }
+
+
+def _entry(form: Form, token: int, logprob: float) -> Json:
+    word = form.text.decode([token], special=True)
+    return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+
+
+def usage_of(prompt: Sequence[int], result: SampleResult) -> Json:
+    drawn = sum(sequence.tokens.size for sequence in result.sequences)
+    return {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": drawn,
+        "total_tokens": len(prompt) + drawn,
+        "prompt_tokens_details": {"cached_tokens": result.prompt_cache_hit_tokens},
+    }
+
+
+def prompt_logprobs_of(prompt: Sequence[int], result: SampleResult) -> list[dict[str, Json] | None]:
+    """vLLM's form: one entry for each token of the prompt, null for the first."""
+    assert result.prompt_logprobs is not None
+    pairs = zip(prompt, result.prompt_logprobs.tolist(), strict=True)
+    return [None if logprob != logprob else {str(token): {"logprob": logprob}} for token, logprob in pairs]
+
+
+def policy_of(sequence: SequenceResult) -> Json:
+    spans = [[span.version, span.length] for span in sequence.policy]
+    return {"policy_versions": spans, "stale": sequence.stale}
+
+
+def routed_of(sequence: SequenceResult, encode: str = "b85") -> Json:
+    """The experts of each token of prompt + tokens but the last: int32 in base 85, as verifiers 0.1 reads them, or
+    uint8 in base 64, as 0.4 does."""
+    assert sequence.routed_experts is not None
+    shape = list(sequence.routed_experts.shape)
+    if encode == "b85":
+        raw = np.ascontiguousarray(sequence.routed_experts, dtype="<i4").tobytes()
+        return {"data": base64.b85encode(raw).decode(), "shape": shape}
+    raw = np.ascontiguousarray(sequence.routed_experts, dtype=np.uint8).tobytes()
+    return {"data": base64.b64encode(raw).decode(), "shape": shape, "dtype": "uint8"}

@@ -1,0 +1,159 @@
+"""From a request at a door to its result: one sample, accepted as every other, waited for while its client is there.
+
+A client that leaves stops its sample and pays for what was drawn. With an `Idempotency-Key` it is finished instead: the
+client means to come back, and a retry gets the same operation, computed and billed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+from weft.wire import ModelInput, SampleRequest, SamplingParams
+from weft.wire.sample_codec import SampleResult
+
+from api.errors import Invalid
+from api.operations.streaming import drawn, sampled
+from api.operations.submit import accept
+from api.routes.openai.errors import Refused
+from api.routes.openai.models import Target
+from api.routes.openai.turns import check_session, record
+from api.routes.sampling import checked_sample
+from api.state.service import Service
+from api.who.principal import Principal
+from scheduler.links.messages import DrawnTokens
+from scheduler.order.operations import Waiting
+from store import tables
+
+IDEMPOTENCY, SESSION = "idempotency-key", "x-session-id"
+#: Numbers of requests from here; those of clients of the protocol are below.
+FIRST_SEQ = 2**62
+#: A stop is told again so often until the sample has ended.
+STOP_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An accepted request. `keep`: it is finished although its client leaves."""
+
+    service: Service
+    who: Principal
+    request: Request
+    target: Target
+    prompt: list[int]
+    request_id: str
+    session: str | None
+    keep: bool
+
+    async def result(self) -> SampleResult:
+        """The result; raises ClientDisconnect when the client is gone."""
+        ending = asyncio.ensure_future(sampled(self.service, self.who, self.request_id))
+        gone = asyncio.ensure_future(disconnected(self.request))
+        try:
+            await asyncio.wait((ending, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                raise ClientDisconnect
+            result = await ending
+        except BaseException:
+            self._leave()
+            raise
+        finally:
+            ending.cancel()
+            gone.cancel()
+        await self._record(result)
+        return result
+
+    async def parts(self) -> AsyncGenerator[DrawnTokens | SampleResult, None]:
+        """Its tokens as they are drawn, then its result."""
+        gone = asyncio.ensure_future(disconnected(self.request))
+        over = False
+        try:
+            async for part in drawn(self.service, self.who, self.request_id, until=gone):
+                if isinstance(part, SampleResult):
+                    over = True
+                    await self._record(part)
+                yield part
+        finally:
+            gone.cancel()
+            if not over:
+                self._leave()
+
+    def _leave(self) -> None:
+        self.service.afterwards.run(self._stop())
+
+    async def _stop(self) -> None:
+        """Nobody waits for it any more. What was drawn is recorded all the same."""
+        journal, org_id = self.service.journal, self.who.org_id
+        while True:
+            if not self.keep:
+                journal.cancel(org_id, self.request_id)
+            if not isinstance(await journal.outcome(org_id, self.request_id, STOP_AGAIN_S), Waiting):
+                break
+        await self._record(await sampled(self.service, self.who, self.request_id))
+
+    async def _record(self, result: SampleResult) -> None:
+        if self.session is not None:
+            await record(self.service, self.who, self.session, self.target, self.request_id, self.prompt, result)
+
+
+async def disconnected(request: Request) -> None:
+    """Returns when the client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+
+
+async def ask(
+    service: Service,
+    who: Principal,
+    request: Request,
+    priority: str,
+    target: Target,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    num_samples: int = 1,
+    **options: Any,
+) -> Asked:
+    """Accept a request for samples. Raises Refused for what cannot be had."""
+    longest = target.card.context_length
+    if len(prompt) > longest or (len(prompt) == longest and params.max_tokens != 0):
+        raise Refused(
+            f"This model's maximum context length is {longest} tokens, and the prompt has {len(prompt)}: shorten it",
+            "messages",
+            "context_length_exceeded",
+        )
+    session, key = request.headers.get(SESSION), request.headers.get(IDEMPOTENCY)
+    if session is not None:
+        await check_session(service, who, session)
+    seq = FIRST_SEQ + (_number(who, key) if key else secrets.randbits(61))
+    lane = await service.read(lambda reading: _lane(reading, target, seq)) if key else None
+    body = SampleRequest(
+        prompt=ModelInput.from_ints(list(prompt)), sampling_params=params, num_samples=num_samples, **options
+    )
+    sampler = target.sampler
+    if lane is not None and lane != sampler.id:  # an earlier try, from weights that were the newest then
+        sampler = await service.read(lambda reading: reading.get_one(tables.Sampler, lane))
+    new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority)
+    request_id = await accept(service, target.submitter, new, repeat=lane is not None)
+    return Asked(service, who, request, target, list(prompt), request_id, session, keep=key is not None)
+
+
+def _number(who: Principal, key: str) -> int:
+    if len(key) > 256:
+        raise Invalid(f"{IDEMPOTENCY}: {len(key)} characters, the limit is 256")
+    digest = hashlib.sha256(f"{who.domain} {who.actor} {key}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 3
+
+
+def _lane(session: Session, target: Target, seq: int) -> str | None:
+    """The sampler from which a request of that number was accepted before."""
+    row = tables.Operation
+    return session.scalar(select(row.lane).where(row.seq == seq, row.lane.in_(target.lanes)))

@@ -1,0 +1,159 @@
+"""What may be asked at the doors. A field that is not here, or that has a value which cannot be honoured, is refused by
+name: nothing is ignored in silence."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from api.errors import quote
+from api.routes.openai.errors import Refused
+
+#: Fields that change nothing with these values, and cannot be honoured with any other.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "response_format": ({"type": "text"},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "functions": ([],),
+    "tool_choice": ("auto", "none"),
+    "modalities": (["text"],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True, False),
+    "add_special_tokens": (False,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+}
+#: Fields that say something to others than the sampler: taken and not used.
+UNUSED = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
+    *("cache_salt", "priority", "return_tokens_as_token_ids", "spaces_between_special_tokens", "add_generation_prompt"),
+    *("include_reasoning", "request_id", "chat_template_kwargs"),
+}
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Sampling(BaseModel):
+    """What completions and chats share. `return_token_ids`, `stop_token_ids`, `top_k`, `prompt_logprobs` and
+    `return_routed_experts` are vLLM's, `max_staleness` is ours (docs/sampling.md)."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model: str
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: int | None = None
+    n: Positive | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Count] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
+    max_staleness: Count | None = None
+
+    def refuse_unknown(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in UNUSED or any(value == neutral for neutral in NEUTRAL.get(name, ())):
+                continue
+            shown = value if isinstance(value, str | int | float) else type(value).__name__
+            known = f"{quote(shown)} cannot be honoured here" if name in NEUTRAL else "is not supported here"
+            raise Refused(f"{name}: {known}; leave it out", name, "unsupported_parameter")
+        if self.stop and self.stop_token_ids:
+            raise Refused("stop, stop_token_ids: only one of them can be honoured", "stop", "unsupported_parameter")
+
+    @property
+    def include_usage(self) -> bool:
+        return bool((self.stream_options or {}).get("include_usage"))
+
+
+class ChatBody(Sampling):
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+
+    @property
+    def most(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """For the chat template, as vLLM takes them: `enable_thinking`, ..."""
+        given = (self.model_extra or {}).get("chat_template_kwargs")
+        return dict(given) if isinstance(given, dict) else {}
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        return None if (self.model_extra or {}).get("tool_choice") == "none" else self.tools or None
+
+
+class ChatTokensBody(ChatBody):
+    """vLLM's and verifiers' chat over a prompt in tokens: `messages` were rendered by the client."""
+
+    messages: list[dict[str, Any]] = []
+    tokens: Annotated[list[Count], Field(min_length=1)]
+
+
+class CompletionBody(Sampling):
+    prompt: str | list[Count] | Annotated[list[str], Field(min_length=1)]
+    logprobs: Count | None = None
+
+
+class GenerateParams(BaseModel):
+    """vLLM's sampling parameters. What is not here is taken and not used, as its clients expect, except for what would
+    change the tokens (`refuse_unknown`)."""
+
+    model_config = ConfigDict(extra="allow")
+    n: Positive | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Count] | None = None
+    logprobs: Count | None = None
+    prompt_logprobs: Count | None = None
+
+    def refuse_unknown(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name in NEUTRAL and not any(value == neutral for neutral in NEUTRAL[name]):
+                raise Refused(f"sampling_params.{name}: cannot be honoured here; leave it out", name)
+
+
+class GenerateBody(BaseModel):
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model: str
+    token_ids: Annotated[list[Count], Field(min_length=1)]
+    sampling_params: GenerateParams = GenerateParams()
+    return_routed_experts: bool | None = None
+    max_staleness: Count | None = None
+
+
+class TokenizeBody(BaseModel):
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class DetokenizeBody(BaseModel):
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model: str | None = None
+    tokens: list[Count]

@@ -1,0 +1,124 @@
+"""Completions and chats, whole and streamed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
+from weft.wire import SamplingParams
+
+from api.checks.priority import PriorityDep
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import read_json
+from api.http.events import event_stream
+from api.routes.openai.answers import Form, whole
+from api.routes.openai.asking import Asked, ask
+from api.routes.openai.bodies import ChatBody, ChatTokensBody, CompletionBody, Sampling
+from api.routes.openai.chunks import chunks
+from api.routes.openai.errors import OpenAIRoute, Refused
+from api.routes.openai.models import Target, target_of
+from api.state.service import ServiceDep
+
+router = APIRouter(route_class=OpenAIRoute)
+
+#: Of a completion that does not say how long it may be, as OpenAI has it; a chat may fill the context.
+COMPLETION_TOKENS = 16
+SAMPLES: dict[str, Any] = declare(scope="sample", limit="work", meters="sample")
+
+
+@router.post("/v1/chat/completions", **SAMPLES)
+async def chat_completions(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> Response:
+    body = await read_json(request, ChatBody)
+    body.refuse_unknown()
+    target = await target_of(service, who, body.model)
+    options = body.template_options
+    prompt = await run_in_threadpool(lambda: target.text.render(body.messages, body.shown_tools, **options))
+    form = _chat_form(body, target)
+    asked = await ask(service, who, request, priority, target, prompt, params_of(body, body.most, target), body.n or 1,
+                      **_options(body, form))  # fmt: skip
+    return await answered(asked, form, body)
+
+
+@router.post("/v1/chat/completions/tokens", **SAMPLES)
+async def chat_tokens(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> Response:
+    """A chat whose prompt is given in tokens, rendered by the client."""
+    body = await read_json(request, ChatTokensBody)
+    body.refuse_unknown()
+    target = await target_of(service, who, body.model)
+    form = _chat_form(body, target)
+    asked = await ask(service, who, request, priority, target, body.tokens, params_of(body, body.most, target),
+                      body.n or 1, **_options(body, form))  # fmt: skip
+    return await answered(asked, form, body)
+
+
+@router.post("/v1/completions", **SAMPLES)
+async def completions(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> Response:
+    body = await read_json(request, CompletionBody)
+    body.refuse_unknown()
+    target = await target_of(service, who, body.model)
+    prompt = body.prompt
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+        if len(prompt) > 1:
+            raise Refused(f"prompt: {len(prompt)} prompts; send one request for each", "prompt")
+        prompt = str(prompt[0])
+    tokens = target.text.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    top = body.logprobs or 0
+    form = Form(target.text, False, body.logprobs is not None, top, bool(body.return_token_ids), stops_of(body))
+    most = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
+    asked = await ask(service, who, request, priority, target, tokens, params_of(body, most, target), body.n or 1,
+                      **_options(body, form))  # fmt: skip
+    return await answered(asked, form, body)
+
+
+def _chat_form(body: ChatBody, target: Target) -> Form:
+    return Form(
+        target.text,
+        chat=True,
+        logprobs=bool(body.logprobs),
+        top=body.top_logprobs or 0,
+        ids=bool(body.return_token_ids),
+        stops=stops_of(body),
+        tools=bool(body.shown_tools),
+        spelled=(body.model_extra or {}).get("skip_special_tokens") is False,
+    )
+
+
+def stops_of(body: Sampling) -> tuple[str, ...]:
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+
+
+def params_of(body: Any, most: int | None, target: Target) -> SamplingParams:
+    """Stop strings and stop tokens stop beside the model's own end."""
+    stop: Any = list(stops_of(body)) or None
+    if body.stop_token_ids:
+        stop = sorted({*target.card.eos_token_ids, *body.stop_token_ids})
+    return SamplingParams(
+        max_tokens=most,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=body.top_k or -1,
+        seed=body.seed,
+        stop=stop,
+    )
+
+
+def _options(body: Sampling, form: Form) -> dict[str, Any]:
+    return {
+        "topk_sample_logprobs": form.top,
+        "prompt_logprobs": True if body.prompt_logprobs is not None else None,
+        "stream": body.stream or None,
+        "return_routed_experts": body.return_routed_experts or None,
+        "max_staleness": body.max_staleness,
+    }
+
+
+async def answered(asked: Asked, form: Form, body: Sampling) -> Response:
+    if body.stream:
+        return event_stream(chunks(asked, form, body.n or 1, include_usage=body.include_usage))
+    result = await asked.result()
+    answer = await run_in_threadpool(whole, form, asked.request_id, asked.target.name, asked.prompt, result)
+    return Response(orjson.dumps(answer), media_type="application/json")

@@ -1,0 +1,97 @@
+"""Answers while they are drawn: OpenAI's chunks as server-sent events, which end with `[DONE]`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from itertools import groupby
+from typing import Any
+
+import orjson
+from weft.wire.sample_codec import SampleResult
+
+from api.errors import ApiError
+from api.http.events import event
+from api.routes.openai.answers import Form, Json, envelope, logprobs_of, rows_of_part, usage_of
+from api.routes.openai.asking import Asked
+from api.routes.openai.detokenizing import TextStream
+from api.routes.openai.errors import form_of
+from api.routes.openai.tools import parse_calls
+from scheduler.links.messages import DrawnTokens
+
+DONE = event(b"[DONE]")
+
+
+async def chunks(asked: Asked, form: Form, num_samples: int, *, include_usage: bool) -> AsyncIterator[bytes]:
+    writer = _Writer(asked, form, num_samples)
+    parts = asked.parts()
+    try:
+        for choice in writer.opening():
+            yield writer.chunk([choice])
+        async for part in parts:
+            if isinstance(part, DrawnTokens):
+                yield writer.chunk([writer.middle(part)])
+                continue
+            for choice in writer.closing(part):
+                yield writer.chunk([choice])
+            if include_usage:
+                yield writer.chunk([], usage=usage_of(asked.prompt, part))
+    except ApiError as error:
+        yield event(orjson.dumps(form_of(error)))
+    finally:
+        await parts.aclose()
+    yield DONE
+
+
+class _Writer:
+    def __init__(self, asked: Asked, form: Form, num_samples: int) -> None:
+        self._asked, self._form = asked, form
+        self._texts = [TextStream(form.decode, form.stops, form.hold) for _ in range(num_samples)]
+        self._written = Counter[int]()  # characters of each choice's tokens
+
+    def chunk(self, choices: list[Json], **more: Any) -> bytes:
+        answer = envelope(self._form, self._asked.request_id, self._asked.target.name, chunk=True)
+        return event(orjson.dumps({**answer, "choices": choices, **more}))
+
+    def opening(self) -> list[Json]:
+        if not self._form.chat:
+            return []
+        choices = [self._choice(index, {"role": "assistant", "content": ""}) for index in range(len(self._texts))]
+        if self._form.ids:
+            for choice in choices:
+                choice["prompt_token_ids"] = self._asked.prompt
+        return choices
+
+    def middle(self, part: DrawnTokens) -> Json:
+        form = self._form
+        choice = self._choice(part.sample, self._text(self._texts[part.sample].push(part.tokens)))
+        if form.logprobs:
+            choice["logprobs"] = logprobs_of(form, *rows_of_part(part), offset=self._written[part.sample])
+            self._written[part.sample] += sum(len(form.text.decode([token], special=True)) for token in part.tokens)
+        if form.ids:
+            choice["token_ids"] = part.tokens
+            choice["weft"] = {"policy_versions": [[v, len(list(run))] for v, run in groupby(part.versions)]}
+        return choice
+
+    def closing(self, result: SampleResult) -> list[Json]:
+        """What was kept back, tool calls, and why each ended."""
+        found = []
+        for index, (text, sequence) in enumerate(zip(self._texts, result.sequences, strict=True)):
+            rest, reason = text.end(), sequence.stop_reason
+            delta = self._text(rest)
+            if self._form.tools:
+                parsed = parse_calls(rest, self._form.text.template)
+                if parsed.calls:
+                    calls = [{"index": number, **call} for number, call in enumerate(parsed.calls)]
+                    delta = {"content": parsed.content or None, "tool_calls": calls}
+                    found.append(self._choice(index, delta))
+                    delta, reason = {}, "tool_calls"  # type: ignore[assignment]
+            found.append({**self._choice(index, delta), "finish_reason": reason})
+        return found
+
+    def _text(self, text: str) -> Any:
+        return {"content": text} if self._form.chat else text
+
+    def _choice(self, index: int, said: Any) -> Json:
+        choice: Json = {"index": index, "finish_reason": None, "logprobs": None}
+        return {**choice, "delta": said} if self._form.chat else {**choice, "text": said or ""}

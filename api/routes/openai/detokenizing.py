@@ -1,0 +1,63 @@
+"""Tokens to text as they come: whole characters only, and nothing of a stop string, nor of what may become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+#: Turns token ids into text.
+Decode = Callable[[Sequence[int]], str]
+
+
+class TextStream:
+    """The text of one sequence. `stops` end it and are left out; text from `hold` on is kept back until the end."""
+
+    def __init__(self, decode: Decode, stops: Sequence[str] = (), hold: str = "") -> None:
+        self._decode, self._stops, self._hold = decode, [stop for stop in stops if stop], hold
+        self._tokens: list[int] = []
+        self._start = self._read = 0  # tokens from _start to _read are the context of those behind
+        self._waiting = ""  # decoded and not given out
+        self._over = False
+        self.held = False
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens make certain."""
+        self._tokens += tokens
+        before = self._decode(self._tokens[self._start : self._read])
+        text = self._decode(self._tokens[self._start :])
+        if text.endswith("\ufffd"):  # a character that has not ended
+            return ""
+        self._start, self._read = self._read, len(self._tokens)
+        return self._take(text[len(before) :])
+
+    def end(self) -> str:
+        """All that was kept back."""
+        before = self._decode(self._tokens[self._start : self._read])
+        rest = self._take(self._decode(self._tokens[self._start :])[len(before) :])
+        rest, self._waiting = rest + self._waiting, ""
+        return rest
+
+    def _take(self, text: str) -> str:
+        if self._over:
+            return ""
+        waiting = self._waiting + text
+        cut = min((place for stop in self._stops if (place := waiting.find(stop)) >= 0), default=None)
+        if cut is not None:
+            waiting, self._over = waiting[:cut], True
+        if self._hold and (place := waiting.find(self._hold)) >= 0:
+            self.held = True
+        else:
+            marks = [*([] if self._over else self._stops), *([self._hold] if self._hold else [])]
+            place = len(waiting) - max((_beginning(waiting, mark) for mark in marks), default=0)
+        self._waiting = waiting[place:]
+        return waiting[:place]
+
+
+def _beginning(text: str, mark: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `mark`."""
+    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
+
+
+def whole_text(decode: Decode, tokens: Sequence[int], stops: Sequence[str] = ()) -> str:
+    """The text of a sequence that has ended."""
+    stream = TextStream(decode, stops)
+    return stream.push(tokens) + stream.end()

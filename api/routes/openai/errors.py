@@ -1,0 +1,58 @@
+"""Refusals in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+
+from api.errors import ApiError, Invalid, NotFound, count
+
+_TYPES = {
+    401: "authentication_error",
+    402: "insufficient_quota",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class Refused(Invalid):
+    """A parameter that cannot be honoured."""
+
+    def __init__(self, detail: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(detail)
+        self.param = param
+        self.code = code or "invalid_request"
+
+
+class NoModel(NotFound):
+    code = "model_not_found"
+    param = "model"
+
+
+def form_of(error: ApiError) -> dict[str, Any]:
+    status = 400 if error.status == 422 else error.status  # OpenAI's clients know no other for a bad body
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    param = getattr(error, "param", None)
+    return {"error": {"message": error.detail, "type": kind, "param": param, "code": error.code}}
+
+
+class OpenAIRoute(APIRoute):
+    """A route whose refusals, by whatever part of the server, have OpenAI's form."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except ApiError as error:
+                count(request, error)
+                status = 400 if error.status == 422 else error.status
+                return JSONResponse(form_of(error), status, error.headers)
+
+        return handled

@@ -1,0 +1,100 @@
+"""vLLM's doors: generation from tokens to tokens, and a model's tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
+
+from api.checks.priority import PriorityDep
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import read_json
+from api.routes.openai.answers import policy_of, prompt_logprobs_of, routed_of, usage_of
+from api.routes.openai.asking import ask
+from api.routes.openai.bodies import DetokenizeBody, GenerateBody, TokenizeBody
+from api.routes.openai.chat import SAMPLES, params_of
+from api.routes.openai.errors import OpenAIRoute, Refused
+from api.routes.openai.models import Target, target_of
+from api.state.service import Service, ServiceDep
+from api.who.principal import Principal
+
+router = APIRouter(route_class=OpenAIRoute)
+
+
+@router.post("/inference/v1/generate", **SAMPLES)
+async def generate(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> Response:
+    body = await read_json(request, GenerateBody)
+    params = body.sampling_params
+    params.refuse_unknown()
+    target = await target_of(service, who, body.model)
+    if params.stop and params.stop_token_ids:
+        raise Refused("sampling_params.stop, stop_token_ids: only one of them can be honoured", "sampling_params.stop")
+    asked = await ask(
+        service,
+        who,
+        request,
+        priority,
+        target,
+        body.token_ids,
+        params_of(params, params.max_tokens, target),
+        params.n or 1,
+        prompt_logprobs=True if params.prompt_logprobs is not None else None,
+        return_routed_experts=body.return_routed_experts or None,
+        max_staleness=body.max_staleness,
+    )
+    result = await asked.result()
+    choices = []
+    for index, sequence in enumerate(result.sequences):
+        tokens = sequence.tokens.tolist()
+        logprobs = sequence.logprobs.tolist() if sequence.logprobs is not None else []
+        content = [{"token": f"token_id:{t}", "logprob": p} for t, p in zip(tokens, logprobs, strict=True)]
+        choice = {"index": index, "token_ids": tokens, "finish_reason": sequence.stop_reason}
+        choice |= {"logprobs": {"content": content}, "weft": policy_of(sequence)}
+        if sequence.routed_experts is not None:
+            choice["routed_experts"] = routed_of(sequence, "b64")
+        choices.append(choice)
+    answer: dict[str, Any] = {"request_id": asked.request_id, "choices": choices}
+    answer |= {"usage": usage_of(asked.prompt, result), "prompt_token_ids": asked.prompt}
+    if result.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = prompt_logprobs_of(asked.prompt, result)
+    return Response(orjson.dumps(answer), media_type="application/json")
+
+
+async def _target(service: Service, who: Principal, model: str | None) -> Target:
+    return await target_of(service, who, model or next(iter(service.cards)))
+
+
+@router.post("/tokenize", **declare(scope="sample", limit="call"))
+@router.post("/v1/tokenize", **declare(scope="sample", limit="call"))
+async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
+    body = await read_json(request, TokenizeBody)
+    if (body.prompt is None) == (body.messages is None):
+        raise Refused("prompt, messages: give one of them", "prompt")
+    target = await _target(service, who, body.model)
+
+    def work() -> list[int]:
+        if body.prompt is not None:
+            return target.text.encode(body.prompt, special=(body.model_extra or {}).get("add_special_tokens", True))
+        ending = {"add_generation_prompt": body.add_generation_prompt}
+        return target.text.render(body.messages or [], body.tools or None, **{**body.chat_template_kwargs, **ending})
+
+    tokens = await run_in_threadpool(work)
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": target.card.context_length, "tokens": tokens}
+    if body.return_token_strs:
+        answer["token_strs"] = [target.text.decode([token], special=True) for token in tokens]
+    return Response(orjson.dumps(answer), media_type="application/json")
+
+
+@router.post("/detokenize", **declare(scope="sample", limit="call"))
+@router.post("/v1/detokenize", **declare(scope="sample", limit="call"))
+async def detokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
+    body = await read_json(request, DetokenizeBody)
+    target = await _target(service, who, body.model)
+    if any(token >= target.card.vocab_size for token in body.tokens):
+        raise Refused(f"tokens: must be below {target.card.vocab_size}", "tokens")
+    text = await run_in_threadpool(lambda: target.text.decode(body.tokens, special=True))
+    return Response(orjson.dumps({"prompt": text}), media_type="application/json")

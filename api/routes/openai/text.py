@@ -1,0 +1,129 @@
+"""Between text and tokens of a base model, with its own files: its tokenizer and its chat template, which is rendered
+as transformers renders it (held to that by tests/api/openai). Nothing here needs transformers or torch."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Template, TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from api.routes.openai.errors import Refused
+
+
+class ModelText:
+    """`template` is the source of the chat template; "" for a model without one."""
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise Refused(f"model: {folder.name} has no tokenizer.json, which text needs here; send tokens", "model")
+        self._tokenizer = Tokenizer.from_file(str(file))
+        config = _read(folder / "tokenizer_config.json")
+        self._special = {name: _content(value) for name, value in config.items() if name.endswith("_token") and value}
+        jinja = folder / "chat_template.jinja"
+        self.template = jinja.read_text() if jinja.is_file() else _default(config.get("chat_template"))
+        self._chat: Template | None = _environment().from_string(self.template) if self.template else None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """With `special`, what the tokenizer adds by itself (a beginning-of-sequence token)."""
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Text of tokens; special tokens are spelled out with `special`."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        **options: Any,
+    ) -> list[int]:
+        """The tokens of a conversation. Raises Refused for what the template cannot say."""
+        if self._chat is None:
+            raise Refused("messages: this model has no chat template; use /v1/completions", "messages")
+        if tools and "tools" not in self.template:
+            raise Refused("tools: the chat template of this model has no place for them", "tools")
+        try:
+            text = self._chat.render(
+                messages=[_plain(message) for message in messages],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special,
+                **options,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise Refused(f"messages: the chat template of this model refuses them: {error}", "messages") from None
+        return self.encode(text, special=False)
+
+
+@functools.lru_cache(maxsize=32)
+def text_of(folder: Path) -> ModelText:
+    return ModelText(folder)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _content(value: Any) -> Any:
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _default(template: Any) -> str:
+    """Of a list of named templates, the one that is called default."""
+    if isinstance(template, list):
+        template = next((one["template"] for one in template if one.get("name") == "default"), "")
+    return template or ""
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: text in one piece, and a tool call's arguments as an object."""
+    plain = {name: value for name, value in message.items() if value is not None or name == "content"}
+    content = plain.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
+            raise Refused("messages: only text can be read here", "messages", "unsupported_content")
+        plain["content"] = "".join(str(text) for text in texts)
+    elif content is None:
+        plain["content"] = ""
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [_plain_call(call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            function["arguments"] = json.loads(arguments)
+        except ValueError:
+            function["arguments"] = arguments
+    return {**call, "function": function}
+
+
+@functools.cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    def fail(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = fail
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # as transformers
+    return environment

@@ -1,0 +1,239 @@
+"""The OpenAI door as its official client, and curl, see it: over a real server."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import weft
+from weft import types
+from weft.types import ModelInput, SamplingParams
+
+from tests.e2e.conftest import BASE_MODEL, Weftd
+
+pytestmark = pytest.mark.server
+
+MESSAGES: Any = [{"role": "user", "content": "What is 3 + 5?"}]
+IDS = {"return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def client(weftd: Weftd) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=weftd.url + "/v1", api_key=weftd.key("openai"), max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def service(weftd: Weftd) -> Iterator[weft.ServiceClient]:
+    with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("openai")) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def http(weftd: Weftd) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=weftd.url, headers={"X-API-Key": weftd.key("openai")}, timeout=60) as http:
+        yield http
+
+
+def used(service: weft.ServiceClient) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for row in service.create_rest_client().get_usage().result().rows:
+        found[row.kind] = found.get(row.kind, 0) + row.tokens
+    return found
+
+
+def chat(client: openai.OpenAI, **more: Any) -> Any:
+    given = {"model": BASE_MODEL, "messages": MESSAGES, "max_completion_tokens": 8, "seed": 1} | more
+    return client.chat.completions.create(**given)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.max_model_len) == (BASE_MODEL, 2048)  # type: ignore[attr-defined]
+    assert client.models.retrieve(BASE_MODEL).id == BASE_MODEL
+
+
+def test_a_chat_is_the_sample_of_its_template(client: openai.OpenAI, service: weft.ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model=BASE_MODEL).result()
+    tokenizer = sampler.get_tokenizer()
+    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    direct = sampler.sample(ModelInput.from_ints(prompt), 2, SamplingParams(max_tokens=8, seed=1)).result()
+    reply = chat(client, n=2, logprobs=True, top_logprobs=3, extra_body=IDS)
+    assert reply.prompt_token_ids == prompt
+    for choice, sequence in zip(reply.choices, direct.sequences, strict=True):
+        assert choice.token_ids == sequence.tokens
+        assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(sequence.logprobs, abs=1e-6)
+        assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [3] * len(sequence.tokens)
+        assert choice.message.content == tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+        assert choice.finish_reason == sequence.stop_reason
+        assert choice.weft["policy_versions"] == [[0, len(sequence.tokens)]]
+    drawn = sum(len(sequence.tokens) for sequence in direct.sequences)
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(prompt), drawn)
+
+
+def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+    whole = chat(client, n=2, max_completion_tokens=40, logprobs=True, extra_body=IDS)
+    texts, tokens, logprobs, reasons, usage = ["", ""], [[], []], [[], []], [None, None], None
+    stream = chat(
+        client,
+        **{"n": 2, "max_completion_tokens": 40, "logprobs": True, "extra_body": IDS, "stream": True},
+        stream_options={"include_usage": True},
+    )
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            tokens[choice.index] += getattr(choice, "token_ids", None) or []
+            logprobs[choice.index] += [e.logprob for e in choice.logprobs.content] if choice.logprobs else []
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert tokens == [choice.token_ids for choice in whole.choices]
+    assert [len(row) for row in logprobs] == [len(row) for row in tokens]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_the_stream_ends_as_curl_expects(http: httpx.Client) -> None:
+    body = {"model": BASE_MODEL, "prompt": "3 + 5 =", "max_tokens": 4, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        events = "".join(reply.iter_text()).split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all("text" in json.loads(event[6:])["choices"][0] for event in events[:-2])
+
+
+def test_completions_and_stop_strings(client: openai.OpenAI) -> None:
+    plain = client.completions.create(model=BASE_MODEL, prompt="3 + 5 =", max_tokens=30, seed=2, logprobs=2)
+    (choice,) = plain.choices
+    assert choice.logprobs.tokens is not None
+    assert len(choice.logprobs.tokens) == plain.usage.completion_tokens  # type: ignore[union-attr]
+    stop = choice.text[3:5]
+    ends: Any = {"model": BASE_MODEL, "prompt": "3 + 5 =", "max_tokens": 30, "seed": 2, "stop": [stop]}
+    stopped = client.completions.create(**ends).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (choice.text[: choice.text.index(stop)], "stop")
+    streamed = client.completions.create(**ends, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == stopped.text
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"frequency_penalty": 1.0}, openai.BadRequestError, "frequency_penalty"),
+        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
+        ({"logit_bias": {"5": 1}}, openai.BadRequestError, "logit_bias"),
+        ({"extra_body": {"beam_width": 4}}, openai.BadRequestError, "beam_width"),
+        ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        (
+            {"messages": [{"role": "user", "content": "3 + 5 " * 2000}]},
+            openai.BadRequestError,
+            "maximum context length",
+        ),
+        ({"model": "nope"}, openai.NotFoundError, "nope"),
+        ({"model": "run:nobody:train:0"}, openai.NotFoundError, "nobody"),
+        ({"model": "tinker://nobody:train:0/sampler_weights/x"}, openai.NotFoundError, "nobody"),
+        ({"n": 100_000}, openai.BadRequestError, "num_samples"),
+    ],
+)
+def test_refusals(client: openai.OpenAI, given: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error) as caught:
+        chat(client, **given)
+    assert says in caught.value.body["message"]  # type: ignore[attr-defined]
+    assert caught.value.body["type"] in ("invalid_request_error", "not_found_error")  # type: ignore[attr-defined]
+
+
+def test_what_changes_nothing_is_taken(client: openai.OpenAI) -> None:
+    same = chat(client, frequency_penalty=0, response_format={"type": "text"}, user="me", logit_bias={})
+    assert same.choices[0].message.content == chat(client).choices[0].message.content
+
+
+def test_keys(weftd: Weftd) -> None:
+    bad = openai.OpenAI(base_url=weftd.url + "/v1", api_key="tml-nobody", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        chat(bad)
+
+
+def test_a_client_that_leaves_stops_its_sample_and_pays_for_it(
+    weftd: Weftd, http: httpx.Client, service: weft.ServiceClient
+) -> None:
+    body = {"model": BASE_MODEL, "prompt": [50, 60], "max_tokens": 1900, "stop_token_ids": [1], "n": 4}
+    for stream in (False, True):
+        before = used(service)["sample"]
+
+        def leave(stream: bool = stream) -> None:
+            with httpx.Client(base_url=weftd.url, headers=dict(http.headers)) as leaving:
+                try:
+                    if stream:
+                        with leaving.stream("POST", "/v1/completions", json=body | {"stream": True}) as reply:
+                            next(reply.iter_text())
+                    else:
+                        leaving.post("/v1/completions", json=body, timeout=0.6)
+                except httpx.ReadTimeout:
+                    return
+
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+        left = time.monotonic()
+        while used(service)["sample"] == before:
+            assert time.monotonic() - left < 30
+            time.sleep(0.05)
+        drawn = used(service)["sample"] - before
+        assert 0 < drawn < 4 * 1900
+
+
+def test_a_retry_is_computed_and_billed_once(client: openai.OpenAI, service: weft.ServiceClient) -> None:
+    before = used(service)
+    once = {"extra_headers": {"Idempotency-Key": "the same"}, "seed": None, "temperature": 3.0}
+    first, second = chat(client, **once), chat(client, **once)
+    assert first.id == second.id
+    assert first.choices[0].message.content == second.choices[0].message.content
+    after = used(service)
+    assert after["sample"] - before["sample"] == first.usage.completion_tokens
+    with pytest.raises(openai.BadRequestError, match="another body"):
+        chat(client, **once, max_completion_tokens=3)
+
+
+def test_a_run_and_its_newest_weights(client: openai.OpenAI, service: weft.ServiceClient) -> None:
+    run = service.create_lora_training_client(BASE_MODEL, rank=4, seed=1).result()
+    run_id = run.get_info().model_id
+    with pytest.raises(openai.NotFoundError, match="save_weights_for_sampler"):
+        chat(client, model=f"run:{run_id}")
+    datum = types.Datum(
+        model_input=ModelInput.from_ints(list(range(30, 50))),
+        loss_fn_inputs={"target_tokens": list(range(31, 51)), "weights": [1.0] * 20},
+    )
+    for steps, name in enumerate(("one", "two", None), 1):
+        run.forward_backward([datum], "cross_entropy").result()
+        run.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        if name is not None:
+            path = run.save_weights_for_sampler(name).result().path
+        else:
+            run.save_weights_and_get_sampling_client(kind="inflight").result()
+        reply = chat(client, model=f"run:{run_id}", extra_body=IDS)
+        assert [version for version, _ in reply.choices[0].weft["policy_versions"]] == [steps]
+        if name is not None:
+            assert chat(client, model=path).choices[0].message.content == reply.choices[0].message.content
+    again = {"extra_headers": {"Idempotency-Key": "over a save"}, "model": f"run:{run_id}"}
+    first = chat(client, **again)
+    run.save_weights_for_sampler("three").result()
+    assert chat(client, **again).id == first.id
+
+
+def test_two_hundred_at_once(weftd: Weftd) -> None:
+    import asyncio
+
+    async def go() -> None:
+        async with openai.AsyncOpenAI(base_url=weftd.url + "/v1", api_key=weftd.key("openai"), timeout=300) as client:
+            asked = [chat(client, max_completion_tokens=4) for _ in range(200)]  # type: ignore[arg-type]
+            replies = await asyncio.gather(*asked)
+        assert len({reply.choices[0].message.content for reply in replies}) == 1
+
+    asyncio.run(go())

@@ -1,0 +1,118 @@
+"""vLLM's doors, and what is kept of a client's own session, by plain HTTP."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import weft
+from weft.types import ModelInput, SamplingParams
+
+from tests.e2e.conftest import BASE_MODEL, Weftd
+
+pytestmark = pytest.mark.server
+
+PROMPT = list(range(40, 60))
+
+
+@pytest.fixture(scope="module")
+def http(weftd: Weftd) -> Iterator[httpx.Client]:
+    key = {"Authorization": f"Bearer {weftd.key('vllm')}"}
+    with httpx.Client(base_url=weftd.url, headers=key, timeout=60) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def sampler(weftd: Weftd) -> Iterator[weft.SamplingClient]:
+    with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("vllm")) as service:
+        yield service.create_sampling_client(base_model=BASE_MODEL).result()
+
+
+def post(http: httpx.Client, path: str, body: Any, session: str | None = None, status: int = 200) -> Any:
+    reply = http.post(path, json=body, headers={"X-Session-ID": session} if session else {})
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+def generate(http: httpx.Client, tokens: list[int], session: str | None = None, **params: Any) -> Any:
+    asked = {"max_tokens": 6, "temperature": 1.0, "logprobs": 1, "skip_special_tokens": False, "seed": 4} | params
+    return post(
+        http, "/inference/v1/generate", {"model": BASE_MODEL, "token_ids": tokens, "sampling_params": asked}, session
+    )
+
+
+def test_generate(http: httpx.Client, sampler: weft.SamplingClient) -> None:
+    direct = sampler.sample(
+        ModelInput.from_ints(PROMPT), 2, SamplingParams(max_tokens=6, seed=4), include_prompt_logprobs=True
+    ).result()
+    answer = generate(http, PROMPT, n=2, prompt_logprobs=1, routed_experts_prompt_start=3)
+    assert answer["prompt_token_ids"] == PROMPT
+    for choice, sequence in zip(answer["choices"], direct.sequences, strict=True):
+        assert choice["token_ids"] == sequence.tokens
+        entries = choice["logprobs"]["content"]
+        assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in sequence.tokens]
+        assert [entry["logprob"] for entry in entries] == pytest.approx(sequence.logprobs, abs=1e-6)
+        assert choice["finish_reason"] == sequence.stop_reason
+    assert answer["prompt_logprobs"][0] is None
+    found = [row[str(token)]["logprob"] for row, token in zip(answer["prompt_logprobs"][1:], PROMPT[1:], strict=True)]
+    assert found == pytest.approx(direct.prompt_logprobs[1:], abs=1e-6)  # type: ignore[index]
+
+
+def test_generate_nothing_scores_the_prompt(http: httpx.Client) -> None:
+    answer = generate(http, PROMPT, max_tokens=0, prompt_logprobs=1)
+    assert answer["choices"][0]["token_ids"] == []
+    assert answer["usage"]["completion_tokens"] == 0
+    scored = zip(PROMPT[1:], answer["prompt_logprobs"][1:], strict=True)
+    assert all(math.isfinite(row[str(token)]["logprob"]) for token, row in scored)
+
+
+def test_routed_experts(http: httpx.Client, sampler: weft.SamplingClient) -> None:
+    direct = sampler.sample(
+        ModelInput.from_ints(PROMPT), 1, SamplingParams(max_tokens=6, seed=4), return_routed_experts=True
+    ).result()
+    body = {"model": BASE_MODEL, "token_ids": PROMPT, "return_routed_experts": True}
+    answer = post(http, "/inference/v1/generate", body | {"sampling_params": {"max_tokens": 6, "seed": 4}})
+    routed = answer["choices"][0]["routed_experts"]
+    found = np.frombuffer(base64.b64decode(routed["data"]), dtype=routed["dtype"]).reshape(routed["shape"])
+    np.testing.assert_array_equal(found, direct.sequences[0].routed_experts_np)
+
+
+def test_a_chat_over_tokens_is_the_chat_over_its_messages(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "What is 1 + 1?"}]
+    asked = {"model": BASE_MODEL, "max_completion_tokens": 8, "seed": 1, "logprobs": True, "return_token_ids": True}
+    chat = post(http, "/v1/chat/completions", asked | {"messages": messages})
+    tokens = post(http, "/tokenize", {"model": BASE_MODEL, "messages": messages})
+    assert tokens["tokens"] == chat["prompt_token_ids"]
+    assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 2048)
+    same = post(http, "/v1/chat/completions/tokens", asked | {"messages": messages, "tokens": tokens["tokens"]})
+    assert same["choices"] == chat["choices"]
+    text = post(http, "/detokenize", {"model": BASE_MODEL, "tokens": tokens["tokens"]})["prompt"]
+    assert text.endswith("What is 1 + 1?<|im_end|>\n<|im_start|>assistant\n")
+    assert post(http, "/tokenize", {"model": BASE_MODEL, "prompt": text})["tokens"] == tokens["tokens"]
+    post(http, "/detokenize", {"model": BASE_MODEL, "tokens": [10**6]}, status=400)
+
+
+def test_what_was_sampled_in_a_session_can_be_read(weftd: Weftd, http: httpx.Client) -> None:
+    first = generate(http, PROMPT, "a/b", n=2)
+    longer = PROMPT + first["choices"][1]["token_ids"] + [70, 71]
+    second = generate(http, longer, "a/b")
+    generate(http, PROMPT, "another")
+    found = http.get("/api/v1/weft/turns/a/b").json()
+    drawn = [choice["token_ids"] for answer in (first, second) for choice in answer["choices"]]
+    assert [turn["tokens"] for turn in found["turns"]] == drawn
+    assert [turn["prompt"] for turn in found["turns"]] == [PROMPT, PROMPT, longer]
+    assert [turn["choice"] for turn in found["turns"]] == [0, 1, 0]
+    for turn in found["turns"]:
+        assert len(turn["logprobs"]) == sum(count for _, count in turn["versions"]) == len(turn["tokens"])
+        assert turn["model"] == BASE_MODEL
+    page = http.get("/api/v1/weft/turns/a/b", params={"limit": 1}).json()
+    assert [turn["tokens"] for turn in page["turns"]] == drawn[:2]
+    rest = http.get("/api/v1/weft/turns/a/b", params={"limit": 1, "after": page["next"]}).json()
+    assert [turn["tokens"] for turn in rest["turns"]] == drawn[2:]
+    stranger = {"X-API-Key": weftd.key("strangers"), "Authorization": ""}
+    assert http.get("/api/v1/weft/turns/a/b", headers=stranger).status_code == 404
