@@ -11,7 +11,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
-ROOMS := api billing migrations scheduler store workers client_sdk/weft examples bench tools tests
+ROOMS := api billing migrations scheduler store workers weft_server setup.py client_sdk/weft examples bench tools tests
 
 .PHONY: help setup vllm demo test test-quick soak chaos compat cookbook lint format clean
 
@@ -21,14 +21,16 @@ help:
 setup: $(STAMP)
 
 # Torch goes first and pinned, so that the rest cannot pull another one. On a GPU machine: make setup TORCH_INDEX=<url>.
-$(STAMP): pyproject.toml client_sdk/pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py client_sdk/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c '$(NEW_ENOUGH)' \
 	  || { echo "make setup: Weft needs Python 3.11 or newer (make setup PYTHON=/path/to/python3)" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "make setup: $(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable client_sdk --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable client_sdk
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --config-settings editable_mode=compat \
+	  --editable '.[dev]'
 	$(BIN)/python -m workers.model.native.build workers/*/*.c workers/*/native/*.c || true
 	@touch $@
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -25,6 +26,7 @@ COMMANDS = {
     "jobs": "jobs",
     "key": "key",
     "migrate": "worker",
+    "model": "model",
     "org": "org",
     "payments": "payments",
     "project": "project",
@@ -52,6 +54,8 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def weftd() -> None:
     """Serve Weft, and hand out its keys."""
+    # Whatever is made from here on (database, weights, sockets, and what workers make, who inherit this) is its user's.
+    os.umask(0o077)
 
 
 def _models(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:

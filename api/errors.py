@@ -22,14 +22,21 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from weft.money import usd
 from weft.wire.checks.problem import Problem
 from weft.wire.checks.problem import quote as quote
 
+from billing.accounts import OutOfMoney
 from store.blobs import is_lasting
 from store.people import NoSuch, PeopleError
 from store.room import what_failed
 
 log = logging.getLogger("weft.api")
+
+#: Where the guard of a poll leaves who asks, in the request's scope: what is not found for them is counted.
+POLLS = "weft.polls"
+#: Mistakes in one body that are looked at one by one.
+MAX_EXPLAINED = 1000
 
 
 class ApiError(Exception):
@@ -137,10 +144,21 @@ class PaymentRequired(ApiError):
     status = 402
     code = "out_of_money"
 
-    def __init__(self, detail: str, *, scope: str, needed_nusd: int, available_nusd: int, held_nusd: int) -> None:
-        super().__init__(detail)
-        self.scope = scope
-        self.amounts = {"needed_nusd": needed_nusd, "available_nusd": available_nusd, "held_nusd": held_nusd}
+    def __init__(self, why: OutOfMoney) -> None:
+        needed, available, held = (usd(n) for n in (why.needed_nusd, why.available_nusd, why.held_nusd))
+        figures = f"it can cost ${needed}, available are ${available} beside ${held} held for operations that run"
+        if not why.needed_nusd:
+            figures = "it is used up, and so nothing is accepted, not even what costs nothing itself"
+        super().__init__(
+            f"{why.limit} does not allow this operation: {figures} ({why.figures}); {why.remedy}. The operation was "
+            "not accepted: send it again"
+        )
+        self.scope = why.scope
+        self.amounts = {
+            "needed_nusd": why.needed_nusd,
+            "available_nusd": why.available_nusd,
+            "held_nusd": why.held_nusd,
+        }
 
     def response(self) -> Response:
         return JSONResponse({"detail": self.detail, "code": self.code, **self.amounts}, self.status, self.headers)
@@ -193,22 +211,26 @@ def refuse(problems: Iterable[Problem], field: str | None = None) -> None:
 
 def explain(error: ValidationError | RequestValidationError, prefix: tuple[str, ...] = ()) -> str:
     """Pydantic's complaints as one line: `field: what is wrong (got value)`."""
-    lines = []
-    for item in error.errors()[:5]:
+    if isinstance(error, ValidationError) and error.error_count() > MAX_EXPLAINED:  # each would become a dict
+        return f"{error.error_count()} fields of the body are wrong, or unknown: it is not of the form asked for here"
+    lines, found = [], error.errors()
+    for item in found[:5]:
         field = ".".join(str(part) for part in item["loc"] if part not in prefix) or "body"
         got = item.get("input")
         shown = "" if isinstance(got, (dict, list, bytes)) or item["type"] == "missing" else f" (got {quote(got)})"
         lines.append(f"{field}: {item['msg']}{shown}")
-    more = error.errors()[5:]
+    more = found[5:]
     return "; ".join(lines) + (f"; and {len(more)} more" if more else "")
 
 
 def count(request: Request, error: ApiError) -> None:
-    """Refusals that the operator's monitoring shows."""
+    """What is counted of refusals: polls that found nothing, and what the operator's monitoring shows."""
     service = getattr(request.app.state, "service", None)
     if service is None:
         return
-    if isinstance(error, PaymentRequired):
+    if isinstance(error, NotFound) and POLLS in request.scope:
+        service.misses.note(request.scope[POLLS])
+    elif isinstance(error, PaymentRequired):
         service.journal.meters.denied[error.scope] += 1
     elif isinstance(error, (Busy, RateLimited)):
         reason = error.reason if isinstance(error, RateLimited) else error.code
@@ -247,9 +269,9 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         if error.status_code == 404:
-            return NotHere(f"this server has no {request.method} {request.url.path}").response()
+            return NotHere(f"this server has no {request.method} {request.scope['path']}").response()
         if error.status_code == 405:
-            body = {"detail": f"{request.url.path} does not take {request.method}", "code": "method_not_allowed"}
+            body = {"detail": f"{request.scope['path']} does not take {request.method}", "code": "method_not_allowed"}
             return JSONResponse(body, 405, error.headers)
         body = {"detail": str(error.detail), "code": "http_error"}
         return JSONResponse(body, error.status_code, error.headers)

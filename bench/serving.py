@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -45,8 +46,9 @@ def make_key(data_dir: Path, organisation: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """What the figures were taken with, and on."""
     return {
+        "command": shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "cpus": os.cpu_count(),
         "load": os.getloadavg()[0],
         "python": platform.python_version(),

@@ -12,8 +12,9 @@ in a trained model (with embeddings of 0.02 all tokens of a random model crowd o
 - one: the same tokens as one group with one adapter;
 - base: frozen, gradients of the inputs alone: what no adapter can beat;
 - sequential: the N tenants one after another, through the same code; peft: the same through transformers and peft
-  (experts_implementation grouped_mm, adapters on attention and experts). Of these at most four tenants are timed and
-  the time is scaled: neither gets slower with N;
+  (bench/peers.py), which trains one adapter at a time. Of these at most four tenants are timed and the time is scaled:
+  neither gets slower with N;
+- batched_attention, peft_attention: the same with adapters on attention alone, equal on both sides;
 - apart: every group's products alone, the fallback where rows depend on their neighbours; unpadded: packed, without
   the padding that keeps tenants apart.
 """
@@ -24,17 +25,20 @@ import argparse
 import gc
 import json
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from peers import Parts, adapter_parameters, peft_model, shape_of
 from serving import claim, machine
 
 from workers.model import base_mm
-from workers.model.adapter import Adapter, AdapterShape
+from workers.model.adapter import Adapter
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
@@ -62,9 +66,9 @@ TIMED_ALONE = 4
 
 #: (tenants, tokens each), and which variants besides batched, one and base.
 CASES: dict[tuple[int, int], tuple[str, ...]] = {
-    (64, 16): ("sequential", "peft", "unpadded", "apart"),
+    (64, 16): ("sequential", "peft", "batched_attention", "peft_attention", "unpadded", "apart"),
     (64, 64): ("sequential", "unpadded"),
-    (64, 256): ("peft",),
+    (64, 256): ("peft", "batched_attention", "peft_attention"),
     (16, 256): ("unpadded",),
     (16, 16): (),
 }
@@ -76,6 +80,14 @@ TARGETS = (
     ("N=16 x 256 tokens: frozen base / batched", (16, 256), "base", "batched", 0.85),
     ("N=64 x 16 tokens: peft in turn / batched", (64, 16), "peft", "batched", 8.0),
     ("N=64 x 256 tokens: peft in turn / batched", (64, 256), "peft", "batched", 1.5),
+    ("N=64 x 16 tokens, attention alone: peft in turn / batched", (64, 16), "peft_attention", "batched_attention", 4.0),
+    (
+        "N=64 x 256 tokens, attention alone: peft in turn / batched",
+        (64, 256),
+        "peft_attention",
+        "batched_attention",
+        1.2,
+    ),
     ("N=64 x 16 tokens: ourselves in turn / batched", (64, 16), "sequential", "batched", 3.0),
     ("N=64 x 16 tokens: without padding / batched", (64, 16), "unpadded", "batched", 0.95),
     ("N=64 x 64 tokens: without padding / batched", (64, 64), "unpadded", "batched", 0.95),
@@ -139,22 +151,36 @@ def frozen_step(decoder: Decoder, batch: Batch) -> None:
         decoder.embed.grad = None
 
 
+@dataclass(frozen=True)
+class Tenants:
+    """Adapters of one shape, an adapter each, with their gradients."""
+
+    adapters: list[Adapter]
+    grads: list[Adapter]
+
+    @classmethod
+    def of(cls, rank: int, parts: Parts, count: int) -> Tenants:
+        shape = shape_of(CONFIG, rank, parts)
+        adapters = [Adapter.init(shape, seed, scale=4.0) for seed in range(count)]
+        return cls(adapters, [Adapter.zeros(shape) for _ in adapters])
+
+    def rows(self, tenants: range, tokens_each: int) -> LoraRows:
+        offsets = [i * tokens_each for i in range(len(tenants) + 1)]
+        return LoraRows(offsets, [self.adapters[i] for i in tenants], [self.grads[i] for i in tenants])
+
+
 def variants(decoder: Decoder, batch: Batch, rank: int, names: tuple[str, ...]) -> dict[str, Callable[[], None]]:
-    shape = AdapterShape(CONFIG, rank, train_unembed=False)
-    adapters = [Adapter.init(shape, seed, scale=4.0) for seed in range(batch.tenants)]
-    grads = [Adapter.zeros(shape) for _ in adapters]
+    tenants = Tenants.of(rank, "experts", batch.tenants)
     few = min(TIMED_ALONE, batch.tenants)
     single = Batch(1, batch.tokens_each)
 
-    def batched() -> None:
+    def batched(tenants: Tenants = tenants) -> None:
         for of in batch.passes:
-            offsets = [i * batch.tokens_each for i in range(len(of) + 1)]
-            rows = LoraRows(offsets, [adapters[i] for i in of], [grads[i] for i in of])
-            step(decoder, Batch(len(of), batch.tokens_each), rows)
+            step(decoder, Batch(len(of), batch.tokens_each), tenants.rows(of, batch.tokens_each))
 
     def one() -> None:
         for of in batch.passes:
-            rows = LoraRows([0, len(of) * batch.tokens_each], adapters[:1], grads[:1])
+            rows = LoraRows([0, len(of) * batch.tokens_each], tenants.adapters[:1], tenants.grads[:1])
             step(decoder, Batch(len(of), batch.tokens_each), rows)
 
     def base() -> None:
@@ -172,8 +198,8 @@ def variants(decoder: Decoder, batch: Batch, rank: int, names: tuple[str, ...]) 
         base_mm.MIN_ROWS = padded
 
     def sequential() -> None:
-        for adapter, grad in zip(adapters[:few], grads[:few], strict=True):
-            step(decoder, single, LoraRows([0, single.tokens_each], [adapter], [grad]))
+        for number in range(few):
+            step(decoder, single, tenants.rows(range(number, number + 1), single.tokens_each))
 
     every: dict[str, Callable[[], None]] = {
         "batched": batched,
@@ -184,51 +210,24 @@ def variants(decoder: Decoder, batch: Batch, rank: int, names: tuple[str, ...]) 
         "unpadded": unpadded,
     }
     if "peft" in names:
-        every["peft"] = peft_step(single, rank, few)
+        every["peft"] = peft_step(single, tenants.adapters[:few])
+    if "peft_attention" in names:
+        narrow = Tenants.of(rank, "attention", batch.tenants)
+        every["batched_attention"] = partial(batched, narrow)
+        every["peft_attention"] = peft_step(single, narrow.adapters[:few])
     return {name: every[name] for name in ("batched", "one", "base", *names)}
 
 
-def peft_base() -> Any:
-    """A model of this shape in transformers."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    c = CONFIG
-    config = Qwen3MoeConfig(
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_heads,
-        num_key_value_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        intermediate_size=c.intermediate_size,
-        num_experts=c.num_experts,
-        num_experts_per_tok=c.experts_per_token,
-        moe_intermediate_size=c.moe_intermediate_size,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-    )
-    model = Qwen3MoeForCausalLM._from_config(config, experts_implementation="grouped_mm", attn_implementation="sdpa")
-    torch.nn.init.normal_(model.model.embed_tokens.weight, std=1.0)
-    return model
-
-
-def peft_step(batch: Batch, rank: int, times: int) -> Callable[[], None]:
-    """One tenant's step through transformers and peft, `times` over."""
-    from peft import LoraConfig, get_peft_model
-
-    model = peft_base()
-    lora = LoraConfig(
-        r=rank,
-        lora_alpha=4 * rank,
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    )
-    tuned = get_peft_model(model, lora)
+def peft_step(batch: Batch, adapters: Sequence[Adapter]) -> Callable[[], None]:
+    """One tenant's step after another's, through transformers and peft."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = peft_model(CONFIG, adapters, Path(folder), trainable=True)
     tokens_BL = batch.tokens_T.view(-1, min(SEQUENCE, batch.tokens_each))
 
     def run() -> None:
-        for _ in range(times):
-            logits = tuned(input_ids=tokens_BL, use_cache=False).logits
+        for number in range(len(adapters)):
+            model.set_adapter(f"a{number}")
+            logits = model(input_ids=tokens_BL, use_cache=False).logits
             targets = tokens_BL.flatten().roll(-1)
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").backward()
 
@@ -252,7 +251,7 @@ def run_case(decoder: Decoder, batch: Batch, rank: int, names: tuple[str, ...], 
     """CPU milliseconds of each variant for all tenants."""
     seconds = measure(variants(decoder, batch, rank, names), rounds)
     few = min(TIMED_ALONE, batch.tenants)
-    scaled = {"sequential": batch.tenants / few, "peft": batch.tenants / few}
+    scaled = dict.fromkeys(("sequential", "peft", "peft_attention"), batch.tenants / few)
     return {name: round(1e3 * took * scaled.get(name, 1.0), 1) for name, took in seconds.items()}
 
 
@@ -272,7 +271,7 @@ def table(threads: int, rounds: int, chosen: list[str]) -> dict[str, Any]:
             claims.append(claim(name, value, target, value >= target))
             print(f"  {name}: {value:.2f} (target {target})", file=sys.stderr, flush=True)
     times = {f"{tenants}x{tokens}": case for (tenants, tokens), case in cases.items()}
-    return {"threads": threads, "cpu_ms": times, "claims": claims}
+    return {"threads": threads, "cpu_ms": times, "adapter_parameters": adapter_parameters(CONFIG, 8), "claims": claims}
 
 
 def curves(rounds: int) -> dict[str, Any]:

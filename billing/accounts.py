@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 
 from sqlalchemy import and_, bindparam, exists, insert, select, update
 from sqlalchemy.orm import Session
+from weft.money import usd
 
 from billing.wallets import available_nusd, make_wallets
 from store.bulk import insert_into
@@ -115,15 +116,17 @@ class PeriodRow:
 
 
 class OutOfMoney(Exception):
-    """An operation may cost more than a limit allows. Amounts are in nano-USD; `limit` names the limit, `remedy` what
-    helps; `scope` is wallet, or that of the budget."""
+    """An operation may cost more than a limit allows; or it costs nothing (`needed_nusd` is 0), and nothing of the
+    limit is left. Amounts are in nano-USD; `limit` names the limit, `figures` says what it is and what was spent of it,
+    `remedy` what helps; `scope` is wallet, or that of the budget."""
 
     def __init__(
-        self, scope: str, limit: str, remedy: str, needed_nusd: int, available_nusd: int, held_nusd: int
+        self, scope: str, limit: str, figures: str, remedy: str, needed_nusd: int, available_nusd: int, held_nusd: int
     ) -> None:
         super().__init__(limit)
         self.scope = scope
         self.limit = limit
+        self.figures = figures
         self.remedy = remedy
         self.needed_nusd = needed_nusd
         self.available_nusd = available_nusd
@@ -154,13 +157,13 @@ class Accounts:
             self._read_grants(granted)
 
     def hold(self, payer: Payer, amount_nusd: int, at: datetime) -> None:
-        """Hold an amount for an operation accepted at `at`. Raises OutOfMoney, with nothing held."""
+        """Hold an amount for an operation accepted at `at`. One that costs nothing needs some money that is not spent
+        yet; it may be held, for then its owner has paid for what it is about. Raises OutOfMoney, with nothing held."""
         wallet = self._wallets[payer.org_id]
         limits = self._limits(payer, at)
-        if amount_nusd:
-            self._check_wallet(wallet, amount_nusd)
-            for budget, period in limits:
-                _check_budget(budget, period, amount_nusd)
+        self._check_wallet(wallet, amount_nusd)
+        for budget, period in limits:
+            _check_budget(budget, period, amount_nusd)
         wallet.held_nusd += amount_nusd
         for _, period in limits:
             period.held_nusd += amount_nusd
@@ -259,18 +262,19 @@ class Accounts:
     # ---- checking and moving
 
     def _check_wallet(self, wallet: WalletRow, amount_nusd: int) -> None:
-        available = available_nusd(wallet)
-        if available is None:
-            return
-        if amount_nusd <= available and wallet.org_id not in self._grants:
+        left = _left(wallet, amount_nusd)
+        if left is None or (amount_nusd <= left and left > 0 and wallet.org_id not in self._grants):
             return
         self.expire_grants()
-        available = available_nusd(wallet)
-        assert available is not None
-        if amount_nusd > available:
+        left = _left(wallet, amount_nusd)
+        assert left is not None
+        if amount_nusd > left or left <= 0:
             limit = "the prepaid balance" if wallet.mode == "prepaid" else "the credit limit"
-            remedy = "top up, or wait until running operations have released what they do not need"
-            raise OutOfMoney("wallet", limit, remedy, amount_nusd, available, wallet.held_nusd)
+            figures = f"the balance is ${usd(wallet.balance_nusd)}, ${usd(wallet.overdraft_nusd)} may be owed"
+            remedy = "top up" + (
+                ", or wait until running operations have released what they do not need" if amount_nusd else ""
+            )
+            raise OutOfMoney("wallet", limit, figures, remedy, amount_nusd, left, wallet.held_nusd)
 
     def _burn(self, org_id: str, amount_nusd: int) -> None:
         for grant in self._grants.get(org_id, ()):
@@ -308,14 +312,29 @@ def record_alerts(
     session.execute(insert_into(session, BudgetAlert).on_conflict_do_nothing(), rows)
 
 
+def check_left(session: Session, payer: Payer, now: datetime) -> None:
+    """For what costs nothing by itself and is no operation: raise OutOfMoney unless one that costs nothing would be
+    accepted now. Call it in a write that has the lock of the organisation."""
+    accounts = Accounts(session, {payer}, {now}, now)
+    accounts.hold(payer, 0, now)
+    accounts.store()
+
+
+def _left(wallet: WalletRow, amount_nusd: int) -> int | None:
+    """What an operation of that cost may use: what is not spent; if it costs something, what is not held either."""
+    available = available_nusd(wallet)
+    return available if available is None or amount_nusd else available + wallet.held_nusd
+
+
 def _check_budget(budget: BudgetLimit, period: PeriodRow, amount_nusd: int) -> None:
-    left = budget.limit_nusd - period.spent_nusd - period.held_nusd
-    if budget.hard and amount_nusd > left:
+    left = budget.limit_nusd - period.spent_nusd - (period.held_nusd if amount_nusd else 0)
+    if budget.hard and (amount_nusd > left or left <= 0):
         whose = "organisation" if budget.scope == "org" else f"{budget.scope} {budget.scope_id}"
         when = f"in {period.start:%Y-%m} (UTC)" if budget.period == "month" else "in total"
         remedy = "raise the budget" + (", or wait for the next month" if budget.period == "month" else "")
         limit = f"the budget of the {whose} {when}"
-        raise OutOfMoney(budget.scope, limit, remedy, amount_nusd, left, period.held_nusd)
+        figures = f"${usd(period.spent_nusd)} of ${usd(budget.limit_nusd)} are spent"
+        raise OutOfMoney(budget.scope, limit, figures, remedy, amount_nusd, left, period.held_nusd)
 
 
 def _burning_order(grant: GrantRow) -> tuple[bool, bool, datetime, str]:

@@ -54,7 +54,8 @@ def table(curves: list[Curve], usage: dict[str, UsageResponse], stats: Stats) ->
     busy = generator["slots_busy"] / max(1, generator["slots_offered"])
     made.caption = (
         f"{shared:.0%} of {trainer['passes']} trainer passes carried both tenants; "
-        f"generator slots were {busy:.0%} occupied while it worked"
+        f"generator slots were {busy:.0%} occupied while it worked.\n"
+        "The base model was pretrained on sums, so that a minute of RL has something to find."
     )
     return made
 

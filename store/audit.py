@@ -58,7 +58,7 @@ def record(
         "request_id": who.request_id,
         "event": event,
         "target": target,
-        "detail": json.loads(json.dumps(detail or {})),
+        "detail": json.loads(json.dumps({**(detail or {}), **({"link_by": who.link_by} if who.link_by else {})})),
     }
     session.info.setdefault(_PENDING, []).append(entry)
 

@@ -23,12 +23,14 @@ _RESTRICT = text("SELECT set_config('app.org_id', :org, true), set_config('role'
 
 @dataclass(frozen=True)
 class Caller:
-    """`org_id` None: not bound to one organisation. `actor` is user:<id>, key:<id>, operator or server."""
+    """`org_id` None: not bound to one organisation. `actor` is user:<id>, key:<id>, operator or server; `link_by` who
+    made the link that a user has signed in with."""
 
     org_id: str | None
     actor: str
     ip: str | None = None
     request_id: str | None = None
+    link_by: str | None = None
 
 
 SERVER = Caller(None, "server")

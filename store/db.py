@@ -138,13 +138,14 @@ class Database:
             enter(session)
             yield session
 
-    async def write(self, work: Callable[[Session], T]) -> T:
+    async def write(self, work: Callable[[Session], T], *, lock: str = "") -> T:
         """Run `work` in the writer thread and return what it returned, once that is committed. Its exception is
         raised here, with nothing of it written. Objects that it returns are detached but loaded. `work` must be short
-        and do no I/O of its own: every other writer waits for it."""
+        and do no I/O of its own: every other writer waits for it. On PostgreSQL nobody else has `lock` (`take_locks`)
+        meanwhile, in any process."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._submit(_Work(work, _Awaiting(future, loop)))
+        self._submit(_Work(work, _Awaiting(future, loop), lock=lock))
         return await future
 
     async def write_batched(self, batch: Batch, item: Any, *, lock: str) -> Any:

@@ -18,6 +18,7 @@ from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from store import audit
+from store.caller import caller
 from store.roles import ADMIN
 from store.tables import ApiKey, Organisation
 
@@ -56,6 +57,7 @@ def new_key(
         prefix=secret[:_PREFIX_LENGTH],
         last4=secret[-4:],
         secret_sha256=_digest(secret),
+        given_to=_receiver(),
         created_at=now,
         expires_at=expires_at,
     )
@@ -71,7 +73,7 @@ def rotate(session: Session, row: ApiKey, overlap: timedelta, by: int | None = N
     now = datetime.now(UTC)
     secret = f"{row.prefix}_{_random(43)}"
     row.previous_sha256, row.previous_expires_at = row.secret_sha256, now + overlap
-    row.secret_sha256, row.last4 = _digest(secret), secret[-4:]
+    row.secret_sha256, row.last4, row.given_to = _digest(secret), secret[-4:], _receiver()
     detail = {"key_id": row.id, "overlap_s": int(overlap.total_seconds())}
     audit.record(session, org_id=row.org_id, key_id=by, event="key_rotated", target=row.prefix, detail=detail, at=now)
     session.flush()
@@ -89,6 +91,24 @@ def find(session: Session, secret: str, now: datetime | None = None) -> ApiKey |
         return row
     overlaps = row.previous_expires_at is not None and now < row.previous_expires_at
     return row if overlaps and hmac.compare_digest(row.previous_sha256 or "", digest) else None
+
+
+def secret_ends(row: ApiKey, secret: str) -> datetime | None:
+    """When a secret of `row` ends: with the key, or when it has been rotated away, with the overlap."""
+    if hmac.compare_digest(row.secret_sha256, _digest(secret)):
+        return row.expires_at
+    return earlier(row.expires_at, row.previous_expires_at)
+
+
+def earlier(one: datetime | None, other: datetime | None) -> datetime | None:
+    """Of two ends, where None is none."""
+    return min((end for end in (one, other) if end is not None), default=None)
+
+
+def _receiver() -> str | None:
+    """Who is given a secret that is made here; None for the operator, who hands it on to whom it is for."""
+    actor = caller().actor
+    return None if actor in ("operator", "server") else actor
 
 
 def is_good(row: ApiKey, now: datetime | None = None) -> bool:

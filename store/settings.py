@@ -5,12 +5,13 @@ Unknown keys are refused: a misspelt limit that silently keeps its default is wo
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -34,6 +35,12 @@ def _half_the_cores() -> int:
     return max(1, len(os.sched_getaffinity(0)) // 2 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 2) // 2)
 
 
+def _network(value: str) -> str:
+    """An address or a network; ValueError otherwise."""
+    ipaddress.ip_network(value, strict=False)
+    return value
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,6 +62,11 @@ class TrainerSettings(_Section):
     resident_bytes: Annotated[int, Field(ge=0)] = 0
     #: With a device: memory of the host for runs that are paged out of it; beyond, they are in files. 0: half.
     host_bytes: Annotated[int, Field(ge=0)] = 0
+    #: Seconds that a pass of `pass_tokens` may take. A trainer that needs longer is ended, and its work done again.
+    pass_limit_s: Annotated[float, Field(gt=0)] = 900.0
+    #: Seconds that an uploaded loss may take for each 1,024 of its cost: then the trainer is ended, and its operation
+    #: fails. What is measured is some 0.05.
+    loss_limit_s: Annotated[float, Field(gt=0)] = 10.0
 
 
 EngineKind = Literal["torch", "vllm"]
@@ -123,6 +135,21 @@ class Limits(_Section):
     #: Telemetry that is kept of one organisation in one day, and for how many days; what is beyond is dropped.
     telemetry_bytes_per_day: Positive = 16 * 1024 * 1024
     telemetry_days: Positive = 14
+
+
+class FrontSettings(_Section):
+    """Connections, and the proxies that they come through."""
+
+    #: Addresses and networks (CIDR) of proxies: what these say of a client's address and scheme (X-Forwarded-For,
+    #: X-Forwarded-Proto) is believed, and nobody else's word.
+    trusted_proxies: list[Annotated[str, AfterValidator(_network)]] = ["127.0.0.1", "::1"]
+    max_connections: Positive = 8192
+    #: Not of proxies.
+    max_connections_per_address: Positive = 2048
+    #: From the start of a connection or the first byte of a request.
+    header_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    #: Before a body counts as slow, and how long an answer may wait to be read on.
+    body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
 
 
 class BillingSettings(_Section):
@@ -194,6 +221,7 @@ class Settings(_Section):
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     limits: Limits = Field(default_factory=Limits)
+    front: FrontSettings = Field(default_factory=FrontSettings)
     billing: BillingSettings = Field(default_factory=BillingSettings)
     jobs: JobsSettings = Field(default_factory=JobsSettings)
     payments: PaymentsSettings = Field(default_factory=PaymentsSettings)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grimp
 
-ROOMS = ("api", "billing", "migrations", "scheduler", "store", "workers", "weft")
+ROOMS = ("api", "billing", "migrations", "scheduler", "store", "workers", "weft", "weft_server")
 
 
 def test_imports_keep_the_contracts() -> None:

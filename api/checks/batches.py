@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from weft.wire import LimitsResponse
 from weft.wire.checks.batches import BatchRules, batch_problems, refusal, size_problems
+from weft.wire.checks.custom_cost import work_of
 from weft.wire.checks.custom_format import CustomLoss
+from weft.wire.checks.custom_shapes import CustomLossError
 from weft.wire.codec import TrainBatch
 
 from api.errors import Invalid, refuse
@@ -24,7 +26,17 @@ def check_batch(batch: TrainBatch, limits: LimitsResponse, model: str, custom: C
     return lengths
 
 
-def slices(lengths: Sequence[int], slice_tokens: int) -> list[Slice]:
+def costs(batch: TrainBatch, lengths: Sequence[int], custom: CustomLoss | None) -> list[int]:
+    """What each datum counts as in the fair order: its tokens, and the work of the uploaded loss. Raises Invalid."""
+    if custom is None:
+        return list(lengths)
+    try:
+        return [tokens + work for tokens, work in zip(lengths, work_of(custom, batch.data), strict=True)]
+    except CustomLossError as error:
+        raise Invalid(str(error)) from None
+
+
+def slices(costs: Sequence[int], slice_tokens: int) -> list[Slice]:
     """Cut an operation into ranges of its data, each of as many data as fit `slice_tokens`, at least one.
 
     Where it is cut depends on the operation's own data alone: floating-point sums then come out the same whatever
@@ -33,9 +45,9 @@ def slices(lengths: Sequence[int], slice_tokens: int) -> list[Slice]:
         slices([5, 5, 20, 1], 10) -> [Slice(0, 2, 10), Slice(2, 3, 20), Slice(3, 4, 1)]
     """
     cuts: list[Slice] = []
-    for index, length in enumerate(lengths):
-        if cuts and cuts[-1].tokens + length <= slice_tokens:
-            cuts[-1] = Slice(cuts[-1].start, index + 1, cuts[-1].tokens + length)
+    for index, cost in enumerate(costs):
+        if cuts and cuts[-1].tokens + cost <= slice_tokens:
+            cuts[-1] = Slice(cuts[-1].start, index + 1, cuts[-1].tokens + cost)
         else:
-            cuts.append(Slice(index, index + 1, length))
+            cuts.append(Slice(index, index + 1, cost))
     return cuts

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 
 from weft.wire import CreateCustomLossRequest
+from weft.wire.checks.custom_cost import check_upload
 from weft.wire.checks.custom_format import (
     CustomLoss,
-    CustomLossError,
     decode_custom_loss,
     encode_custom_loss,
     parse_custom_loss,
 )
+from weft.wire.checks.custom_shapes import CustomLossError
 from weft.wire.checks.losses import CUSTOM, loss_id_of
 from weft.wire.codec import TrainBatch
 
@@ -31,7 +32,7 @@ def checked_loss(body: CreateCustomLossRequest) -> bytes:
     pairs = [(item.name, int(item.rank)) for item in body.inputs]
     graph = body.graph.model_dump(mode="json")
     try:
-        parse_custom_loss(body.name, pairs, graph)
+        check_upload(parse_custom_loss(body.name, pairs, graph))
     except CustomLossError as error:
         raise Invalid(str(error)) from None
     return encode_custom_loss(body.name, pairs, graph)

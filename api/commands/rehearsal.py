@@ -174,7 +174,7 @@ def _service() -> Iterator[list[_Client]]:
         config.write_text(f"[generator]\nslots = {SLOTS}\n")
         data_dir = Path(folder) / "data"
         with (Path(folder) / "log").open("w") as log:
-            command = [sys.executable, "-m", "api.cli", "serve", "--port", "0"]
+            command = [sys.executable, "-m", "weft_server", "serve", "--port", "0"]
             server = subprocess.Popen(
                 [*command, "--data-dir", str(data_dir), "--config", str(config)],
                 stdout=subprocess.PIPE,

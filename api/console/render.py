@@ -74,7 +74,7 @@ def page(request: Request, template: str, viewer: Viewer | None, status: int = 2
         .render(
             viewer=viewer,
             sections=[(title, links) for title, links in sections if links],
-            here=request.url.path.removeprefix(PREFIX) or "/",
+            here=request.scope["path"].removeprefix(PREFIX) or "/",
             **values,
         )
     )

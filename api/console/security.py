@@ -111,10 +111,11 @@ async def viewer(request: Request) -> Viewer:
     if found.stale:
         await service.database.write(lambda session: sessions.note_use(session, sid, now))
     who = found.who
-    if who.status != "suspended" or not request.url.path.startswith(f"{PREFIX}/billing"):
+    if who.status != "suspended" or not request.scope["path"].startswith(f"{PREFIX}/billing"):
         admit(request, who)  # a suspended organisation sees its bills, so that it can pay them
     else:
-        become(Caller(who.org_id, who.actor, request.client.host if request.client else None))
+        address = request.client.host if request.client else None
+        become(Caller(who.org_id, who.actor, address, link_by=who.link_by))
     return Viewer(who, found.org_name, found.name, found.operator, token, found.since)
 
 
@@ -170,7 +171,8 @@ def local_path(value: str) -> str:
 def _here(request: Request) -> str:
     if request.method not in SAFE_METHODS or "hx-request" in request.headers:
         return urlsplit(request.headers.get("hx-current-url", PREFIX + "/")).path
-    return request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    path: str = request.scope["path"]
+    return path + (f"?{request.url.query}" if request.url.query else "")
 
 
 class SecurityHeaders:

@@ -1,7 +1,8 @@
 """Who is signed in: sessions of browsers, kept by the server, and the links that begin them.
 
 A secret (session id or link) is 256 random bits that only the browser has; here is its SHA-256. What a session may do
-is looked up at each request, so a revoked key or an ended membership ends it at once.
+is looked up at each request, so a revoked key or an ended membership ends it at once. A session stands for what opened
+it, and goes as far (`api.who.reach`): a key, or by a link the member; what gives out secrets asks for a fresh one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sqlalchemy.orm import Session
 from api.who.principal import Principal, RateLimit, principal_of
 from store import audit
 from store.caller import acting_as, caller
-from store.keys import find, is_good
+from store.keys import find, is_good, secret_ends
 from store.roles import ALLOWED
 from store.tables import ApiKey, BrowserSession, LoginLink, Membership, Organisation, User
 
@@ -56,11 +57,11 @@ def sign_in_with_key(session: Session, key: str, now: datetime) -> str | None:
     if row is None:
         return None
     _note(session, row.org_id, f"key:{row.id}", row.id, row.prefix)
-    return _begin(session, row.org_id, now, key_id=row.id)
+    return _begin(session, row.org_id, now, key_id=row.id, until=secret_ends(row, key))
 
 
-def new_link(session: Session, org_id: str, user_id: str, *, operator: bool = False) -> str:
-    """The secret of a link that signs a member in, once. For `weftd user login-link`."""
+def new_link(session: Session, org_id: str, user_id: str, *, operator: bool = False, made_by: str | None = None) -> str:
+    """The secret of a link that signs a member in, once, made by the actor `made_by` (None: the operator)."""
     now, token = datetime.now(UTC), secrets.token_urlsafe(32)
     session.add(
         LoginLink(
@@ -68,6 +69,7 @@ def new_link(session: Session, org_id: str, user_id: str, *, operator: bool = Fa
             org_id=org_id,
             user_id=user_id,
             operator=operator,
+            made_by=made_by,
             created_at=now,
             expires_at=now + LINK_LIFE,
         )
@@ -82,8 +84,8 @@ def sign_in_with_link(session: Session, token: str, now: datetime) -> str | None
     link = session.scalars(used, execution_options={"synchronize_session": False}).one_or_none()
     if link is None or session.get(Membership, (link.org_id, link.user_id)) is None:
         return None
-    _note(session, link.org_id, f"user:{link.user_id}", None, link.user_id)
-    return _begin(session, link.org_id, now, user_id=link.user_id, operator=link.operator)
+    _note(session, link.org_id, f"user:{link.user_id}", None, link.user_id, link.made_by)
+    return _begin(session, link.org_id, now, user_id=link.user_id, operator=link.operator, link_by=link.made_by)
 
 
 def signed_in(session: Session, sid: str, now: datetime) -> SignedIn | None:
@@ -112,18 +114,21 @@ def _holder(session: Session, row: BrowserSession, org: Organisation) -> tuple[P
         key = session.get(ApiKey, row.key_id)
         if key is None or not is_good(key):
             return None
-        who = principal_of(session, key)
+        who = principal_of(session, key, row.opened_until)
         return (who, key.name or f"{key.prefix}…") if who is not None else None
     member = session.get(Membership, (row.org_id, row.user_id or ""))
     user = session.get(User, row.user_id or "")
     if member is None or user is None:
         return None
     scopes, limits = ALLOWED[member.role], (RateLimit.of(org),)
-    return Principal(org.id, None, user.id, None, member.role, scopes, org.status, limits), user.email
+    who = Principal(org.id, None, user.id, None, member.role, scopes, org.status, limits, link_by=row.link_by)
+    return who, user.email
 
 
-def _note(session: Session, org_id: str, actor: str, key_id: int | None, target: str) -> None:
-    with acting_as(replace(caller(), org_id=org_id, actor=actor)):
+def _note(
+    session: Session, org_id: str, actor: str, key_id: int | None, target: str, link_by: str | None = None
+) -> None:
+    with acting_as(replace(caller(), org_id=org_id, actor=actor, link_by=link_by)):
         audit.record(session, org_id=org_id, key_id=key_id, event="console_signed_in", target=target)
 
 
@@ -135,6 +140,8 @@ def _begin(
     key_id: int | None = None,
     user_id: str | None = None,
     operator: bool = False,
+    until: datetime | None = None,
+    link_by: str | None = None,
 ) -> str:
     """A session under a new id; what is over, and what is too many, is forgotten on the way."""
     session.execute(delete(BrowserSession).where(BrowserSession.expires_at <= now))
@@ -150,9 +157,11 @@ def _begin(
             key_id=key_id,
             user_id=user_id,
             operator=operator,
+            opened_until=until,
+            link_by=link_by,
             created_at=now,
             last_seen_at=now,
-            expires_at=now + ABSOLUTE,
+            expires_at=now + ABSOLUTE if until is None else min(now + ABSOLUTE, until),
         )
     )
     session.flush()

@@ -11,24 +11,32 @@ every route with another organisation's ids.
 scope   one of `store.roles.SCOPES`, several of which one suffices, "any" for every good key, or "public" for routes
         that take none and guard themselves (a signature, a browser session).
 limit   "call" counts one request; "work" counts one request, and its operation's tokens and flight are counted where
-        it is accepted (`api.operations.submit`); "poll" is not counted, so that results arrive and sessions live on.
+        it is accepted (`api.operations.submit`); "poll" is not counted, so that results arrive and sessions live on,
+        unless what it asks for is not there (`api.state.misses`); "background" is counted by itself.
+body    how large the request's body may be (`api.http.body_sizes`). Routes that take "data" hold room for it among the
+        large bodies of their organisation until they have answered.
 meters  what a bill will show of it: "train" (prefill if it is `forward_only`), "prefill", "sample" (with the prefill of
         its prompt), "storage" or "nothing". A test compares it with what lands in usage.
 """
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastapi import Depends, Request
 
-from api.errors import Forbidden
+from api.errors import POLLS, Forbidden
 from api.http.auth import PrincipalDep
-from api.state.rates import count_request
+from api.http.bodies import may_come_to
+from api.http.body_sizes import SCOPE_KEY, SizeClass
+from api.state.rates import count_background, count_request
+from api.state.service import service_of
+from api.who.principal import Principal
 from store.roles import Scope
 
-Limit = Literal["call", "work", "poll"]
+Limit = Literal["call", "work", "poll", "background"]
 Meter = Literal["train", "prefill", "sample", "storage", "nothing"]
 
 #: Of routes that belong to training and to sampling alike, and of those that show what they make.
@@ -41,6 +49,7 @@ class Access:
     scopes: tuple[str, ...]
     limit: Limit
     meters: Meter
+    body: SizeClass = "small"
 
     @property
     def public(self) -> bool:
@@ -57,29 +66,52 @@ class Guard:
         self.access = access
 
     async def __call__(self, request: Request, who: PrincipalDep) -> None:
+        await self.check(request, who)
+
+    async def check(self, request: Request, who: Principal) -> None:
+        request.scope[SCOPE_KEY] = self.access.body
         if not self.access.allows(who.scopes):
             needed = " or ".join(self.access.scopes)
             raise Forbidden(
-                f"{request.method} {request.url.path} needs the scope {needed}; this key has "
+                f"{request.method} {request.scope['path']} needs the scope {needed}; this key has "
                 f"{', '.join(sorted(who.scopes)) or 'none'} (role {who.role}): ask an admin of your organisation"
             )
-        if self.access.limit != "poll":
+        if self.access.limit == "poll":
+            service_of(request).misses.check(who)
+            request.scope[POLLS] = who
+        elif self.access.limit == "background":
+            await count_background(request, who)
+        else:
             await count_request(request, who)
+
+
+class DataGuard(Guard):
+    """Of a route that takes data: it has room for the body until it has answered."""
+
+    async def __call__(self, request: Request, who: PrincipalDep) -> AsyncIterator[None]:  # type: ignore[override]
+        await self.check(request, who)
+        async with service_of(request).large_bodies.room(who.org_id, may_come_to(request)):
+            yield
 
 
 class Public(Guard):
     """The declaration of a route without a key."""
 
-    async def __call__(self) -> None:  # type: ignore[override]
-        pass
+    async def __call__(self, request: Request) -> None:  # type: ignore[override]
+        request.scope[SCOPE_KEY] = self.access.body
 
 
 def declare(
-    *, scope: Scope | tuple[Scope, ...] | Literal["any", "public"], limit: Limit, meters: Meter = "nothing"
+    *,
+    scope: Scope | tuple[Scope, ...] | Literal["any", "public"],
+    limit: Limit,
+    meters: Meter = "nothing",
+    body: SizeClass = "small",
 ) -> dict[str, Any]:
     """Keyword arguments for a route's decorator."""
-    access = Access(scope if isinstance(scope, tuple) else (scope,), limit, meters)
-    return {"dependencies": [Depends(Public(access) if access.public else Guard(access))]}
+    access = Access(scope if isinstance(scope, tuple) else (scope,), limit, meters, body)
+    guard = Public if access.public else DataGuard if body == "data" else Guard
+    return {"dependencies": [Depends(guard(access))]}
 
 
 def declared(route: Any) -> Access | None:

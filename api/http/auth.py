@@ -9,6 +9,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -61,17 +62,21 @@ def presented_key(request: Request) -> str:
 
 async def principal(request: Request) -> Principal:
     """Authenticate; for `Depends`. Nothing of the request's body has been read by then."""
-    secret = presented_key(request)
-    found = await (_by_token if secret.startswith(TOKEN_PREFIX) else _by_key)(request, secret)
-    return admit(request, found)
+    return admit(request, await _authenticate(request))
+
+
+async def present_principal(request: Request) -> Principal:
+    """As the database has it at this moment: for what makes and ends credentials, so that nobody saves themselves into
+    a new one in the seconds after theirs was taken away. For `Depends`."""
+    return admit(request, await _authenticate(request, remembered=False))
 
 
 async def key_holder(request: Request) -> Principal:
-    """Authenticate by the key itself; a token is refused. For `Depends`."""
+    """Authenticate by the key itself, as the database has it at this moment; a token is refused. For `Depends`."""
     secret = presented_key(request)
     if secret.startswith(TOKEN_PREFIX):
         raise Unauthenticated("this needs the API key itself, not a token that it was exchanged for")
-    return admit(request, await _by_key(request, secret))
+    return admit(request, await _by_key(request, secret, remembered=False))
 
 
 def admit(request: Request, who: Principal) -> Principal:
@@ -83,13 +88,23 @@ def admit(request: Request, who: Principal) -> Principal:
     if who.key_id is not None:
         service_of(request).last_used.note(who.key_id)
     address = request.client.host if request.client is not None else None
-    become(Caller(who.org_id, who.actor, address, uuid.uuid4().hex))
+    become(Caller(who.org_id, who.actor, address, uuid.uuid4().hex, who.link_by))
     return who
 
 
-async def _by_key(request: Request, secret: str) -> Principal:
+async def _authenticate(request: Request, remembered: bool = True) -> Principal:
+    secret = presented_key(request)
+    return await (_by_token if secret.startswith(TOKEN_PREFIX) else _by_key)(request, secret, remembered)
+
+
+async def _by_key(request: Request, secret: str, remembered: bool) -> Principal:
     digest = hashlib.sha256(secret.encode()).hexdigest()
-    found = await _look_up(request, digest, lambda session: principal_of(session, keys.find(session, secret)))
+
+    def read(session: Session) -> Principal | None:
+        key = keys.find(session, secret)
+        return principal_of(session, key, keys.secret_ends(key, secret)) if key is not None else None
+
+    found = await _look_up(request, digest, read, remembered)
     if found is None:
         raise Unauthenticated(
             "this API key is unknown or revoked, or has expired: ask an admin of your organisation for another, or the "
@@ -98,7 +113,7 @@ async def _by_key(request: Request, secret: str) -> Principal:
     return found
 
 
-async def _by_token(request: Request, token: str) -> Principal:
+async def _by_token(request: Request, token: str, remembered: bool) -> Principal:
     """The signature and the end of a token are checked each time; its key, as other keys, every few seconds."""
     try:
         claims = service_of(request).tokens.read(token)
@@ -110,15 +125,17 @@ async def _by_token(request: Request, token: str) -> Principal:
         good = key is not None and keys.is_good(key) and key.org_id == claims.org_id
         return principal_of(session, key) if good else None
 
-    found = await _look_up(request, f"key {claims.key_id} of {claims.org_id}", read)
+    found = await _look_up(request, f"key {claims.key_id} of {claims.org_id}", read, remembered)
     if found is None:
         raise InvalidToken("the API key that this token was exchanged for is expired or revoked")
-    return found
+    return replace(found, until=keys.earlier(found.until, claims.expires_at))
 
 
-async def _look_up(request: Request, name: str, read: Callable[[Session], Principal | None]) -> Principal | None:
+async def _look_up(
+    request: Request, name: str, read: Callable[[Session], Principal | None], remembered: bool
+) -> Principal | None:
     cache: KeyCache = request.app.state.keys
-    known = cache.get(name)
+    known = cache.get(name) if remembered else None
     if known is None:
         known = await service_of(request).read(read)
         if known is not None:
@@ -127,4 +144,5 @@ async def _look_up(request: Request, name: str, read: Callable[[Session], Princi
 
 
 PrincipalDep = Annotated[Principal, Depends(principal)]
+PresentPrincipalDep = Annotated[Principal, Depends(present_principal)]
 KeyHolderDep = Annotated[Principal, Depends(key_holder)]

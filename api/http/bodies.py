@@ -1,71 +1,135 @@
 """Reading request bodies: never more than the limit, off the event loop when they are large.
 
-Routes read their body themselves, after authentication, because the framework would read and parse it before.
+Routes read their body themselves, after authentication, because the framework would read and parse it before. How much
+they take is the class that they declare (`api.http.body_sizes`).
 """
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from typing import TypeVar
 
 import zstandard
 from fastapi import Request
+from google.protobuf.message import DecodeError, Message
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from api.errors import Invalid, Malformed, TooLarge, Unreadable, explain
+from api.http.body_sizes import SCOPE_KEY, SIZES, BodySize, SizeClass
+from api.http.structure import check_json, check_protobuf
 from api.state.service import service_of
 
 M = TypeVar("M", bound=BaseModel)
+P = TypeVar("P", bound=Message)
 
-#: Larger JSON bodies are parsed in a thread.
-INLINE_BYTES = 32_768
+#: Larger bodies are parsed in a thread.
+INLINE_BYTES = 16_384
+#: A compressed body may unpack to this many times its size; what stays below the floor, to any. Tokens and numbers
+#: shrink to a third, constant weights more.
+MAX_RATIO = 100
+RATIO_FLOOR_BYTES = 1 << 20
+#: Unpacked at a time.
+_PIECE = 1 << 18
 #: Memory that one compressed body may make the decoder keep; every usual compression level stays below.
 MAX_WINDOW_BYTES = 1 << 23
 
+#: Parsers hold the interpreter. One large body at a time, so that the event loop waits for one of them and not for all.
+_parsing = threading.Lock()
+
+
+def size_of(request: Request) -> BodySize:
+    """What the route has declared, within the server's limit."""
+    declared: SizeClass = request.scope.get(SCOPE_KEY, "small")
+    most = service_of(request).settings.limits.max_body_bytes
+    size = SIZES[declared]
+    return BodySize(min(most, size.max_bytes or most), size.packed)
+
+
+def may_come_to(request: Request) -> int:
+    """Bytes that the body can have at most, unpacked, by what its headers say."""
+    most = size_of(request).max_bytes or 0
+    declared = request.headers.get("content-length", "")
+    if not declared.isdecimal():
+        return most
+    if "content-encoding" not in request.headers:
+        return min(most, int(declared))
+    return min(most, unpacks_to_at_most(int(declared)))
+
+
+def unpacks_to_at_most(size_bytes: int) -> int:
+    return max(RATIO_FLOOR_BYTES, MAX_RATIO * size_bytes)
+
 
 async def read_body(request: Request) -> bytes:
-    """The body, decompressed. Raises TooLarge beyond the server's limit, of what was sent and of what it unpacks to."""
-    limit = service_of(request).settings.limits.max_body_bytes
-    raw = await _receive(request, limit)
+    """The body, decompressed. Raises TooLarge beyond the route's limit, of what was sent and of what it unpacks to."""
+    size = size_of(request)
+    limit = size.max_bytes or 0
     encoding = request.headers.get("content-encoding", "identity").lower()
-    if encoding == "identity":
-        return raw
-    if encoding == "zstd":
-        return await run_in_threadpool(unpack_zstd, raw, limit)
-    raise Unreadable(f"content-encoding {encoding!r} is not supported: send zstd or no content-encoding")
+    if encoding not in ("identity", "zstd") or (encoding == "zstd" and not size.packed):
+        taken = "zstd or no content-encoding" if size.packed else "no content-encoding"
+        raise Unreadable(f"content-encoding {encoding!r} is not supported here: send {taken}")
+    raw = await _receive(request, limit)
+    return raw if encoding == "identity" else await run_in_threadpool(unpack_zstd, raw, limit)
 
 
 async def read_json(request: Request, model: type[M]) -> M:
     """The body as a `model`. Raises Malformed with the fields that are wrong."""
-    body = await read_body(request)
+    return await parse(await read_body(request), model)
+
+
+async def parse(body: bytes, model: type[M]) -> M:
+    """`parse_json`, off the event loop when that takes a while."""
     if len(body) <= INLINE_BYTES:
         return parse_json(body, model)
     return await run_in_threadpool(parse_json, body, model)
 
 
 def parse_json(body: bytes, model: type[M]) -> M:
+    """For threads; for the event loop only up to INLINE_BYTES."""
+    check_json(body)
+    with _parsing if len(body) > INLINE_BYTES else nullcontext():
+        try:
+            return model.model_validate_json(body)
+        except ValidationError as error:
+            wrong = explain(error)
+    raise Malformed(wrong)  # here, where it does not keep the other alive, which may be large
+
+
+def parse_protobuf(body: bytes, form: type[P]) -> P:
+    """For threads."""
+    check_protobuf(body, form)
+    message = form()
     try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        raise Malformed(explain(error)) from None
+        with _parsing:
+            message.ParseFromString(body)
+    except DecodeError as error:
+        raise Invalid(f"the body is not a {message.DESCRIPTOR.name}: {error}") from None
+    return message
 
 
 def unpack_zstd(data: bytes, limit: int) -> bytes:
-    """Unpack zstd, stopping as soon as it turns out larger than `limit` bytes."""
+    """Unpack zstd, stopping as soon as it turns out larger than `limit` bytes, or than its ratio allows."""
+    allowed = min(limit, unpacks_to_at_most(len(data)))
     try:
         declared = zstandard.frame_content_size(data)
-        if declared > limit:
-            raise _too_large(limit)
+        if declared > allowed:
+            raise _unpacks_to_too_much(data, limit)
         window = max(MAX_WINDOW_BYTES, declared)
+        pieces: list[bytes] = []
+        size = 0
         with zstandard.ZstdDecompressor(max_window_size=window).stream_reader(data, read_across_frames=True) as reader:
-            unpacked = reader.read(limit + 1)
+            while piece := reader.read(_PIECE):
+                size += len(piece)
+                if size > allowed:
+                    raise _unpacks_to_too_much(data, limit)
+                pieces.append(piece)
     except zstandard.ZstdError as error:
         raise Invalid(f"the body is not valid zstd: {error}") from None
-    if len(unpacked) > limit:
-        raise _too_large(limit)
-    if len(unpacked) < declared:  # the reader is content with a frame that breaks off
-        raise Invalid(f"the body is not valid zstd: it ends after {len(unpacked)} of {declared} bytes")
-    return unpacked
+    if size < declared:  # the reader is content with a frame that breaks off
+        raise Invalid(f"the body is not valid zstd: it ends after {size} of {declared} bytes")
+    return b"".join(pieces)
 
 
 async def _receive(request: Request, limit: int) -> bytes:
@@ -91,3 +155,13 @@ async def _receive(request: Request, limit: int) -> bytes:
 
 def _too_large(limit: int) -> TooLarge:
     return TooLarge(f"the body is larger than the limit of {limit} bytes: send fewer data in one request")
+
+
+def _unpacks_to_too_much(data: bytes, limit: int) -> TooLarge:
+    allowed = unpacks_to_at_most(len(data))
+    if limit <= allowed:
+        return _too_large(limit)
+    return TooLarge(
+        f"the body of {len(data)} bytes unpacks to more than {allowed}: a compressed body may come to {MAX_RATIO} "
+        f"times its size, or to {RATIO_FLOOR_BYTES} bytes; send it uncompressed"
+    )

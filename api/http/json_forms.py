@@ -7,14 +7,14 @@ know only one. Results are rewritten for clients that accept nothing but JSON.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from weft.wire import EncodedTextChunk, ModelInput
 from weft.wire import weft_wire_pb2 as pb
 from weft.wire.arrays import FLOAT32, INT32, INT64
-from weft.wire.base import Request
+from weft.wire.base import Integer, Request
 from weft.wire.codec import decode_sample_response, decode_train_output
 from weft.wire.tensor import TensorData
 from weft.wire.train_codec import write_config
@@ -24,15 +24,19 @@ from api.http.bodies import parse_json
 
 PROTOBUF = "application/x-protobuf"
 
+#: The first mistake in a list says it all, and a list may hold millions.
+Floats = Annotated[list[float], Field(fail_fast=True)]
+Integers = Annotated[list[Integer], Field(fail_fast=True)]
+
 
 class _Tensor(Request):
     """`data` as flat numbers; those listed of a sparse tensor. Nothing is unfolded here."""
 
-    data: list[float]
+    data: Floats
     dtype: Literal["int64", "float32"]
-    shape: list[int] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
+    shape: Integers | None = None
+    sparse_crow_indices: Integers | None = None
+    sparse_col_indices: Integers | None = None
 
 
 class _Datum(Request):
@@ -41,7 +45,7 @@ class _Datum(Request):
 
 
 class _Input(Request):
-    data: list[_Datum]
+    data: Annotated[list[_Datum], Field(fail_fast=True)]
     loss_fn: str
     loss_fn_config: dict[str, float | str] | None = None
 
@@ -53,7 +57,7 @@ class _Body(BaseModel):
     forward_backward_input: _Input | None = None
     forward_input: _Input | None = None
     model_id: str
-    seq_id: int
+    seq_id: Integer
     type: str | None = None
 
 

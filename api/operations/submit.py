@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
-from weft.money import usd
 from weft.wire import UntypedAPIFuture
+from weft.wire.base import Integer
 
 from api.checks.runs import check_sequence
 from api.errors import ApiError, Busy, CannotStore, Invalid, PaymentRequired, Unavailable
-from api.http.bodies import parse_json
+from api.http.bodies import parse, parse_json
 from api.state.rates import check_in_flight, count_tokens
 from api.state.service import Service
 from api.who.lookup import session_by_id
@@ -41,7 +41,7 @@ class Address(BaseModel):
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
     model_id: str
-    seq_id: int
+    seq_id: Integer
 
 
 @dataclass(frozen=True)
@@ -93,25 +93,13 @@ async def accept(
     except QueueFull as error:
         raise Busy(str(error)) from None
     except OutOfMoney as error:
-        raise _payment_required(error) from None
+        raise PaymentRequired(error) from None
     except Draining as error:
         raise Unavailable(str(error)) from None
     except NoRoom as error:
         raise CannotStore(str(error)) from None
     except (SequenceReused, RunClosed) as error:
         raise Invalid(str(error)) from None
-
-
-def _payment_required(error: OutOfMoney) -> PaymentRequired:
-    needed, available, held = (usd(n) for n in (error.needed_nusd, error.available_nusd, error.held_nusd))
-    return PaymentRequired(
-        f"{error.limit} does not allow this operation: it can cost ${needed}, available are ${available} beside "
-        f"${held} held for operations that run; {error.remedy}. The operation was not accepted: send it again",
-        scope=error.scope,
-        needed_nusd=error.needed_nusd,
-        available_nusd=error.available_nusd,
-        held_nusd=error.held_nusd,
-    )
 
 
 def known(session: Session, lane: str, seq: int) -> bool:
@@ -168,7 +156,7 @@ async def submit_json(
     check: Callable[[M, tables.Run], Checked],
 ) -> UntypedAPIFuture:
     """`submit` for an operation with a JSON body. What is wrong with it is the answer at once, beside the outcome."""
-    address = parse_json(body, Address)
+    address = await parse(body, Address)
     future, refused = await submit(service, who, address, kind, body, lambda run: check(parse_json(body, model), run))
     if refused is not None:
         raise refused

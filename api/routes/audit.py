@@ -45,13 +45,14 @@ async def audit_log(
 
 
 def _entry(row: tables.AuditEntry) -> AuditLogEntry:
-    """`model_id`, `tinker_path` and `purpose` repeat what `event_details` says, for older clients."""
-    by = owner_urn(row.key_id) if row.key_id is not None else "weft:server"
+    """`model_id`, `tinker_path` and `purpose` repeat what `event_details` says, for older clients. `by` is the key it
+    was done with, if any, else who did it."""
+    by = owner_urn(row.key_id) if row.key_id is not None else f"weft:{row.actor}"
     checkpoint = row.event.startswith("checkpoint_")
     return AuditLogEntry(
         timestamp=row.at,
         event=row.event,
-        event_details={"by": by, "target": row.target, **row.detail},
+        event_details={**row.detail, "by": by, "actor": row.actor, "target": row.target},
         model_id=row.detail.get("model_id") if checkpoint else None,
         tinker_path=row.target if checkpoint else None,
         purpose=row.detail.get("purpose") if checkpoint else None,

@@ -8,20 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
-from google.protobuf.message import DecodeError
 from starlette.concurrency import run_in_threadpool
 from weft.wire import UntypedAPIFuture
 from weft.wire import weft_wire_pb2 as pb
 from weft.wire.arrays import write_tensor
 from weft.wire.codec import WireError, decode_train_request
 
-from api.checks.batches import check_batch, slices
+from api.checks.batches import check_batch, costs, slices
 from api.checks.custom_losses import uploaded_loss
 from api.checks.provenance import with_recorded_logprobs
 from api.errors import Invalid, Unreadable, quote
 from api.http.access import declare
 from api.http.auth import PrincipalDep
-from api.http.bodies import parse_json, read_body
+from api.http.bodies import parse, parse_protobuf, read_body
 from api.http.json_forms import PROTOBUF, train_body
 from api.operations.submit import Address, Checked, submit
 from api.state.service import Service, ServiceDep
@@ -38,7 +37,9 @@ MAX_VALUES = 2**26
 
 
 @router.post(
-    "/forward_backward", response_model_exclude_none=True, **declare(scope="train", limit="work", meters="train")
+    "/forward_backward",
+    response_model_exclude_none=True,
+    **declare(scope="train", limit="work", meters="train", body="data"),
 )
 async def forward_backward(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     """One chunk of data. What is wrong with the data is told through the future: Tinker's client sends the first
@@ -60,7 +61,11 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
     return future
 
 
-@router.post("/forward", response_model_exclude_none=True, **declare(scope="train", limit="work", meters="prefill"))
+@router.post(
+    "/forward",
+    response_model_exclude_none=True,
+    **declare(scope="train", limit="work", meters="prefill", body="data"),
+)
 async def forward(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     """The JSON form of a forward_backward that is `forward_only`, which has an address of its own."""
     return await _submit_json(service, who, await read_body(request), forward_only=True)
@@ -74,19 +79,14 @@ async def _submit_json(service: Service, who: Principal, raw: bytes, forward_onl
         checked = _check(service, _parse(body), body, run)
         return checked if checked.body is not None else replace(checked, body=body)
 
-    address = await run_in_threadpool(parse_json, raw, Address)
+    address = await parse(raw, Address)
     kind = OpKind.FORWARD if forward_only else OpKind.FORWARD_BACKWARD
     future, _ = await submit(service, who, address, kind, raw, check)
     return future
 
 
 def _parse(body: bytes) -> pb.ForwardBackwardRequest:
-    message = pb.ForwardBackwardRequest()
-    try:
-        message.ParseFromString(body)
-    except DecodeError as error:
-        raise Invalid(f"the body is not a ForwardBackwardRequest: {error}") from None
-    return message
+    return parse_protobuf(body, pb.ForwardBackwardRequest)
 
 
 def _check(service: Service, message: pb.ForwardBackwardRequest, body: bytes, run: tables.Run) -> Checked:
@@ -103,9 +103,9 @@ def _check(service: Service, message: pb.ForwardBackwardRequest, body: bytes, ru
     recorded: dict[int, Any] = {}
     if batch.loss_fn == "stable_reinforce":
         batch, recorded = with_recorded_logprobs(batch, run.session_id, service.blobs)
-    cuts = slices(check_batch(batch, service.limits, run.base_model, custom), service.settings.trainer.slice_tokens)
-    tokens = sum(part.tokens for part in cuts)
-    return Checked(ForwardBackward(tuple(cuts)), tokens, _completed(body, recorded) if recorded else None)
+    lengths = check_batch(batch, service.limits, run.base_model, custom)
+    cuts = slices(costs(batch, lengths, custom), service.settings.trainer.slice_tokens)
+    return Checked(ForwardBackward(tuple(cuts)), sum(lengths), _completed(body, recorded) if recorded else None)
 
 
 def _completed(body: bytes, logprobs: Mapping[int, Any]) -> bytes:

@@ -32,6 +32,7 @@ from api.http.archives import LINKS_LAST, make_archive
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
 from api.http.client_versions import readable_kinds
+from api.operations.paying import need_money
 from api.paths import CheckpointPath, parse_path
 from api.routes.downloads import archive_path, file_path
 from api.state.service import Service, ServiceDep
@@ -110,10 +111,12 @@ async def _set_public(service: Service, who: Principal, path: CheckpointPath, pu
     def write(session: Session) -> None:
         row = own_checkpoint(session, who, path)
         if row.public != public:
+            if public:
+                need_money(session, who, _owner(session, row))
             row.public = public
             _note(session, who, "checkpoint_published" if public else "checkpoint_unpublished", path)
 
-    await service.database.write(write)
+    await service.database.write(write, lock=who.org_id)
 
 
 @router.put(_ONE + "/ttl", **declare(scope="checkpoints:write", limit="call"))
@@ -132,10 +135,13 @@ async def expire(service: Service, who: Principal, path: CheckpointPath, ttl: in
     expires = None if ttl is None else datetime.now(UTC) + timedelta(seconds=ttl)
 
     def write(session: Session) -> None:
-        own_checkpoint(session, who, path).expires_at = expires
+        row = own_checkpoint(session, who, path)
+        if row.expires_at is not None and (expires is None or expires > row.expires_at):
+            need_money(session, who, _owner(session, row))  # it is stored for longer
+        row.expires_at = expires
         _note(session, who, "checkpoint_ttl_set", path, ttl_seconds=ttl)
 
-    await service.database.write(write)
+    await service.database.write(write, lock=who.org_id)
     return expires
 
 
@@ -163,12 +169,12 @@ async def delete_checkpoint(
 async def external_weights_urls(
     run_id: str, kind: str, name: str, request: Request, service: ServiceDep, who: PrincipalDep
 ) -> ExternalWeightsUrlsResponse:
-    """A link for each file of an export, good for an hour without a key."""
+    """A link for each file of an export, good for an hour without a key, or until the credential that asks ends."""
     path = _path(run_id, kind, name)
     if path.kind != "external_weights":
         raise Invalid(f"path: {path} is no export: only external weights (save_weights_external) have links")
     row = await service.read(lambda session: checkpoint_at(session, who, path))
-    expires = datetime.now(UTC).replace(microsecond=0) + LINKS_LAST
+    expires = who.reach.ends_by(datetime.now(UTC) + LINKS_LAST).replace(microsecond=0)
 
     def links() -> dict[str, str]:
         service.blobs.check_folder(row.ref)
@@ -189,7 +195,7 @@ async def archive(
     row = await service.read(lambda session: checkpoint_at(session, who, path))
     with _whole(path):
         await run_in_threadpool(make_archive, service.blobs, row.ref)
-    expires = datetime.now(UTC).replace(microsecond=0) + LINKS_LAST
+    expires = who.reach.ends_by(datetime.now(UTC) + LINKS_LAST).replace(microsecond=0)
     link = service.signer.link(request, archive_path(row.id), expires)
     return RedirectResponse(link, 302, {"expires": format_datetime(expires, usegmt=True)})
 
@@ -203,6 +209,10 @@ def _whole(path: CheckpointPath) -> Iterator[None]:
         log.error("checkpoint %s: %s", path, error)
         lost = "missing" if isinstance(error, FileNotFoundError) else "damaged"
         raise Gone(f"the files of {path} are {lost} on the server's disk: save the weights again") from None
+
+
+def _owner(session: Session, row: tables.Checkpoint) -> tables.Session:
+    return session.get_one(tables.Session, session.get_one(tables.Run, row.run_id).session_id)
 
 
 def _path(run_id: str, kind: str, name: str) -> CheckpointPath:

@@ -70,7 +70,7 @@ async def join_sampling_session(
     return JoinSamplingSessionResponse(client_counter=await service.database.write(write))
 
 
-@router.post("/retrieve_futures", **declare(scope=WORKING, limit="poll"))
+@router.post("/retrieve_futures", **declare(scope=WORKING, limit="poll", body="medium"))
 async def retrieve_futures(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
     """Which requests of a sampler's client have completed since its cursor; waits while none has."""
     body = await read_json(request, FuturesRetrieveRequest)

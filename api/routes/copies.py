@@ -17,6 +17,7 @@ from api.http.access import declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
 from api.operations.new_run import run_id_of
+from api.operations.paying import need_money
 from api.paths import CheckpointPath, parse_path
 from api.state.service import ServiceDep
 from api.who.lookup import readable_checkpoint, run_of
@@ -59,6 +60,7 @@ async def copy_weights(
         there = _copied(session, run_id, source, body.source_path)
         if there is not None:
             return there
+        need_money(session, who, owner)
         original = readable_checkpoint(session, who, source, token)
         copy = _copy(session, who, owner, number, original, body.ttl_seconds)
         path = str(CheckpointPath(copy.run_id, copy.kind, copy.name))
@@ -68,7 +70,7 @@ async def copy_weights(
         )
         return path
 
-    return CopyWeightsResponse(tinker_path=await service.database.write(write))
+    return CopyWeightsResponse(tinker_path=await service.database.write(write, lock=who.org_id))
 
 
 def _new_session(session: Session, who: Principal, project_id: str | None, retry_key: str | None) -> tables.Session:

@@ -18,7 +18,8 @@ from api.checks.runs import check_sequence
 from api.errors import Invalid, TooLarge
 from api.http.access import declare
 from api.http.auth import PrincipalDep
-from api.http.bodies import parse_json, read_body
+from api.http.bodies import parse, read_body
+from api.operations.paying import need_money
 from api.state.service import ServiceDep
 from api.who.may_change import active_session
 from scheduler.links.messages import loss_ref
@@ -30,13 +31,15 @@ router = APIRouter(prefix="/api/v1")
 KIND = "create_custom_loss"
 
 
-@router.post("/create_custom_loss", response_model_exclude_none=True, **declare(scope="train", limit="call"))
+@router.post(
+    "/create_custom_loss", response_model_exclude_none=True, **declare(scope="train", limit="call", body="medium")
+)
 async def create_custom_loss(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     """Keep a loss for the runs of its session. Idempotent on (session, custom_loss_seq_id)."""
     raw = await read_body(request)
     if len(raw) > MAX_GRAPH_BYTES:
         raise TooLarge(f"the body is {len(raw)} bytes, the limit of a custom loss is {MAX_GRAPH_BYTES}")
-    body = await run_in_threadpool(parse_json, raw, CreateCustomLossRequest)
+    body = await parse(raw, CreateCustomLossRequest)
     number = check_sequence(body.custom_loss_seq_id, "custom_loss_seq_id")
     if number >= MAX_LOSSES:
         raise Invalid(f"custom_loss_seq_id: {number}; a session may have {MAX_LOSSES} custom losses, from 0 on")
@@ -72,6 +75,7 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
     def write(session: Session) -> str:
         there = session.scalars(select(tables.Operation).filter_by(lane=lane, seq=number)).one_or_none()
         if there is None:
+            need_money(session, who, session.get_one(tables.Session, body.session_id))
             service.blobs.put(loss_ref(loss_id), stored)
             service.blobs.put(result_ref, CreateCustomLossResponse(loss_id=loss_id).model_dump_json().encode())
             session.add(row)
@@ -80,4 +84,4 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
             raise Invalid(f"custom_loss_seq_id: {number} is another loss already; use the next number")
         return there.id
 
-    return UntypedAPIFuture(request_id=await service.database.write(write))
+    return UntypedAPIFuture(request_id=await service.database.write(write, lock=who.org_id))

@@ -46,7 +46,7 @@ async def archive(checkpoint_id: str, request: Request, service: ServiceDep) -> 
 
 async def _checkpoint(request: Request, service: Service, checkpoint_id: str) -> tables.Checkpoint:
     """What the link names, if it is one of ours; the signature is looked at before anything else."""
-    service.signer.verify(request.url.path, request.query_params)
+    service.signer.verify(request.scope["path"], request.query_params)
 
     def read(session: Session) -> tables.Checkpoint | None:
         return session.get(tables.Checkpoint, checkpoint_id) if plain_id(checkpoint_id) else None

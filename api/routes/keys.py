@@ -1,11 +1,11 @@
 """API keys, for those who manage them: admins manage all keys of their organisation, everybody else their own.
 
-A secret is in exactly one answer, that of the request which made it.
+A secret is in exactly one answer, that of the request which made it. Nobody makes or touches a key that goes beyond the
+credential they use (`api.who.reach`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
@@ -16,15 +16,16 @@ from sqlalchemy.orm import Session
 from weft.wire.organisation import ApiKeyRow, ApiKeysResponse, ApiKeyWithSecret
 
 from api.checks.runs import check_text
-from api.errors import Forbidden, Invalid, NotFound, quote
+from api.errors import Forbidden, Invalid, quote
 from api.http.access import declare
-from api.http.auth import PrincipalDep
+from api.http.auth import PresentPrincipalDep, PrincipalDep
 from api.http.bodies import read_json
 from api.state.service import ServiceDep
-from api.who.principal import Principal
-from store import keys, people, tables
+from api.who.credentials import changed_key, managed_key, permit_secret
+from api.who.reach import Reach
+from store import keys, tables
 from store.people import NoSuch, project_by_id
-from store.roles import ADMIN, BEYOND_A_PROJECT, SCOPES, Scope, effective
+from store.roles import ADMIN, SCOPES, Scope
 
 router = APIRouter(prefix="/api/v1/weft/keys")
 
@@ -67,7 +68,7 @@ async def list_keys(service: ServiceDep, who: PrincipalDep) -> ApiKeysResponse:
 
 
 @router.post("", **declare(scope="any", limit="call"))
-async def create_key(request: Request, service: ServiceDep, who: PrincipalDep) -> ApiKeyWithSecret:
+async def create_key(request: Request, service: ServiceDep, who: PresentPrincipalDep) -> ApiKeyWithSecret:
     """A new key, and here only its secret."""
     body = await read_json(request, NewKey)
     name = check_text(body.name, "name", 128) or ""
@@ -81,7 +82,7 @@ async def create_key(request: Request, service: ServiceDep, who: PrincipalDep) -
 
     def write(session: Session) -> ApiKeyWithSecret:
         _check_owner(session, who.org_id, user_id, project_id)
-        _check_power(session, who, user_id, project_id, wanted)
+        permit_secret(who, Reach.of(wanted, who.role, project_id, body.expires_at), user_id, "make this key")
         row, secret = keys.new_key(
             session,
             who.org_id,
@@ -103,15 +104,16 @@ async def get_key(key_id: str, service: ServiceDep, who: PrincipalDep) -> ApiKey
 
 
 @router.post("/{key_id}/rotate", **declare(scope="any", limit="call"))
-async def rotate_key(key_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> ApiKeyWithSecret:
+async def rotate_key(key_id: str, request: Request, service: ServiceDep, who: PresentPrincipalDep) -> ApiKeyWithSecret:
     """Another secret for the same key: its limits, its sessions and what it has cost stay its own."""
     body = await read_json(request, Rotation)
 
     def write(session: Session) -> ApiKeyWithSecret:
-        row = managed_key(session, who, key_id)
+        row = changed_key(session, who, key_id, "rotate")
         if not keys.is_good(row):
             raise Invalid(f"key {key_id} is revoked or expired: make a new one")
-        _check_power(session, who, row.user_id, row.project_id, row.scopes)
+        reach = Reach.of(row.scopes, who.role, row.project_id, row.expires_at)
+        permit_secret(who, reach, row.user_id, f"be given the secret of key {key_id}")
         secret = keys.rotate(session, row, timedelta(seconds=body.overlap_seconds), by=who.key_id)
         return _with_secret(row, secret)
 
@@ -119,27 +121,16 @@ async def rotate_key(key_id: str, request: Request, service: ServiceDep, who: Pr
 
 
 @router.delete("/{key_id}", **declare(scope="any", limit="call"))
-async def revoke_key(key_id: str, service: ServiceDep, who: PrincipalDep) -> ApiKeyRow:
+async def revoke_key(key_id: str, service: ServiceDep, who: PresentPrincipalDep) -> ApiKeyRow:
     """Good for nothing within seconds, everywhere. Doing it twice is no error."""
 
     def write(session: Session) -> ApiKeyRow:
-        row = managed_key(session, who, key_id)
+        row = changed_key(session, who, key_id, "revoke")
         if row.revoked_at is None:
             keys.revoke_row(session, row, by=who.key_id)
         return _shown(row)
 
     return await service.database.write(write)
-
-
-def managed_key(session: Session, who: Principal, key_id: str) -> tables.ApiKey:
-    """A key that `who` manages; any other is not found."""
-    number = int(key_id) if key_id.isascii() and key_id.isdecimal() and len(key_id) <= 18 else -1
-    row = session.get(tables.ApiKey, number)
-    own = row is not None and who.user_id is not None and row.user_id == who.user_id
-    within = row is not None and who.project_id in (None, row.project_id)
-    if row is None or row.org_id != who.org_id or not (within and (own or ADMIN in who.scopes)):
-        raise NotFound(f"no key {quote(key_id)}")
-    return row
 
 
 def _check_owner(session: Session, org_id: str, user_id: str | None, project_id: str | None) -> None:
@@ -150,18 +141,6 @@ def _check_owner(session: Session, org_id: str, user_id: str | None, project_id:
     query = select(tables.ApiKey.id).filter_by(org_id=org_id, revoked_at=None).limit(MAX_KEYS)
     if len(session.scalars(query).all()) >= MAX_KEYS:
         raise Invalid(f"the organisation has {MAX_KEYS} keys, which is the limit: revoke some first")
-
-
-def _check_power(
-    session: Session, who: Principal, user_id: str | None, project_id: str | None, scopes: Iterable[str]
-) -> None:
-    """The holder of a key's secret may do what the key may: nobody gets a key that may do more than they may."""
-    role = "owner" if user_id is None else people.membership(session, who.org_id, user_id).role
-    power = effective(role, scopes) - (BEYOND_A_PROJECT if project_id is not None else frozenset())
-    if not power <= who.scopes:
-        raise Forbidden(f"scopes: you cannot give {', '.join(sorted(power - who.scopes))}, which you do not have")
-    if ADMIN in power and role == "owner" and who.role != "owner":
-        raise Forbidden("scopes: only an owner gives admin to a key of the organisation or of an owner")
 
 
 def _shown(row: tables.ApiKey) -> ApiKeyRow:

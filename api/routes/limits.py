@@ -12,10 +12,10 @@ from sqlalchemy.orm import Session
 from weft.wire.organisation import RateLimitsResponse, RateLimitsRow
 
 from api.http.access import declare
-from api.http.auth import PrincipalDep
+from api.http.auth import PresentPrincipalDep, PrincipalDep
 from api.http.bodies import read_json
-from api.routes.keys import managed_key
 from api.state.service import Service, ServiceDep
+from api.who.credentials import changed_key
 from api.who.principal import RateLimit
 from api.who.projects import visible_projects
 from store import people, tables
@@ -51,14 +51,17 @@ async def rate_limits(service: ServiceDep, who: PrincipalDep) -> RateLimitsRespo
 
 @router.put("/{scope}/{id}", **declare(scope="admin", limit="call"))
 async def set_rate_limits(
-    scope: Literal["project", "key"], id: str, request: Request, service: ServiceDep, who: PrincipalDep
+    scope: Literal["project", "key"], id: str, request: Request, service: ServiceDep, who: PresentPrincipalDep
 ) -> RateLimitsRow:
     """Set all limits of a project or a key; they hold within seconds."""
     body = await read_json(request, NewLimits)
 
     def write(session: Session) -> tuple[str, RateLimit]:
         row: tables.Project | tables.ApiKey
-        row = people.project_by_id(session, who.org_id, id) if scope == "project" else managed_key(session, who, id)
+        if scope == "project":
+            row = people.project_by_id(session, who.org_id, id)
+        else:
+            row = changed_key(session, who, id, "limit")
         people.set_limits(session, row, body.model_dump(), who.key_id)
         return str(row.id), RateLimit.of(row)
 

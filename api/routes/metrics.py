@@ -57,7 +57,7 @@ class PointRate:
 _rate = PointRate()
 
 
-@router.post("/runs/{run_id}/metrics", **declare(scope="train", limit="call"))
+@router.post("/runs/{run_id}/metrics", **declare(scope="train", limit="call", body="medium"))
 async def log_metrics(run_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> LogMetricsResponse:
     """Add points to the curves of a run. Sending the same again changes nothing."""
     body = await read_json(request, LogMetricsRequest)

@@ -104,7 +104,7 @@ def _invoice(row: Invoice) -> InvoiceRow:
     )
 
 
-@router.post("/stripe/webhook", **declare(scope="public", limit="poll"))
+@router.post("/stripe/webhook", **declare(scope="public", limit="poll", body="event"))
 async def webhook(
     request: Request, service: ServiceDep, stripe_signature: Annotated[str, Header()] = ""
 ) -> WebhookResponse:

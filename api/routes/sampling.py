@@ -23,7 +23,7 @@ from api.checks.samples import check_sample, prompt_tokens
 from api.errors import Invalid, quote
 from api.http.access import LOOKING, declare
 from api.http.auth import PrincipalDep
-from api.http.bodies import INLINE_BYTES, parse_json, read_body, read_json
+from api.http.bodies import INLINE_BYTES, parse, read_body, read_json
 from api.operations.submit import Submitter, accept, known
 from api.paths import parse_path
 from api.state.service import Service, ServiceDep
@@ -68,12 +68,16 @@ async def get_sampler(sampler_id: str, service: ServiceDep, who: PrincipalDep) -
     return GetSamplerResponse(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)
 
 
-@router.post("/asample", response_model_exclude_none=True, **declare(scope="sample", limit="work", meters="sample"))
+@router.post(
+    "/asample",
+    response_model_exclude_none=True,
+    **declare(scope="sample", limit="work", meters="sample", body="data"),
+)
 async def asample(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> UntypedAPIFuture:
     """Queue one request for `num_samples` sequences. Idempotent on (sampler, seq_id), in any order."""
     raw = await read_body(request)
     large = len(raw) > INLINE_BYTES
-    body = await run_in_threadpool(parse_json, raw, SampleRequest) if large else parse_json(raw, SampleRequest)
+    body = await parse(raw, SampleRequest)
     if body.sampling_session_id is None:
         raise Invalid("sampling_session_id: required; create one with create_sampling_session")
     seq = check_sequence(body.seq_id, "seq_id", most=MAX_SAMPLE_SEQUENCE)

@@ -25,6 +25,8 @@ from api.http.auth import KeyHolderDep, PrincipalDep, presented_key
 from api.http.bodies import read_body, read_json
 from api.state.service import ServiceDep
 from api.state.telemetry import TelemetryBatch
+from api.who.credentials import key_reach
+from api.who.reach import permit
 from api.who.tokens import Claims
 from store import keys, tables
 
@@ -94,7 +96,12 @@ async def apikey_me(service: ServiceDep, who: PrincipalDep) -> ApiKeyMeResponse:
 async def revoke_me(request: Request, service: ServiceDep, who: KeyHolderDep) -> StatusResponse:
     """Revoke the key that asks, and with it all tokens that it was exchanged for."""
     secret = presented_key(request)
-    await service.database.write(lambda session: keys.revoke(session, secret, by=who.key_id))
+
+    def write(session: Session) -> None:
+        permit(who.reach, key_reach(session, session.get_one(tables.ApiKey, who.key_id)), "revoke this key")
+        keys.revoke(session, secret, by=who.key_id)
+
+    await service.database.write(write)
     return StatusResponse(status="revoked")
 
 
@@ -103,10 +110,10 @@ async def auth_token(request: Request, service: ServiceDep, who: KeyHolderDep) -
     """A short-lived token in exchange for the key that asks."""
     await read_body(request)
     assert who.key_id is not None
-    return AuthTokenResponse(jwt=service.tokens.issue(Claims(who.key_id, who.org_id)))
+    return AuthTokenResponse(jwt=service.tokens.issue(Claims(who.key_id, who.org_id, who.until)))
 
 
-@router.post("/telemetry", **declare(scope="any", limit="poll"))
+@router.post("/telemetry", **declare(scope="any", limit="background", body="medium"))
 async def telemetry(request: Request, service: ServiceDep, who: PrincipalDep) -> TelemetryResponse:
     """Clients report what they do. It is kept for some days and within limits; what is beyond them is dropped, since
     a client can do nothing about it."""

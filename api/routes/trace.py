@@ -26,13 +26,14 @@ async def trace_export(
     """A link to the trace. It is drawn when it is fetched, so it is always ready, and as new as the fetch."""
     row = await service.read(lambda session: session_by_id(session, who, session_id))
     path = f"{router.prefix}/{row.id}/trace.pftrace"
-    return TraceExportResponse(status="ready", url=service.signer.link(request, path, datetime.now(UTC) + LINK_LIFE))
+    expires = who.reach.ends_by(datetime.now(UTC) + LINK_LIFE)
+    return TraceExportResponse(status="ready", url=service.signer.link(request, path, expires))
 
 
 @router.get("/{session_id}/trace.pftrace", **declare(scope="public", limit="call"))
 async def fetch_trace(session_id: str, request: Request, service: ServiceDep) -> StreamingResponse:
     """The trace, for anyone who has the signed link."""
-    service.signer.verify(request.url.path, request.query_params)
+    service.signer.verify(request.scope["path"], request.query_params)
     headers = {"content-disposition": f'attachment; filename="{session_id}.pftrace"'}
     return StreamingResponse(
         trace(service.database, session_id), headers=headers, media_type="application/octet-stream"

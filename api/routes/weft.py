@@ -56,8 +56,13 @@ async def prices(service: ServiceDep, who: PrincipalDep, model: str) -> PricesRe
 
 @router.get("/stats", response_model_exclude_unset=True, **declare(scope="any", limit="call"))
 async def stats(service: ServiceDep, who: PrincipalDep) -> Stats:
-    """How the machines are doing; counts over all organisations, and nothing about any one of them."""
-    return Stats.model_validate(service.stats())
+    """How much the machines do; counts over all organisations, and nothing about any one of them. What went wrong with
+    the machines is the operator's (`api.server.prometheus`)."""
+    found = dict(service.stats())
+    for part in ("trainer", "generator"):
+        if part in found:
+            found[part] = {name: value for name, value in found[part].items() if name != "lost"}
+    return Stats.model_validate(found)
 
 
 @router.get("/models/{name:path}/tokenizer", **declare(scope="any", limit="call"))

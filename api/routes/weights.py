@@ -22,7 +22,7 @@ from api.checks.runs import check_metadata, check_sequence
 from api.errors import Invalid, quote
 from api.http.access import LOOKING, declare
 from api.http.auth import PrincipalDep
-from api.http.bodies import parse_json, read_body, read_json
+from api.http.bodies import parse, read_body, read_json
 from api.operations.new_run import check_session, create, repeat, run_id_of
 from api.operations.submit import Checked, submit_json
 from api.paths import check_name, parse_path
@@ -127,9 +127,9 @@ async def load_weights(
         with service.database.read() as session:
             return _load_in_place(body, session, who, run)
 
-    if parse_json(raw, _Target).model_id is not None:
+    if (await parse(raw, _Target)).model_id is not None:
         return await submit_json(service, who, OpKind.LOAD_STATE, raw, LoadWeightsRequest, check)
-    return await _create_from(service, who, parse_json(raw, LoadWeightsRequest), raw, priority)
+    return await _create_from(service, who, await parse(raw, LoadWeightsRequest), raw, priority)
 
 
 @router.post("/weights_info", **declare(scope=LOOKING, limit="call"))

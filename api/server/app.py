@@ -34,6 +34,7 @@ from api.routes import (
     projects,
     rest,
     sampling,
+    sdk,
     service,
     sessions,
     trace,
@@ -129,7 +130,7 @@ def parts_of(
         from api.server.shared_machines import SharedMachines
         from api.state.shared_rates import SharedRates
 
-        return SharedMachines(settings, database, blobs, prices), SharedRates(settings.redis_url)
+        return SharedMachines(settings, cards, database, blobs, prices), SharedRates(settings.redis_url)
     return EmbeddedMachines(settings, cards, database, blobs, prices, ahead), LocalRates()
 
 
@@ -167,6 +168,7 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         members,
         projects,
         limits,
+        sdk,
     ):
         app.include_router(routes.router)
     for router in (listing.router, listing.turns_router, chat.router, generate.router):

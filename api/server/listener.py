@@ -1,4 +1,4 @@
-"""Uvicorn around the app: it says when it is ready, drains before it stops."""
+"""Uvicorn around the app: it says when it is ready, keeps connections within limits, drains before it stops."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import logging
 import signal
 import socket
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvicorn
 
+from api.server.connections import Connection, Gate
 from api.server.supervisor import WorkerFailed
+from store.settings import FrontSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -20,7 +23,8 @@ log = logging.getLogger(__name__)
 
 #: Requests that are being answered when a signal comes have this long; long polls are answered at once.
 FINISH_REQUESTS_S = 5
-_MAX_HEADERS_BYTES = 64 * 1024
+#: Uvicorn's ticks between two looks for late connections: a second.
+_SWEEP_TICKS = 10
 
 
 class Server(uvicorn.Server):
@@ -29,10 +33,15 @@ class Server(uvicorn.Server):
     The app keeps in its state `ready`, which waits until its workers are there, and optionally `stopping`, called when
     the drain begins (to answer long polls). `failure` is why it has ended by itself."""
 
-    def __init__(self, app: FastAPI, url: str, backlog: int) -> None:
+    def __init__(self, app: FastAPI, url: str, backlog: int, settings: FrontSettings) -> None:
+        self._gate = Gate(settings)
         super().__init__(
             uvicorn.Config(
                 app,
+                http=partial(Connection, self._gate),  # type: ignore[arg-type]
+                ws="none",
+                proxy_headers=True,
+                forwarded_allow_ips=settings.trusted_proxies,
                 access_log=False,
                 log_config=None,
                 server_header=False,
@@ -40,7 +49,6 @@ class Server(uvicorn.Server):
                 backlog=backlog,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=FINISH_REQUESTS_S,
-                h11_max_incomplete_event_size=_MAX_HEADERS_BYTES,
             )
         )
         self._app = app
@@ -60,6 +68,11 @@ class Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         if self.started:
             self._ready = asyncio.create_task(self._say_when_ready())
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _SWEEP_TICKS == 0:
+            self._gate.sweep(self.server_state.connections)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log.info("draining")

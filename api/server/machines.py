@@ -6,6 +6,7 @@ import socket
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from api.checks.adapter_sizes import sizes_of
 from api.server.supervisor import Supervisor
 from api.server.worker_process import WorkerProcess
 from api.server.worker_programs import embedded_workers
@@ -62,9 +63,14 @@ class EmbeddedMachines:
         self._settings = settings
         self._database = database
         self.journal = Journal(
-            database, blobs, prices, settings.limits.max_queued_ops_per_org, settings.limits.max_queued_bytes_per_org
+            database,
+            blobs,
+            prices,
+            settings.limits.max_queued_ops_per_org,
+            settings.limits.max_queued_bytes_per_org,
+            sizes=sizes_of(cards),
         )
-        self._trainer = TrainerDesk(self.journal.training, settings.trainer.pass_tokens)
+        self._trainer = TrainerDesk(self.journal.training, settings.trainer.pass_tokens, settings.trainer.pass_limit_s)
         self._generator = SampleDesk(self.journal, len(settings.generator.kinds))
         models = {name: card.path for name, card in cards.items()}
         self._supervisor = Supervisor(embedded_workers(settings, models), self._attach, ahead)

@@ -48,6 +48,9 @@ def _operations(meters: Meters, stats: Mapping[str, Any]) -> list[Metric]:
     ended = CounterMetricFamily("weft_ops_ended_total", "Operations ended.", labels=["kind", "state"])
     for (kind, state), count in sorted(meters.ended.items()):
         ended.add_metric([kind, state], count)
+    restarts = CounterMetricFamily("weft_worker_restarts_total", "Starts of a worker after its first.", labels=["role"])
+    for worker in stats.get("workers", []):
+        restarts.add_metric([worker["role"]], worker["restarts"])
     settling = HistogramMetricFamily("weft_settle_lag_seconds", "From computed to told.")
     settling.add_metric([], _buckets(meters.settling), meters.settling.total)
     return [
@@ -56,6 +59,7 @@ def _operations(meters: Meters, stats: Mapping[str, Any]) -> list[Metric]:
         _by_kind("weft_op_queue_seconds", "From acceptance to a worker.", meters.queue),
         _by_kind("weft_op_exec_seconds", "In workers' hands.", meters.execution),
         settling,
+        restarts,
         _gauge("weft_queue_depth", "Operations not ended.", queue.get("open", 0)),
         _gauge("weft_ops_running", "Operations in workers' hands.", queue.get("running", 0)),
         _gauge("weft_runs", "Runs that take operations.", queue.get("runs", 0)),

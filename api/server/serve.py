@@ -63,7 +63,7 @@ def serve(settings: Settings) -> int:
                 blobs.clear_unfinished()
             app = create_app(settings, cards, database, blobs, prices)
             app.state.ahead = ahead
-            server = Server(app, _url(settings.host, sock), BACKLOG)
+            server = Server(app, _url(settings.host, sock), BACKLOG, settings.front)
             code = server.run_until_signal(sock)
             if server.failure is not None:
                 raise CannotServe(str(server.failure))

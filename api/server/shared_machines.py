@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from api.checks.adapter_sizes import sizes_of
 from billing.prices import PriceList
 from scheduler.cluster.answers import SampleAnswers
 from scheduler.cluster.election import Leadership
@@ -23,6 +24,7 @@ from scheduler.order.operations import Waiting
 from store.blobs import Blobs
 from store.db import Database
 from store.settings import Settings
+from workers.model.card import ModelCard
 
 #: Threads for calls to Redis and the database; a few of them always wait inside of Redis.
 THREADS = 24
@@ -31,7 +33,9 @@ THREADS = 24
 class SharedMachines:
     """Built inside the event loop it lives in."""
 
-    def __init__(self, settings: Settings, database: Database, blobs: Blobs, prices: PriceList) -> None:
+    def __init__(
+        self, settings: Settings, cards: dict[str, ModelCard], database: Database, blobs: Blobs, prices: PriceList
+    ) -> None:
         self._settings = settings
         self._threads = ThreadPoolExecutor(THREADS, "carrier")
         self._broadcasts, self._queue = Broadcasts(settings.redis_url), RedisQueue(settings.redis_url)
@@ -61,6 +65,8 @@ class SharedMachines:
             self._threads,
             self.journal,
             settings.trainer.pass_tokens,
+            sizes_of(cards),
+            settings.trainer.pass_limit_s,
         )
         self._leadership = Leadership(shared)
         self._loop = asyncio.get_running_loop()

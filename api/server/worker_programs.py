@@ -55,6 +55,7 @@ def _trainer(settings: Settings, models: Mapping[str, Path]) -> TrainerConfig:
         snapshot_every_tokens=trainer.snapshot_every_tokens,
         resident_bytes=trainer.resident_bytes,
         host_bytes=trainer.host_bytes,
+        loss_limit_s=trainer.loss_limit_s,
     )
     return TrainerConfig(_basics(settings, trainer, models), bounds)
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from scheduler.order.operations import NewOperation
 
 PERIOD_S = 60.0
+#: What clients send on their own (telemetry), of one key, apart from what it is used for.
+BACKGROUND_PER_MINUTE = 600
 #: Buckets kept in memory; full ones are forgotten first.
 MAX_BUCKETS = 100_000
 
@@ -93,6 +95,12 @@ async def count_request(request: Request, who: Principal) -> None:
     """Raises RateLimited."""
     rates: Rates = request.app.state.service.rates
     await _take(rates, [_charge(limit, "requests_per_minute", 1) for limit in who.limits])
+
+
+async def count_background(request: Request, who: Principal) -> None:
+    """Raises RateLimited."""
+    rates: Rates = request.app.state.service.rates
+    await _take(rates, [Charge("key", who.urn, "background_per_minute", BACKGROUND_PER_MINUTE, 1)])
 
 
 async def count_tokens(rates: Rates, limits: Iterable[RateLimit], tokens: int) -> None:

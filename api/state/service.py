@@ -15,8 +15,10 @@ from weft.wire import LimitsResponse
 from api.checks.limits import limits_of
 from api.state.afterwards import Afterwards
 from api.state.fetched import Fetched
+from api.state.large_bodies import LargeBodies
 from api.state.last_used import LastUsed
 from api.state.liveness import Liveness
+from api.state.misses import Misses
 from api.state.polls import LongPolls
 from api.state.rates import LocalRates, Rates
 from api.state.telemetry import Telemetry
@@ -48,6 +50,7 @@ class Service:
     polls: LongPolls = field(default_factory=LongPolls)
     afterwards: Afterwards = field(default_factory=Afterwards)
     rates: Rates = field(default_factory=LocalRates)
+    misses: Misses = field(default_factory=Misses)
 
     @cached_property
     def limits(self) -> LimitsResponse:
@@ -73,6 +76,10 @@ class Service:
     @cached_property
     def last_used(self) -> LastUsed:
         return LastUsed(self.database)
+
+    @cached_property
+    def large_bodies(self) -> LargeBodies:
+        return LargeBodies(self.settings.limits.max_body_bytes)
 
     @cached_property
     def fetched(self) -> Fetched:

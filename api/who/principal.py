@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from sqlalchemy import ColumnElement, or_
 from sqlalchemy.orm import Session
 
+from api.who.reach import Reach
 from api.who.tokens import owner_urn
 from store import tables
+from store.keys import earlier
 from store.roles import BEYOND_A_PROJECT, SCOPES, effective
 
 
@@ -42,6 +45,17 @@ class Principal:
     scopes: frozenset[str] = SCOPES
     status: str = "active"
     limits: tuple[RateLimit, ...] = field(default=(), compare=False)
+    #: What the credential was given, whatever the role leaves of it, and when it ends.
+    given: frozenset[str] = SCOPES
+    until: datetime | None = None
+    #: False for a key of a user whose secret somebody else was given: what it does is not known to be the user's doing.
+    in_person: bool = True
+    #: Of a session of the console: who made the link that began it, unless the operator did.
+    link_by: str | None = None
+
+    @property
+    def reach(self) -> Reach:
+        return Reach.of(self.given, self.role, self.project_id, self.until)
 
     @property
     def urn(self) -> str:
@@ -49,7 +63,8 @@ class Principal:
 
     @property
     def actor(self) -> str:
-        return f"user:{self.user_id}" if self.user_id is not None else f"key:{self.key_id}"
+        """Who acts, in the audit log."""
+        return f"user:{self.user_id}" if self.user_id is not None and self.in_person else f"key:{self.key_id}"
 
     def made(self) -> ColumnElement[bool]:
         """Of sessions: those made with this key, or by this user with any."""
@@ -67,8 +82,9 @@ class Principal:
         return self.org_id if self.project_id is None else f"{self.org_id} {self.project_id}"
 
 
-def principal_of(session: Session, key: tables.ApiKey | None) -> Principal | None:
-    """None without a key, and for one whose user has left the organisation."""
+def principal_of(session: Session, key: tables.ApiKey | None, until: datetime | None = None) -> Principal | None:
+    """None without a key, and for one whose user has left the organisation. `until` is the end of what stands for the
+    key, where it is not the key itself."""
     if key is None:
         return None
     role = "owner"
@@ -89,4 +105,7 @@ def principal_of(session: Session, key: tables.ApiKey | None) -> Principal | Non
         scopes=effective(role, key.scopes) - (BEYOND_A_PROJECT if key.project_id is not None else frozenset()),
         status=org.status,
         limits=tuple(RateLimit.of(row) for row in limited),
+        given=frozenset(key.scopes),
+        until=earlier(key.expires_at, until),
+        in_person=key.given_to in (None, f"user:{key.user_id}"),
     )

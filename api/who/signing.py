@@ -1,7 +1,8 @@
 """Links that need no key: a path, an instant when it ends, and a signature over both.
 
-Whoever has the link may read what it names until it expires; nobody can make or change one without the server's
-secret. The route that serves such a path checks `Signer.verify` before it does anything else.
+Whoever has the link may read what it names until it expires, at the latest when the credential ends that asked for it
+(`Reach.ends_by`); nobody can make or change one without the server's secret. The route that serves such a path checks
+`Signer.verify` before it does anything else.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class LinkRefused(ApiError):
 
 
 class Signer:
-    """Signs and verifies paths such as `/api/v1/downloads/...` (as `request.url.path` has them: decoded, no query)."""
+    """Signs and verifies paths such as `/api/v1/downloads/...`, as they were routed: the `path` of a request's scope.
+    (`request.url` is put together with the Host header, which its sender chooses.)"""
 
     def __init__(self, secret: bytes) -> None:
         self._key = derive(secret, "signed-links")

@@ -1,7 +1,7 @@
 """Short-lived tokens that stand for an API key (JWT, HS256), so that the key itself travels rarely.
 
-A token names its key, and is good for as long as that key is: revoking a key ends its tokens too. Only a key can be
-exchanged for a token; otherwise one stolen token would last for ever.
+A token names its key, and is good for as long as that key is: revoking a key ends its tokens too. It never outlives the
+secret that it was exchanged for. Only a key can be exchanged for a token, or one stolen token would last for ever.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ class BadToken(Exception):
 
 @dataclass(frozen=True)
 class Claims:
+    """`expires_at` None in what is to be issued: after a token's life."""
+
     key_id: int
     org_id: str
+    expires_at: datetime | None = None
 
 
 class Tokens:
@@ -39,13 +42,14 @@ class Tokens:
 
     def issue(self, claims: Claims, now: datetime | None = None) -> str:
         now = now or datetime.now(UTC)
+        ends = now + self._life if claims.expires_at is None else min(claims.expires_at, now + self._life)
         payload = {
             "iss": ISSUER,
             "sub": owner_urn(claims.key_id),
             "org_id": claims.org_id,
             "email": "",  # keys belong to an organisation, not to a person
             "iat": int(now.timestamp()),
-            "exp": int((now + self._life).timestamp()),
+            "exp": int(ends.timestamp()),
         }
         return jwt.encode(payload, self._key, ALGORITHM)
 
@@ -59,7 +63,7 @@ class Tokens:
                 issuer=ISSUER,
                 options={"require": ["iss", "sub", "iat", "exp"]},
             )
-            return Claims(key_of(payload["sub"]), str(payload["org_id"]))
+            return Claims(key_of(payload["sub"]), str(payload["org_id"]), datetime.fromtimestamp(payload["exp"], UTC))
         except jwt.ExpiredSignatureError:
             raise BadToken("this token has expired: exchange your key for a new one (POST /auth/token)") from None
         except (jwt.PyJWTError, KeyError, ValueError):

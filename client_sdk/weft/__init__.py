@@ -7,6 +7,7 @@ Names are loaded when first used, so that `import weft`, and the server's `impor
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,6 +31,23 @@ if TYPE_CHECKING:
     from weft.types import *  # noqa: F403
     from weft.version import __version__ as __version__
     from weft.wire.checks.problem import Problem as Problem
+
+
+def _refuse_a_stranger() -> None:
+    """Other packages of this import name may lie in the same folder, with files of both mixed up: `ImportError`."""
+    here = Path(__file__).parent
+    for notes in here.parent.glob("weft[-_]*.dist-info"):
+        files = notes / "RECORD"
+        ours = notes.name.startswith(("weft_tuning-", "weft_tuning_server-"))
+        if not ours and files.is_file() and "\nweft/__init__.py," in "\n" + files.read_text():
+            name = notes.name.removesuffix(".dist-info").replace("-", " ")
+            raise ImportError(
+                f"{name} and weft-tuning both install the package `weft` into {here.parent}, over each other's files: "
+                f"pip uninstall {name.split()[0]} weft-tuning, then install weft-tuning again"
+            )
+
+
+_refuse_a_stranger()
 
 _HOMES = {
     "APIFuture": "weft.future",

@@ -16,6 +16,8 @@ from urllib.parse import quote
 from pydantic import BaseModel
 
 from weft.errors import APIResponseValidationError, RequestFailedError
+from weft.exports.folder import finish
+from weft.exports.layout import ExportError, Layout, selected
 from weft.future import APIFuture
 from weft.transport.download import download_archive, download_files
 from weft.transport.http import Call, Transport, encode, resolve_endpoint
@@ -53,6 +55,7 @@ from weft.wire.sessions import (
     WhoamiResponse,
 )
 from weft.wire.training import ModelID
+from weft.wire.turns import TurnsResponse
 from weft.wire.usage import Stats, UsageResponse
 from weft.wire.weights import CopyWeightsRequest, CopyWeightsResponse, WeightsInfoRequest, WeightsInfoResponse
 
@@ -209,16 +212,32 @@ class RestClient(AdminClient):
         when = None if expires is None else parsedate_to_datetime(expires)
         return CheckpointArchiveUrlResponse(url=str(response.url.join(response.headers["location"])), expires=when)
 
-    def download_checkpoint(self, tinker_path: str, folder: str | Path) -> APIFuture[list[Path]]:
-        """Fetch the files of any checkpoint, adapter weights and config, into `folder`; their paths."""
-        return APIFuture.start(self._download(tinker_path, Path(folder)))
+    def download_checkpoint(
+        self, tinker_path: str, folder: str | Path, layout: Layout = "peft", *, leave_out_unembedding: bool = False
+    ) -> APIFuture[list[Path]]:
+        """Fetch any checkpoint's adapter into `folder`, as its reader needs it; the paths of the files.
 
-    async def _download(self, tinker_path: str, folder: Path) -> list[Path]:
-        if parse_checkpoint_path(tinker_path).kind != "external_weights":
-            return await download_archive((await self._archive_url(tinker_path)).url, folder)
-        route = f"{checkpoint_route(tinker_path)}/external_weights_urls"
-        listed = await self._transport.ask("GET", route, ExternalWeightsUrlsResponse)
-        return await download_files(listed.urls, folder)
+        "peft" is what stock PEFT loads, "vllm" what vLLM loads (an adapter that trains the unembedding is refused,
+        unless `leave_out_unembedding` leaves that part out), "tinker" what Tinker's cookbook reads. The first two come
+        with README.md and verify.py. `ExportError` if it cannot be had so.
+        """
+        return APIFuture.start(self._download(tinker_path, Path(folder), layout, leave_out_unembedding))
+
+    async def _download(self, path: str, folder: Path, layout: Layout, leave_out_unembedding: bool) -> list[Path]:
+        if parse_checkpoint_path(path).kind != "external_weights":
+            url = (await self._archive_url(path)).url
+            files = await download_archive(url, folder, lambda names: selected(names, layout))
+        else:
+            route = f"{checkpoint_route(path)}/external_weights_urls"
+            listed = await self._transport.ask("GET", route, ExternalWeightsUrlsResponse)
+            chosen = selected(listed.urls, layout)
+            files = await download_files({chosen[name]: listed.urls[name] for name in chosen}, folder)
+        try:
+            return files + await asyncio.to_thread(finish, folder, path, layout, leave_out_unembedding)
+        except ExportError:
+            for file in files:
+                file.unlink()
+            raise
 
     def copy_weights(
         self,
@@ -311,6 +330,11 @@ class RestClient(AdminClient):
     def get_run_health(self, run_id: str, window_s: float = 3600) -> APIFuture[RunHealthResponse]:
         """How the loop of a run is doing: who waits, tokens per second, acceptance, staleness, what it waits for."""
         return self._get(f"/weft/runs/{run_id}/health", RunHealthResponse, window_s=str(window_s))
+
+    def get_turns(self, session: str, after: int = 0, limit: int = 64) -> APIFuture[TurnsResponse]:
+        """What was sampled under `X-Session-ID: session` (docs/openai.md): the turns of `limit` requests after `after`,
+        which is 0 or the `next` of the answer before."""
+        return self._get(f"/weft/turns/{quote(session)}", TurnsResponse, after=str(after), limit=str(limit))
 
     def get_stats(self) -> APIFuture[Stats]:
         """How the server is doing: passes, shared passes, slot occupancy, queue."""

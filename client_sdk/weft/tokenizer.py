@@ -6,12 +6,14 @@ tokenizer is a different folder. transformers is imported only here, and only wh
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -60,6 +62,21 @@ def _write(target: Path, content: bytes) -> None:
     os.replace(name, target)
 
 
+_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+
+
+@contextlib.contextmanager
+def _no_advice() -> Iterator[None]:
+    """transformers advises to install PyTorch where it is imported; a tokenizer needs none."""
+    given = os.environ.get(_ADVICE)
+    os.environ[_ADVICE] = given or "1"
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[_ADVICE]
+
+
 _loading = threading.Lock()
 
 
@@ -72,7 +89,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 @functools.lru_cache(maxsize=16)
 def _load(folder: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    with _no_advice():
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)

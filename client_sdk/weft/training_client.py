@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 from weft.curves import Curves
 from weft.errors import APIResponseValidationError
 from weft.future import APIFuture, Pending, background
-from weft.loss_handle import LossHandle
+from weft.loss_handle import LossHandle, PerDatumLoss, trace
 from weft.plan.estimate import CostEstimate
 from weft.plan.plan import AnyDatum, Plan, PlannedStep
 from weft.plan.planning import fetch_estimate, fetch_problems, of_run, plan_of
+from weft.rest_client import RestClient
 from weft.run_weights import RunWeights, base_model_of
-from weft.runs.custom_loss import CustomLoss, require_torch, run_custom
+from weft.runs.custom_loss import CustomLoss, require_torch, run_custom, upload_loss
 from weft.runs.run import Run
 from weft.runs.session import Session
 from weft.tokenizer import fetch_tokenizer, load_tokenizer
 from weft.wire.checks.problem import Problem
 from weft.wire.inputs import Datum
+from weft.wire.losses import CustomLossInputRank
 from weft.wire.training import (
     AdamParams,
     CreateModelRequest,
@@ -126,6 +128,12 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         """`forward_backward_custom`; the future, not yet its result."""
         return self.forward_backward_custom(*args, **kwargs)
 
+    def create_custom_loss(
+        self, fn: PerDatumLoss, input_ranks: Mapping[str, CustomLossInputRank]
+    ) -> APIFuture[LossHandle]:
+        """`ServiceClient.create_custom_loss`, of this run's session."""
+        return APIFuture.start(upload_loss(self._session, trace(fn, input_ranks)))
+
     def optim_step(
         self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
     ) -> APIFuture[OptimStepResponse]:
@@ -171,6 +179,10 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add a point to each curve named in `metrics`, at `step` or one after the last. Returns at once."""
         self._curves.log(metrics, step)
+
+    def create_rest_client(self) -> RestClient:
+        """`ServiceClient.create_rest_client`, of this run's server and key."""
+        return RestClient(transport=self._session.transport)
 
     def cost(self) -> APIFuture[UsageResponse]:
         """What this run has used so far, in tokens and money."""

@@ -21,6 +21,7 @@ from scheduler.journal.storing import Storing
 from scheduler.journal.training import Training
 from scheduler.journal.weights import expected_costs_of
 from scheduler.links.messages import Done
+from scheduler.order.light_work import SizesOf, unknown_sizes
 from scheduler.order.operations import Operation, Waiting
 from store import tables
 from store.blobs import Blobs
@@ -49,13 +50,14 @@ class LeadingJournal:
         prices: PriceList,
         meters: Meters,
         announce: Callable[[Operation], Coroutine[Any, Any, None]],
+        sizes: SizesOf = unknown_sizes,
     ) -> None:
         room = Room(blobs.root)
         self._database, self._meters, self._announce = database, meters, announce
         self._storing = Storing(database, blobs, room)
         recorder = DatabaseRecorder(database, blobs, prices, room, Answers(database, blobs), Samplers(database))
         weight = expected_costs_of(database).weight
-        self.training = Training(database, blobs, self._storing, FencedRecorder(recorder), weight, self._ended)
+        self.training = Training(database, blobs, self._storing, FencedRecorder(recorder), weight, self._ended, sizes)
 
     def recover(self) -> None:
         """Take up the runs that the one before has left."""

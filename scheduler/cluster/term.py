@@ -33,6 +33,7 @@ from scheduler.links.contract import FairQueue, QueueUnreachable
 from scheduler.links.messages import Done, Failure
 from scheduler.links.policies import PolicyBoard
 from scheduler.links.train_link import Joining, LeaderLink
+from scheduler.order.light_work import SizesOf, unknown_sizes
 from scheduler.order.operations import SAMPLE, Operation
 from store import tables
 from store.blobs import Blobs
@@ -60,6 +61,8 @@ class Shared:
     threads: Executor
     journal: SharedJournal
     pass_tokens: int
+    sizes: SizesOf = unknown_sizes
+    pass_limit_s: float = 0.0
 
 
 class Term:
@@ -71,9 +74,11 @@ class Term:
         self._run = shared.journal.run
         self.database = Fenced(shared.database, token)
         replica = shared.journal
-        self.journal = LeadingJournal(self.database, shared.blobs, shared.prices, replica.meters, replica.announce)
+        self.journal = LeadingJournal(
+            self.database, shared.blobs, shared.prices, replica.meters, replica.announce, shared.sizes
+        )
         self._board = PolicyBoard(shared.url)
-        self.desk = TrainerDesk(self.journal.training, shared.pass_tokens)
+        self.desk = TrainerDesk(self.journal.training, shared.pass_tokens, shared.pass_limit_s)
         self._policies = PolicyDesk(self.journal.training, self._board, self._run)
         self._joining = Joining(shared.url, token)
         self._tasks: list[asyncio.Task[None]] = []

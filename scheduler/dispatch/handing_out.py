@@ -2,7 +2,7 @@
 
 The queue decides what is next, and whether a worker had better leave it to another (`FairQueue.lease`). Here workers
 come to it in turn, the emptiest first, for one item each time: work spreads over them, and no slot is free while what
-fits it waits.
+fits it waits. One that is alone takes all at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def hand_out(queue: FairQueue, offers: Iterable[Offer], take: Callable[[str, Lea
     asking = [offer for offer in offers if offer.free > 0]
 
     def one(offer: Offer) -> bool:
-        leases = queue.lease(offer.worker, offer.models, offer.free, FOR_EVER, most=1)
+        leases = queue.lease(offer.worker, offer.models, offer.free, FOR_EVER, most=1 if len(asking) > 1 else None)
         for lease in leases:
             take(offer.worker, lease)
         return bool(leases)

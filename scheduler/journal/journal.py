@@ -33,6 +33,7 @@ from scheduler.journal.storing import Storing
 from scheduler.journal.training import Training, in_line, moves_samplers, under_way
 from scheduler.journal.weights import expected_costs_of
 from scheduler.links.messages import Done, OpKind
+from scheduler.order.light_work import SizesOf, unknown_sizes
 from scheduler.order.local_queue import LocalQueue
 from scheduler.order.operations import (
     SAMPLE,
@@ -66,6 +67,7 @@ class Journal:
         max_queued_per_org: int = 20_000,
         max_queued_bytes_per_org: int = 1 << 30,
         room: Room | None = None,
+        sizes: SizesOf = unknown_sizes,
     ) -> None:
         self.sample_queue = LocalQueue(time.monotonic)
         self.completions = LocalFeeds()
@@ -81,7 +83,7 @@ class Journal:
         self._storing = Storing(database, blobs, room)
         self._recorder = DatabaseRecorder(database, blobs, prices, room, self.answers, self.samplers)
         self.training = Training(
-            database, blobs, self._storing, self._recorder, self._costs.weight, self._training_ended
+            database, blobs, self._storing, self._recorder, self._costs.weight, self._training_ended, sizes
         )
         self.desks = self.training.desks
         self._admission = Admission(
@@ -158,7 +160,7 @@ class Journal:
     async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | Gone | None:
         op = self._open.get(request_id) or self.answers.recent(request_id)
         if op is None:
-            return self.answers.stored(org_id, request_id)
+            return await asyncio.to_thread(self.answers.stored, org_id, request_id)
         if op.org_id != org_id:
             return None
         try:

@@ -69,6 +69,7 @@ def from_row(row: tables.Operation) -> Operation:
         project_id=row.project_id,
         body_bytes=row.body_bytes,
         body_sha256=row.body_sha256,
+        attempts=row.attempts,
     )
 
 

@@ -19,6 +19,7 @@ from scheduler.journal.storing import Storing
 from scheduler.links.messages import MUTATING, SAVES, Done, Failure, OpKind, PolicyMoved, Snapshot
 from scheduler.order.fair import FairTree
 from scheduler.order.lanes import RunLane, Unit
+from scheduler.order.light_work import SizesOf, cost_of, unknown_sizes
 from scheduler.order.operations import Operation, Waiting
 from scheduler.order.plans import Create, NewSampler
 from store import tables
@@ -42,7 +43,8 @@ class Desk(Protocol):
 
 
 class Training:
-    """`weight` is an organisation's share of the trainer; `ended` hears of every operation that has its outcome."""
+    """`weight` is an organisation's share of the trainer, `sizes` says how large runs are; `ended` hears of every
+    operation that has its outcome."""
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class Training:
         recorder: Recorder,
         weight: Callable[[str], int],
         ended: Callable[[Operation], None],
+        sizes: SizesOf = unknown_sizes,
     ) -> None:
         self.queue: FairTree[Unit] = FairTree()
         self.runs: dict[str, RunLane] = {}
@@ -59,7 +62,7 @@ class Training:
         self.desks: list[Desk] = []  # woken when there is work, and told of policies that have moved
         self.versions: dict[str, int] = {}  # optimizer steps of runs
         self._storing, self._recorder = storing, recorder
-        self._weight, self._ended = weight, ended
+        self._weight, self._ended, self._sizes = weight, ended, sizes
         self._open: dict[str, Operation] = {}
         self._moved_by: dict[str, int] = {}  # the latest operation that told of a run's version
         self._last_save: dict[str, asyncio.Task[Any]] = {}  # the latest save of a run that is being settled
@@ -91,8 +94,9 @@ class Training:
             self.wake()
 
     def queue_units(self, lane: RunLane, units: list[Unit]) -> None:
+        sizes = self._sizes(lane.spec) if units else None
         for unit in units:
-            self.queue.push(lane.path, unit, unit.tokens, weight=self._weight(lane.org_id))
+            self.queue.push(lane.path, unit, cost_of(unit, lane.spec, sizes), weight=self._weight(lane.org_id))
 
     def rebuild(self, lane: RunLane) -> None:
         """The trainer that held this run is gone: queue what rebuilds the run, and all it had left to do."""
@@ -185,6 +189,11 @@ class Training:
         for ref in freed:
             self._storing.delete_tree(ref)
         self._ended(op)
+
+    def note_attempts(self, op: Operation) -> None:
+        """Trainers were lost over `op`, or it got further since: a server that starts again is to know."""
+        statement = update(tables.Operation).where(tables.Operation.id == op.id).values(attempts=op.attempts)
+        self._storing.in_background(self._storing.write(statement))
 
     async def snapshot(self, taken: Snapshot) -> None:
         """A trainer has written a run's whole state: bodies up to there and the older snapshot may go."""

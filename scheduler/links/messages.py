@@ -1,8 +1,9 @@
 """What travels between the queue and the machines, and nothing else.
 
 Workers pull. A trainer sends `PullPass` and gets one `Pass`; while it runs it sends one `Done` per finished
-operation, and the next `PullPass` says that the pass is over. A generator sends `PullSamples` with its free slots
-and gets `SampleWork` as soon as there is any; `Cancel` may come to it at any time.
+operation, and `InLoss` around what an uploaded loss could make long; the next `PullPass` says that the pass is over. A
+generator sends `PullSamples` with its free slots and gets `SampleWork` as soon as there is any; `Cancel` may come to it
+at any time.
 
 Bodies and weights travel by reference: a `ref` names a blob in `store.blobs`. Everything here is plain data encoded
 with msgpack; the embedded link frames it on a socket pair, the production link carries the same bytes through Redis.
@@ -86,20 +87,33 @@ class PullPass(msgspec.Struct, frozen=True, tag=True):
 class Pass(msgspec.Struct, frozen=True, tag=True):
     """Work for one pass, all of one base model. Operations of one run stand in the order they must be executed in;
     different runs are independent and should share compute. `release` names runs to forget first. `soon` are the runs
-    next in the queue: a trainer that has paged them out may bring them in while it computes this pass."""
+    next in the queue: a trainer that has paged them out may bring them in while it computes this pass. A trainer that
+    needs longer than `limit_s` ends itself."""
 
     pass_id: int
     base_model: str
     ops: list[TrainOp]
     release: list[str] = []
     soon: list[str] = []
+    limit_s: float = 0.0  # 0: none
+
+
+class InLoss(msgspec.Struct, frozen=True, tag=True):
+    """A trainer computes the uploaded loss of operation `op_id`, and ends itself if that takes longer than `limit_s`.
+    With this part, `tokens` of the operation are computed. An empty `op_id` says that it is done with that."""
+
+    op_id: str = ""
+    tokens: int = 0
+    limit_s: float = 0.0
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why an operation failed. `category` is "user" or "server", as in Tinker's RequestFailedResponse."""
+    """Why an operation failed. `category` is "user" or "server", as in Tinker's RequestFailedResponse. `ran`: it was
+    computed, and what its user has sent made it fail, so the tokens in its facts are billed."""
 
     message: str
     category: str = "server"
+    ran: bool = False
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -259,6 +273,6 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 ToTrainer = Pass | Drain
-FromTrainer = PullPass | Done | Snapshot | SetAside | PassOver
+FromTrainer = PullPass | InLoss | Done | Snapshot | SetAside | PassOver
 ToGenerator = SampleWork | Cancel | PolicyMoved | Drain
 FromGenerator = PullSamples | Done | Drawn | Declined | Occupancy

@@ -12,6 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
@@ -77,6 +78,9 @@ class Link(Protocol):
     def messages(self) -> AsyncIterator[Any]:
         """What the worker sends, until it is gone."""
 
+    def hang_up(self) -> None:
+        """Have `messages` end: the worker is given up."""
+
     def close(self) -> None: ...
 
 
@@ -129,6 +133,10 @@ class ServerLink:
             frames.add(chunk)
             while (message := frames.take()) is not None:
                 yield message
+
+    def hang_up(self) -> None:
+        with suppress(OSError):  # it is gone already
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         if self._closed:

@@ -154,6 +154,13 @@ class LeaderLink:
             if ref:
                 self._blobs.delete(ref)
 
+    def hang_up(self) -> None:
+        self._threads.submit(self._give_up)
+
+    def _give_up(self) -> None:
+        with suppress(QueueUnreachable), reaching():
+            self._redis.delete(_key("alive", self.name))
+
     def close(self) -> None:
         self._pump.cancel()
         with suppress(QueueUnreachable), reaching():

@@ -1,21 +1,27 @@
 """What goes into the next pass: the heads of many runs' queues, in fair order, up to a token budget.
 
-Nothing waits for a full batch and nothing idles while something is ready. Operations whose cost does not grow with data
-(optimizer steps, saves, creates) ride along with whatever pass is about to leave. An operation that was running when a
-trainer was lost travels alone, so that if it is what kills trainers, it takes nobody with it.
+Nothing waits for a full batch and nothing idles while something is ready. Work without tokens (optimizer steps, saves,
+creates) counts as the tokens it takes the time of (`scheduler.order.light_work`). A step or save rides along with the
+batch before it, for which there is a little room beyond the budget; what the next in order leaves of the budget goes to
+the light work of anybody. An operation that was running when a trainer was lost travels alone, so that if it is what
+kills trainers, it takes nobody with it.
+
+Bound: beyond its first unit, a pass counts no more tokens than the budget and the room beyond it. So who comes while
+one organisation floods the trainer, with whatever work, waits for what is left of one pass.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import islice, zip_longest
 
 from scheduler.links.contract import Path
 from scheduler.order.fair import FairTree
 from scheduler.order.lanes import Unit
 
-#: Light operations that may join one pass beyond its token budget; bounds how long a pass of saves can take.
-MAX_RIDERS = 64
+#: The part of the budget that a pass may exceed it by, for light work of the runs that are in it.
+ALONG = 1 / 8
 
 #: Runs that a trainer is told of ahead.
 MAX_UPCOMING = 64
@@ -30,19 +36,23 @@ def compose(queue: FairTree[Unit], models: list[str], budget_tokens: int) -> lis
     model = next((m for m in queue.children() if m in models), None)
     if model is None:
         return []
-    first = queue.pop((model,))
-    assert first is not None
-    if first.suspect:
-        return [first]
-    units, tokens = [first], first.tokens
+    units, room = list[Unit](), budget_tokens
     while (head := queue.peek((model,))) is not None:
-        unit, _ = head
-        if unit.suspect or tokens + unit.tokens > budget_tokens:
+        unit, cost = head
+        if units and (unit.suspect or cost > room):
             break
         queue.pop((model,))
         units.append(unit)
-        tokens += unit.tokens
-    return _smallest_run_first(units) + _riders(queue, model)
+        room -= cost
+        if unit.suspect:
+            return units
+    paths = [path for org in queue.children((model,)) for path in _lanes(queue, model, org)]
+    inside = {unit.send.run_id for unit in units}
+    along = int(budget_tokens * ALONG)
+    riders = list(_riders(queue, [path for path in paths if path[-1] in inside], room + along))
+    room -= sum(cost for _, cost in riders)
+    riders += _riders(queue, paths, room)
+    return _smallest_run_first(units) + [unit for unit, _ in riders]
 
 
 def _smallest_run_first(units: list[Unit]) -> list[Unit]:
@@ -61,15 +71,16 @@ def upcoming(queue: FairTree[Unit], model: str) -> list[str]:
     return list(islice(turns, MAX_UPCOMING))
 
 
-def _riders(queue: FairTree[Unit], model: str) -> list[Unit]:
-    """The light heads of every run, and the light units right behind them."""
-    riders: list[Unit] = []
-    for org in queue.children((model,)):
-        for path in _lanes(queue, model, org):
-            while len(riders) < MAX_RIDERS and (unit := queue.head(path)) and unit.light and not unit.suspect:
-                queue.pop(path)
-                riders.append(unit)
-    return riders
+def _riders(queue: FairTree[Unit], paths: Iterable[Path], room: int) -> Iterator[tuple[Unit, int]]:
+    """The light heads of these runs, and the light units right behind them, as far as there is room; and their cost."""
+    for path in paths:
+        while room > 0 and (head := queue.peek(path)) is not None:
+            unit, cost = head
+            if not unit.light or unit.suspect or cost > room:
+                break
+            queue.pop(path)
+            room -= cost
+            yield unit, cost
 
 
 def _lanes(queue: FairTree[Unit], model: str, org: str) -> list[Path]:

@@ -37,7 +37,7 @@ class Unit:
 
     @property
     def light(self) -> bool:
-        """Work whose cost does not grow with data, so it may ride along with any pass."""
+        """Work without tokens: what it costs grows with the run, not with data (`scheduler.order.light_work`)."""
         return self.send.kind not in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 
 

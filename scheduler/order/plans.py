@@ -14,8 +14,9 @@ from scheduler.links.messages import RunSpec
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a forward_backward that is computed in one piece: the data [start, stop) of its body, which have
-    `tokens` tokens together. In JSON [start, stop, tokens]."""
+    """A part of a forward_backward that is computed in one piece: the data [start, stop) of its body, which count as
+    `tokens` tokens together in the fair order: with an uploaded loss that is more than they have. In JSON
+    [start, stop, tokens]."""
 
     start: int
     stop: int

@@ -14,7 +14,8 @@ from store.tables.base import Base
 
 class BrowserSession(Base):
     """Somebody who is signed in to the console, by a key (`key_id`) or by a link (`user_id`); what they may do is
-    looked up at each request. `operator` shows the pages about the whole service."""
+    looked up at each request. `operator` shows the pages about the whole service. `opened_until` is the end of the
+    secret that opened it (None: no end), `link_by` who made the link, unless the operator did."""
 
     __tablename__ = "browser_sessions"
     sid_sha256: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -22,19 +23,23 @@ class BrowserSession(Base):
     key_id: Mapped[int | None] = mapped_column(BigInteger)
     user_id: Mapped[str | None] = mapped_column(String(64))
     operator: Mapped[bool]
+    opened_until: Mapped[datetime | None]
+    link_by: Mapped[str | None] = mapped_column(String(128))
     created_at: Mapped[datetime]
     last_seen_at: Mapped[datetime]
     expires_at: Mapped[datetime] = mapped_column(index=True)
 
 
 class LoginLink(Base):
-    """A link that signs a user in, once. `used_at` is set by the one request that it let in."""
+    """A link that signs a user in, once. `used_at` is set by the one request that it let in, `made_by` is the actor
+    who made it, None for the operator."""
 
     __tablename__ = "login_links"
     token_sha256: Mapped[str] = mapped_column(String(64), primary_key=True)
     org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
     user_id: Mapped[str] = mapped_column(String(64))
     operator: Mapped[bool]
+    made_by: Mapped[str | None] = mapped_column(String(128))
     created_at: Mapped[datetime]
     expires_at: Mapped[datetime]
     used_at: Mapped[datetime | None]

@@ -73,7 +73,8 @@ class Project(RateLimited, Base):
 class ApiKey(RateLimited, Base):
     """An API key; only its SHA-256 is kept. `prefix` and `last4` are what a person may see to tell keys apart. A key
     that is rotated stays this key with another secret; `previous_sha256` is good until `previous_expires_at`.
-    Without `user_id` it belongs to the organisation itself; with `project_id` it works in that project only."""
+    Without `user_id` it belongs to the organisation itself; with `project_id` it works in that project only.
+    `given_to` is the actor who was given its secret, None if it was the operator."""
 
     __tablename__ = "api_keys"
     __table_args__ = (
@@ -90,6 +91,7 @@ class ApiKey(RateLimited, Base):
     secret_sha256: Mapped[str] = mapped_column(String(64), unique=True)
     previous_sha256: Mapped[str | None] = mapped_column(String(64), unique=True)
     previous_expires_at: Mapped[datetime | None]
+    given_to: Mapped[str | None] = mapped_column(String(128))
     created_at: Mapped[datetime]
     expires_at: Mapped[datetime | None]
     last_used_at: Mapped[datetime | None]

@@ -161,6 +161,7 @@ class Operation(Base):
     accepted_at: Mapped[datetime]
     finished_at: Mapped[datetime | None] = mapped_column(index=True)
     timings: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.order.timings
+    attempts: Mapped[int] = mapped_column(server_default="0")  # trainers that were lost over it, and it got no further
     policy: Mapped[dict[str, Any] | None] = mapped_column(
         JSON(none_as_null=True)
     )  # scheduler.journal.samples.versions.row_of

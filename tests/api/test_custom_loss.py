@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from weft.wire.checks import custom_cost
 from weft.wire.checks.custom_format import decode_custom_loss
 
 from tests.api.conftest import World
@@ -84,3 +86,61 @@ def test_operations_name_a_loss_of_their_own_session(world: World) -> None:
     number = world.service.journal.training.runs[run].next_seq
     reply = world.train(batch(run, number, two, loss_fn="custom", loss_fn_config=config))
     assert "declared rank 1" in world.error(reply["request_id"])
+
+
+def ref(name: str) -> dict[str, str]:
+    return {"ref": name}
+
+
+def with_nodes(session: str, number: int, nodes: list[dict[str, Any]]) -> dict[str, Any]:
+    """A loss of these nodes between its input and `loss`, the sum of the last."""
+    made = body(session, number)
+    first, _, last, output = made["graph"]["nodes"]
+    last["args"] = [ref(nodes[-1]["name"])]
+    made["graph"]["nodes"] = [first, *nodes, last, output]
+    return made
+
+
+def call(name: str, target: str, *args: Any) -> dict[str, Any]:
+    return {"op": "call_function", "name": name, "target": target, "args": list(args)}
+
+
+def test_what_no_data_could_make_possible_is_refused_when_it_comes(world: World) -> None:
+    """Three kilobytes whose tuples would have 4^40 members, and the norm of a matrix that costs a decomposition."""
+    session = world.session()
+    pair = {"tuple": [ref("t0"), ref("t0")]}
+    grown = [call("t0", "getattr", ref("logprobs"), "shape"), call("t1", "operator.add", pair, pair)]
+    for step in range(2, 41):
+        pair = {"tuple": [ref(f"t{step - 1}"), ref(f"t{step - 1}")]}
+        grown.append(call(f"t{step}", "operator.add", pair, pair))
+    norm = [call("o", "torch.outer", ref("logprobs"), ref("logprobs")), call("x", "torch.norm", ref("o"), "nuc")]
+    fine = [call("o", "torch.outer", ref("logprobs"), ref("logprobs")), call("x", "torch.norm", ref("o"), 2)]
+    for nodes, words in ((grown, "more than 128 values"), (norm, "got 'nuc'")):
+        assert words in world.post("create_custom_loss", with_nodes(session, 0, nodes), status=400)["detail"]
+    world.post("create_custom_loss", with_nodes(session, 0, fine))
+
+
+def test_a_loss_counts_in_the_fair_order_by_what_it_costs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One-token data cost what their nodes cost, so many of them are many slices; and too many are refused."""
+    session = world.session()
+    run = world.run(session)
+    world.post("create_custom_loss", body(session))
+    config: dict[str, float | str] = {"loss_id": f"{session}:loss:0"}
+    reply = world.train(batch(run, 1, [datum([1])] * 8, loss_fn="custom", loss_fn_config=config))
+    row = world.operation(reply["request_id"])
+    assert row.tokens == 8
+    # Of ten each: a token, two nodes, and one for up to 16,384 elements.
+    assert row.plan["slices"] == [[at, at + 2, 2 * (1 + 2 + 1)] for at in range(0, 8, 2)]
+    monkeypatch.setattr(custom_cost, "MAX_WORK", 20)
+    reply = world.train(batch(run, 2, [datum([1])] * 8, loss_fn="custom", loss_fn_config=config))
+    assert "would be 24 of work on 8 data; the limit is 20 for one operation" in world.error(reply["request_id"])
+
+
+def test_data_that_a_loss_cannot_be_computed_on_are_refused_before_they_wait(world: World) -> None:
+    session = world.session()
+    run = world.run(session)
+    world.post("create_custom_loss", with_nodes(session, 0, [call("x", "torch.reshape", ref("logprobs"), [2, -1])]))
+    config: dict[str, float | str] = {"loss_id": f"{session}:loss:0"}
+    data = [datum([1, 2]), datum([1, 2, 3])]
+    reply = world.train(batch(run, 1, data, loss_fn="custom", loss_fn_config=config))
+    assert "datum 1: custom loss 'e', node x (torch.reshape): shape [3] cannot" in world.error(reply["request_id"])

@@ -42,6 +42,13 @@ def values(text: str) -> dict[str, float]:
     }
 
 
+def test_an_operator_sees_which_worker_starts_again() -> None:
+    workers = [{"role": "trainer", "restarts": 2}, {"role": "generator", "restarts": 0}]
+    found = values(render(Meters(), {"workers": workers}, NO_MONEY))
+    assert found['weft_worker_restarts_total{role="trainer"}'] == 2
+    assert found['weft_worker_restarts_total{role="generator"}'] == 0
+
+
 def test_every_line_is_of_the_format_and_names_no_tenant() -> None:
     text = render(filled(), {"trainer": {"busy_s": 1.5, "passes": 2}, "generator": {"slots_busy": 7}}, NO_MONEY)
     assert all(LINE.match(line) for line in text.splitlines() if not line.startswith("#"))

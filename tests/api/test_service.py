@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -129,3 +131,16 @@ class TestWeft:
             assert usage["total_usd"] == row["amount_usd"] == "0.000001200"
             assert usage["price_version"]
         assert world.get("weft/usage", key=world.other_key)["rows"] == []
+
+
+def test_statistics_say_nothing_about_faults_of_the_machines(world: World) -> None:
+    """Every tenant reads them: that a worker dies is for the operator, and a hint for whoever tries to make it die."""
+    told: dict[str, Any] = {
+        "queue": {"open": 1},
+        "trainer": {"passes": 3, "lost": 2},
+        "generator": {"steps": 4, "lost": 1},
+        "workers": [{"role": "trainer", "attached": True, "restarts": 2, "last_exit": "was killed by SIGSEGV"}],
+    }
+    world.http.app.state.service = replace(world.service, stats=lambda: told)  # type: ignore[attr-defined]
+    assert world.get("weft/stats") == {"queue": {"open": 1}, "trainer": {"passes": 3}, "generator": {"steps": 4}}
+    assert told["trainer"]["lost"] == 2

@@ -397,6 +397,7 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
         snapshot_every_tokens = 12
         resident_bytes = 13
         host_bytes = 14
+        loss_limit_s = 2.5
         [generator]
         threads = 4
         device = "cpu"
@@ -414,7 +415,7 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
     place = {"data_dir": str(tmp_path), "models": {"m": "/m"}, "durable": True}
     training = Basics(**place, threads=3, device="cuda:1", dtype="float32")
     sampling = Basics(**place, threads=4, device="cpu", dtype="bfloat16")
-    assert trainer.config == TrainerConfig(training, TrainerBounds(11, 12, 13, 14))
+    assert trainer.config == TrainerConfig(training, TrainerBounds(11, 12, 13, 14, 2.5))
     assert generator.config == GeneratorConfig(sampling, 15, 16, TorchConfig(17, 18, 19, 20))
     shared = load_settings(config, data_dir=tmp_path, redis_url="redis://r")
     there = Basics(**place, threads=4, device="cpu", dtype="bfloat16", redis_url="redis://r")

@@ -21,7 +21,14 @@ def test_what_a_token_says() -> None:
     assert token.startswith("eyJ")
     assert (said["sub"], said["org_id"], said["email"]) == ("weft:key:7", "org", "")
     assert (said["iat"], said["exp"] - said["iat"]) == (int(NOW.timestamp()), 900)
-    assert tokens.read(token) == Claims(7, "org")
+    assert tokens.read(token) == Claims(7, "org", NOW + timedelta(seconds=900))
+
+
+def test_a_token_never_outlives_its_secret() -> None:
+    soon = NOW + timedelta(seconds=60)
+    assert tokens.read(tokens.issue(Claims(7, "org", soon), NOW)).expires_at == soon
+    later = NOW + timedelta(days=1)
+    assert tokens.read(tokens.issue(Claims(7, "org", later), NOW)).expires_at == NOW + timedelta(seconds=900)
 
 
 def test_an_expired_token() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from billing import ledger, usage
 from billing.accounts import Payer
+from billing.budgets import set_budget
 from billing.charges import Charge, settle
 from billing.grants import give
 from billing.ledger import refund_operation
@@ -83,10 +84,29 @@ class TestLife:
         assert till.operation(op).state == "queued"
         assert till.wallet().held_nusd == 10
 
-    def test_what_costs_nothing_is_always_accepted(self, till: Till) -> None:
+    def test_what_costs_nothing_needs_money_that_is_not_spent(self, till: Till) -> None:
         till.mode("prepaid")
-        till.end(till.accept(0))
-        assert till.refused(1).needed_nusd == 1
+        for hold in (0, 1):
+            assert (till.refused(hold).needed_nusd, till.refused(hold).available_nusd) == (hold, 0)
+        pay(till, 5)
+        last = till.accept(5)
+        till.end(till.accept(0))  # a step behind the batch that takes the last of it
+        till.end(last, train=5)
+        assert "the balance is $0.000000000" in till.refused(0).figures
+        assert till.agrees()
+
+    def test_what_costs_nothing_stops_at_hard_budgets_and_credit_limits(self, till: Till) -> None:
+        till.mode("postpaid", 5)
+        till.end(till.accept(5), train=5)
+        assert till.refused(0).limit == "the credit limit"
+        till.mode("unlimited")
+        till.accept(0)
+        till.database.write_now(lambda session: set_budget(session, "a", "org", "a", "total", 7))
+        till.accept(0)
+        till.end(till.accept(2), train=2)
+        assert "$0.000000007 of $0.000000007 are spent" in till.refused(0).figures
+        till.database.write_now(lambda session: set_budget(session, "a", "org", "a", "total", 7, hard=False))
+        till.accept(0)
         assert till.agrees()
 
     def test_the_organisations_are_apart(self, till: Till) -> None:

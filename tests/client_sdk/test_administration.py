@@ -114,7 +114,7 @@ def files(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
 
 
 def test_download_of_an_export(rest: weft.RestClient, stub: Stub, files: dict[str, bytes], tmp_path: Path) -> None:
-    found = rest.download_checkpoint(EXPORT, tmp_path / "new").result(10)
+    found = rest.download_checkpoint(EXPORT, tmp_path / "new", "tinker").result(10)
     assert [path.relative_to(tmp_path / "new").as_posix() for path in found] == [
         "adapter_config.json",
         "peft/adapter_model.safetensors",
@@ -136,7 +136,7 @@ def test_a_refused_file_leaves_nothing(
 ) -> None:
     stub.faults["/files/a"] = [status(403, "the link has expired")]
     with pytest.raises(weft.PermissionDeniedError, match="expired"):
-        rest.download_checkpoint(EXPORT, tmp_path / "x").result(10)
+        rest.download_checkpoint(EXPORT, tmp_path / "x", "tinker").result(10)
     assert [path for path in (tmp_path / "x").rglob("*config*") if path.is_file()] == []
 
 
@@ -153,7 +153,7 @@ def tar_of(names: list[str]) -> bytes:
 def test_download_of_a_state(rest: weft.RestClient, stub: Stub, tmp_path: Path, monkeypatch: Any) -> None:
     stub.replies[f"GET /training_runs/{RUN}/checkpoints/weights/s1/archive"] = RedirectResponse("/api/v1/tar", 302)
     monkeypatch.setattr(stub, "on_tar", lambda asked: Response(tar_of(["a/adapter_config.json"])), raising=False)
-    [found] = rest.download_checkpoint(STATE, tmp_path).result(10)
+    [found] = rest.download_checkpoint(STATE, tmp_path, "tinker").result(10)
     assert found.read_bytes() == b"abc"
     assert stub.asked[-1].headers.get("x-api-key") is None
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -208,10 +208,10 @@ def test_commands_about_checkpoints(stub: Stub, files: dict[str, bytes], tmp_pat
     assert cli(stub, "delete", "-y", STATE, "nonsense")[0] == 1
     assert cli(stub, "set-ttl", STATE)[0] == 2
     assert len(stub.asked) == asked
-    code, printed = cli(stub, "download", EXPORT, "--to", str(tmp_path / "here"))
+    code, printed = cli(stub, "download", EXPORT, "--no-reference", "--to", str(tmp_path / "here"))
     assert code == 0
     assert "3,000 bytes" in printed
-    assert (tmp_path / "here" / "peft" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "here" / "adapter_model.safetensors").exists()
 
 
 def test_commands_about_money_and_traces(stub: Stub, tmp_path: Path, monkeypatch: Any) -> None:

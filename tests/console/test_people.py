@@ -7,8 +7,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy import select, update
+from sqlalchemy.orm import Session
 
 from api.console import sessions
+from store.keys import new_key
 from store.tables import ApiKey, AuditEntry, BrowserSession, LoginLink, Membership, Project
 from tests.console.conftest import SAME_SITE, Console
 
@@ -87,6 +89,59 @@ class TestKeys:
         console.get("/keys")
         with console.database.read() as session:
             assert not session.scalars(select(ApiKey).filter_by(name="late")).all()
+
+
+class TestReach:
+    """A session goes as far as what opened it (`api.who.reach`)."""
+
+    def test_opened_with_a_key_that_ends(self, console: Console) -> None:
+        """It ends with the key, and leaves nothing behind: no key, no link and no role that last longer."""
+        made, until = console.made, datetime.now(UTC) + timedelta(hours=1)
+
+        def write(session: Session) -> str:
+            return new_key(session, made.org_id, user_id=made.users["owner"], expires_at=until)[1]
+
+        made.keys["ending"] = console.database.write_now(write)
+        console.sign_in("ending")
+        with console.database.read() as session:
+            assert session.scalars(select(BrowserSession)).one().expires_at == until
+        owners = key_named(console, "owner's laptop").id
+        user = made.users["viewer"]
+        for action, form in (
+            ("/keys", {"name": "for ever", "scopes": ["admin"]}),
+            (f"/keys/{owners}/rotate", {}),
+            (f"/keys/{owners}/revoke", {}),
+            (f"/members/{user}/link", {}),
+            (f"/members/{user}/role", {"role": "owner"}),
+            (f"/members/{user}/remove", {}),
+            ("/members", {"email": "thief@acme.example", "role": "owner"}),
+        ):
+            assert "expiry: it has no end" in console.press(action, status=403, **form).text, action
+        with console.database.read() as session:
+            assert not session.scalars(select(LoginLink)).all()
+
+    def test_opened_with_a_secret_that_was_rotated_away(self, console: Console) -> None:
+        console.sign_in()
+        row = key_named(console, "owner's laptop")
+        console.press(f"/keys/{row.id}/rotate")
+        console.sign_in()
+        assert "expiry: " in console.press("/keys", status=403, name="for ever", scopes=["admin"]).text
+
+    def test_by_a_link_that_a_colleague_made(self, console: Console) -> None:
+        """Who made the link could have used it: every entry says so, until the person signs in otherwise."""
+        made, user = console.made, console.made.users["viewer"]
+        console.sign_in()
+        console.press(f"/members/{user}/role", role="admin")
+        link = secret_in(console.press(f"/members/{user}/link").text)
+        console.http.cookies.clear()
+        console.http.post(link.removeprefix("http://testserver"), headers=SAME_SITE, follow_redirects=False)
+        console.press("/projects", name="theirs")
+        with console.database.read() as session:
+            entries = session.scalars(select(AuditEntry).order_by(AuditEntry.id)).all()[-2:]
+        assert [(row.event, row.actor, row.detail["link_by"]) for row in entries] == [
+            ("console_signed_in", f"user:{user}", f"user:{made.users['owner']}"),
+            ("project_created", f"user:{user}", f"user:{made.users['owner']}"),
+        ]
 
 
 class TestMembers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import click
 import pytest
 import yaml
 from fastapi.routing import APIRoute
+from packaging.requirements import Requirement
 
 from api.cli import weftd
 from api.routes import probes as probe_routes
@@ -97,8 +100,28 @@ def test_pods_mount_what_they_declare() -> None:
 
 def test_the_image_has_every_package_and_no_root() -> None:
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = {name.removesuffix("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
-    copied = {line.split()[1] for line in lines if line.startswith("COPY")}
-    assert packages <= copied
+    copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
+    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "tools"}
+    assert {"api", "store", "weft_server"} <= rooms
+    assert rooms | {"client_sdk", "setup.py", "pyproject.toml"} <= copied
     assert "USER weft" in lines
+
+
+def test_proxies_are_trusted_where_they_come_from() -> None:
+    """Compose: the gateway of its own network; Kubernetes: what the servers' environment names."""
+    settings = load_settings(DEPLOY / "weft.toml")
+    (network,) = COMPOSE["networks"]["default"]["ipam"]["config"]
+    assert settings.front.trusted_proxies == [network["gateway"]]
+    assert ipaddress.ip_address(network["gateway"]) in ipaddress.ip_network(network["subnet"])
+    for container in containers():
+        named = {variable["name"]: variable.get("value") for variable in container["env"]}
+        for trusted in json.loads(named["WEFT_FRONT__TRUSTED_PROXIES"] or ""):
+            ipaddress.ip_network(trusted)
+
+
+def test_the_versions_that_the_front_relies_on_are_required() -> None:
+    """Older Starlettes put the Host header into paths; older Uvicorns trust no networks."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {Requirement(line).name: Requirement(line).specifier for line in project["dependencies"]}
+    assert "1.9" not in required["starlette"]
+    assert "0.30" not in required["uvicorn"]

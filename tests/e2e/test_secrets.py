@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
 import tinker
 
-from tests.e2e.conftest import BASE_MODEL, Weftd
+from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
 from tests.e2e.data import supervised
 
 pytestmark = pytest.mark.server
@@ -44,3 +47,24 @@ def test_no_secret_is_written_anywhere(own_weftd: Callable[..., Weftd]) -> None:
         if file.is_file():
             content = file.read_bytes()
             assert not any(needle in content for needle in needles), f"{file.name} holds a secret"
+
+
+def test_other_users_of_the_machine_read_nothing(own_weftd: Callable[..., Weftd], tmp_path: Path) -> None:
+    """Whatever the umask that it is started with."""
+    before = os.umask(0)
+    try:
+        server = own_weftd()
+        command = [str(BIN / "weftd"), "key", "create", "--data-dir", str(tmp_path / "new"), "--org", "acme"]
+        subprocess.run(command, check=True, capture_output=True)
+        service = tinker.ServiceClient(base_url=server.url, api_key=server.key("acme"))
+    finally:
+        os.umask(before)
+    run = service.create_lora_training_client(BASE_MODEL, rank=4).result()
+    run.forward_backward(supervised(), "cross_entropy").result()
+    run.save_state("one").result()
+    ours = {server.data_dir / "stderr.log"}  # and not weftd's
+    made = [tmp_path / "new", *(path for path in server.data_dir.rglob("*") if path not in ours)]
+    open_to_others = {str(path): oct(path.lstat().st_mode) for path in made if path.lstat().st_mode & 0o077}
+    assert not open_to_others
+    assert {"weft.db", "weft.db-wal", "blobs"} <= {path.name for path in made}
+    assert any(path.is_file() and "weights" in path.parts for path in made)

@@ -23,6 +23,9 @@ PUBLIC = {
     "GET /api/v1/downloads/{checkpoint_id}/files/{name:path}": "a signed link",
     "GET /api/v1/downloads/{checkpoint_id}/checkpoint.tar": "a signed link",
     "GET /api/v1/sessions/{session_id}/trace.pftrace": "a signed link",
+    "GET /sdk": "the client, which is no secret",
+    "GET /sdk/": "the client, which is no secret",
+    "GET /sdk/{name}": "the client, which is no secret",
     "POST /api/v1/stripe/webhook": "Stripe's signature",
 }
 

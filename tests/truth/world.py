@@ -126,6 +126,9 @@ class Link:
         while (message := await self._inbox.get()) is not None:
             yield message
 
+    def hang_up(self) -> None:
+        self._inbox.put_nowait(None)
+
     def close(self) -> None:
         self._inbox.put_nowait(None)
 

@@ -81,8 +81,10 @@ static inline __attribute__((always_inline)) void add_values(
         for (int c = 0; c < width; c++) store(out[g] + c * LANES, total[g][c]);
 }
 
-/* Turn `length` scores into weights that add up to one; what is beyond them, up to whole vectors, into zeros. */
-static void softmax(float *s, int64_t length, int64_t room) {
+/* Turn the scores from `skip` to `length` into weights that add up to one, together with that of `sink` where there is
+ * one; what is before and beyond them, up to whole vectors, into zeros. */
+static void softmax(float *s, int64_t skip, int64_t length, int64_t room, const float *sink) {
+    for (int64_t i = 0; i < skip; i++) s[i] = -INFINITY;
     for (int64_t i = length; i < room; i++) s[i] = -INFINITY;
     vec most = load(s);
     for (int64_t i = LANES; i < room; i += LANES) {
@@ -91,26 +93,30 @@ static void softmax(float *s, int64_t length, int64_t room) {
     }
     float top = most[0];
     for (int i = 1; i < LANES; i++) top = top > most[i] ? top : most[i];
+    if (sink && *sink > top) top = *sink;
     vec sums = splat(0.0f);
     for (int64_t i = 0; i < room; i += LANES) {
         store(s + i, exp_of(load(s + i) - splat(top)));
+        for (int64_t j = i; j < skip && j < i + LANES; j++) s[j] = 0.0f;
         for (int64_t j = length > i ? length : i; j < i + LANES; j++) s[j] = 0.0f;
         sums += load(s + i);
     }
     float total = 0.0f;
     for (int i = 0; i < LANES; i++) total += sums[i];
+    if (sink) total += exp_of(splat(*sink - top))[0];
     const vec share = splat(1.0f / total);
     for (int64_t i = 0; i < room; i += LANES) store(s + i, load(s + i) * share);
 }
 
 struct shape {
     int64_t rows, groups, heads, dim, page, width, threads; /* `groups` queries share each of `heads` */
+    int64_t window;                                         /* positions that a row attends to; 0: all */
 };
 
-/* `count` of the queries of one row that share a head. */
+/* `count` of the queries of one row that share a head, over `length` positions in `pages` but for the first `skip`. */
 static inline __attribute__((always_inline)) void attend_some(
-    const int count, const struct shape *sh, const int32_t *pages, int64_t length, int64_t head, const float *q,
-    const float *keys, const float *values, float scale, float *out, float *scratch,
+    const int count, const struct shape *sh, const int32_t *pages, int64_t skip, int64_t length, int64_t head,
+    const float *q, const float *sinks, const float *keys, const float *values, float scale, float *out, float *scratch,
     const float *next) {
     const int64_t dim = sh->dim, page = sh->page, tile = dim * page;
     const int64_t used = (length + page - 1) / page, room = used * page;
@@ -124,7 +130,7 @@ static inline __attribute__((always_inline)) void attend_some(
         score_page(count, dim, page, keys + (pages[n] * sh->heads + head) * tile, qs, scale, ss, after);
     }
     for (int g = 0; g < count; g++) {
-        softmax(scratch + g * room, length, room);
+        softmax(scratch + g * room, skip, length, room, sinks ? sinks + g : NULL);
         memset(outs[g], 0, dim * sizeof *out);
     }
     for (int64_t n = 0; n < used; n++) {
@@ -147,11 +153,12 @@ static inline __attribute__((always_inline)) void attend_some(
 }
 
 /* Store each row's new key and value [rows, heads, dim] at `position` of its sequence, and attend to all up to there:
- * out [rows, heads * groups, dim] of q. Row strides are in floats. `dim` and `page` are multiples of 16 and 32. Returns
+ * out [rows, heads * groups, dim] of q. `sinks` [heads * groups] or NULL. Row strides are in floats. `dim` and `page` are multiples of 16 and 32. Returns
  * nonzero when memory ran out. */
 int weft_attend(
     const struct shape *sh, const int32_t *table, const int64_t *position, const float *q, int64_t q_stride,
-    const float *k, int64_t k_stride, const float *v, int64_t v_stride, float *keys, float *values, float *out) {
+    const float *k, int64_t k_stride, const float *v, int64_t v_stride, const float *sinks, float *keys, float *values,
+    float *out) {
     const int64_t dim = sh->dim, page = sh->page, tile = dim * page;
     const float scale = 1.0f / sqrtf((float)dim);
     int failed = 0;
@@ -162,7 +169,11 @@ int weft_attend(
         const int64_t at = position[row] % page, last = pages[position[row] / page] * sh->heads + head;
         for (int64_t d = 0; d < dim; d++) keys[last * tile + d * page + at] = k[row * k_stride + head * dim + d];
         memcpy(values + last * tile + at * dim, v + row * v_stride + head * dim, dim * sizeof *v);
-        const int64_t room = (length + page - 1) / page * page;
+        /* Pages that lie before the window are not read. */
+        const int64_t low = sh->window && length > sh->window ? length - sh->window : 0;
+        const int32_t *mine = pages + low / page;
+        const int64_t skip = low % page, seen = length - low / page * page;
+        const int64_t room = (seen + page - 1) / page * page;
         float *scratch = malloc(4 * room * sizeof *scratch);
         if (!scratch) {
             failed = 1;
@@ -173,12 +184,13 @@ int weft_attend(
         for (int64_t g = 0; g < sh->groups; g += 4) {
             const int64_t first = head * sh->groups + g;
             const float *from = q + row * q_stride + first * dim;
+            const float *sink = sinks ? sinks + first : NULL;
             float *to = out + (row * sh->heads * sh->groups + first) * dim;
             switch (sh->groups - g) {
-            case 1: attend_some(1, sh, pages, length, head, from, keys, values, scale, to, scratch, next); break;
-            case 2: attend_some(2, sh, pages, length, head, from, keys, values, scale, to, scratch, next); break;
-            case 3: attend_some(3, sh, pages, length, head, from, keys, values, scale, to, scratch, next); break;
-            default: attend_some(4, sh, pages, length, head, from, keys, values, scale, to, scratch, next);
+            case 1: attend_some(1, sh, mine, skip, seen, head, from, sink, keys, values, scale, to, scratch, next); break;
+            case 2: attend_some(2, sh, mine, skip, seen, head, from, sink, keys, values, scale, to, scratch, next); break;
+            case 3: attend_some(3, sh, mine, skip, seen, head, from, sink, keys, values, scale, to, scratch, next); break;
+            default: attend_some(4, sh, mine, skip, seen, head, from, sink, keys, values, scale, to, scratch, next);
             }
         }
         free(scratch);

@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
+from workers.generator.prefill_attend import softmax_beside
+from workers.model.attend import ALL, Reach
 from workers.model.native.build import library
 
 #: Attention lengths are rounded up to this many positions. Larger: fewer, bigger calls; smaller: less masked work.
@@ -50,21 +52,20 @@ class DecodeAttend:
         self._native = native_kernel(cache)
         self._gathered = _Gathered(cache, table_RW, self._positions_R) if self._native is None else None
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, reach: Reach = ALL) -> Tensor:
         if self._gathered is not None:
-            return self._gathered.attend(layer, q_THD, k_TKD, v_TKD)
+            return self._gathered.attend(layer, q_THD, k_TKD, v_TKD, reach)
         cache, (rows, heads, dim) = self._cache, q_THD.shape
         kv_heads = k_TKD.shape[1]
         q, k, v = (tensor.reshape(rows, -1) for tensor in (q_THD, k_TKD, v_TKD))
         out_THD = torch.empty(rows, heads, dim)
-        shape = _Shape(
-            rows, heads // kv_heads, kv_heads, dim, PAGE_TOKENS, self._table_RW.shape[1], torch.get_num_threads()
-        )
+        width, threads = self._table_RW.shape[1], torch.get_num_threads()
+        shape = _Shape(rows, heads // kv_heads, kv_heads, dim, PAGE_TOKENS, width, threads, reach.window)
         arguments: list[object] = [_pointer(self._table_RW.ctypes.data), _pointer(self._positions_R.ctypes.data)]
         for tensor in (q, k, v):
             arguments += [_pointer(tensor.data_ptr()), ctypes.c_int64(tensor.stride(0))]
-        pools = (cache.k_NKDP[layer], cache.v_NKPD[layer], out_THD)
-        arguments += [_pointer(tensor.data_ptr()) for tensor in pools]
+        pools = (reach.sinks_H, cache.k_NKDP[layer], cache.v_NKPD[layer], out_THD)
+        arguments += [_pointer(tensor.data_ptr() if tensor is not None else None) for tensor in pools]
         assert self._native is not None
         if self._native.weft_attend(ctypes.byref(shape), *arguments):
             raise MemoryError("no memory for the scores of a decode step")
@@ -74,7 +75,9 @@ class DecodeAttend:
 class _Shape(ctypes.Structure):
     """`shape` of attend.c."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ["rows", "groups", "heads", "dim", "page", "width", "threads"])
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ["rows", "groups", "heads", "dim", "page", "width", "threads", "window"]
+    )
 
 
 _pointer = ctypes.c_void_p
@@ -86,6 +89,7 @@ class _Bucket:
 
     rows_N: Tensor | None  # which rows of the step; None: all of them, in order
     pages: Tensor  # [N * pages each]
+    positions_N: Tensor
     bias_B1L: Tensor  # per row and kv head: 0 where it attends, -inf beyond
 
 
@@ -123,21 +127,22 @@ class _Gathered:
         return _Bucket(
             rows_N=None if len(rows) == len(positions_R) else torch.from_numpy(rows).to(device),
             pages=torch.from_numpy(own.reshape(-1)).to(device),
+            positions_N=torch.from_numpy(positions_R[rows]).to(device),
             bias_B1L=bias_NL.to(device).repeat_interleave(kv_heads, dim=0)[:, None],
         )
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, reach: Reach = ALL) -> Tensor:
         cache = self._cache
         cache.k_NKDP[layer][self._pages_R, :, :, self._offsets_R] = k_TKD
         cache.v_NKPD[layer][self._pages_R, :, self._offsets_R] = v_TKD
         if len(self._buckets) == 1:
-            return self._attend_bucket(self._buckets[0], layer, q_THD)
+            return self._attend_bucket(self._buckets[0], layer, q_THD, reach)
         out_THD = torch.empty_like(q_THD)
         for bucket in self._buckets:
-            out_THD[bucket.rows_N] = self._attend_bucket(bucket, layer, q_THD)
+            out_THD[bucket.rows_N] = self._attend_bucket(bucket, layer, q_THD, reach)
         return out_THD
 
-    def _attend_bucket(self, bucket: _Bucket, layer: int, q_THD: Tensor) -> Tensor:
+    def _attend_bucket(self, bucket: _Bucket, layer: int, q_THD: Tensor, reach: Reach) -> Tensor:
         q_NHD = q_THD if bucket.rows_N is None else q_THD[bucket.rows_N]
         rows, heads, head_dim = q_NHD.shape
         k_MKDP, v_MKPD = (
@@ -147,7 +152,16 @@ class _Gathered:
         k_BDL = k_MKDP.view(rows, -1, kv_heads, head_dim, PAGE_TOKENS).permute(0, 2, 3, 1, 4).flatten(3).flatten(0, 1)
         v_BLD = v_MKPD.view(rows, -1, kv_heads, PAGE_TOKENS, head_dim).transpose(1, 2).flatten(2, 3).flatten(0, 1)
         q_BGD = q_NHD.reshape(rows * kv_heads, -1, head_dim)
-        return _weighted_values(q_BGD, k_BDL, v_BLD, bucket.bias_B1L).reshape(rows, heads, head_dim)
+        if not reach.window and reach.sinks_H is None:
+            return _weighted_values(q_BGD, k_BDL, v_BLD, bucket.bias_B1L).reshape(rows, heads, head_dim)
+        bias_B1L = bucket.bias_B1L
+        if reach.window:
+            lost_NL = torch.arange(k_BDL.shape[2], device=q_BGD.device) <= bucket.positions_N[:, None] - reach.window
+            bias_B1L = bias_B1L.masked_fill(lost_NL.repeat_interleave(kv_heads, dim=0)[:, None], -torch.inf)
+        scores_BGL = torch.baddbmm(bias_B1L.float(), q_BGD.float(), k_BDL.float(), alpha=head_dim**-0.5)
+        scores_KGNL = scores_BGL.view(rows, kv_heads, *scores_BGL.shape[1:]).permute(1, 2, 0, 3)
+        weights_BGL = softmax_beside(scores_KGNL, reach.sinks_H).permute(2, 0, 1, 3).flatten(0, 1)
+        return torch.bmm(weights_BGL, v_BLD.float()).to(q_THD.dtype).reshape(rows, heads, head_dim)
 
 
 def _weighted_values(q_BGD: Tensor, k_BDL: Tensor, v_BLD: Tensor, bias_B1L: Tensor) -> Tensor:

@@ -150,8 +150,8 @@ def truncate(logprobs_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor) -> tuple[Ten
     sorted_CK, ids_CK = sorted_CV[:, :width].clone(), ids_CV[:, :width]
     rank_K = torch.arange(width, device=logprobs_CV.device)
     sorted_CK.masked_fill_(rank_K[None] >= top_k_C[:, None], -torch.inf)
-    probs_CK = sorted_CK.double().exp()
-    before_CK = probs_CK.cumsum(-1) - probs_CK
-    beyond_CK = before_CK >= (top_p_C * probs_CK.sum(-1))[:, None]
-    beyond_CK[:, 0] = False
+    reached_CK = sorted_CK.double().exp().cumsum(-1)
+    beyond_CK = torch.zeros_like(reached_CK, dtype=torch.bool)
+    # What is before a candidate, as it was summed: a difference would round, and equals at p would not be equal.
+    beyond_CK[:, 1:] = reached_CK[:, :-1] >= top_p_C[:, None] * reached_CK[:, -1:]
     return sorted_CK.masked_fill_(beyond_CK & (top_p_C < 1.0)[:, None], -torch.inf), ids_CK

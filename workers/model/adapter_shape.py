@@ -59,6 +59,7 @@ class AdapterShape:
     | layers.i.mlp.gate_up_A [2r,d], gate_B, up_B [f,r], down_A [r,f], down_B [d,r]                 | train_mlp     |
     | of experts: gate_B, up_B [E,f,r] and down_A [E,r,f] per expert, gate_up_A and down_B shared   | train_mlp     |
     | not `shared`: each_gate_up_A [E,2r,d] and each_down_B [E,d,r] instead of gate_up_A and down_B  | train_mlp     |
+    | experts of every token: layers.i.mlp.shared.gate_up_A and so on, as of a dense MLP            | train_mlp     |
     | unembed_A [r,d], unembed_B [V,r]                                                              | train_unembed |
     """
 
@@ -107,7 +108,7 @@ class AdapterShape:
             if self.train_attn:
                 yield from self._attn(f"layers.{layer}.attn.")
             if self.train_mlp:
-                yield from self._mlp(f"layers.{layer}.mlp.", config.is_moe(layer))
+                yield from self._mlp_of(f"layers.{layer}.mlp.", config.is_moe(layer))
         if self.train_unembed:
             yield "unembed_A", (r, d), d
             yield "unembed_B", (config.vocab_size, r), 0
@@ -121,11 +122,19 @@ class AdapterShape:
         yield at + "o_A", (r, q), q
         yield at + "o_B", (d, r), 0
 
-    def _mlp(self, at: str, moe: bool) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    def _mlp_of(self, at: str, moe: bool) -> Iterator[tuple[str, tuple[int, ...], int]]:
+        config = self.config
+        if not moe:
+            yield from self._mlp(at, config.intermediate_size)
+            return
+        yield from self._mlp(at, config.moe_intermediate_size, (config.num_experts,))
+        if config.shared_intermediate_size:
+            yield from self._mlp(at + "shared.", config.shared_intermediate_size)
+
+    def _mlp(self, at: str, f: int, per: tuple[int, ...] = ()) -> Iterator[tuple[str, tuple[int, ...], int]]:
+        """`per` is the number of experts, if any."""
         r, d = self.rank, self.config.hidden_size
-        f = self.config.moe_intermediate_size if moe else self.config.intermediate_size
-        per = (self.config.num_experts,) if moe else ()
-        each = moe and not self.shared
+        each = per and not self.shared
         yield (at + "each_gate_up_A", (*per, 2 * r, d), d) if each else (at + "gate_up_A", (2 * r, d), d)
         yield at + "gate_B", (*per, f, r), 0
         yield at + "up_B", (*per, f, r), 0

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.model.config import ARCHITECTURES, DecoderConfig, UnsupportedModel, read_config, read_json
+from workers.model.adapter_shape import AdapterShape
+from workers.model.config import DecoderConfig, UnsupportedModel, read_json
+from workers.model.families.read import read_config
 
-__all__ = ["ARCHITECTURES", "DecoderConfig", "ModelCard", "UnsupportedModel", "read_card", "weight_files"]
+__all__ = ["DecoderConfig", "ModelCard", "UnsupportedModel", "read_card", "weight_files"]
 
 #: Any one of these sets of files makes a tokenizer that transformers can load.
 TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -49,6 +51,10 @@ class ModelCard:
     @property
     def num_experts(self) -> int:
         return self.config.num_experts
+
+    def adapter_parameters(self, rank: int, attn: bool, mlp: bool, unembed: bool) -> int:
+        """Of a run's adapter that trains these parts."""
+        return AdapterShape(self.config, rank, attn, mlp, unembed).num_parameters
 
 
 def read_card(name: str, path: str | Path) -> ModelCard:

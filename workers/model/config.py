@@ -1,20 +1,15 @@
-"""The numbers that define a decoder, read from a model folder's config.json without torch or transformers.
+"""The numbers and choices that define a decoder. No torch, no files: `families/` reads them from a model folder.
 
-The API process (which must stay free of torch) and the workers read the same file through the same code, so they can
-never disagree about what a model is. Anything the decoder cannot compute exactly is refused here, by name.
-Reads both layouts of config.json: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before).
+The API process (which must stay free of torch) and the workers get them through the same code, so they can never
+disagree about what a model is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
-ROPE_TYPES = ("default", "llama3")
 
 
 class UnsupportedModel(ValueError):
@@ -26,21 +21,53 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. `factor` is None for the default kind; with a factor the four numbers are those of
-    Llama 3.1, which stretches only the long wavelengths."""
+    """Rotary position embedding. `kind` is default, linear, llama3 or yarn; all but the first stretch wavelengths by
+    `factor`, llama3 only those longer than the original context, yarn those that turn less than `beta_slow` times in
+    it. `partial` is the share of a head that turns; `attention_factor` multiplies cos and sin."""
 
     theta: float = 10000.0
-    factor: float | None = None
+    kind: str = "default"
+    factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context_length: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    partial: float = 1.0
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How a mixture chooses its experts. `scores`: "softmax" over all experts, "sigmoid" of each, or "chosen", softmax
+    over the chosen ones. With `correction` each expert has a frozen number that counts for the choice alone. Of
+    `groups` of experts, only the best `groups_per_token` are chosen from. Weights are multiplied by `scaling`."""
+
+    scores: str = "softmax"
+    correction: bool = False
+    groups: int = 1
+    groups_per_token: int = 1
+    scaling: float = 1.0
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """What an MLP computes of gate and up: silu(gate) * up; with a `limit`, clamped as gpt-oss has it."""
+
+    limit: float | None = None
+    alpha: float = 1.0
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
     """The whole shape of a decoder. `num_experts` 0 means every layer is dense; in a mixture-of-experts model
     `dense_layers` names the layers that are dense all the same. `intermediate_size` is the width of a dense MLP,
-    `moe_intermediate_size` that of one expert."""
+    `moe_intermediate_size` that of one expert, `shared_intermediate_size` that of the experts that every token has (0:
+    none). `qk_norm` is "head", "whole" (over all heads together) or "". Layers in `window_layers` attend to the last
+    `window` positions, the token's own included. A checkpoint may hold `prediction_layers` more layers, which are not
+    loaded."""
 
     architecture: str
     vocab_size: int
@@ -54,12 +81,22 @@ class DecoderConfig:
     norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
     tie_embeddings: bool = False
-    qk_norm: bool = True
+    qk_norm: str = "head"
+    qkv_bias: bool = False
+    o_bias: bool = False
+    sinks: bool = False
+    window: int = 0
+    window_layers: tuple[int, ...] = ()
     num_experts: int = 0
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
+    shared_intermediate_size: int = 0
     norm_topk: bool = False
     dense_layers: tuple[int, ...] = ()
+    router: RouterConfig = RouterConfig()
+    gate: GateConfig = GateConfig()
+    expert_bias: bool = False
+    prediction_layers: int = 0
 
     @property
     def mixture_layers(self) -> tuple[int, ...]:
@@ -69,6 +106,10 @@ class DecoderConfig:
         """Whether this layer's MLP is a mixture of experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
+    def window_of(self, layer: int) -> int:
+        """How many positions this layer attends to; 0: all."""
+        return self.window if layer in self.window_layers else 0
+
     @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
@@ -76,6 +117,24 @@ class DecoderConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """The widths that its MLPs have."""
+        dense = self.intermediate_size if len(self.mixture_layers) < self.num_layers else 0
+        return tuple(sorted({dense, self.moe_intermediate_size, self.shared_intermediate_size} - {0}))
+
+    @property
+    def active_parameters(self) -> int:
+        """Of the matrices that one token is multiplied with: attention, the chosen and shared experts or the MLP, the
+        head."""
+        dense = self.num_layers - len(self.mixture_layers)
+        chosen = self.experts_per_token * self.moe_intermediate_size + self.shared_intermediate_size
+        experts = len(self.mixture_layers) * chosen
+        attention = self.num_layers * 2 * (self.q_size + self.kv_size)
+        mlp = 3 * (dense * self.intermediate_size + experts)
+        router = len(self.mixture_layers) * self.num_experts
+        return self.hidden_size * (attention + mlp + router + self.vocab_size)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -89,102 +148,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(data).__name__}")
     return data
-
-
-def read_config(name: str, path: Path) -> DecoderConfig:
-    """The decoder's numbers from `path/config.json`. Raises UnsupportedModel for anything else."""
-    raw = read_json(path / "config.json")
-    if not raw:
-        raise UnsupportedModel(name, path, "no config.json in the folder", "a local Hugging Face model folder")
-    architecture = _architecture(name, path, raw)
-    _refuse_features(name, path, raw)
-
-    def need(key: str) -> int:
-        value = raw.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise UnsupportedModel(name, path, f"config.json has {key}={value!r}", "a positive integer there")
-        return value
-
-    heads, layers, hidden = need("num_attention_heads"), need("num_hidden_layers"), need("hidden_size")
-    fallback_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden // heads
-    kv_heads = raw.get("num_key_value_heads") or heads
-    if heads % kv_heads:
-        raise UnsupportedModel(name, path, f"{heads} heads over {kv_heads} key-value heads", "a whole number of groups")
-    return DecoderConfig(
-        architecture=architecture,
-        vocab_size=need("vocab_size"),
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=raw.get("head_dim") or fallback_head_dim,
-        intermediate_size=need("intermediate_size"),
-        context_length=need("max_position_embeddings"),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_rope(name, path, raw),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qk_norm=architecture != "LlamaForCausalLM",
-        **(_experts(name, path, raw, layers) if architecture == "Qwen3MoeForCausalLM" else {}),
-    )
-
-
-def _architecture(name: str, path: Path, raw: Mapping[str, Any]) -> str:
-    found = raw.get("architectures") or []
-    if len(found) != 1 or found[0] not in ARCHITECTURES:
-        raise UnsupportedModel(name, path, f"architectures={found!r}", ", ".join(ARCHITECTURES))
-    return str(found[0])
-
-
-def _refuse_features(name: str, path: Path, raw: Mapping[str, Any]) -> None:
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise UnsupportedModel(name, path, f"quantization_config ({method})", "float32, bfloat16 and float16 weights")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModel(name, path, f"hidden_act={raw['hidden_act']!r}", "silu")
-    windowed = "sliding_attention" in (raw.get("layer_types") or [])
-    if windowed or (raw.get("use_sliding_window") and raw.get("sliding_window")):
-        raise UnsupportedModel(name, path, "sliding window attention", "full attention (use_sliding_window=false)")
-    for key in ("attention_bias", "mlp_bias"):
-        if raw.get(key):
-            raise UnsupportedModel(name, path, f"{key}=true", "projections without bias")
-
-
-def _rope(name: str, path: Path, raw: Mapping[str, Any]) -> RopeConfig:
-    new = raw.get("rope_parameters") or {}
-    old = raw.get("rope_scaling") or {}
-    numbers = {**old, **new}
-    kind = numbers.get("rope_type") or numbers.get("type") or "default"
-    theta = float(numbers.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    partial = float(numbers.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
-    if kind not in ROPE_TYPES or partial != 1.0:
-        problem = f"rope_type={kind!r}" if partial == 1.0 else f"partial_rotary_factor={partial}"
-        raise UnsupportedModel(name, path, problem, "rope_type default or llama3 over the whole head")
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    missing = [k for k in ("factor", "low_freq_factor", "high_freq_factor") if k not in numbers]
-    if missing:
-        raise UnsupportedModel(name, path, f"llama3 rope without {', '.join(missing)}", "all llama3 rope numbers")
-    return RopeConfig(
-        theta=theta,
-        factor=float(numbers["factor"]),
-        low_freq_factor=float(numbers["low_freq_factor"]),
-        high_freq_factor=float(numbers["high_freq_factor"]),
-        original_context_length=int(numbers.get("original_max_position_embeddings") or raw["max_position_embeddings"]),
-    )
-
-
-def _experts(name: str, path: Path, raw: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    # transformers 5 writes the number of experts as num_local_experts, earlier versions as num_experts.
-    experts = raw.get("num_experts") or raw.get("num_local_experts")
-    per_token, width = raw.get("num_experts_per_tok"), raw.get("moe_intermediate_size")
-    if not experts or not per_token or not width or per_token > experts:
-        problem = f"num_experts={experts!r}, num_experts_per_tok={per_token!r}, moe_intermediate_size={width!r}"
-        raise UnsupportedModel(name, path, problem, "three positive integers, no more experts per token than experts")
-    only, step = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step") or 1
-    return {
-        "num_experts": experts,
-        "experts_per_token": per_token,
-        "moe_intermediate_size": width,
-        "norm_topk": bool(raw.get("norm_topk_prob", False)),
-        "dense_layers": tuple(i for i in range(layers) if i in only or (i + 1) % step),
-    }

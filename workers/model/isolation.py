@@ -19,17 +19,19 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.base_mm import MIN_ROWS, base_mm
+from workers.model.config import GateConfig
 from workers.model.native.build import processor
 from workers.model.native.gemm import packed
+from workers.model.parts.gate import again, gated
 
 if TYPE_CHECKING:
     from workers.model.decoder import Decoder
@@ -48,7 +50,7 @@ MAX_ALIGNED_WIDTH = 1 << 16
 
 #: Environment variables that make matrix libraries compute in another way.
 _LIBRARIES = ("MKL_", "OMP_", "KMP_", "DNNL_", "ONEDNN_", "ATEN_", "OPENBLAS_", "LD_PRELOAD")
-_CODE = ("isolation.py", "base_mm.py")
+_CODE = ("isolation.py", "base_mm.py", "parts/gate.py")
 
 
 class Isolation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,9 +79,11 @@ def probe(decoder: Decoder, kept: Path | None = None) -> Isolation:
 def _kept(decoder: Decoder, folder: Path) -> Isolation:
     config = decoder.config
     weights = [(list(w.shape), str(w.dtype), packed(w) is not None) for w in _shapes(decoder)]
-    widths = (config.moe_intermediate_size, config.intermediate_size)
-
-    return once(folder, f"{weights} {widths}", lambda: choose(decoder))
+    return once(
+        folder,
+        f"{weights} {config.mlp_widths} {config.gate} {config.router} {config.num_experts}",
+        lambda: choose(decoder),
+    )
 
 
 def choose(decoder: Decoder) -> Isolation:
@@ -97,10 +101,9 @@ def choose(decoder: Decoder) -> Isolation:
 def _shapes(decoder: Decoder) -> list[Tensor]:
     """One weight [out, in] of every distinct shape; experts share theirs."""
     found: dict[tuple[int, ...], Tensor] = {}
-    for weight in decoder.parameters():
-        if weight.ndim >= 2:
-            flat = weight[0] if weight.ndim == 3 else weight
-            found.setdefault(tuple(flat.shape), flat)
+    for weight in [decoder.embed, *decoder.products()]:
+        flat = weight[0] if weight.ndim == 3 else weight
+        found.setdefault(tuple(flat.shape), flat)
     return list(found.values())
 
 
@@ -121,10 +124,14 @@ def _differences(decoder: Decoder, shapes: list[Tensor]) -> Iterator[str]:
         if width <= MAX_ALIGNED_WIDTH and _depends_on_alignment(width, decoder.device):
             yield f"products of rows of {width} depend on where in memory they lie"
     config = decoder.config
-    for width in {config.moe_intermediate_size, config.intermediate_size} - {0}:
-        at = _first_difference(_activation, 2 * width, MAX_ROWS, decoder.device)
+    for width in config.mlp_widths:
+        at = _first_difference(partial(_activation, config.gate), 2 * width, MAX_ROWS, decoder.device)
         if at is not None:
             yield f"silu over rows of {width} gives {at} rows other bits than {MAX_ROWS}"
+    if config.num_experts and config.router.scores == "sigmoid":
+        at = _first_difference(torch.sigmoid, config.num_experts, MAX_ROWS, decoder.device)
+        if at is not None:
+            yield f"sigmoid over rows of {config.num_experts} gives {at} rows other bits than {MAX_ROWS}"
 
 
 def _depends_on_alignment(width: int, device: torch.device) -> bool:
@@ -158,12 +165,12 @@ def _gradient(x: Tensor, a: Tensor) -> Tensor:
     return torch.zeros_like(a).addmm_(u.t(), x, alpha=0.5)
 
 
-def _activation(gate_up_PG: Tensor) -> Tensor:
+def _activation(config: GateConfig, gate_up_PG: Tensor) -> Tensor:
     """What an MLP computes between its products, forward and backward."""
     gate, up = gate_up_PG.chunk(2, dim=1)
-    sigmoid = torch.sigmoid(gate)
-    hidden = F.silu(gate) * up
-    return torch.cat((hidden, up * (sigmoid * (1 + gate * (1 - sigmoid))), (hidden * up).sum(-1, keepdim=True)), dim=1)
+    hidden, dgate_up = gated(config, gate, up), torch.empty_like(gate_up_PG)
+    again(config, gate, up).backward(torch.ones_like(hidden), *dgate_up.chunk(2, dim=1))
+    return torch.cat((hidden, dgate_up, (hidden * up).sum(-1, keepdim=True)), dim=1)
 
 
 def _first_difference(of: Callable[[Tensor], Tensor], width: int, rows: int, device: torch.device) -> int | None:
@@ -195,7 +202,7 @@ def once(folder: Path, weights: str, trial: Callable[[], Isolation]) -> Isolatio
 
 
 def _circumstances(weights: str) -> str:
-    code = [Path(__file__).with_name(name).read_text() for name in _CODE]
+    code = [(Path(__file__).parent / name).read_text() for name in _CODE]
     settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_LIBRARIES))
     facts = [torch.__version__, torch.__config__.show(), str(torch.get_num_threads()), processor(), weights]
     return hashlib.sha256("\n".join([*code, *settings, *facts]).encode()).hexdigest()[:32]

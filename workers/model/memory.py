@@ -45,6 +45,7 @@ def kept_bytes(config: DecoderConfig) -> int:
     attention = 7 * config.q_size + 6 * config.kv_size
     dense = 5 * config.intermediate_size
     experts = config.experts_per_token * (2 * config.moe_intermediate_size + 16) + 3 * config.num_experts
+    experts += 5 * config.shared_intermediate_size
     return 4 * (6 * config.hidden_size + attention + (experts if config.num_experts else dense))
 
 

@@ -15,14 +15,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from workers.model.base_mm import per_expert
+from workers.model.config import GateConfig
 from workers.model.lora import own_rows
 from workers.model.lora_products import LoraProducts, products_of
 from workers.model.lora_rows import LoraRows
+from workers.model.parts.gate import again, gated
 from workers.model.routing import Routing
 
 
@@ -39,26 +40,35 @@ class Names(NamedTuple):
 
     @classmethod
     def of_layer(cls, layer: int) -> Names:
+        return cls.at(f"layers.{layer}.mlp.")
+
+    @classmethod
+    def at(cls, prefix: str) -> Names:
         tensors = ("gate_up_A", "gate_B", "up_B", "down_A", "down_B", "each_gate_up_A", "each_down_B")
-        return cls(*(f"layers.{layer}.mlp.{tensor}" for tensor in tensors))
+        return cls(*(prefix + tensor for tensor in tensors))
+
+
+class Experts(NamedTuple):
+    """The frozen experts of a layer; gate_up_EGD stacks gate over up (G = 2F)."""
+
+    gate_up_EGD: Tensor
+    down_EDF: Tensor
+    gate: GateConfig = GateConfig()
+    gate_up_bias_EG: Tensor | None = None
+    down_bias_ED: Tensor | None = None
 
 
 def expert_block(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    gate_up_EGD: Tensor,
-    down_EDF: Tensor,
-    names: Names,
-    rows: LoraRows | None,
+    x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: Experts, names: Names, rows: LoraRows | None
 ) -> Tensor:
-    """sum_k weights[:, k] * down_e(silu(gate_e x) * up_e x) with e = experts[:, k]; gate_up_EGD stacks gate over up
-    (G = 2F). Differentiable in x and weights; gradients of adapters go to `rows.grads`."""
+    """sum_k weights[:, k] * down_e(gated(gate_e x, up_e x)) with e = experts[:, k] (`parts/gate.py`). Differentiable in
+    x and weights; gradients of adapters go to `rows.grads`."""
     if rows is not None and rows.apart:
         own = zip(*(own_rows(t, rows) for t in (x_TD, weights_TK, experts_TK)), rows.singles, strict=True)
-        return torch.cat([expert_block(x, w, e, gate_up_EGD, down_EDF, names, single) for x, w, e, single in own])
+        return torch.cat([expert_block(x, w, e, experts, names, single) for x, w, e, single in own])
+    gate_up_EGD, down_EDF = experts.gate_up_EGD, experts.down_EDF
     routing = Routing(experts_TK, gate_up_EGD.shape[0])
-    plan = _Plan(routing, names, _Adapters.of(rows, routing, names, gate_up_EGD))
+    plan = _Plan(routing, experts, names, _Adapters.of(rows, routing, names, gate_up_EGD))
     trigger = rows.trigger(rows.groups(names.down_a)) if rows is not None and plan.adapters is not None else None
     if torch.is_grad_enabled() and (trigger is not None or x_TD.requires_grad or weights_TK.requires_grad):
         out = _ExpertBlock.apply(x_TD, weights_TK, trigger, gate_up_EGD, down_EDF, plan)  # type: ignore[no-untyped-call]
@@ -87,6 +97,7 @@ class _Adapters(NamedTuple):
 
 class _Plan(NamedTuple):
     routing: Routing
+    experts: Experts
     names: Names
     adapters: _Adapters | None
 
@@ -105,12 +116,16 @@ def _forward(
     f = down_EDF.shape[2]
     x_PD = x_TD.to(gate_up_EGD.dtype).index_select(0, routing.token)
     gate_up_PG = _base(x_PD, gate_up_EGD, routing)
+    if plan.experts.gate_up_bias_EG is not None:
+        gate_up_PG = gate_up_PG + plan.experts.gate_up_bias_EG[routing.experts]
     u_P = v_P = combined_T = None
     if adapters is not None:
         u_P = _gate_up_shrink(x_TD, adapters, plan)
         adapters.paired.add(gate_up_PG, None, u_P, "", ((names.gate_b, f), (names.up_b, f)), scaled=False)
-    h_PF = F.silu(gate_up_PG[:, :f]) * gate_up_PG[:, f:]
+    h_PF = gated(plan.experts.gate, gate_up_PG[:, :f], gate_up_PG[:, f:])
     y_PD = _base(h_PF, down_EDF, routing)
+    if plan.experts.down_bias_ED is not None:
+        y_PD = y_PD + plan.experts.down_bias_ED[routing.experts]
     if adapters is not None:
         v_P = h_PF.new_zeros(len(h_PF), adapters.paired.max_rank)
         adapters.paired.shrink(h_PF, v_P, names.down_a, scaled=False)
@@ -118,7 +133,7 @@ def _forward(
             adapters.each.expand(y_PD, v_P, names.each_down_b, scaled=True)
     out_TD = torch.bmm(weights_TK[:, None, :], _per_token(y_PD, routing)).squeeze(1)
     if adapters is not None and adapters.shared is not None and v_P is not None:
-        combined_T = (_per_token(v_P, routing) * weights_TK[:, :, None]).sum(1) * adapters.scale_T1
+        combined_T = _over_choices(_per_token(v_P, routing) * weights_TK[:, :, None]) * adapters.scale_T1
         adapters.shared.expand(out_TD, combined_T, names.down_b, scaled=False)
     return out_TD, gate_up_PG, u_P, v_P, combined_T
 
@@ -137,6 +152,17 @@ def _gate_up_shrink(x_TD: Tensor, adapters: _Adapters, plan: _Plan) -> Tensor:
 def _per_token(x_PI: Tensor, routing: Routing) -> Tensor:
     """[P, I] sorted by expert -> [T, K, I]."""
     return x_PI.index_select(0, routing.inverse).view(-1, routing.choices, x_PI.shape[1])
+
+
+def _over_choices(x_TKI: Tensor) -> Tensor:
+    """The sum over K, first to last. On a CPU torch's own sum has an order that depends on I, and so a group's numbers
+    would depend on the largest rank in the batch."""
+    if x_TKI.is_cuda:
+        return x_TKI.sum(1)
+    total_TI = x_TKI[:, 0]
+    for choice in range(1, x_TKI.shape[1]):
+        total_TI = total_TI + x_TKI[:, choice]
+    return total_TI
 
 
 class _ExpertBlock(torch.autograd.Function):
@@ -164,22 +190,22 @@ class _ExpertBlock(torch.autograd.Function):
         routing = plan.routing
         dout_TD = dout_TD.contiguous()
         f = down_EDF.shape[2]
-        gate, up = gate_up_PG[:, :f], gate_up_PG[:, f:]
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        h_PF = silu * up
+        inner = again(plan.experts.gate, gate_up_PG[:, :f], gate_up_PG[:, f:])
+        h_PF = inner.h
         weights_P1 = weights_TK.reshape(-1)[routing.order][:, None]
 
         dout_PD = dout_TD.to(down_EDF.dtype).index_select(0, routing.token)
         dh_PF = _base(dout_PD, down_EDF, routing, transposed=True)  # before the router weight
         if plan.adapters is not None:
             _down_backward(dh_PF, dout_TD, h_PF, weights_P1, (v_P, combined_T), plan, plan.adapters)
-        dweights_TK = (dh_PF * h_PF).sum(-1)[routing.inverse].view_as(weights_TK)
+        dweights_P = (dh_PF * h_PF).sum(-1)
+        if plan.experts.down_bias_ED is not None:
+            dweights_P += (dout_TD[routing.token] * plan.experts.down_bias_ED[routing.experts]).sum(-1)
+        dweights_TK = dweights_P[routing.inverse].view_as(weights_TK)
         dh_PF *= weights_P1
 
         dgate_up_PG = torch.empty_like(gate_up_PG)
-        torch.mul(dh_PF, silu, out=dgate_up_PG[:, f:])
-        torch.mul(dh_PF * up, sigmoid * (1 + gate * (1 - sigmoid)), out=dgate_up_PG[:, :f])
+        inner.backward(dh_PF, dgate_up_PG[:, :f], dgate_up_PG[:, f:])
         dx_PD = None
         if ctx.needs_input_grad[0]:
             dx_PD = _base(dgate_up_PG, gate_up_EGD, routing, transposed=True)
@@ -240,7 +266,7 @@ def _shared_backward(
     dx_TD: Tensor | None, du_P: Tensor, x_TD: Tensor, plan: _Plan, shared: LoraProducts, scale_T1: Tensor
 ) -> None:
     """Add to dx in place and to the gradients of the shared factors of gate and up."""
-    du_T = _per_token(du_P, plan.routing).sum(1) * scale_T1
+    du_T = _over_choices(_per_token(du_P, plan.routing)) * scale_T1
     shared.outer(du_T, x_TD, plan.names.gate_up_a, stack=2, scaled=False)
     if dx_TD is not None:
         shared.expand(dx_TD, du_T, plan.names.gate_up_a, stack=2, scaled=False)

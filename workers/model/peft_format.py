@@ -34,11 +34,17 @@ PEFT_FOLDER = "peft"
 
 _PREFIX = "base_model.model."
 _EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_LONG_NAMES = {short: name for name, short in _EXPERT_NAMES.items()}
+#: Of all experts, as Tinker's layout has it, or of one, as Mixtral's adapters have it.
+_SHORT = re.compile(r"(\.experts\.(?:\d+\.)?)(w[123])")
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 _EXPERT = re.compile(r"(?P<mlp>.+\.mlp\.experts)\.(?P<expert>\d+)\.(?P<name>gate_proj|up_proj|down_proj)")
-_LAYER = re.compile(r"model\.(?P<layer>layers\.\d+)\.(?P<part>self_attn|mlp\.experts|mlp)\.(?P<name>\w+)")
+_PART = r"(?P<part>self_attn|mlp\.experts|mlp\.shared_experts|mlp)"
+_LAYER = re.compile(rf"model\.(?P<layer>layers\.\d+)\.{_PART}\.(?P<name>\w+)")
+#: What Mixtral's checkpoints call a mixture, and so adapters that were trained on it.
+_MIXTRAL = ".block_sparse_moe."
 _PARTS = {"self_attn": "q_proj k_proj v_proj o_proj", "mlp": "gate_proj up_proj down_proj"}
-_PARTS["mlp.experts"] = _PARTS["mlp"]
+_PARTS["mlp.experts"] = _PARTS["mlp.shared_experts"] = _PARTS["mlp"]
 #: The factors on the hidden side of experts.
 _OUTER = (("gate_proj", "A"), ("up_proj", "A"), ("down_proj", "B"))
 
@@ -107,7 +113,7 @@ def _pairs(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
             for part, part_a in zip("qkv", np.split(a, 3), strict=True):
                 yield f"{module}{part}_proj", part_a, tensors[f"{at}{part}_B"]
             yield f"{module}o_proj", tensors[f"{at}o_A"], tensors[f"{at}o_B"]
-        elif name.endswith(".mlp.gate_up_A"):
+        elif name.endswith((".mlp.gate_up_A", ".mlp.shared.gate_up_A")):
             yield from _mlp_pairs(name.removesuffix("gate_up_A"), tensors)
         elif name.endswith(".mlp.each_gate_up_A"):
             yield from _each_pairs(name.removesuffix("each_gate_up_A"), tensors)
@@ -116,7 +122,7 @@ def _pairs(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
 def _mlp_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
     gate_a, up_a = np.split(tensors[f"{at}gate_up_A"], 2)
     gate_b, up_b, down_a, down_b = (tensors[at + name] for name in ("gate_B", "up_B", "down_A", "down_B"))
-    module = f"model.{at}"
+    module = f"model.{at}".replace(".mlp.shared.", ".mlp.shared_experts.")
     if gate_b.ndim == 3:
         module += "experts."
         gate_a, up_a, down_b = gate_a[None], up_a[None], down_b[None]
@@ -187,8 +193,10 @@ def read_layout(found: Mapping[str, Array]) -> dict[str, Array]:
             raise PeftFormatError(f"{layer}.{part}: has {', '.join(sorted(pairs))}, needs {_PARTS[part]}")
         if part == "self_attn":
             tensors.update(_attn(layer, pairs))
+        elif part == "mlp.shared_experts":
+            tensors.update(_mlp(f"{layer}.mlp.shared.", pairs, experts=False))
         elif part == "mlp" or shared:
-            tensors.update(_mlp(layer, pairs, experts=part == "mlp.experts"))
+            tensors.update(_mlp(f"{layer}.mlp.", pairs, experts=part == "mlp.experts"))
         else:
             tensors.update(_each(layer, pairs))
     return tensors
@@ -196,14 +204,12 @@ def read_layout(found: Mapping[str, Array]) -> dict[str, Array]:
 
 def _by_module(found: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
     modules: dict[str, dict[str, Array]] = {}
-    names = {f"experts.{short}": f"experts.{name}" for name, short in _EXPERT_NAMES.items()}
     for key, tensor in found.items():
         match = _KEY.fullmatch(key)
         if match is None:
             raise PeftFormatError(f"tensor {key} is no LoRA factor")
-        before, dot, last = match["module"].rpartition("experts.")
-        module = before + names.get(dot + last, dot + last)
-        modules.setdefault(module, {})[match["factor"]] = tensor
+        module = _SHORT.sub(lambda short: f"{short[1]}{_LONG_NAMES[short[2]]}", match["module"])
+        modules.setdefault(module.replace(_MIXTRAL, ".mlp."), {})[match["factor"]] = tensor
     return modules
 
 
@@ -233,10 +239,9 @@ def _attn(layer: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Arr
     return found | {f"{at}o_A": pairs["o_proj"]["A"], f"{at}o_B": pairs["o_proj"]["B"]}
 
 
-def _mlp(layer: str, pairs: Mapping[str, Mapping[str, Array]], *, experts: bool) -> dict[str, Array]:
-    at = f"{layer}.mlp."
+def _mlp(at: str, pairs: Mapping[str, Mapping[str, Array]], *, experts: bool) -> dict[str, Array]:
     gate_a, up_a, down_b = (x[0] for x in _outer(pairs)) if experts else _outer(pairs)
-    return _inner(at, pairs) | {f"{at}gate_up_A": _concatenate(layer, [gate_a, up_a]), f"{at}down_B": down_b}
+    return _inner(at, pairs) | {f"{at}gate_up_A": _concatenate(at, [gate_a, up_a]), f"{at}down_B": down_b}
 
 
 def _each(layer: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:

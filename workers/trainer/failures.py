@@ -1,11 +1,9 @@
-"""What the user is told of an operation that has failed, and how running out of memory is recognised."""
+"""What the user is told of an operation that has failed."""
 
 from __future__ import annotations
 
 import sys
 import traceback
-
-import torch
 
 from scheduler.links.messages import Failure
 from store.blobs import BadRef, Damaged
@@ -31,16 +29,6 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, BadRef | OSError):
         return Failure(f"the trainer could not read or write what the operation needs ({type(error).__name__})")
     return Failure(f"{type(error).__name__}: {error}")
-
-
-#: Messages of allocators without an exception class of their own (PyTorch's on a CPU, on Linux and elsewhere).
-_SIGNS = ("can't allocate memory: you tried to allocate", "not enough memory: you tried to allocate", "out of memory")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 def too_large(part: Part) -> str:

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from weft.wire.checks.custom_format import CustomLossError
+from weft.wire.checks.custom_shapes import CustomLossError
 from weft.wire.checks.losses import LOSSES, ROUTES, THRESHOLDS, clip_of
 from weft.wire.codec import ArrayDatum
 
 from workers.model.decoder import FREE, Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
 from workers.trainer.custom_losses import custom_loss
-from workers.trainer.failures import is_out_of_memory
 from workers.trainer.losses import LOSS_FUNCTIONS
 from workers.trainer.metrics import Measure, RouteCounter
+from workers.trainer.out_of_memory import is_out_of_memory
 from workers.trainer.progress import Part
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -49,16 +49,16 @@ def run_microbatch(decoder: Decoder, parts: Sequence[Part], *, trains: bool) -> 
             packed.replay_MTK,
         )
         lp_P = target_logprobs(decoder, hidden_TD, packed.rows_P, packed.targets_P, packed.lora)
-    results = [
-        _loss(part, lp_p.detach(), trains)
-        for part, lp_p in zip(parts, torch.split(lp_P, packed.positions), strict=True)
-    ]
+    results = []
+    for part, lp_p in zip(parts, torch.split(lp_P, packed.positions), strict=True):
+        with part.progress.in_loss(part):
+            results.append(_loss(part, lp_p.detach(), trains))
     if trains:
         lp_P.backward(torch.cat([result.dlp_P for result in results]))  # type: ignore[no-untyped-call]
     counts = counter.counts(packed.lora.offsets)
     for part, result, counts_LE in zip(parts, results, counts, strict=True):
         if result.problem:
-            part.progress.fail(result.problem, "user")
+            part.progress.fail(result.problem, "user", ran=True)
         part.progress.add(part, result.outputs, result.measures, counts_LE)
 
 
@@ -129,7 +129,11 @@ def _loss(part: Part, lp_P: Tensor, trains: bool) -> _Result:
     except Exception as error:
         if part.progress.custom is None or is_out_of_memory(error):
             raise
-        problem = str(error) if isinstance(error, CustomLossError) else f"the custom loss has no gradient: {error}"
+        # Never torch's own words: they may carry a number that the loss has computed.
+        known = isinstance(error, CustomLossError)
+        problem = (
+            str(error) if known else f"custom loss {part.progress.custom.loss.name!r}: torch has no gradient of it"
+        )
         return _Result(_outputs(part, lp_P.detach()), {}, torch.zeros_like(lp_P), problem[:1000])
     dlp_P = leaf_P.grad if leaf_P.grad is not None else torch.zeros_like(lp_P)
     problem = _not_finite(part, lp_P.detach(), loss.detach(), dlp_P)
@@ -141,7 +145,7 @@ def _loss(part: Part, lp_P: Tensor, trains: bool) -> _Result:
 def _evaluate(part: Part, leaf_P: Tensor) -> tuple[Tensor, dict[str, Measure]]:
     batch, custom = part.progress.batch, part.progress.custom
     if custom is not None:
-        return custom_loss(custom, leaf_P, part.data)
+        return custom_loss(custom, leaf_P, part.data, part.start)
     inputs = {name: torch.from_numpy(array).to(leaf_P.device) for name, array in _loss_inputs(part).items()}
     return LOSS_FUNCTIONS[batch.loss_fn](leaf_P, inputs, batch.loss_fn_config)
 
@@ -184,6 +188,10 @@ def _not_finite(part: Part, lp_P: Tensor, loss: Tensor, dlp_P: Tensor) -> str:
     for what, values_P in (("log-probabilities are", lp_P), ("gradient of the loss is", dlp_P)):
         for offset, values in enumerate(torch.split(values_P, sizes)):
             if not bool(torch.isfinite(values).all()):
+                if (
+                    part.progress.custom is not None
+                ):  # the position may be one that the loss has chosen to tell us something
+                    return f"datum {part.start + offset}: its {what} not finite"
                 at = int((~torch.isfinite(values)).nonzero()[0, 0])
                 return f"datum {part.start + offset}: its {what} not finite ({float(values[at])} at position {at})"
     return f"data {part.start} to {part.stop - 1}: the loss is {float(loss)}"

@@ -35,6 +35,7 @@ from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
 from workers.model.weights import load_decoder
 from workers.trainer.trainer import Trainer
+from workers.trainer.watchdog import Watchdog
 
 #: How often an idle trainer looks whether it was told to stop.
 IDLE_POLL_S = 0.5
@@ -94,16 +95,17 @@ def main(config: TrainerConfig, server: WorkerLink) -> int:
     blobs = Blobs(data_dir / "blobs", durable=basics.durable)
     signal.signal(signal.SIGTERM, stop.set)
     _log(f"loaded on {where}, with {torch.get_num_threads()} threads")
+    watchdog = Watchdog()
     if not basics.redis_url:
         pages_dir = data_dir / "pages"
         shutil.rmtree(pages_dir, ignore_errors=True)  # of a lost trainer: the journal rebuilds what was in them
-        trainer = Trainer(models, blobs, config.bounds, pages_dir)
+        trainer = Trainer(models, blobs, config.bounds, pages_dir, watchdog.limit)
         return 0 if work(trainer, server, stop) else 1
     from scheduler.links.train_link import TrainerLink  # with the client of Redis
 
     while not stop.is_set:
         with tempfile.TemporaryDirectory(prefix="weft-pages-") as pages:
-            trainer = Trainer(models, blobs, config.bounds, Path(pages))
+            trainer = Trainer(models, blobs, config.bounds, Path(pages), watchdog.limit)
             with suppress(EOFError), closing(TrainerLink(basics.redis_url, blobs, lambda: stop.is_set)) as link:
                 work(trainer, link, stop)
     return 0

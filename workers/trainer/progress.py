@@ -8,6 +8,7 @@ the same pass never touch it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from weft.wire.checks.batches import BatchRules, batch_problems, refusal
-from weft.wire.checks.custom_format import CustomLoss
 from weft.wire.checks.losses import CUSTOM, WITH_CUSTOM, loss_id_of
 from weft.wire.codec import ArrayDatum, TrainBatch, WireError, decode_train_request, encode_train_output
 from weft.wire.limits import ModelLimits
@@ -23,8 +23,11 @@ from weft.wire.limits import ModelLimits
 from scheduler.links.messages import Failure, OpKind, TrainOp
 from workers.model.adapter import Adapter
 from workers.model.config import DecoderConfig
+from workers.trainer.custom_losses import UploadedLoss
 from workers.trainer.metrics import Measure, balance_metrics, merge_measures, metric_values
 from workers.trainer.state import PartDone, RunState
+
+InLoss = Callable[["Part"], AbstractContextManager[None]]
 
 
 @dataclass(eq=False)
@@ -34,7 +37,7 @@ class Progress:
     op: TrainOp
     run: RunState
     batch: TrainBatch
-    custom: CustomLoss | None = None
+    custom: UploadedLoss | None = None
     parts: list[Part] = field(default_factory=list)
     waiting: int = 0
     ended: bool = False  # the slice that completes the operation has come
@@ -43,6 +46,7 @@ class Progress:
     measures: dict[str, Measure] = field(default_factory=dict)
     experts_LE: Tensor | None = None  # tokens per mixture layer and expert
     failure: Failure | None = None
+    in_loss: InLoss = field(default=lambda part: nullcontext())  # what the loss of a part is computed within
 
     @property
     def complete(self) -> bool:
@@ -79,9 +83,9 @@ class Progress:
         self.outputs, self.experts_LE = list(done.outputs), done.experts_LE
         self.measures = {name: Measure(total, weight) for name, (total, weight) in done.measures.items()}
 
-    def fail(self, message: str, category: str = "server") -> None:
+    def fail(self, message: str, category: str = "server", *, ran: bool = False) -> None:
         """Only the first reason counts."""
-        self.failure = self.failure or Failure(message, category)
+        self.failure = self.failure or Failure(message, category, ran)
 
     def add(
         self,
@@ -111,7 +115,7 @@ class Progress:
         being as it was. Call once."""
         grad = self.grad
         if self.failure is None and grad is not None and not bool(torch.isfinite(grad.flat).all()):
-            self.fail("the gradient that this operation gives the adapter is not finite", "user")
+            self.fail("the gradient that this operation gives the adapter is not finite", "user", ran=True)
         if self.failure is not None:
             self.abandon()
             return b"", self.failure
@@ -147,7 +151,7 @@ class BadOperation(ValueError):
 
 
 def begin(
-    op: TrainOp, run: RunState, body: bytes, config: DecoderConfig, custom_loss: Callable[[str], CustomLoss]
+    op: TrainOp, run: RunState, body: bytes, config: DecoderConfig, custom_loss: Callable[[str], UploadedLoss]
 ) -> Progress:
     """Decode and check an operation's body, for a model of this `config`. `custom_loss` finds an uploaded loss by its
     id.
@@ -166,6 +170,6 @@ def begin(
         mixture_layers=len(config.mixture_layers),
         experts_per_token=config.experts_per_token,
     )
-    for found in batch_problems(batch, BatchRules(WITH_CUSTOM, model, reads=custom.reads if custom else None)):
+    for found in batch_problems(batch, BatchRules(WITH_CUSTOM, model, reads=custom.loss.reads if custom else None)):
         raise BadOperation(refusal(found))
     return Progress(op, run, batch, custom)

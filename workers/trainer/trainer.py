@@ -12,6 +12,7 @@ that is never computed with: it is set aside, and its remaining operations in th
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import sys
@@ -19,6 +20,8 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -26,14 +29,14 @@ import msgspec
 import torch
 
 from scheduler.links.configs import TrainerBounds
-from scheduler.links.messages import Done, Failure, OpKind, Pass, PassOver, RunSpec, SetAside, Snapshot, TrainOp
+from scheduler.links.messages import Done, Failure, InLoss, OpKind, Pass, PassOver, RunSpec, SetAside, Snapshot, TrainOp
 from store.blobs import Blobs, is_lasting
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Computing
-from workers.trainer.custom_losses import CustomLosses
+from workers.trainer.custom_losses import CustomLosses, UploadedLoss, most_work_of
 from workers.trainer.failures import NotResident, failure_of
 from workers.trainer.pages import PageError
-from workers.trainer.progress import Progress, begin
+from workers.trainer.progress import Part, Progress, begin
 from workers.trainer.residency import resident_within, waves
 from workers.trainer.state import (
     RunState,
@@ -46,12 +49,17 @@ from workers.trainer.state import (
     save_snapshot,
 )
 from workers.trainer.stepping import step_runs
+from workers.trainer.watchdog import no_limit
 
 Send = Callable[[msgspec.Struct], None]
+#: Bounds what is done within it to so many seconds.
+Limit = Callable[[float], AbstractContextManager[None]]
 COMPUTE = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 #: While a run is rebuilt, and until the operations that were pending when its trainer was lost are done, its state is
 #: saved this often, so that even trainers which die again soon make progress.
 SAVE_AGAIN_S = 2.0
+#: A replay has been computed before: only a machine that is slower than it was makes it long.
+REPLAY_LIMIT = 10
 
 
 class Trainer:
@@ -64,6 +72,7 @@ class Trainer:
         blobs: Blobs,
         bounds: TrainerBounds | None = None,
         pages_dir: Path | None = None,
+        limit: Limit = no_limit,
     ) -> None:
         self.models, self.blobs, self.bounds = dict(models), blobs, bounds or TrainerBounds()
         self.runs: dict[str, RunState] = {}
@@ -74,10 +83,15 @@ class Trainer:
         self._open: dict[str, Progress] = {}  # operations with slices still to come, by their id
         self._aside: dict[str, SetAside] = {}  # runs that take no further part in this pass
         self._custom_losses = CustomLosses(blobs)
+        self._limit = limit
 
     def execute(self, pass_: Pass, send: Send) -> None:
         """Execute a pass; `send` gets a Done for each operation as soon as it is finished, Snapshots when due, and
         PassOver at the end. An error of `send` (the server is gone) ends the pass."""
+        with self._limit(pass_.limit_s or math.inf):
+            self._execute(pass_, send)
+
+    def _execute(self, pass_: Pass, send: Send) -> None:
         began, tokens = time.monotonic(), 0
         for run_id in pass_.release:
             self._forget(run_id)
@@ -265,12 +279,29 @@ class Trainer:
                         self._failed(op, error, send)
                     continue
                 self._open[op.op_id] = progress
+            if progress.custom is not None:
+                progress.in_loss = partial(self._in_loss, progress.custom, send)
             computing.plan(progress, op)
         tokens = 0
         for finished in computing.run(lambda run: self._decoder(run.spec)):
             tokens += finished.tokens
             self._finish(finished, send)
         return tokens
+
+    @contextmanager
+    def _in_loss(self, custom: UploadedLoss, send: Send, part: Part) -> Iterator[None]:
+        """Within it the uploaded loss of a part is computed. The server is told whose, for this process may be ended
+        over it."""
+        op = part.progress.op
+        limit_s = self.bounds.loss_limit_s * (1 + most_work_of(custom, part.data) / 1024)
+        if op.replay:
+            with self._limit(REPLAY_LIMIT * limit_s):
+                yield
+            return
+        send(InLoss(op.op_id, part.progress.tokens + part.tokens, limit_s))
+        with self._limit(limit_s):
+            yield
+        send(InLoss())
 
     def _begin(self, op: TrainOp) -> Progress:
         run = self._run(op)
@@ -376,7 +407,8 @@ def _leading(queues: dict[str, deque[TrainOp]], kinds: tuple[OpKind, ...], at_mo
 
 def _answer(op: TrainOp, send: Send, payload: bytes, facts: dict[str, int], failure: Failure | None) -> None:
     if not op.replay:
-        send(Done(op.op_id, b"" if failure else payload, {} if failure else facts, failure))
+        billed = failure is None or failure.ran
+        send(Done(op.op_id, b"" if failure else payload, facts if billed else {}, failure))
 
 
 def _cannot_replay(op: TrainOp, failure: Failure) -> str:

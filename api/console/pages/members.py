@@ -12,12 +12,12 @@ from api.console import sessions
 from api.console.forms import as_json
 from api.console.render import ConsoleRoute, page, say
 from api.console.security import PREFIX, ViewerDep, need_fresh
-from api.errors import Forbidden
 from api.http.access import declare
 from api.routes.members import add_member, change_role, list_members, remove_member
 from api.routes.projects import change_project, create_project, list_projects
 from api.state.service import ServiceDep
-from store import audit, people
+from api.who.credentials import changed_member
+from store import audit
 from store.roles import ROLES
 
 router = APIRouter(route_class=ConsoleRoute)
@@ -51,6 +51,7 @@ async def add(
     role: Annotated[str, Form(max_length=32)],
 ) -> Response:
     viewer.need("admin")
+    need_fresh(request, viewer)
     await add_member(as_json(request, email=email, role=role), service, viewer.who)
     return say("Member added: give them a sign-in link")
 
@@ -60,6 +61,7 @@ async def set_role(
     request: Request, service: ServiceDep, viewer: ViewerDep, user_id: str, role: Annotated[str, Form(max_length=32)]
 ) -> Response:
     viewer.need("admin")
+    need_fresh(request, viewer)
     await change_role(user_id, as_json(request, role=role), service, viewer.who)
     return say("Role changed")
 
@@ -73,16 +75,15 @@ async def remove(service: ServiceDep, viewer: ViewerDep, user_id: str) -> Respon
 
 @router.post("/members/{user_id}/link", **declare(scope="public", limit="poll"))
 async def sign_in_link(request: Request, service: ServiceDep, viewer: ViewerDep, user_id: str) -> HTMLResponse:
-    """A link that signs a member in once. It gives what the member may do, so only owners make an owner's."""
+    """A link that signs a member in once. It gives what the member may do, so it never goes beyond who makes it."""
     viewer.need("admin")
     need_fresh(request, viewer)
     who = viewer.who
 
     def write(session: Session) -> str:
-        if people.membership(session, who.org_id, user_id).role == "owner" and who.role != "owner":
-            raise Forbidden("only an owner makes a sign-in link for an owner")
+        changed_member(session, who, user_id, "make a sign-in link for this member")
         audit.record(session, org_id=who.org_id, key_id=who.key_id, event="member_link_made", target=user_id)
-        return sessions.new_link(session, who.org_id, user_id)
+        return sessions.new_link(session, who.org_id, user_id, made_by=who.actor)
 
     token = await service.database.write(write)
     base = f"{request.url.scheme}://{request.url.netloc}"

@@ -16,6 +16,7 @@ from api.console.pages.runs import run_lines
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
 from api.http.access import declare
+from api.http.client_wheel import WHEEL_PATH
 from api.state.service import ServiceDep
 from api.who.lookup import visible
 from billing import reports
@@ -61,7 +62,9 @@ async def overview(request: Request, service: ServiceDep, viewer: ViewerDep) -> 
             alerts = alerts_of(session, viewer, SHOWN_ALERTS, open_only=True)
         return {"runs": runs, "spending": spending, "alerts": alerts}
 
-    return page(request, "overview.html", viewer, **await service.read(read))
+    server = str(request.base_url).rstrip("/")
+    found = await service.read(read)
+    return page(request, "overview.html", viewer, server=server, client=server + WHEEL_PATH, **found)
 
 
 def _spending(session: Session, org_id: str) -> dict[str, Any]:

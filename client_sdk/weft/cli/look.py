@@ -8,7 +8,7 @@ import click
 from rich.live import Live
 
 from weft.cli import tables
-from weft.cli.shell import Rest, as_json, command, main, show
+from weft.cli.shell import Server, as_json, command, main, show
 from weft.version import __version__
 
 WATCH_S = 2.0
@@ -20,7 +20,7 @@ WATCH_S = 2.0
 @as_json
 @click.pass_obj
 @command
-def usage(rest: Rest, run_id: str | None, watch: bool, json_: bool) -> None:
+def usage(rest: Server, run_id: str | None, watch: bool, json_: bool) -> None:
     """Tokens and dollars, by run and kind."""
     client = rest()
     if not watch:
@@ -38,7 +38,7 @@ def usage(rest: Rest, run_id: str | None, watch: bool, json_: bool) -> None:
 @as_json
 @click.pass_obj
 @command
-def cost(rest: Rest, run_id: str, json_: bool) -> None:
+def cost(rest: Server, run_id: str, json_: bool) -> None:
     """What RUN has cost so far."""
     answer = rest().get_usage(run_id).result()
     show(answer, json_, lambda: tables.usage(answer))
@@ -48,7 +48,7 @@ def cost(rest: Rest, run_id: str, json_: bool) -> None:
 @as_json
 @click.pass_obj
 @command
-def balance(rest: Rest, json_: bool) -> None:
+def balance(rest: Server, json_: bool) -> None:
     """What you have spent, this month and ever, and what is left if the server keeps credits."""
     answer = rest().get_balance().result()
     show(answer, json_, lambda: tables.balance(answer))
@@ -58,7 +58,7 @@ def balance(rest: Rest, json_: bool) -> None:
 @as_json
 @click.pass_obj
 @command
-def budget(rest: Rest, json_: bool) -> None:
+def budget(rest: Server, json_: bool) -> None:
     """Your budgets: what is spent, held for running operations and left of each now."""
     answer = rest().get_budgets().result()
     show(answer, json_, lambda: tables.budgets(answer))
@@ -69,7 +69,7 @@ def budget(rest: Rest, json_: bool) -> None:
 @as_json
 @click.pass_obj
 @command
-def ledger(rest: Rest, before: int | None, json_: bool) -> None:
+def ledger(rest: Server, before: int | None, json_: bool) -> None:
     """Movements of your balance, the newest first."""
     answer = rest().get_ledger(before).result()
     show(answer, json_, lambda: tables.ledger(answer))
@@ -80,7 +80,7 @@ def ledger(rest: Rest, before: int | None, json_: bool) -> None:
 @as_json
 @click.pass_obj
 @command
-def prices(rest: Rest, model: str, json_: bool) -> None:
+def prices(rest: Server, model: str, json_: bool) -> None:
     """What a million tokens of MODEL cost now."""
     answer = rest().get_prices(model).result()
     show(answer, json_, lambda: tables.prices(answer))
@@ -90,7 +90,7 @@ def prices(rest: Rest, model: str, json_: bool) -> None:
 @as_json
 @click.pass_obj
 @command
-def models(rest: Rest, json_: bool) -> None:
+def models(rest: Server, json_: bool) -> None:
     """Base models that the server serves."""
     answer = rest().get_server_capabilities().result()
     show(answer, json_, lambda: tables.models(answer))
@@ -101,7 +101,7 @@ def models(rest: Rest, json_: bool) -> None:
 @as_json
 @click.pass_obj
 @command
-def runs(rest: Rest, limit: int, json_: bool) -> None:
+def runs(rest: Server, limit: int, json_: bool) -> None:
     """Training runs."""
     answer = rest().list_training_runs(limit=limit).result()
     show(answer, json_, lambda: tables.runs(answer))
@@ -113,7 +113,7 @@ def runs(rest: Rest, limit: int, json_: bool) -> None:
 @as_json
 @click.pass_obj
 @command
-def health(rest: Rest, run_id: str, window: float, json_: bool) -> None:
+def health(rest: Server, run_id: str, window: float, json_: bool) -> None:
     """How RUN's loop is doing, and what it waits for."""
     answer = rest().get_run_health(run_id, window).result()
     show(answer, json_, lambda: tables.health(answer))
@@ -123,7 +123,7 @@ def health(rest: Rest, run_id: str, window: float, json_: bool) -> None:
 @as_json
 @click.pass_obj
 @command
-def stats(rest: Rest, json_: bool) -> None:
+def stats(rest: Server, json_: bool) -> None:
     """How the server is doing: passes, shared passes, slot occupancy, queue."""
     answer = rest().get_stats().result().model_dump(mode="json", exclude_unset=True)
     show(answer, json_, lambda: tables.stats(answer))

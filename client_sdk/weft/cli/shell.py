@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ParamSpec
 
 import click
@@ -14,6 +15,7 @@ from rich.table import Table
 from weft.cli import tables
 from weft.errors import WeftError
 from weft.rest_client import RestClient
+from weft.service_client import ServiceClient
 from weft.transport.retry import RetryPolicy
 
 P = ParamSpec("P")
@@ -21,7 +23,20 @@ P = ParamSpec("P")
 #: A person waits: give up on a dead server soon, and do not wait for money.
 POLICY = RetryPolicy(budget_s=5.0, billing_budget_s=0.0)
 
-Rest = Callable[[], RestClient]
+
+@dataclass(frozen=True)
+class Server:
+    """The server that the commands ask; calling it gives the client that most of them need."""
+
+    base_url: str | None
+    api_key: str | None
+
+    def __call__(self) -> RestClient:
+        return RestClient(base_url=self.base_url, api_key=self.api_key, policy=POLICY)
+
+    def service(self) -> ServiceClient:
+        """For what needs a session."""
+        return ServiceClient(base_url=self.base_url, api_key=self.api_key, retry=POLICY, display_name="weft command")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -30,7 +45,7 @@ Rest = Callable[[], RestClient]
 @click.pass_context
 def main(context: click.Context, base_url: str | None, api_key: str | None) -> None:
     """Weft: runs, checkpoints and costs on a fine-tuning server."""
-    context.obj = lambda: RestClient(base_url=base_url, api_key=api_key, policy=POLICY)
+    context.obj = Server(base_url, api_key)
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from weft.cli import tables
-from weft.cli.shell import Rest, as_json, command, main, show
+from weft.cli.shell import Server, as_json, command, main, show
 from weft.transport.download import download_files
 from weft.wire.rest import parse_checkpoint_path
 
@@ -19,7 +19,7 @@ from weft.wire.rest import parse_checkpoint_path
 @as_json
 @click.pass_obj
 @command
-def checkpoints(rest: Rest, run_id: str | None, limit: int, json_: bool) -> None:
+def checkpoints(rest: Server, run_id: str | None, limit: int, json_: bool) -> None:
     """Saved weights."""
     client = rest()
     listed = client.list_checkpoints(run_id) if run_id else client.list_user_checkpoints(limit)
@@ -29,21 +29,9 @@ def checkpoints(rest: Rest, run_id: str | None, limit: int, json_: bool) -> None
 
 @main.command()
 @click.argument("path")
-@click.option("--to", "folder", type=click.Path(path_type=Path), help="Folder; default: named as the checkpoint.")
 @click.pass_obj
 @command
-def download(rest: Rest, path: str, folder: Path | None) -> None:
-    """Fetch the adapter files of the checkpoint at PATH (tinker://...)."""
-    target = folder or Path(parse_checkpoint_path(path).name)
-    for file in rest().download_checkpoint(path, target).result():
-        click.echo(f"{file}  {file.stat().st_size:,} bytes")
-
-
-@main.command()
-@click.argument("path")
-@click.pass_obj
-@command
-def publish(rest: Rest, path: str) -> None:
+def publish(rest: Server, path: str) -> None:
     """Let everybody on the server load the checkpoint at PATH."""
     rest().publish_checkpoint_from_tinker_path(path).result()
     click.echo(f"{path} is public")
@@ -53,7 +41,7 @@ def publish(rest: Rest, path: str) -> None:
 @click.argument("path")
 @click.pass_obj
 @command
-def unpublish(rest: Rest, path: str) -> None:
+def unpublish(rest: Server, path: str) -> None:
     """Keep the checkpoint at PATH to yourself again."""
     rest().unpublish_checkpoint_from_tinker_path(path).result()
     click.echo(f"{path} is private")
@@ -65,7 +53,7 @@ def unpublish(rest: Rest, path: str) -> None:
 @click.option("--never", is_flag=True, help="Keep it for ever.")
 @click.pass_obj
 @command
-def set_ttl(rest: Rest, path: str, seconds: int | None, never: bool) -> None:
+def set_ttl(rest: Server, path: str, seconds: int | None, never: bool) -> None:
     """Let the checkpoint at PATH expire, or not."""
     if (seconds is None) != never:
         raise click.UsageError("give either --seconds or --never")
@@ -78,7 +66,7 @@ def set_ttl(rest: Rest, path: str, seconds: int | None, never: bool) -> None:
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @click.pass_obj
 @command
-def delete(rest: Rest, paths: tuple[str, ...], yes: bool) -> None:
+def delete(rest: Server, paths: tuple[str, ...], yes: bool) -> None:
     """Delete the checkpoints at PATHS. There is no undo."""
     for path in paths:
         parse_checkpoint_path(path)
@@ -95,7 +83,7 @@ def delete(rest: Rest, paths: tuple[str, ...], yes: bool) -> None:
 @click.option("--to", "file", type=click.Path(path_type=Path), help="File; default: SESSION.pftrace.")
 @click.pass_obj
 @command
-def trace(rest: Rest, session_id: str, file: Path | None) -> None:
+def trace(rest: Server, session_id: str, file: Path | None) -> None:
     """Fetch a trace of SESSION's operations, to be opened in ui.perfetto.dev."""
     url = rest().export_session_trace(session_id).result()
     target = file or Path(f"{session_id}.pftrace")

@@ -6,7 +6,7 @@ import asyncio
 import os
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 
 import httpx
@@ -16,6 +16,9 @@ from weft.transport.http import error_of
 
 TOGETHER = 4
 TRIES = 4
+
+#: From the names of all files to those to keep, each with its name in the folder.
+Rename = Callable[[list[str]], Mapping[str, str]]
 
 
 async def download_files(urls: Mapping[str, str], folder: Path) -> list[Path]:
@@ -38,24 +41,25 @@ async def download_files(urls: Mapping[str, str], folder: Path) -> list[Path]:
         return list(await asyncio.gather(*(fetch(name, url) for name, url in sorted(urls.items()))))
 
 
-async def download_archive(url: str, folder: Path) -> list[Path]:
-    """Fetch a tar and unpack its files into `folder`; nothing of it can land outside."""
+async def download_archive(url: str, folder: Path, rename: Rename) -> list[Path]:
+    """Fetch a tar and unpack those of its files that `rename` names into `folder`; nothing of it can land outside."""
     await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download.") as scratch:
         archive = Path(scratch) / "archive.tar"
         async with httpx.AsyncClient(follow_redirects=True, timeout=httpx.Timeout(60.0, connect=5.0)) as http:
             await _fetch(http, url, archive)
-        return await asyncio.to_thread(_unpack, archive, folder)
+        return await asyncio.to_thread(_unpack, archive, folder, rename)
 
 
-def _unpack(archive: Path, folder: Path) -> list[Path]:
+def _unpack(archive: Path, folder: Path, rename: Rename) -> list[Path]:
     try:
         with tarfile.open(archive) as tar:
-            members = [member for member in tar.getmembers() if member.isfile()]
-            tar.extractall(folder, members, filter="data")
+            files = {member.name: member for member in tar.getmembers() if member.isfile()}
+            chosen = [files[old].replace(name=new, deep=False) for old, new in rename(list(files)).items()]
+            tar.extractall(folder, chosen, filter="data")
     except tarfile.TarError as error:
         raise APIResponseValidationError(f"the archive cannot be unpacked: {error}") from error
-    return [folder / member.name for member in members]
+    return [folder / member.name for member in chosen]
 
 
 async def _fetch(http: httpx.AsyncClient, url: str, target: Path) -> None:

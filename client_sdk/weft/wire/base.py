@@ -30,10 +30,17 @@ class Response(BaseModel):
     model_config = ConfigDict(**_SHARED, extra="ignore")
 
 
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+#: What databases and arrays can hold.
+MAX_INT = 2**63 - 1
+Integer = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]
+Count = Annotated[int, Field(ge=0, le=MAX_INT)]
+Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
 #: Sequence numbers of a training run fit int32; those of a sampler may be any 64-bit number.
 TrainSeq = Annotated[int, Field(ge=1, le=2**31 - 1)]
-SampleSeq = Annotated[int, Field(ge=0, le=2**63 - 1)]
+SampleSeq = Annotated[int, Field(ge=0, le=MAX_INT)]
+#: Of clones of a sampling client, whose requests are numbered in strides of 1e9.
+CloneId = Annotated[int, Field(ge=0, le=MAX_INT // 10**9 - 1)]
+#: Microseconds since 1970, in years of four digits.
+Instant = Annotated[int, Field(ge=0, le=250 * 10**15)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 UserMetadata = dict[str, str]

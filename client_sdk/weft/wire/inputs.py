@@ -35,7 +35,7 @@ Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 class EncodedTextChunk(Request):
     """Text as token ids."""
 
-    tokens: list[Token]
+    tokens: Annotated[list[Token], Field(fail_fast=True)]  # the first mistake says it all, and there may be millions
     type: Literal["encoded_text"] = "encoded_text"
 
     @field_validator("tokens", mode="before")
@@ -85,7 +85,7 @@ ModelInputChunk = Annotated[
 class ModelInput(Request):
     """A prompt: chunks, laid end to end."""
 
-    chunks: list[ModelInputChunk]
+    chunks: Annotated[list[ModelInputChunk], Field(fail_fast=True)]
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int]) -> ModelInput:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from weft.wire.base import Request, Response, UserMetadata
+from weft.wire.base import Integer, Request, Response, UserMetadata
 from weft.wire.error import WireError
 from weft.wire.training import ModelID
 
@@ -122,7 +122,7 @@ class TrainingRunsResponse(Response):
 class SetTtlRequest(Request):
     """Null means never expire, and is sent."""
 
-    ttl_seconds: int | None
+    ttl_seconds: Integer | None
 
     def body(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from weft.wire.base import Count, Finite, Positive, Request, Response, SampleSeq
+from weft.wire.base import MAX_INT, Count, Finite, Positive, Request, Response, SampleSeq
 from weft.wire.inputs import ModelInput, Token
 from weft.wire.sample_codec import PolicySpan, SampleResult, SampleUsage, SequenceResult, StopReason, TopkLogprobs
 from weft.wire.tensor import TensorData
@@ -35,9 +35,11 @@ class SamplingParams(Request):
 
     max_tokens: Count | None = None
     seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
-    stop: str | list[str] | list[Token] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Token], Field(fail_fast=True)] | None = (
+        None
+    )
     temperature: Finite = Field(default=1.0, ge=0)
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, le=MAX_INT)
     top_p: Finite = Field(default=1.0, gt=0, le=1)
 
 

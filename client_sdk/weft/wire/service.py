@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from weft.wire.base import Request, Response, SampleSeq
+from weft.wire.base import CloneId, Instant, Request, Response, SampleSeq
 
 __all__ = [
     "AuthTokenResponse",
@@ -159,7 +159,7 @@ class SamplingSessionFuturesTarget(Request):
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
-    cloned_sampler_id: SampleSeq = 0
+    cloned_sampler_id: CloneId = 0
 
 
 class FuturesRetrieveRequest(Request):
@@ -169,9 +169,9 @@ class FuturesRetrieveRequest(Request):
     """
 
     target: SamplingSessionFuturesTarget
-    prev_cursor: SampleSeq = 0
+    prev_cursor: Instant = 0
     timeout: float | None = None
-    retrieved_request_ids: list[str] = Field(default_factory=list)
+    retrieved_request_ids: list[str] = Field(default_factory=list, fail_fast=True)
 
 
 class FutureFinished(Response):

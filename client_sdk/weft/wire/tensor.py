@@ -12,6 +12,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from weft.wire import weft_wire_pb2 as pb
 from weft.wire.arrays import FLOAT32, INT64, Array, check_shape, expand_csr, read_csr, read_tensor, stored_dtype
+from weft.wire.base import MAX_INT
 from weft.wire.error import WireError
 
 __all__ = ["TensorData", "TensorDtype"]
@@ -169,13 +170,13 @@ class TensorData:
 
 
 def _json_schema() -> CoreSchema:
-    """The fields of the JSON form, and no others."""
-    integers = core_schema.list_schema(core_schema.int_schema())
+    """The fields of the JSON form, and no others. The first mistake in a list says it all."""
+    integers = core_schema.list_schema(core_schema.int_schema(ge=-MAX_INT, le=MAX_INT), fail_fast=True)
     number = core_schema.union_schema([core_schema.int_schema(strict=True), core_schema.float_schema()])
     field, optional = core_schema.typed_dict_field, core_schema.nullable_schema(integers)
     return core_schema.typed_dict_schema(
         {
-            "data": field(core_schema.list_schema(number)),
+            "data": field(core_schema.list_schema(number, fail_fast=True)),
             "dtype": field(core_schema.literal_schema(["float32", "int64"])),
             "shape": field(optional, required=False),
             "sparse_crow_indices": field(optional, required=False),

@@ -42,15 +42,6 @@ class TokenizerFilesResponse(Response):
     files: dict[str, str]
 
 
-class WorkerStatus(Response):
-    """A worker process of the server. `last_exit` says how the process before this one ended."""
-
-    role: str
-    attached: bool
-    restarts: int
-    last_exit: str | None = None
-
-
 class ReplicaStatus(Response):
     """The replica that answers, where several serve together: whether it leads training and reaches Redis."""
 
@@ -66,5 +57,4 @@ class Stats(Response):
     queue: dict[str, int] = Field(default_factory=dict)
     trainer: dict[str, Any] = Field(default_factory=dict)
     generator: dict[str, Any] = Field(default_factory=dict)
-    workers: list[WorkerStatus] = Field(default_factory=list)
     replica: ReplicaStatus | None = None

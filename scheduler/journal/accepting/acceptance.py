@@ -162,7 +162,8 @@ def insert_all(session: Session, takings: list[Taking]) -> list[OutOfMoney | Non
 
 def _take(session: Session, accounts: Accounts, payer: Payer, taking: Taking) -> OutOfMoney | None:
     try:
-        accounts.hold(payer, taking.row["hold_nusd"], taking.row["accepted_at"])
+        if taking.row["state"] == "queued":  # else it only spends its number
+            accounts.hold(payer, taking.row["hold_nusd"], taking.row["accepted_at"])
     except OutOfMoney as refusal:
         return refusal
     for other in taking.others:

@@ -142,10 +142,15 @@ def _charge(row: Any, ending: Ending, outcome: Outcome) -> Charge:
         operation_id=row.id,
         base_model=row.base_model,
         accepted_at=row.accepted_at,
-        quantities=_quantities(ending) if outcome.error is None else {},
+        quantities=_quantities(ending) if outcome.error is None or _ran(ending) else {},
         hold_nusd=row.hold_nusd,
         user_id=row.user_id,
     )
+
+
+def _ran(ending: Ending) -> bool:
+    """Whether it failed by its user's doing after it was computed."""
+    return ending.done.failure is not None and ending.done.failure.ran
 
 
 def _quantities(ending: Ending) -> dict[str, int]:

@@ -108,6 +108,25 @@ def test_every_order_and_repetition_credits_once(door: Door) -> None:
     assert door.ledger() == [("topup", 25 * USD)]
 
 
+@pytest.mark.parametrize("status", ["processing", "requires_action", "requires_capture", "canceled"])
+def test_only_a_payment_that_has_succeeded_is_money(door: Door, status: str) -> None:
+    """Whatever the webhook's name says, and whatever amount the payment has: a debit may still come back."""
+    payment = door.paid()
+    payment["status"] = status
+    door.deliver(*door.told)
+    assert door.ledger() == []
+    payment["status"] = "succeeded"
+    door.payments.fake.stripe.tell("payment_intent.succeeded", payment)
+    door.deliver(*door.told)
+    assert door.ledger() == [("topup", 25 * USD)]
+
+
+def test_only_dollars_are_money(door: Door) -> None:
+    door.paid()["currency"] = "jpy"
+    door.deliver(*door.told)
+    assert door.ledger() == []
+
+
 @pytest.mark.search
 def test_a_topup_a_refund_and_a_dispute_in_any_order(door: Door) -> None:
     stripe = door.payments.fake.stripe

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.links.messages import OpKind, RunSpec
-from scheduler.order.compose import MAX_RIDERS, compose
+from scheduler.order.compose import compose
 from scheduler.order.fair import FairTree
 from scheduler.order.lanes import RunLane, Unit
 from scheduler.order.operations import INTERACTIVE, Operation
@@ -162,10 +162,12 @@ def test_other_models_are_left_for_their_own_pass() -> None:
     assert compose(queue(*units("a", "A", 5)), ["other"], 100) == []
 
 
-def test_riders_are_bounded() -> None:
-    tree = queue(*[u for i in range(2 * MAX_RIDERS) for u in units(f"r{i}", f"o{i}", "optim_step")])
-    first = compose(tree, ["m"], 8)
-    assert len(first) <= 8 + MAX_RIDERS
+def test_riders_have_what_the_pass_has_left() -> None:
+    tree = queue(*units("a", "A", 90, *["optim_step"] * 30), *units("b", "B", 90), *units("c", "C", 90, "save_state"))
+    riders = 1 + 91 // 8
+    assert names(compose(tree, ["m"], 91)) == [f"a-{i}" for i in range(1, 2 + riders)]
+    # Of b's pass a single token is left, for anybody.
+    assert names(compose(tree, ["m"], 91)) == ["b-1", f"a-{2 + riders}"]
 
 
 def test_what_was_running_when_a_trainer_died_travels_alone() -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from workers.generator import decode_attend
 from workers.generator.decode_attend import DecodeAttend
 from workers.generator.kv_cache import PAGE_TOKENS, KVCache, PagePool, pages_of
+from workers.generator.prefill_attend import Piece, PrefillAttend
+from workers.model.attend import ALL, Reach
 
 KV_HEADS, HEADS, HEAD_DIM, CONTEXT = 2, 6, 16, 200
 PAGES = 64
@@ -44,24 +46,27 @@ def new_token(rows: int, seed: int = 1, heads: int = HEADS) -> tuple[Tensor, Ten
     return q, k, v
 
 
-def formula(q_HD: Tensor, k_KDL: Tensor, v_KLD: Tensor) -> Tensor:
+def formula(q_HD: Tensor, k_KDL: Tensor, v_KLD: Tensor, reach: Reach = ALL) -> Tensor:
     out, heads = [], len(q_HD)
+    last = slice(-reach.window if reach.window else None, None)
     for head in range(heads):
         kv = head // (heads // KV_HEADS)
-        weights = torch.softmax(q_HD[head] @ k_KDL[kv] / math.sqrt(HEAD_DIM), 0)
-        out.append(weights @ v_KLD[kv])
+        scores = q_HD[head] @ k_KDL[kv, :, last] / math.sqrt(HEAD_DIM)
+        if reach.sinks_H is not None:
+            scores = torch.cat((scores, reach.sinks_H[head : head + 1]))
+        out.append(torch.softmax(scores, 0)[: len(v_KLD[kv, last])] @ v_KLD[kv, last])
     return torch.stack(out)
 
 
-def check_rows(positions: list[int], heads: int = HEADS) -> None:
+def check_rows(positions: list[int], heads: int = HEADS, reach: Reach = ALL) -> None:
     cache, pages = filled_cache(), table(list(range(len(positions))))
     q, k, v = new_token(len(positions), heads=heads)
-    out = DecodeAttend(cache, pages, positions).attend(0, q, k, v)
+    out = DecodeAttend(cache, pages, positions).attend(0, q, k, v, reach)
     for row, position in enumerate(positions):
         keys, values = (part[..., : position + 1, :] for part in _read(cache, pages[row], position + 1))
         assert torch.equal(keys[:, position], k[row])
         assert torch.equal(values[:, position], v[row])
-        torch.testing.assert_close(out[row], formula(q[row], keys.transpose(1, 2), values), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(out[row], formula(q[row], keys.transpose(1, 2), values, reach), atol=1e-6, rtol=1e-5)
 
 
 def _read(cache: KVCache, pages: npt.NDArray[np.int32], length: int) -> tuple[Tensor, Tensor]:
@@ -72,6 +77,30 @@ def _read(cache: KVCache, pages: npt.NDArray[np.int32], length: int) -> tuple[Te
 @pytest.mark.parametrize("heads", [2, 4, 6, 8, 10])
 def test_rows_of_many_lengths(path: str, heads: int) -> None:
     check_rows([63, 64, 127, 128, 199, 0, 31, 32][: PAGES // pages_of(CONTEXT)], heads)
+
+
+@pytest.mark.parametrize("window", [0, 1, 33, 64, 180])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_rows_reach_a_window_and_sinks(path: str, window: int, sinks: bool) -> None:
+    reach = Reach(window, torch.linspace(-3, 9, HEADS) if sinks else None)
+    check_rows([63, 64, 127, 199, 0, 31], HEADS, reach)
+
+
+@pytest.mark.parametrize("start", [0, 64, 96])
+@pytest.mark.parametrize("reach", [ALL, Reach(20), Reach(64, torch.linspace(-3, 9, HEADS))], ids=["all", "20", "sinks"])
+def test_blocks_of_a_prompt_reach_as_far_as_rows(start: int, reach: Reach) -> None:
+    """And a block has the same bits whether those before it are computed with it or lie in the cache."""
+    stop, pages = 150, table([0])[0].tolist()
+    q, k, v = new_token(stop)
+    whole, cache = filled_cache(), filled_cache()
+    together = PrefillAttend(whole, [Piece(pages, 0, stop)]).attend(0, q, k, v, reach)
+    rest = slice(start, stop)
+    cache.write(0, pages, 0, k[:start], v[:start])
+    own = PrefillAttend(cache, [Piece(pages, start, stop)]).attend(0, q[rest], k[rest], v[rest], reach)
+    assert torch.equal(own, together[rest])
+    for row in (0, 1, 70, 149):
+        wanted = formula(q[row], k[: row + 1].permute(1, 2, 0), v[: row + 1].transpose(0, 1), reach)
+        torch.testing.assert_close(together[row], wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_one_row(path: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from workers.generator.engine import Finished, GenerateRequest, PolicySpan, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapter import Adapter, AdapterShape, load_adapter, policy_version, save_adapter
+from workers.model.attend import ALL, Reach
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 
 from .conftest import run, until_read
@@ -106,7 +107,8 @@ class GrowingAttend:
             new if old is None else torch.cat((old, new)) for old, new in zip(before, (k_TKD, v_TKD), strict=True)
         )
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, reach: Reach = ALL) -> Tensor:
+        assert reach.all_of(1 << 20)
         self.keep(layer, k_TKD, v_TKD)
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, self.k[layer], self.v[layer]))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)

@@ -45,6 +45,17 @@ def test_truncate_keeps(top_k: int, top_p: float, tokens: set[int]) -> None:
     assert all(prob == pytest.approx(PROBS[token]) for token, prob in result.items())
 
 
+@pytest.mark.parametrize(("top_p", "count"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.5 + 1e-9, 3)])
+def test_top_p_at_an_exact_tie_keeps_the_smallest_prefix(top_p: float, count: int) -> None:
+    """Four tokens of one quarter each: two reach one half, and a third would be beyond it. Equals rank by id."""
+    logprobs_CK, ids_CK = truncate(torch.zeros(1, 4), torch.tensor([4]), torch.tensor([top_p], dtype=torch.float64))
+    assert ids_CK.tolist() == [[0, 1, 2, 3]]
+    assert (logprobs_CK == 0).tolist() == [[index < count for index in range(4)]]
+    rows = SamplingRows.of([SamplingParams(top_p=top_p)] * 101, 4, torch.device("cpu"))
+    tokens, _ = parts(sample(torch.zeros(101, 4), rows, [index / 101 for index in range(101)]))
+    assert set(tokens) == set(range(count))
+
+
 def test_draw_inverts_the_cumulative_distribution() -> None:
     uniforms = [0.0, 0.099, 0.101, 0.499, 0.501, 0.549, 0.551, 0.849, 0.851, 0.9999999]
     columns = torch.tensor(uniforms, dtype=torch.float64)

@@ -54,6 +54,15 @@ def test_window_that_cuts_a_character_does_not_hide_the_string() -> None:
     assert stop.check(list(("ü" * 50 + "é").encode())) == "stop"
 
 
+@pytest.mark.parametrize("character", ["é", "日", "🧵"])
+def test_window_holds_a_stop_string_of_characters_of_many_bytes(character: str) -> None:
+    """As many tokens as it has bytes, where each token spells one: far more than it has characters."""
+    string = character * 20
+    stop, tokens = rule(stop_strings=(string,)), list((" " * 50 + string).encode())
+    assert stop.check(tokens) == "stop"
+    assert stop.check(tokens[:-1]) is None
+
+
 def test_stop_strings_need_a_tokenizer() -> None:
     with pytest.raises(ValueError, match="tokenizer"):
         StopRule(SamplingParams(stop_strings=("x",)), EOS, 10, None)

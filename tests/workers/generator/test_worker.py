@@ -174,7 +174,7 @@ def test_cancel_answers_with_what_there_is(decoder: Decoder, blobs: Blobs) -> No
 
 @pytest.fixture
 def adapter_ref(blobs: Blobs) -> str:
-    from workers.model.config import read_config
+    from workers.model.families.read import read_config
 
     shape = AdapterShape(read_config("tiny", TINY), 4, True, True, True)
     adapter = Adapter.init(shape, seed=0)

@@ -7,8 +7,20 @@ from typing import Any
 
 import torch
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -38,6 +50,20 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+ROPE: dict[str, Any] = {"rope_theta": 10000.0}
+YARN = {**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0}
+#: With as many experts as fill a vector, so that a sigmoid over them rounds the same anywhere.
+GROUPS: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 5,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 2.5,
+}
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}),
@@ -54,6 +80,34 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "llama": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
     "llama-tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
+    "llama-linear": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}},
+    ),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2-yarn": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {"rope_parameters": YARN, "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+    ),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 12}),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": (OlmoeForCausalLM, OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 6, "head_dim": 16}),
+    "glm4-moe": (Glm4MoeForCausalLM, Glm4MoeConfig, {**GROUPS, "attention_bias": True, "use_qk_norm": True}),
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "num_hidden_layers": 3,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 64,
+            "sliding_window": 12,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
 }
 
 
@@ -69,6 +123,9 @@ def reference(family: str, seed: int = 0, **overrides: Any) -> Any:
             weight.uniform_(0.5, 1.5)
         else:
             torch.nn.init.normal_(weight, std=1.0 / weight.shape[-1] ** 0.5)
+    for name, buffer in model.named_buffers():
+        if "correction" in name:
+            buffer.uniform_(-0.2, 0.2)
     return model
 
 

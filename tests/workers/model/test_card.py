@@ -48,6 +48,18 @@ LLAMA3_ROPE = {
 }
 
 
+def dense(architecture: str) -> dict[str, Any]:
+    """A config without what only mixtures have."""
+    of_mixtures = {
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+    }
+    return {k: v for k, v in QWEN3_MOE.items() if k not in of_mixtures} | {"architectures": [architecture]}
+
+
 def folder(path: Path, config: dict[str, Any], without: str = "") -> Path:
     """A model folder whose weights and tokenizer are empty files, less the one named."""
     path.mkdir(exist_ok=True)
@@ -68,18 +80,18 @@ def test_qwen3_30b_a3b_is_read(tmp_path: Path) -> None:
     config = card.config
     assert (config.num_experts, config.experts_per_token, config.norm_topk) == (128, 8, True)
     assert config.rope == RopeConfig(theta=1e6)
-    assert config.qk_norm
+    assert config.qk_norm == "head"
     assert all(config.is_moe(i) for i in range(48))
 
 
 def test_both_layouts_of_rope_read_alike(tmp_path: Path) -> None:
-    llama = {**QWEN3_MOE, "architectures": ["LlamaForCausalLM"]}
+    llama = {**dense("LlamaForCausalLM"), "sliding_window": None, "use_sliding_window": None}
     old = folder(tmp_path / "old", {**llama, "rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE})
     new_config = {k: v for k, v in llama.items() if k not in ("rope_theta", "rope_scaling")}
     new = folder(tmp_path / "new", {**new_config, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 5e5}})
     rope = read_card("m", old).config.rope
-    assert rope == read_card("m", new).config.rope == RopeConfig(5e5, 8.0, 1.0, 4.0, 8192)
-    assert not read_card("m", old).config.qk_norm
+    assert rope == read_card("m", new).config.rope == RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+    assert read_card("m", old).config.qk_norm == ""
     assert read_card("m", old).config.num_experts == 0
 
 
@@ -94,16 +106,26 @@ def test_experts_are_counted_under_either_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*supported: Qwen3ForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: LlamaForCausalLM"),
         ({"architectures": None}, r"architectures=\[\]"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \(fp8\)"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'; supported: silu"),
-        ({"use_sliding_window": True}, "sliding window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \(fp8\) with weight_block_size=None"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'; supported: 'silu'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with 'sliding_attention'"),
+        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30\.0, a field that is not known here"),
+        ({"query_pre_attn_scalar": 64}, "query_pre_attn_scalar=64, a field"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type='yarn'; supported: rope_type default or llama3"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3 rope without low_freq_factor"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "rope_type='dynamic'; supported: rope_type default, lin",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "short_factor": [1]}}, r"yarn rope with short_factor=\[1\]"),
+        ({"rope_scaling": {"type": "linear"}}, "linear rope without factor"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "llama3 rope without high_freq_factor, low_freq_factor",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"num_experts_per_tok": 200}, "num_experts_per_tok=200"),
         ({"hidden_size": None}, "hidden_size=None"),
@@ -117,6 +139,21 @@ def test_unsupported_features_are_named(change: dict[str, Any], named: str, tmp_
     assert "'org/model'" in str(error.value)
     assert str(path) in str(error.value)
     assert isinstance(error.value, ValueError)
+
+
+def test_windows_are_read_as_each_family_means_them(tmp_path: Path) -> None:
+    def windows(config: dict[str, Any], **change: Any) -> list[int]:
+        read = read_card("m", folder(tmp_path, {**config, "num_hidden_layers": 4, **change})).config
+        return [read.window_of(layer) for layer in range(4)]
+
+    qwen2, mistral = dense("Qwen2ForCausalLM") | {"use_sliding_window": True}, dense("MistralForCausalLM")
+    assert windows(QWEN3_MOE) == [0, 0, 0, 0]
+    assert windows(QWEN3_MOE, use_sliding_window=True) == [4096] * 4
+    assert windows(qwen2, max_window_layers=3) == [0, 0, 0, 4096]
+    assert windows(qwen2, layer_types=["sliding_attention", "full_attention"] * 2) == [4096, 0, 4096, 0]
+    assert windows(qwen2, use_sliding_window=False, max_window_layers=2) == [0, 0, 0, 0]
+    assert windows(mistral) == [4096] * 4
+    assert windows(mistral, sliding_window=None) == [0] * 4
 
 
 @pytest.mark.parametrize(

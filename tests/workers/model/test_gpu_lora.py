@@ -23,7 +23,7 @@ from workers.model import lora_products
 from workers.model.gpu import launch
 from workers.model.lora import Site, lora_linear
 from workers.model.lora_rows import LoraRows
-from workers.model.moe import Names, expert_block
+from workers.model.moe import Experts, Names, expert_block
 
 QKV = Site(
     "layers.0.attn.qkv_A",
@@ -129,7 +129,7 @@ def block(
         scores[:, [1, 4]] += 100
     weights, experts = torch.topk(torch.softmax(scores, -1), k, dim=-1)
     x, weights = random(tokens, d, seed=4).requires_grad_(), weights.detach().requires_grad_()
-    out = of(x, weights, experts, gate_up, down, NAMES, rows)
+    out = of(x, weights, experts, Experts(gate_up, down), NAMES, rows)
     out.backward(random(*out.shape, seed=5))
     assert x.grad is not None
     assert weights.grad is not None

@@ -106,11 +106,11 @@ def test_the_answer_is_the_decoders(tmp_path: Path) -> None:
 
 def test_positions_have_the_same_angles_in_any_batch(tmp_path: Path) -> None:
     decoder = ours(reference("llama-tied", max_position_embeddings=2048), tmp_path)
-    late = decoder._rotary(torch.tensor([700, 3, 300]))
+    late = decoder.rotary(torch.tensor([700, 3, 300]))
     for at, position in enumerate((700, 3, 300)):
-        for one, many in zip(decoder._rotary(torch.tensor([position])), late, strict=True):
+        for one, many in zip(decoder.rotary(torch.tensor([position])), late, strict=True):
             assert torch.equal(one[0], many[at])
-    exact = torch.tensor([700.0])[:, None] * decoder.inverse_wavelengths
+    exact = torch.tensor([700.0])[:, None] * decoder.rotary.inverse_wavelengths
     torch.testing.assert_close(late[0][0, 0, : exact.shape[1]], exact[0].cos())
 
 

@@ -43,13 +43,21 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
         weights[name] = weights[name] + s * (b @ a)
 
     for i in range(shape.config.num_layers):
-        at, v = f"model.layers.{i}.", {k.rpartition(".")[2]: t for k, t in adapter.views.items() if f"layers.{i}." in k}
+        at, v = (
+            f"model.layers.{i}.",
+            {k.rpartition(".")[2]: t for k, t in adapter.views.items() if f"layers.{i}." in k and "shared." not in k},
+        )
         if shape.train_attn:
             for part, a in zip("qkv", v["qkv_A"].split(r), strict=True):
                 add(f"{at}self_attn.{part}_proj.weight", v[f"{part}_B"], a)
             add(at + "self_attn.o_proj.weight", v["o_B"], v["o_A"])
         if not shape.train_mlp:
             continue
+        if shape.config.is_moe(i) and shape.config.shared_intermediate_size:
+            w = {k.rpartition(".")[2]: t for k, t in adapter.views.items() if f"layers.{i}.mlp.shared." in k}
+            for part, a in zip(("gate", "up"), w["gate_up_A"].split(r), strict=True):
+                add(f"{at}mlp.shared_experts.{part}_proj.weight", w[f"{part}_B"], a)
+            add(f"{at}mlp.shared_experts.down_proj.weight", w["down_B"], w["down_A"])
         if shape.config.is_moe(i) and not shape.shared:
             gate_a, up_a = v["each_gate_up_A"].split(r, dim=1)
             gate_up = torch.cat([v["gate_B"] @ gate_a, v["up_B"] @ up_a], dim=1)
@@ -57,7 +65,12 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
             add(at + "mlp.experts.down_proj", v["each_down_B"], v["down_A"])
             continue
         gate_a, up_a = v["gate_up_A"].split(r)
-        if shape.config.is_moe(i):
+        if shape.config.expert_bias:  # gate and up alternate, and experts are [in, out]
+            both = torch.stack((v["gate_B"] @ gate_a, v["up_B"] @ up_a), dim=2).flatten(1, 2)
+            for name, delta in (("gate_up_proj", both), ("down_proj", v["down_B"] @ v["down_A"])):
+                name = f"{at}mlp.experts.{name}"
+                weights[name] = weights[name] + s * delta.transpose(1, 2)
+        elif shape.config.is_moe(i):
             gate_up = torch.cat([v["gate_B"] @ gate_a, v["up_B"] @ up_a], dim=1)
             weights[at + "mlp.experts.gate_up_proj"] = weights[at + "mlp.experts.gate_up_proj"] + s * gate_up
             add(at + "mlp.experts.down_proj", v["down_B"], v["down_A"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.workers.model.models import ours, packed, random_adapter, reference
 from workers.model.adapter import Adapter, AdapterFileError, load_adapter
@@ -91,14 +91,12 @@ def peft_folder(folder: Path) -> Path:
 
 
 def rebuilt(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> Any:
-    from safetensors.torch import save_file
-
     model.save_pretrained(folder)
     save_file({name: x.contiguous() for name, x in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     return type(model).from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "moe", "moe-mixed"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "moe", "moe-mixed", "mixtral", "glm4-moe"])
 @pytest.mark.parametrize("targets", [{}, {"train_attn": False}, {"train_mlp": False, "train_unembed": False}])
 def test_an_export_comes_back_bit_for_bit(family: str, targets: dict[str, bool], tmp_path: Path) -> None:
     decoder = ours(reference(family), tmp_path / "model")
@@ -166,6 +164,21 @@ def test_experts_that_share_nothing_keep_their_own_factors(tmp_path: Path) -> No
         loaded = load_adapter(found, decoder.config).adapter
         assert not loaded.shape.shared
         assert torch.equal(loaded.flat, adapter.flat)
+
+
+def test_an_adapter_with_the_names_of_mixtrals_checkpoints_is_read(tmp_path: Path) -> None:
+    decoder = ours(reference("mixtral"), tmp_path / "model")
+    adapter = random_adapter(decoder, 4, 6)
+    folder = peft_folder(export(adapter, tmp_path / "export"))
+    file, names = folder / "adapter_model.safetensors", {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    renamed = {}
+    for key, factor in load_file(file).items():
+        for long, short in names.items():
+            key = key.replace(f".{long}.", f".{short}.")
+        renamed[key.replace(".mlp.", ".block_sparse_moe.")] = factor
+    assert "base_model.model.model.layers.1.block_sparse_moe.experts.3.w2.lora_A.weight" in renamed
+    save_file(renamed, file)
+    assert torch.equal(load_adapter(folder, decoder.config).adapter.flat, adapter.flat)
 
 
 def test_an_export_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -14,14 +14,15 @@ import torch
 import torch.nn.functional as F
 from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, trace_loss
 from weft.wire.checks.batches import BatchRules, batch_problems, refusal
+from weft.wire.checks.custom_cost import check_upload
 from weft.wire.checks.custom_format import (
     MAX_NODES,
     CustomLoss,
-    CustomLossError,
     decode_custom_loss,
     encode_custom_loss,
     parse_custom_loss,
 )
+from weft.wire.checks.custom_shapes import CustomLossError
 from weft.wire.checks.losses import CUSTOM, WITH_CUSTOM
 from weft.wire.codec import ArrayDatum, TrainBatch
 
@@ -257,7 +258,7 @@ FAILS = {
             node("call_function", "x", "operator.getitem", X, ref("c")),
             SUM,
         ),
-        "",
+        "elements",
     ),
     "a range that runs backwards earns nothing": (
         graph(
@@ -266,7 +267,7 @@ FAILS = {
             node("call_function", "x", "torch.zeros", 2**24),
             SUM,
         ),
-        "bound|elements",
+        "from 0 to -1125899906842624",
     ),
     "power tower": (
         graph(
@@ -283,13 +284,51 @@ FAILS = {
             node("call_function", "x", "torch.zeros", ref("t40")),
             SUM,
         ),
-        "tuple of more than",
+        "more than 128 values",
+    ),
+    "a slice of a slice of a list": (
+        graph(
+            node("call_method", "m", "unsqueeze", X, 0),
+            node("call_function", "a", "operator.getitem", ref("m"), [0] * 120),
+            node("call_function", "x", "operator.getitem", ref("a"), {"tuple": [[0] * 120]}),
+            SUM,
+        ),
+        "for a list, index with torch.tensor",
+    ),
+    "a matrix's norm by its singular values": (
+        graph(
+            node("call_function", "a", "torch.outer", X, X),
+            node("call_function", "loss", "torch.norm", ref("a"), "nuc"),
+        ),
+        "its argument p must be a number or 'fro', got 'nuc'",
+    ),
+    "the same by its largest": (
+        graph(
+            node("call_function", "a", "torch.outer", X, X),
+            node("call_function", "loss", "torch._C._linalg.linalg_norm", ref("a"), 2),
+        ),
+        "ord is 2 over 2 dimensions",
+    ),
+    "where with many dimensions": (
+        graph(
+            *[node("call_method", f"d{i + 1}", "unsqueeze", ref(f"d{i}") if i else X, 0) for i in range(12)],
+            node("call_function", "x", "torch.where", ref("d12")),
+            SUM,
+        ),
+        "12 dimensions|9 dimensions; the limit is 8",
+    ),
+    "differences of differences": (
+        graph(node("call_method", "x", "diff", X, n=10**6), SUM),
+        "n is 1000000; differences are taken 0 to 4 times",
     ),
     "text times number": (graph(node("call_function", "x", "operator.mul", "a", 10**9), SUM), "arithmetic"),
     "list times number": (graph(node("call_function", "x", "operator.mul", [1], 10**9), SUM), "arithmetic"),
-    "math of a tensor": (graph(node("call_function", "x", "math.exp", X), SUM), "math functions take numbers"),
+    "math of a tensor": (graph(node("call_function", "x", "math.exp", X), SUM), "must be a number, got a tensor"),
     "method of a number": (graph(node("call_method", "x", "sum", 3), SUM), "methods are called on tensors"),
-    "where with one argument": (graph(node("call_function", "x", "torch.where", X), SUM), "gives a tuple|scalar|sum"),
+    "where with one argument": (
+        graph(node("call_function", "x", "torch.where", X), SUM),
+        "the argument input is missing",
+    ),
     "index out of range": (graph(node("call_function", "loss", "operator.getitem", X, 99)), "index 99"),
     "loss is no scalar": (graph(node("call_function", "loss", "torch.exp", X)), "must be a scalar"),
     "loss of integers": (graph(node("call_method", "loss", "argmax", X)), "must be floating point"),
@@ -310,6 +349,85 @@ def test_hostile_graphs_fail_before_they_cost_anything(name: str) -> None:
     loss = parse_custom_loss("loss", [("logprobs", 1)], copy.deepcopy(hostile))
     with pytest.raises(CustomLossError, match=words):
         run_custom_loss(loss, [torch.linspace(-2, -1, 8).requires_grad_()])
+
+
+def growing(first: Any, times: int = 40) -> dict[str, Any]:
+    """Tuples of four times the one before."""
+    grown = [
+        node("call_function", f"t{i + 1}", "operator.add", {"tuple": [ref(f"t{i}")] * 2}, {"tuple": [ref(f"t{i}")] * 2})
+        for i in range(times)
+    ]
+    return graph(
+        node("call_function", "t0", "operator.add", first, first), *grown, node("call_method", "loss", "sum", X)
+    )
+
+
+@pytest.mark.parametrize(
+    "first", [{"tuple": [ref("logprobs")]}, {"tuple": [1]}, {"tuple": []}], ids=["tensors", "numbers", "nothing"]
+)
+def test_tuples_of_tuples_are_refused_when_they_come(first: Any) -> None:
+    loss = parse_custom_loss("loss", [("logprobs", 1)], growing(first))
+    with pytest.raises(CustomLossError, match=r"node t[0-9]+ .operator.add.: .*more than 128 values"):
+        check_upload(loss)
+
+
+def test_what_sizes_alone_make_impossible_is_left_to_the_data() -> None:
+    fixed = graph(node("call_method", "a", "reshape", X, 5, 3), node("call_method", "loss", "sum", ref("a")))
+    loss = parse_custom_loss("loss", [("logprobs", 1)], fixed)
+    check_upload(loss)
+    run_custom_loss(loss, [torch.linspace(-2, -1, 15)])
+    with pytest.raises(CustomLossError, match=r"shape \[16\] cannot become \[5, 3\]"):
+        run_custom_loss(loss, [torch.linspace(-2, -1, 16)])
+
+
+def test_a_number_that_depends_on_a_mask() -> None:
+    """Its count may be computed with; but nothing may have its size."""
+    masked = [
+        node("call_function", "m", "operator.gt", X, -1.5),
+        node("call_function", "a", "operator.getitem", X, ref("m")),
+        node("call_function", "shape", "getattr", ref("a"), "shape"),
+        node("call_function", "n", "operator.getitem", ref("shape"), 0),
+        node("call_function", "twice", "operator.mul", ref("n"), 2),
+    ]
+    mean = graph(*masked, node("call_function", "x", "operator.truediv", ref("a"), ref("twice")), SUM)
+    inputs = torch.tensor([-1.0, -2.0, -1.25])
+    found, _ = run_custom_loss(parse_custom_loss("loss", [("logprobs", 1)], mean), [inputs])
+    assert float(found) == pytest.approx(-2.25 / 4)
+    sized = graph(*masked, node("call_function", "x", "torch.zeros", ref("n")), SUM)
+    with pytest.raises(CustomLossError, match="sizes that do not depend on the values of the data"):
+        run_custom_loss(parse_custom_loss("loss", [("logprobs", 1)], sized), [inputs])
+    power = [node("call_function", f"p{i + 1}", "operator.pow", ref(f"p{i}") if i else ref("n"), 64) for i in range(9)]
+    tower = graph(*masked, *power, node("call_function", "x", "operator.mul", X, ref("p9")), SUM)
+    with pytest.raises(CustomLossError, match=r"node p1 .*a number beyond 2.63"):
+        run_custom_loss(parse_custom_loss("loss", [("logprobs", 1)], tower), [inputs])
+
+
+SECRETS = {
+    "an index": [
+        node("call_function", "big", "operator.mul", X, -12345.0),
+        node("call_method", "i", "long", ref("big")),
+        node("call_function", "x", "operator.getitem", X, ref("i")),
+    ],
+    "a shape": [
+        node("call_function", "m", "operator.lt", X, -1.4),
+        node("call_function", "a", "operator.getitem", X, ref("m")),
+        node("call_method", "b", "repeat", X, 2),
+        node("call_function", "x", "operator.add", ref("a"), ref("b")),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_no_number_that_a_loss_computed_is_in_its_failure(name: str) -> None:
+    """Torch would tell: index 12345 is out of bounds; the size of tensor a (5) must match."""
+    loss = parse_custom_loss("loss", [("logprobs", 1)], graph(*SECRETS[name], SUM))
+    said = []
+    for shift in (0.0, 0.3):
+        with pytest.raises(CustomLossError) as found:
+            run_custom_loss(loss, [torch.linspace(-2, -1, 8) - shift])
+        said.append(str(found.value))
+    assert said[0] == said[1]
+    assert "node x (operator." in said[0]
 
 
 def test_data_must_have_what_the_loss_reads() -> None:

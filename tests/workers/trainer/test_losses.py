@@ -129,6 +129,18 @@ def test_dro_pulls_towards_the_sampler() -> None:
     assert lp_P.grad.item() == pytest.approx(-0.5 + 0.1 * 2)
 
 
+@pytest.mark.parametrize(("ratio", "kept"), [(0.12, False), (0.13, True), (7.9, True), (8.1, False)])
+def test_the_region_of_stable_reinforce_is_an_eighth_to_eight(ratio: float, kept: bool) -> None:
+    """docs/losses.md's bounds, where nothing else masks: the probabilities are so small that none moves far."""
+    lp_P, inputs = rl([-9.0], [-9.0 - math.log(ratio)], [1.0])
+    loss, metrics = stable_reinforce(lp_P, inputs, {})
+    loss.backward()
+    drift = math.log(ratio)
+    assert metric_values(metrics)["mask_fraction:mean"] == float(not kept)
+    assert loss.item() == pytest.approx(-ratio * kept + 0.01 * drift**2, rel=1e-4)
+    assert lp_P.grad.item() == pytest.approx(-ratio * kept + 0.02 * drift, rel=1e-4)
+
+
 @pytest.mark.parametrize(("loss_fn", "config"), [("dro", {"beta": 0.5}), ("stable_reinforce", {"kl_coeff": 0.25})])
 def test_the_quadratic_pull_does_not_end_with_the_advantage(loss_fn: str, config: dict[str, float]) -> None:
     """A group whose rewards are all equal: A = 0 everywhere, q = lp + 0.5. 16 positions of 0.25 * 0.5^2 each."""

@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from weft.wire.checks.custom_format import encode_custom_loss
 
-from scheduler.links.configs import Basics, TrainerConfig
-from scheduler.links.messages import Done, Drain, FromTrainer, Pass, PassOver, PullPass, Snapshot
+from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
+from scheduler.links.messages import Done, Drain, FromTrainer, InLoss, Pass, PassOver, PullPass, Snapshot, loss_ref
 from tests.workers.trainer.kit import MODEL, Bench, ce_data
 from workers.model.decoder import Decoder
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 class Worker:
     """The server's end: one process and plain frames."""
 
-    def __init__(self, data_dir: Path, model: Path) -> None:
+    def __init__(self, data_dir: Path, model: Path, bounds: TrainerBounds) -> None:
         self.socket, child = socket.socketpair()
         self.socket.settimeout(60)
         self.process = subprocess.Popen(
@@ -38,7 +39,7 @@ class Worker:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         child.close()
-        self.send(TrainerConfig(Basics(str(data_dir), {MODEL: str(model)})))
+        self.send(TrainerConfig(Basics(str(data_dir), {MODEL: str(model)}), bounds))
 
     def send(self, message: msgspec.Struct) -> None:
         payload = msgspec.msgpack.encode(message)
@@ -65,9 +66,15 @@ def bench(decoder: Decoder, tmp_path: Path) -> Bench:
 
 
 @pytest.fixture
-def worker(bench: Bench, model: Any, tmp_path: Path) -> Iterator[Worker]:
+def bounds() -> TrainerBounds:
+    """What the worker is told; a test may have others."""
+    return TrainerBounds()
+
+
+@pytest.fixture
+def worker(bench: Bench, model: Any, tmp_path: Path, bounds: TrainerBounds) -> Iterator[Worker]:
     model.save_pretrained(tmp_path / "model")
-    worker = Worker(tmp_path / "data", tmp_path / "model")
+    worker = Worker(tmp_path / "data", tmp_path / "model", bounds)
     yield worker
     worker.process.kill()
     worker.process.wait()
@@ -103,3 +110,58 @@ def test_exits_when_the_server_is_gone(worker: Worker) -> None:
     assert worker.recv() == PullPass([MODEL])
     worker.socket.close()
     assert worker.process.wait(timeout=30) == 1
+
+
+def ready(bench: Bench, worker: Worker) -> None:
+    """There is a run `a`."""
+    assert worker.recv() == PullPass([MODEL])
+    worker.send(Pass(1, MODEL, [bench.create("a")]))
+    assert isinstance(worker.recv(), Done)
+    assert isinstance(worker.recv(), PassOver)
+    assert worker.recv() == PullPass([MODEL])
+
+
+@pytest.mark.parametrize("bounds", [TrainerBounds(loss_limit_s=1e-4)], ids=["a tenth of a millisecond"])
+def test_ends_itself_over_a_loss_that_takes_too_long_and_has_said_whose_it_is(bench: Bench, worker: Worker) -> None:
+    """Some hundred sorts, as long as a loss may be."""
+    ready(bench, worker)
+    bench.blobs.put(loss_ref("s:loss:0"), long_loss())
+    operation = bench.fb("a", ce_data([40, 9], 1), "custom", loss_id="s:loss:0")
+    worker.send(Pass(2, MODEL, [operation]))
+    told = worker.recv()
+    assert isinstance(told, InLoss)
+    assert (told.op_id, told.tokens) == (operation.op_id, 49)
+    with pytest.raises(EOFError):
+        worker.recv()
+    assert worker.process.wait(timeout=30) == 1
+
+
+def long_loss() -> bytes:
+    def node(op: str, name: str, target: str, *args: Any) -> dict[str, Any]:
+        return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": {}}
+
+    nodes = [node("placeholder", "logprobs", "logprobs"), node("call_method", "n0", "clone", {"ref": "logprobs"})]
+    for at in range(1, 250):
+        nodes.append(node("call_method", f"s{at}", "sort", {"ref": f"n{at - 1}"}))
+        nodes.append(node("call_function", f"n{at}", "operator.getitem", {"ref": f"s{at}"}, 0))
+    nodes.append(node("call_method", "loss", "sum", {"ref": "n249"}))
+    nodes.append(node("output", "output", "output", {"tuple": [{"ref": "loss"}, {"dict": {}}]}))
+    return encode_custom_loss("long", [("logprobs", 1)], {"format": 1, "nodes": nodes})
+
+
+def test_ends_itself_over_a_pass_that_takes_too_long(bench: Bench, worker: Worker) -> None:
+    ready(bench, worker)
+    worker.send(Pass(2, MODEL, [bench.fb("a", ce_data([50] * 40, 1))], limit_s=1e-3))
+    with pytest.raises(EOFError):
+        worker.recv()
+    assert worker.process.wait(timeout=30) == 1
+
+
+def test_a_pass_within_its_time_leaves_no_timer_behind(bench: Bench, worker: Worker) -> None:
+    ready(bench, worker)
+    worker.send(Pass(2, MODEL, [bench.fb("a", ce_data([5], 1))], limit_s=3.0))
+    assert isinstance(worker.recv(), Done)
+    assert isinstance(worker.recv(), PassOver)
+    assert worker.recv() == PullPass([MODEL])
+    with pytest.raises(subprocess.TimeoutExpired):
+        worker.process.wait(timeout=3.2)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from workers.generator.gpu import kernels
 from workers.generator.kv_cache import PAGE_TOKENS, KVCache
+from workers.model.attend import ALL, Reach
 
 #: The most parts that a row is cut into, and the fewest pages of a part. With few rows, parts keep a device busy; more
 #: parts cost memory and a longer `combine`.
@@ -31,7 +32,7 @@ class PagedAttend:
         self._cache, self._table_RW, self._positions_R = cache, table_RW, positions_R
         self._splits = min(MAX_SPLITS, -(-table_RW.shape[1] // MIN_PAGES))
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, reach: Reach = ALL) -> Tensor:
         (rows, heads, dim), kv_heads, splits = q_THD.shape, k_TKD.shape[1], self._splits
         k_NKDP, v_NKPD = self._cache.k_NKDP[layer], self._cache.v_NKPD[layer]
         where = (self._table_RW, self._positions_R, self._table_RW.shape[1])
@@ -68,6 +69,7 @@ class PagedAttend:
             PAGE=PAGE_TOKENS,
             SPLITS=splits,
             MIN_PAGES=MIN_PAGES,
+            WINDOW=reach.window,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             BLOCK_G=max(_MIN_ROWS, _power_of_two(heads // kv_heads)),
             BLOCK_D=block,
@@ -78,12 +80,15 @@ class PagedAttend:
             tops,
             masses,
             self._positions_R,
+            q if reach.sinks_H is None else reach.sinks_H,
             out_THD,
             ALL_HEADS=heads,
             DIM=dim,
             PAGE=PAGE_TOKENS,
             SPLITS=splits,
             MIN_PAGES=MIN_PAGES,
+            WINDOW=reach.window,
+            SINKS=reach.sinks_H is not None,
             BLOCK_D=block,
         )
         return out_THD

@@ -56,6 +56,15 @@ def _pages_of_part(position, PAGE: tl.constexpr, SPLITS: tl.constexpr, MIN_PAGES
 
 
 @triton.jit
+def _first_page(position, PAGE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first page that a row reaches: those before its window are not read."""
+    first = position * 0
+    if WINDOW:
+        first = tl.maximum(position + 1 - WINDOW, 0) // PAGE
+    return first.to(tl.int32)
+
+
+@triton.jit
 def partial(
     q_RHD,
     stride_q,
@@ -74,6 +83,7 @@ def partial(
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
     MIN_PAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -93,10 +103,12 @@ def partial(
         top_G = tl.full((BLOCK_G,), float("-inf"), tl.float32)
         mass_G = tl.full((BLOCK_G,), 0.0, tl.float32)
         sum_GD = tl.full((BLOCK_G, BLOCK_D), 0.0, tl.float32)
-        for n in range(first, tl.minimum(first + each, pages)):
+        for n in range(tl.maximum(first, _first_page(position, PAGE, WINDOW)), tl.minimum(first + each, pages)):
             page = tl.load(table_RW + row * width + n).to(tl.int64)
             base = (page * HEADS + head) * DIM * PAGE
             seen = n * PAGE + p <= position
+            if WINDOW:
+                seen = seen & (n * PAGE + p > position - WINDOW)
             # A mask along neighbours would keep keys from being read as vectors; their scores are masked below.
             k_DP = tl.load(k_NKDP + base + d[:, None] * PAGE + p[None], real[:, None], 0.0)
             v_PD = tl.load(v_NKPD + base + p[:, None] * DIM + d[None], seen[:, None] & real[None], 0.0)
@@ -121,28 +133,39 @@ def combine(
     tops_RHS,
     masses_RHS,
     positions_R,
+    sinks_H,
     out_RHD,
     ALL_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
     MIN_PAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[row, head] = sum of 2^(top - highest top) sum, over the sum of the same of the masses."""
+    """out[row, head] = sum of 2^(top - highest top) sum, over the sum of the same of the masses and of the sink."""
     row, head = tl.program_id(0), tl.program_id(1)
-    pages, each = _pages_of_part(tl.load(positions_R + row), PAGE, SPLITS, MIN_PAGES)
+    position = tl.load(positions_R + row)
+    pages, each = _pages_of_part(position, PAGE, SPLITS, MIN_PAGES)
+    first = _first_page(position, PAGE, WINDOW) // each
     d = tl.arange(0, BLOCK_D)
     real = d < DIM
     at = row.to(tl.int64) * ALL_HEADS + head
-    top = tl.load(tops_RHS + at * SPLITS)
-    mass = tl.load(masses_RHS + at * SPLITS)
-    sum_D = tl.load(sums_RHSD + at * SPLITS * DIM + d, real, 0.0)
-    for part in range(1, (pages + each - 1) // each):
+    top = tl.load(tops_RHS + at * SPLITS + first)
+    mass = tl.load(masses_RHS + at * SPLITS + first)
+    sum_D = tl.load(sums_RHSD + (at * SPLITS + first) * DIM + d, real, 0.0)
+    for part in range(first + 1, (pages + each - 1) // each):
         other = tl.load(tops_RHS + at * SPLITS + part)
         higher = tl.maximum(top, other)
         kept, added = tl.exp2(top - higher), tl.exp2(other - higher)
         mass = mass * kept + tl.load(masses_RHS + at * SPLITS + part) * added
         sum_D = sum_D * kept + tl.load(sums_RHSD + (at * SPLITS + part) * DIM + d, real, 0.0) * added
         top = higher
+    if SINKS:
+        sink = tl.load(sinks_H + head).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(top, sink)
+        kept = tl.exp2(top - higher)
+        mass = mass * kept + tl.exp2(sink - higher)
+        sum_D = sum_D * kept
     tl.store(out_RHD + at * DIM + d, (sum_D / mass).to(out_RHD.dtype.element_ty), real)

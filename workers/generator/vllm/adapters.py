@@ -39,9 +39,10 @@ class LoraLimits:
 
 
 def targets(config: DecoderConfig) -> list[str]:
-    """The modules that vLLM wraps, by its own names. Not lm_head: with it, prompt logprobs bring vLLM 0.32 down."""
+    """The modules that vLLM wraps, by its own names. Not lm_head: with it, prompt logprobs are silently others."""
     dense = ["gate_up_proj", "down_proj"]
-    mlp = dense if config.num_experts == 0 else ["experts", *(dense if config.dense_layers else [])]
+    also = config.dense_layers or config.shared_intermediate_size
+    mlp = dense if config.num_experts == 0 else ["experts", *(dense if also else [])]
     return ["qkv_proj", "o_proj", *mlp]
 
 

@@ -40,10 +40,11 @@ class VarlenAttend:
         self._options: dict[str, Any] = {"num_splits": 1} if "num_splits" in known else {}
         self._grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
 
-    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, window: int = 0) -> Tensor:
+        """Each query reaches the last `window` positions, its own included; 0: all."""
         self._bounds = self._bounds.to(q_THD.device)
         bounds, longest = self._bounds, self._longest
         options = self._options | (self._grouped if q_THD.shape[1] != k_TKD.shape[1] else {})
         q, k, v = (t.contiguous() for t in (q_THD, k_TKD, v_TKD))
-        out: Tensor = self._attention(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **options)
+        out: Tensor = self._attention(q, k, v, bounds, bounds, longest, longest, window_size=(window - 1, 0), **options)
         return out

@@ -15,6 +15,7 @@ from typing import Any
 
 from weft.wire.checks.batches import Reads
 from weft.wire.checks.custom_names import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS
+from weft.wire.checks.custom_shapes import CustomLossError
 from weft.wire.checks.problem import quote
 
 MAX_INPUTS = 16
@@ -30,10 +31,6 @@ MAX_INTEGER = 2**53
 INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _NODE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
-
-
-class CustomLossError(ValueError):
-    """The uploaded loss, or what it is run on, cannot be used; the message names node or datum."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.workers.model.gpu_kit import DEVICE
 from workers.generator.gpu.attend import MAX_SPLITS, MIN_PAGES, PagedAttend
 from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
+from workers.model.attend import ALL, Reach
 
 LONG = (MAX_SPLITS * MIN_PAGES + 5) * PAGE_TOKENS
 #: On a GPU powers of two are approximate.
@@ -44,15 +45,18 @@ def new_token(
     return q, k, wide[:, -kv_heads * dim :].view(rows, kv_heads, dim)
 
 
-def attend(cache: KVCache, table_RW: Tensor, positions: list[int], *qkv: Tensor) -> Tensor:
-    return PagedAttend(cache, table_RW, torch.tensor(positions, device=DEVICE)).attend(1, *qkv)
+def attend(cache: KVCache, table_RW: Tensor, positions: list[int], *qkv: Tensor, reach: Reach = ALL) -> Tensor:
+    return PagedAttend(cache, table_RW, torch.tensor(positions, device=DEVICE)).attend(1, *qkv, reach=reach)
 
 
-def formula(q_HD: Tensor, k_KDL: Tensor, v_KLD: Tensor) -> Tensor:
+def formula(q_HD: Tensor, k_KDL: Tensor, v_KLD: Tensor, reach: Reach = ALL) -> Tensor:
     each = len(q_HD) // len(k_KDL)
-    q, k, v = (tensor.double() for tensor in (q_HD, k_KDL, v_KLD))
+    last = slice(-reach.window if reach.window else None, None)
+    q, k, v = (tensor.double() for tensor in (q_HD, k_KDL[:, :, last], v_KLD[:, last]))
     scores_KGL = q.view(len(k), each, -1) @ k / math.sqrt(q.shape[1])
-    return (torch.softmax(scores_KGL, -1) @ v).flatten(0, 1)
+    if reach.sinks_H is not None:
+        scores_KGL = torch.cat((scores_KGL, reach.sinks_H.double().view(len(k), each, 1)), -1)
+    return (torch.softmax(scores_KGL, -1)[..., : v.shape[1]] @ v).flatten(0, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -77,6 +81,25 @@ def test_rows_of_many_lengths(heads: int, kv_heads: int, dim: int, dtype: torch.
     changed = [int((now != then).sum()) for now, then in zip(cache.tensors, before, strict=True)]
     assert changed[0] == changed[2] == changed[4] == 0, "another layer's pages, or the routes, were written to"
     assert max(changed) <= 8 * kv_heads * dim, "more than the new positions was written"
+
+
+@pytest.mark.parametrize("window", [0, 1, 40, 64, 150])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_rows_reach_a_window_and_sinks(window: int, sinks: bool) -> None:
+    """Parts that lie before the window among them, full of what is not a number."""
+    positions = [63, 64, 199, 0, 700]
+    cache, pages = filled_cache(2, 16, torch.float32, 256), table(list(range(5)), 22, 256)
+    reach = Reach(window, torch.linspace(-3, 9, 6, device=DEVICE) if sinks else None)
+    q, k, v = new_token(5, 6, 2, 16)
+    if window:
+        for row, position in enumerate(positions):
+            for n in range((position + 1 - window) // PAGE_TOKENS):
+                cache.k_NKDP[1][int(pages[row, n])] = math.nan
+    out = attend(cache, pages, positions, q, k, v, reach=reach)
+    for row, position in enumerate(positions):
+        k_KDL, v_KLD = cache.read(1, pages[row].tolist(), position + 1)
+        wanted = formula(q[row], k_KDL[:, :, : position + 1], v_KLD[:, : position + 1], reach)
+        torch.testing.assert_close(out[row].double(), wanted, atol=1e-6 * LOOSER, rtol=1e-5 * LOOSER)
 
 
 def test_long_rows_are_cut_in_no_more_parts() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -24,15 +25,15 @@ from workers.generator.gpu import kernels
 from workers.generator.gpu.attend import MAX_SPLITS, MIN_PAGES
 from workers.generator.kv_cache import PAGE_TOKENS
 
-def compiled(name, capability, groups, dim, precision, dtype):
+def compiled(name, capability, groups, dim, precision, dtype, window=0, sinks=False):
     kernel = getattr(kernels, name)
     block = 1 << (dim - 1).bit_length()
     fixed = {"HEADS": 4, "GROUPS": groups, "ALL_HEADS": 4 * groups, "DIM": dim, "PAGE": PAGE_TOKENS}
-    fixed |= {"SPLITS": MAX_SPLITS, "MIN_PAGES": MIN_PAGES, "PRECISION": precision}
+    fixed |= {"SPLITS": MAX_SPLITS, "MIN_PAGES": MIN_PAGES, "PRECISION": precision, "WINDOW": window, "SINKS": sinks}
     fixed |= {"BLOCK_G": max(16, groups), "BLOCK_D": max(16, block)}
     fixed = {name: value for name, value in fixed.items() if name in kernel.arg_names}
     types = {"table_RW": "*i32", "positions_R": "*i64", "scale_log2": "fp32"}
-    types |= dict.fromkeys(("sums_RHSD", "tops_RHS", "masses_RHS"), "*fp32")
+    types |= dict.fromkeys(("sums_RHSD", "tops_RHS", "masses_RHS", "sinks_H"), "*fp32")
     types |= dict.fromkeys(("stride_k", "stride_v", "stride_q", "width"), "i32") | dict.fromkeys(fixed, "constexpr")
     signature = {argument: types.get(argument, "*" + dtype) for argument in kernel.arg_names}
     places = {(kernel.arg_names.index(argument),): value for argument, value in fixed.items()}
@@ -50,12 +51,14 @@ for form in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 
-#: Kernel, GPU, queries of a kv head, head dim, precision, dtype of the cache.
-FORMS = [
+#: Kernel, GPU, queries of a kv head, head dim, precision, dtype of the cache, window, whether there are sinks.
+FORMS: list[tuple[Any, ...]] = [
     *((name, 90, 8, 128, "tf32", "bf16") for name in ("store", "partial", "combine")),
     *((name, 80, 4, 64, "tf32", "bf16") for name in ("store", "partial", "combine")),
     *(("partial", gpu, 1, 256, "ieee", "fp32") for gpu in SHARED_BYTES),
     ("partial", 80, 32, 80, "tf32", "bf16"),
+    *((name, 90, 8, 64, "tf32", "bf16", 128, True) for name in ("partial", "combine")),
+    ("combine", 90, 8, 64, "tf32", "bf16", 0, True),
 ]
 
 

@@ -60,7 +60,7 @@ class Steps:
 
     def __init__(self, engine: TorchEngine, decoder: Decoder, capture: Capture[Computed] | None) -> None:
         self.cache = engine._cache
-        decoder._rotary(torch.arange(CONTEXT))  # as long as it gets: on a device it is from the start
+        decoder.rotary(torch.arange(CONTEXT))  # as long as it gets: on a device it is from the start
         self.steps = DecodeSteps(decoder, self.cache, slots=SLOTS, context=CONTEXT, capture=capture)
         self.rows: list[int] = []
 

@@ -13,7 +13,7 @@ from workers.generator.vllm.adapters import LoraLimits, targets
 from workers.generator.vllm.engine import VllmEngine
 from workers.generator.vllm.server import Launch
 from workers.model.adapter import Adapter, AdapterShape, save_adapter
-from workers.model.config import read_config
+from workers.model.families.read import read_config
 from workers.model.tiny import TINY_PATH
 
 ROOT = Path(__file__).resolve().parents[4]

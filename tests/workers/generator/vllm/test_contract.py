@@ -20,7 +20,7 @@ from tests.workers.generator.test_engine_contract import GREEDY, NO_STOP, ask
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.vllm.engine import VllmEngine
 from workers.generator.vllm.server import VllmServer
-from workers.model.config import read_config
+from workers.model.families.read import read_config
 from workers.model.tiny import TINY_PATH
 
 from .conftest import LIMITS, MakeEngine

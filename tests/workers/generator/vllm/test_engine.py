@@ -17,7 +17,7 @@ from workers.generator.engine import GenerateRequest, RequestError, SamplingPara
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.vllm.engine import VllmEngine
 from workers.model.adapter import Adapter, AdapterShape, save_adapter
-from workers.model.config import read_config
+from workers.model.families.read import read_config
 from workers.model.tiny import TINY_PATH
 from workers.model.weights import load_decoder
 

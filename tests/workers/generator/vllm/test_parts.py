@@ -20,7 +20,8 @@ from workers.generator.vllm.adapters import LoraLimits, NotServable, convert, ta
 from workers.generator.vllm.policies import Pushed, spans
 from workers.generator.vllm.serving import PrioritySemaphore
 from workers.model.adapter import Adapter, AdapterShape, load_adapter, save_adapter
-from workers.model.config import read_config, read_json
+from workers.model.config import read_json
+from workers.model.families.read import read_config
 from workers.model.tiny import TINY_PATH
 
 CONFIG = read_config("tiny", TINY_PATH)

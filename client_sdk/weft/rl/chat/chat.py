@@ -1,0 +1,194 @@
+"""`Chat`: a conversation with the policy, in exact tokens. It is the only thing that samples.
+
+A turn's prompt is what was read and sampled before, token for token, and the new messages behind it; so all turns
+become one datum (`rollout.join`). Where a template cannot be continued so, the conversation is rendered anew, and a
+new datum begins. What was sampled is recorded with its logprobs and policy versions as the server reports them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.rl.chat.purse import Purse
+from weft.rl.chat.render import Message, Renderer, Tool, ToolCall
+from weft.rl.rollout import Turn
+from weft.sampling_client import SamplingClient
+from weft.wire.inputs import ModelInput
+from weft.wire.sampling import SampledSequence, SampleResponse, SamplingParams
+
+
+class ContextFullError(ValueError):
+    """The conversation leaves no room for another token."""
+
+
+class StaleError(RuntimeError):
+    """The server stopped a sample whose run had moved on further than it may be trained on."""
+
+
+@dataclass
+class Policy:
+    """What rollouts are drawn from: a sampler, which a loop replaces as it trains, and how messages are written."""
+
+    sampler: SamplingClient
+    renderer: Renderer
+    context: int
+    max_staleness: int | None = None
+    purse: Purse = field(default_factory=lambda: Purse({}))
+    #: Told of every sample: tokens drawn.
+    drawn: Callable[[int], None] = lambda tokens: None
+
+    async def draw(self, sampler: SamplingClient, prompt: list[int], n: int, params: SamplingParams) -> SampleResponse:
+        """`n` samples, within budget and context."""
+        room = self.context - len(prompt)
+        if room < 1:
+            raise ContextFullError(f"the conversation has {len(prompt)} tokens, the model takes {self.context}")
+        most = min(params.max_tokens or room, room)
+        params = params.model_copy(update={"max_tokens": most})
+        again = len(prompt) * (n - 1)
+        held = cost = self.purse.hold(self.purse.price(prefill=len(prompt), cached_prefill=again, sample=most * n))
+        try:
+            got = await sampler.sample_async(ModelInput.from_ints(prompt), n, params, max_staleness=self.max_staleness)
+            drawn, hit = sum(len(each.tokens_np) for each in got.sequences), got.prompt_cache_hit_tokens or 0
+            cost = self.purse.price(prefill=len(prompt) - hit, cached_prefill=again + hit, sample=drawn)
+            self.drawn(drawn)
+            return got
+        finally:
+            self.purse.settle(held, min(cost, held))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the policy said."""
+
+    text: str
+    tool_calls: tuple[ToolCall, ...]
+    reasoning: str | None
+    stop_reason: str
+    turn: Turn
+
+
+class Chat:
+    """One conversation of one rollout. `agent` begins another, of the same rollout, that knows nothing of this one."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        seed: str = "",
+        *,
+        name: str = "",
+        params: SamplingParams | None = None,
+        tools: Sequence[Tool] = (),
+        recorded: list[Turn] | None = None,
+    ) -> None:
+        self._policy, self._seed, self.name = policy, seed, name
+        self._sampler = policy.sampler
+        self.params = params or SamplingParams()
+        self.tools = list(tools)
+        self.messages: list[Message] = []
+        #: Turns of all agents of the rollout, in the order in which they ended.
+        self.recorded: list[Turn] = [] if recorded is None else recorded
+        self._ids: list[int] = []  # read and sampled so far, to the end of the last turn
+        self._new: list[Message] = []
+        self._turns = 0
+
+    @property
+    def turns(self) -> int:
+        """Samples of this conversation."""
+        return self._turns
+
+    def agent(self, name: str, tools: Sequence[Tool] = ()) -> Chat:
+        """Another conversation of this rollout, with the same reward."""
+        return Chat(
+            self._policy, f"{self._seed}/{name}", name=name, params=self.params, tools=tools, recorded=self.recorded
+        )
+
+    def add(self, *messages: Message) -> Chat:
+        """Messages that the policy reads next."""
+        self.messages += messages
+        self._new += messages
+        return self
+
+    def system(self, text: str) -> Chat:
+        return self.add({"role": "system", "content": text})
+
+    def user(self, text: str) -> Chat:
+        return self.add({"role": "user", "content": text})
+
+    def tool(self, call: ToolCall, result: Any) -> Chat:
+        """What a tool answered."""
+        return self.add({"role": "tool", "name": call.name, "content": str(result)})
+
+    def rewrite(self, messages: Sequence[Message]) -> Chat:
+        """Another history in place of this one: what follows begins a new datum."""
+        self.messages, self._new, self._ids = list(messages), list(messages), []
+        return self
+
+    def prompt(self) -> list[int]:
+        """The ids that the next sample continues."""
+        tools = self.tools or None
+        if self._ids:
+            bridged = self._policy.renderer.bridge_to_next_turn(self._read, self._drawn, list(self._new), tools=tools)
+            ids = getattr(bridged, "token_ids", bridged)
+            if ids is not None:
+                return list(ids)
+        return self._policy.renderer.render_ids(list(self.messages), tools=tools, add_generation_prompt=True)
+
+    async def sample(self, max_tokens: int | None = None, stop: Any = None) -> Reply:
+        """The policy's next answer, to what was added since the last."""
+        params, prompt = self._for_next(max_tokens, stop), self.prompt()
+        got = await self._policy.draw(self._sampler, prompt, 1, params)
+        return self._take(prompt, got.sequences[0])
+
+    def _for_next(self, max_tokens: int | None, stop: Any) -> SamplingParams:
+        if not self._new:
+            raise ValueError("nothing was added since the last sample: chat.user(...) or chat.tool(...) first")
+        seed = random.Random(f"{self._seed}#{self._turns}").getrandbits(40)
+        update = {"max_tokens": max_tokens, "stop": stop}
+        given = {name: value for name, value in update.items() if value is not None}
+        return self.params.model_copy(update={"seed": seed, **given})
+
+    def _take(self, prompt: list[int], sequence: SampledSequence) -> Reply:
+        if sequence.logprobs is None:
+            raise ValueError("the server returned no logprobs of what it sampled")
+        turn = Turn(
+            tuple(prompt),
+            tuple(sequence.tokens),
+            tuple(sequence.logprobs),
+            tuple(sequence.policy_versions),
+            sequence.stop_reason,
+            sequence.stale,
+            self.name,
+        )
+        self.recorded.append(turn)
+        if sequence.stale:
+            raise StaleError(f"stopped after {len(turn.tokens)} tokens: the run has moved on too far")
+        self._read, self._drawn, self._ids = prompt, list(turn.tokens), prompt + list(turn.tokens)
+        self._turns, self._new = self._turns + 1, []
+        parsed = self._policy.renderer.parse_response(self._drawn, tools=self.tools or None)
+        calls = tuple(_call(call) for call in parsed.tool_calls or ())
+        said: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}
+        if calls:
+            said["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+            ]
+        self.messages.append(said)
+        return Reply(parsed.content or "", calls, parsed.reasoning_content, turn.stop_reason, turn)
+
+
+def _call(call: Any) -> ToolCall:
+    """A tool call of whichever renderer."""
+    return call if isinstance(call, ToolCall) else ToolCall(call.name or "", call.arguments)
+
+
+async def sample_together(chats: Sequence[Chat], max_tokens: int | None = None, stop: Any = None) -> list[Reply]:
+    """One answer for each of several chats that have read the same: one request, whose prompt is computed once."""
+    first = chats[0]
+    prompt = first.prompt()
+    if any(chat.prompt() != prompt for chat in chats[1:]):
+        return list(await asyncio.gather(*(chat.sample(max_tokens, stop) for chat in chats)))
+    got = await first._policy.draw(first._sampler, prompt, len(chats), first._for_next(max_tokens, stop))
+    return [chat._take(prompt, sequence) for chat, sequence in zip(chats, got.sequences, strict=True)]

@@ -1,0 +1,45 @@
+"""A budget that is never passed: the most that a request can cost is put aside before it is sent.
+
+Amounts are what docs/billing.md of the server says, rounded once for each kind of each request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.errors import WeftError
+from weft.money import amount_nusd, usd
+
+
+class BudgetSpent(WeftError):
+    """The next request could pass the budget."""
+
+
+@dataclass
+class Purse:
+    """Money of one loop, in nano-dollars. `limit_nusd` None: only count."""
+
+    rates: Mapping[str, int]
+    limit_nusd: int | None = None
+    spent_nusd: int = 0
+    held_nusd: int = 0
+
+    def price(self, **tokens: int) -> int:
+        """What so many tokens of each kind cost in one request."""
+        return sum(amount_nusd(count, self.rates.get(kind, 0)) for kind, count in tokens.items())
+
+    def hold(self, amount: int) -> int:
+        """Put the most that a request can cost aside, or raise `BudgetSpent`."""
+        if self.limit_nusd is not None and self.spent_nusd + self.held_nusd + amount > self.limit_nusd:
+            raise BudgetSpent(
+                f"the budget of ${usd(self.limit_nusd)} could be passed: ${usd(self.spent_nusd)} are spent,"
+                f" ${usd(self.held_nusd)} held for what is under way, and this would cost up to ${usd(amount)}"
+            )
+        self.held_nusd += amount
+        return amount
+
+    def settle(self, held: int, cost: int) -> None:
+        """The request has cost so much; where that is not known, what was held."""
+        self.held_nusd -= held
+        self.spent_nusd += cost

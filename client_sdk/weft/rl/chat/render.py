@@ -1,0 +1,163 @@
+"""Messages to token ids and back, by the base model's own chat template.
+
+`Renderer` is the part of the package `renderers` that a chat needs, so one of its renderers can stand in place of ours,
+and should for models that it knows: it parses their tool calls and thinking exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Message = Mapping[str, Any]
+Tool = Mapping[str, Any]
+
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.S)
+_THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.S)
+#: Stands for what was sampled while a template is asked what it puts behind it.
+_SAMPLED = "\u2402sampled\u2403"
+
+
+class Renderer(Protocol):
+    """Who knows how a model writes a conversation."""
+
+    def render_ids(
+        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> list[int]:
+        """The whole conversation."""
+        ...
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Any],
+        *,
+        tools: list[Any] | None = None,
+    ) -> Any:
+        """What was read and sampled, token for token, then `new_messages` and the start of the next answer; None if
+        the template does not keep what was sampled. A list of ids, or an object with `token_ids`."""
+        ...
+
+    def parse_response(self, token_ids: list[int], *, tools: list[Any] | None = None) -> Any:
+        """`content`, `reasoning_content` and `tool_calls` of what was sampled."""
+        ...
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A tool that the model wants called. `arguments` is None where it wrote no valid JSON object."""
+
+    name: str
+    arguments: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What was sampled, as a message."""
+
+    content: str
+    reasoning_content: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class TemplateRenderer:
+    """Any tokenizer with a chat template. Tool calls are read as Qwen and Hermes write them."""
+
+    def __init__(self, tokenizer: Any, template_options: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._options = dict(template_options or {})
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Tool] | None, opened: bool) -> str:
+        given = [{**message, "content": text_of(message)} for message in messages]
+        made = self.tokenizer.apply_chat_template(
+            given,
+            tools=list(tools) if tools else None,
+            add_generation_prompt=opened,
+            tokenize=False,
+            **self._options,
+        )
+        return str(made)
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def render_ids(
+        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> list[int]:
+        return self._ids(self._text(messages, tools, add_generation_prompt))
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Any],
+        *,
+        tools: list[Any] | None = None,
+    ) -> list[int] | None:
+        head = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAMPLED}]
+        _, found, behind = self._text([*head, *new_messages], tools, True).partition(_SAMPLED)
+        if not found or _SAMPLED in behind:
+            return None
+        added = self._ids(behind)
+        if previous_completion_ids and added[:1] == previous_completion_ids[-1:]:
+            added = added[1:]  # the end of the turn was sampled
+        return [*previous_prompt_ids, *previous_completion_ids, *added]
+
+    def parse_response(self, token_ids: list[int], *, tools: list[Any] | None = None) -> Parsed:
+        ended = bool(token_ids) and token_ids[-1] in self.tokenizer.all_special_ids
+        text = str(self.tokenizer.decode(token_ids[:-1] if ended else token_ids))
+        thought = _THOUGHT.match(text)
+        rest = text[thought.end() :] if thought else text
+        calls = tuple(_tool_call(found[1]) for found in _TOOL_CALL.finditer(rest))
+        content = _TOOL_CALL.sub("", rest).strip() if calls else rest
+        return Parsed(content, thought[1].strip() if thought else None, calls)
+
+    def example(self, messages: Sequence[Message]) -> list[tuple[list[int], list[bool]]]:
+        """A conversation as training examples: ids, and which of them its assistant would have sampled.
+
+        One, or several where the template rewrites what was said before; each answer is in exactly one of them."""
+        examples: list[tuple[list[int], list[bool]]] = []
+        ids, sampled, written = list[int](), list[bool](), ""
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self._text(messages[:index], None, True)
+            whole = self._text(messages[: index + 1], None, False)
+            if not whole.startswith(prompt):
+                raise ValueError(f"messages[{index}]: the chat template does not put the answer behind its prompt")
+            if ids and not prompt.startswith(written):
+                examples.append((ids, sampled))
+                ids, sampled, written = [], [], ""
+            read, answer = self._ids(prompt[len(written) :]), self._ids(whole[len(prompt) :])
+            end = _end_of_turn(answer, self.tokenizer.all_special_ids)
+            ids += read + answer
+            sampled += [False] * len(read) + [place < end for place in range(len(answer))]
+            written = whole
+        return [*examples, (ids, sampled)] if ids else examples
+
+
+def _end_of_turn(answer: list[int], special: Sequence[int]) -> int:
+    """How many tokens of an answer are sampled: to its last special one, behind which the template adds its own."""
+    last = max((place for place, token in enumerate(answer) if token in special), default=len(answer) - 1)
+    return last + 1
+
+
+def text_of(message: Message) -> str:
+    """The text of a message whose content may be parts, as OpenAI writes it."""
+    content = message.get("content")
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return "".join(part.get("text", "") for part in content if part.get("type") == "text")
+
+
+def _tool_call(text: str) -> ToolCall:
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
+    except (ValueError, KeyError, AttributeError):
+        return ToolCall("", None)
+    return ToolCall(str(name), arguments if isinstance(arguments, dict) else None)

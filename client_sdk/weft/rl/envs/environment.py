@@ -1,0 +1,133 @@
+"""Environments: tasks, and what makes rollouts of one. `function` and `prompts` are those that need nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from weft.rl.chat.chat import Chat, sample_together
+from weft.rl.chat.render import Tool
+from weft.rl.signal.advantages import Advantage
+from weft.rl.signal.lengths import Size
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What a rollout earned, and whatever else is worth a curve."""
+
+    value: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+#: What a rollout comes to: a reward, or why there is none.
+Outcome = Reward | BaseException
+
+
+class Environment(Protocol):
+    """Tasks, and how to try one several times at once."""
+
+    tasks: Sequence[Any]
+    #: What a rollout is expected to take, for `estimate`.
+    expected: Size | None
+    #: In place of the loop's, for a mixture of environments.
+    advantage: Advantage | None
+
+    async def group(self, task: Any, chats: Sequence[Chat]) -> list[Outcome]:
+        """One outcome for each chat, in their order."""
+        ...
+
+
+Solve = Callable[[Any, Chat], Awaitable[Any]]
+
+
+@dataclass
+class Function:
+    """`async solve(task, chat)`: any code that talks to the policy through `chat` and returns a reward."""
+
+    solve: Solve
+    tasks: Sequence[Any]
+    tools: Sequence[Tool] = ()
+    timeout_s: float | None = None
+    expected: Size | None = None
+    advantage: Advantage | None = None
+
+    async def group(self, task: Any, chats: Sequence[Chat]) -> list[Outcome]:
+        return list(await asyncio.gather(*(self._one(task, chat) for chat in chats)))
+
+    async def _one(self, task: Any, chat: Chat) -> Outcome:
+        chat.tools = list(self.tools)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return reward_of(await self.solve(task, chat))
+        except TimeoutError:
+            return TimeoutError(f"solve took longer than {self.timeout_s} s, after {chat.turns} turns")
+        except Exception as error:  # one rollout's own: the group is trained without it
+            return error
+
+
+def function(
+    solve: Solve,
+    tasks: Sequence[Any],
+    *,
+    tools: Sequence[Tool] = (),
+    timeout_s: float | None = None,
+    expected: Size | None = None,
+    advantage: Advantage | None = None,
+) -> Function:
+    """An environment of one's own code. `tools` are the JSON schemas that the chat template shows the model."""
+    return Function(solve, tasks, tools, timeout_s, expected, advantage)
+
+
+@dataclass
+class Prompts:
+    """One question, one answer, one reward: a group is one request, and its prompt is computed once."""
+
+    tasks: Sequence[Any]
+    reward: Callable[[str, Any], Any]
+    messages: Callable[[Any], Sequence[Mapping[str, Any]]]
+    max_tokens: int | None = None
+    stop: Any = None
+    expected: Size | None = None
+    advantage: Advantage | None = None
+
+    async def group(self, task: Any, chats: Sequence[Chat]) -> list[Outcome]:
+        for chat in chats:
+            chat.add(*self.messages(task))
+        replies = await sample_together(chats, self.max_tokens, self.stop)
+        return list(await asyncio.gather(*(self._judge(reply.text, task) for reply in replies)))
+
+    async def _judge(self, text: str, task: Any) -> Outcome:
+        try:
+            found = self.reward(text, task)
+            return reward_of(await found if inspect.isawaitable(found) else found)
+        except Exception as error:
+            return error
+
+
+def prompts(
+    tasks: Sequence[Any],
+    reward: Callable[[str, Any], Any] = lambda text, task: 0.0,
+    *,
+    prompt: str = "prompt",
+    system: str | None = None,
+    max_tokens: int | None = None,
+    stop: Any = None,
+    expected: Size | None = None,
+    advantage: Advantage | None = None,
+) -> Prompts:
+    """Tasks with a prompt (a text, or messages; `task[prompt]`, or the task itself), and `reward(text, task)`."""
+
+    def messages(task: Any) -> Sequence[Mapping[str, Any]]:
+        asked = task[prompt] if isinstance(task, Mapping) else task
+        given = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+        return [{"role": "system", "content": system}, *given] if system else given
+
+    return Prompts(tasks, reward, messages, max_tokens, stop, expected, advantage)
+
+
+def reward_of(found: Any) -> Reward:
+    """What `solve` or a reward function returned."""
+    return found if isinstance(found, Reward) else Reward(float(found))

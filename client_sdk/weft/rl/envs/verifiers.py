@@ -1,0 +1,147 @@
+"""`verifiers(env)`: an environment of the package verifiers, 0.1.x, sampled by our chats in place of its HTTP client.
+
+verifiers gives the whole conversation at each turn, as messages. A conversation that begins with one that a chat has
+held goes on in that chat, so its turns are exact continuations, whatever the messages would be rendered as.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weft.rl.chat.chat import Chat, Reply
+from weft.rl.envs.environment import Outcome, Reward
+from weft.rl.signal.advantages import Advantage
+from weft.rl.signal.lengths import Size
+
+
+def verifiers(
+    env: Any,
+    *,
+    sampling: Mapping[str, Any] | None = None,
+    expected: Size | None = None,
+    advantage: Advantage | None = None,
+) -> Verifiers:
+    """`env` is what `verifiers.load_environment` returns; `sampling` are its sampling arguments (`max_tokens`)."""
+    return Verifiers(env, dict(sampling or {}), expected, advantage)
+
+
+class Verifiers:
+    """Its training rows as tasks, its rollouts and its rubric."""
+
+    def __init__(self, env: Any, sampling: dict[str, Any], expected: Size | None, advantage: Advantage | None) -> None:
+        self.env, self.sampling, self.expected, self.advantage = env, sampling, expected, advantage
+        try:
+            importlib.import_module("verifiers.clients")
+        except ImportError:
+            raise ImportError("rl.verifiers needs verifiers 0.1.x: pip install 'verifiers<0.2'") from None
+        self.tasks: Sequence[Any] = [dict(row) for row in env.get_dataset()]
+
+    async def group(self, task: Any, chats: Sequence[Chat]) -> list[Outcome]:
+        return list(await asyncio.gather(*(self._one(task, chat) for chat in chats)))
+
+    async def _one(self, task: Any, chat: Chat) -> Outcome:
+        types = importlib.import_module("verifiers.types")
+        try:
+            [done] = await self.env.run_group(
+                [types.RolloutInput(**task)], _client(chat), "weft", dict(self.sampling), state_columns=["trajectory"]
+            )
+        except Exception as error:
+            return error
+        if done.get("error") is not None:
+            return RuntimeError(f"verifiers: {done['error']}")
+        return Reward(float(done["reward"]), {name: float(v) for name, v in (done.get("metrics") or {}).items()})
+
+
+def _client(chat: Chat) -> Any:
+    """A `verifiers.clients.Client` that samples through `chat`, or an agent of it where a conversation is new."""
+    clients, types = importlib.import_module("verifiers.clients"), importlib.import_module("verifiers.types")
+
+    class ChatClient(clients.Client):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            self._config = None
+            self.client = chat
+            self.held: list[tuple[list[Any], Chat]] = []
+
+        def setup_client(self, config: Any) -> Any:
+            return chat
+
+        async def to_native_tool(self, tool: Any) -> Any:
+            function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+            return {"type": "function", "function": function}
+
+        async def to_native_prompt(self, messages: Any) -> Any:
+            return [_message(message) for message in messages], {}
+
+        async def get_native_response(
+            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
+        ) -> Any:
+            held = [(known, each) for known, each in self.held if prompt[: len(known)] == known]
+            known, talk = max(held, key=lambda pair: len(pair[0]), default=([], None))
+            if talk is None:
+                talk = chat if not self.held else chat.agent(f"conversation-{len(self.held)}")
+                talk.tools = list(tools or [])
+            self.held = [pair for pair in self.held if pair[1] is not talk]
+            reply = await talk.add(*prompt[len(known) :]).sample(sampling_args.get("max_tokens"))
+            self.held.append(([*prompt, _said(reply)], talk))
+            return reply
+
+        async def raise_from_native_response(self, response: Any) -> None:
+            """Our samples raise by themselves."""
+
+        async def from_native_response(self, reply: Reply) -> Any:
+            return _response(types, reply)
+
+        async def close(self) -> None:
+            """Nothing is open."""
+
+    return ChatClient()
+
+
+def _said(reply: Reply) -> dict[str, Any]:
+    calls = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in reply.tool_calls]
+    return {"role": "assistant", "content": reply.text, **({"tool_calls": calls} if calls else {})}
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message of verifiers as a dict that compares equal when it is the same."""
+    content = message.content
+    if not isinstance(content, str):
+        content = "".join(getattr(part, "text", "") for part in content or [])
+    made: dict[str, Any] = {"role": message.role, "content": content}
+    calls = getattr(message, "tool_calls", None)
+    if calls:
+        made["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in calls]
+    return made
+
+
+def _response(types: Any, reply: Reply) -> Any:
+    turn = reply.turn
+    read, drawn = len(turn.prompt), len(turn.tokens)
+    cut = turn.stop_reason == "length"
+    finish = "length" if cut else ("tool_calls" if reply.tool_calls else "stop")
+    tokens = types.ResponseTokens(
+        prompt_ids=list(turn.prompt),
+        prompt_mask=[0] * read,
+        completion_ids=list(turn.tokens),
+        completion_mask=[1] * drawn,
+        completion_logprobs=list(turn.logprobs),
+    )
+    calls = [
+        types.ToolCall(id=f"call-{index}", name=call.name, arguments=json.dumps(call.arguments))
+        for index, call in enumerate(reply.tool_calls)
+    ]
+    message = types.ResponseMessage(
+        role="assistant",
+        content=reply.text,
+        finish_reason=finish,
+        is_truncated=cut,
+        reasoning_content=reply.reasoning,
+        tool_calls=calls or None,
+        tokens=tokens,
+    )
+    usage = types.Usage(prompt_tokens=read, completion_tokens=drawn, total_tokens=read + drawn, reasoning_tokens=0)
+    return types.Response(id="weft", created=0, model="weft", usage=usage, message=message)

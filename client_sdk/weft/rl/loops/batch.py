@@ -1,0 +1,99 @@
+"""A batch of groups: its data, and what to show of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from weft.rl.losses.loss import Loss
+from weft.rl.rollout import Group, Rollout, data_of
+from weft.rl.signal.advantages import Advantage
+from weft.rl.signal.lengths import Penalty, Size
+from weft.wire.inputs import Datum
+
+#: What a loss's sum is divided by, over the whole batch: drawn tokens, rollouts, or nothing.
+Reduce = Literal["tokens", "rollouts", "sum"]
+#: More inputs of a datum, before its loss takes it.
+More = Callable[[Datum], Mapping[str, Any]]
+
+
+@dataclass
+class Batch:
+    """Groups that are trained together, at policy version `version` of the loop and `base + version` of the server."""
+
+    groups: list[Group]
+    version: int
+    base: int
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+    @property
+    def lags(self) -> list[int]:
+        """For each group that has tokens: how many steps its oldest token is behind, as the server reported it."""
+        now = self.base + self.version
+        return [now - oldest for group in self.groups if (oldest := group.oldest) is not None]
+
+    def data(
+        self,
+        advantage: Advantage,
+        loss: Loss,
+        *,
+        penalty: Penalty | None = None,
+        reduce: Reduce = "tokens",
+        advantages: Mapping[str, Advantage] | None = None,
+        more: More | None = None,
+    ) -> list[Datum]:
+        """What `loss` takes. Rollouts without advantage are left out, as they would only be paid for.
+
+        `advantages` replaces `advantage` for groups of these environments."""
+        made: list[Datum] = []
+        for group in self.groups:
+            own = (advantages or {}).get(group.source, advantage)
+            for rollout, value in zip(group.rollouts, _advantages(group, own, penalty), strict=True):
+                if value != 0:
+                    made += data_of(rollout, value)
+        whole = _denominator(made, reduce)
+        return [loss.datum(datum, 1 / whole, **(more(datum) if more else {})) for datum in made]
+
+    def metrics(self) -> dict[str, float]:
+        rollouts = self.rollouts
+        if not rollouts:
+            return {"rollouts": 0.0}
+        found = {
+            "reward": _mean([rollout.reward for rollout in rollouts]),
+            "rollouts": float(len(rollouts)),
+            "tokens/rollout": _mean([rollout.sampled for rollout in rollouts]),
+            "turns/rollout": _mean([len(rollout.turns) for rollout in rollouts]),
+            "lag/max": float(max(self.lags, default=0)),
+            "lag/mean": _mean(self.lags),
+        }
+        names = {name for rollout in rollouts for name in rollout.metrics}
+        for name in sorted(names):
+            found[name] = _mean([rollout.metrics[name] for rollout in rollouts if name in rollout.metrics])
+        for name in sorted({group.source for group in self.groups} - {""}):
+            found[f"{name}/reward"] = _mean([s for g in self.groups if g.source == name for s in g.rewards])
+        return found
+
+
+def _advantages(group: Group, advantage: Advantage, penalty: Penalty | None) -> list[float]:
+    if not group.rollouts:
+        return []
+    rewards = group.rewards
+    if penalty is not None:
+        rewards = penalty(rewards, [Size(r.sampled, r.read, len(r.turns)) for r in group.rollouts])
+    return advantage(rewards)
+
+
+def _denominator(data: Sequence[Datum], reduce: Reduce) -> float:
+    if reduce == "sum":
+        return 1.0
+    if reduce == "rollouts":
+        return float(max(1, len(data)))
+    return max(1.0, sum(float(datum.loss_fn_inputs["mask"].to_numpy().sum()) for datum in data))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

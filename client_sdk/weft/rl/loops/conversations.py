@@ -1,0 +1,36 @@
+"""Conversations as supervised data, by the base model's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from weft.rl.chat.render import TemplateRenderer
+from weft.wire.inputs import Datum, ModelInput
+
+
+def conversations(
+    rows: Iterable[Sequence[Mapping[str, Any]]], tokenizer: Any, *, max_length: int | None = None
+) -> list[Datum]:
+    """Lists of messages as data for `sft`: every answer is trained, to the token that ends its turn, and nothing else.
+
+    A conversation whose template rewrites what was said before (thinking that is dropped from the history) becomes
+    several data, so that each answer is trained behind the prompt that it will be sampled from. What is longer than
+    `max_length` tokens is cut at the end.
+    """
+    renderer = TemplateRenderer(tokenizer)
+    made = []
+    for messages in rows:
+        for ids, sampled in renderer.example(messages):
+            if any(sampled[1:max_length]):
+                made.append(supervised(ids[:max_length], sampled[:max_length]))
+    return made
+
+
+def supervised(ids: Sequence[int], trained: Sequence[bool]) -> Datum:
+    """A datum of cross entropy whose weights are 1 on what is trained."""
+    weights = np.asarray(trained[1:], np.float32)
+    inputs = {"target_tokens": list(ids[1:]), "weights": weights}
+    return Datum(ModelInput.from_ints(list(ids[:-1])), inputs)

@@ -1,0 +1,93 @@
+"""`distill`: on-policy distillation. The policy samples, a teacher scores every token that was drawn.
+
+The reward of a token is what the teacher's logprob has more than the policy's: its sum over a rollout is, in the mean,
+minus the reverse KL. No environment judges anything, so any prompts do. The teacher may be another base model with the
+same vocabulary, a checkpoint, or the policy itself that has read a hint (`hint`: self-distillation).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from weft.rl.chat.render import Message
+from weft.rl.envs.environment import Environment
+from weft.rl.loops.batch import Batch
+from weft.rl.loops.train import Loop, Recipe, Report
+from weft.rl.losses.loss import Loss
+from weft.rl.rollout import data_of
+from weft.rl.signal.advantages import reinforce
+from weft.sampling_client import SamplingClient
+from weft.training_client import TrainingClient
+from weft.wire.inputs import Datum, ModelInput
+
+
+def distill(
+    run: TrainingClient,
+    env: Environment | Mapping[str, Environment],
+    teacher: SamplingClient,
+    *,
+    hint: Callable[[Any], Sequence[Message]] | None = None,
+    **recipe: Any,
+) -> Report:
+    """`train` with the teacher's opinion in place of rewards; the other arguments are `train`'s.
+
+    Losses that read `ref` (`rl.losses.ref_kl()`) get the teacher's logprobs; for the others each token's advantage is
+    ref - q. `hint(task)` are messages that only the teacher reads, before the conversation.
+    """
+    return asyncio.run(_Distill(run, env, Recipe(**{"advantage": reinforce, **recipe}), teacher, hint).go())
+
+
+class _Distill(Loop):
+    def __init__(
+        self,
+        run: TrainingClient,
+        env: Environment | Mapping[str, Environment],
+        recipe: Recipe,
+        teacher: SamplingClient,
+        hint: Callable[[Any], Sequence[Message]] | None,
+    ) -> None:
+        super().__init__(run, env, recipe)
+        self.teacher, self.hint = teacher, hint
+        self._gaps: list[float] = []
+
+    async def _data(self, batch: Batch) -> list[Datum]:
+        rollouts = [(group.task, rollout) for group in batch.groups for rollout in group.rollouts]
+        pairs = [(task, datum) for task, rollout in rollouts for datum in data_of(rollout, 1.0)]
+        scored = await asyncio.gather(*(self._score(task, datum) for task, datum in pairs))
+        whole = sum(float(datum.loss_fn_inputs["mask"].to_numpy().sum()) for _, datum in pairs)
+        gaps = sum(float(gap.sum()) for _, gap in scored)
+        self._gaps.append(-gaps / max(1.0, whole))
+        return [
+            _taught(self.loss, datum, ref, gap, 1 / max(1.0, whole))
+            for (_, datum), (ref, gap) in zip(pairs, scored, strict=True)
+        ]
+
+    async def _score(self, task: Any, datum: Datum) -> tuple[Any, Any]:
+        """The teacher's logprob of each target, and what it has more than the policy's where a token was drawn."""
+        targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
+        before = self._hint_ids(task)
+        whole = [*before, *datum.model_input.to_ints(), int(targets[-1])]
+        cost = self.purse.hold(self.purse.price(prefill=len(whole), sample=1))
+        self.purse.settle(cost, cost)
+        logprobs = await self.teacher.compute_logprobs_async(ModelInput.from_ints(whole), len(targets))
+        ref = np.asarray([lp or 0.0 for lp in logprobs[-len(targets) :]], np.float32)
+        mask: Any = datum.loss_fn_inputs["mask"].to_numpy()
+        q: Any = datum.loss_fn_inputs["logprobs"].to_numpy()
+        return ref * mask, (ref - q) * mask
+
+    def _hint_ids(self, task: Any) -> list[int]:
+        if self.hint is None:
+            return []
+        return self.rollouts.policy.renderer.render_ids(list(self.hint(task)))
+
+    def _numbers(self) -> dict[str, float]:
+        return {"reverse_kl": self._gaps[-1]} if self._gaps else {}
+
+
+def _taught(loss: Loss, datum: Datum, ref: Any, gap: Any, weight: float) -> Datum:
+    inputs = {**datum.loss_fn_inputs, "advantages": gap}
+    return loss.datum(Datum(datum.model_input, inputs), weight, ref=ref)

@@ -1,0 +1,147 @@
+"""`dpo`: preferences (arXiv 2305.18290), in closed form and so without torch.
+
+With h = beta [(lp_c - ref_c) - (lp_r - ref_r)], sums over the tokens of an answer, the loss of a pair is
+-log sigmoid(h). Its gradient with respect to each logprob of the chosen answer is -beta sigmoid(-h), of the rejected
+one the opposite: a cross entropy with these weights. So a step is a forward pass for the logprobs, and one with
+gradients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weft.rl.chat.purse import Purse
+from weft.rl.chat.render import TemplateRenderer
+from weft.rl.loops.conversations import supervised
+from weft.rl.loops.supervised import Recipe, go, wait
+from weft.rl.loops.train import Report
+from weft.sampling_client import SamplingClient
+from weft.training_client import TrainingClient
+from weft.wire.inputs import Datum, ModelInput
+
+
+@dataclass
+class Pair:
+    """Two answers to one prompt as data of cross entropy, and what the reference gives each, once it is known."""
+
+    chosen: Datum
+    rejected: Datum
+    reference: tuple[float, float] | None = None
+
+    @property
+    def data(self) -> tuple[Datum, Datum]:
+        return self.chosen, self.rejected
+
+
+def pairs(
+    rows: Iterable[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    prompt: str = "prompt",
+    chosen: str = "chosen",
+    rejected: str = "rejected",
+) -> list[Pair]:
+    """Rows with a prompt (text, or messages) and two answers (text), by the base model's chat template."""
+    renderer = TemplateRenderer(tokenizer)
+
+    def datum(row: Mapping[str, Any], answer: str) -> Datum:
+        asked = row[prompt]
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+        read = renderer.render_ids(messages, add_generation_prompt=True)
+        *_, (whole, sampled) = renderer.example([*messages, {"role": "assistant", "content": row[answer]}])
+        last = max(place for place, each in enumerate(sampled) if each)
+        drawn = [place >= len(read) and each for place, each in enumerate(sampled)]
+        return supervised(whole[: last + 1], drawn[: last + 1])
+
+    return [Pair(datum(row, chosen), datum(row, rejected)) for row in rows]
+
+
+def dpo(
+    run: TrainingClient,
+    data: Sequence[Pair],
+    *,
+    reference: SamplingClient,
+    beta: float = 0.1,
+    **recipe: Any,
+) -> Report:
+    """Train on pairs, the mean over each batch. `reference` is most often the base model. The rest is `Recipe`'s."""
+    context = _Scorer(reference)
+
+    def backward(batch: Sequence[Pair], purse: Purse) -> dict[str, float]:
+        flat = [datum for pair in batch for datum in pair.data]
+        tokens = sum(datum.model_input.length for datum in flat)
+        new = [datum for pair in batch if pair.reference is None for datum in pair.data]
+        scored = sum(datum.model_input.length + 1 for datum in new)
+        cost = purse.hold(
+            purse.price(prefill=tokens, train=tokens)
+            + purse.price(prefill=scored, sample=len(new))
+            + 4 * (len(flat) + len(new))
+        )
+        purse.settle(cost, cost)
+        for pair, reference in zip(
+            [pair for pair in batch if pair.reference is None], context.scores(new), strict=True
+        ):
+            pair.reference = reference
+        lps = _sums(flat, run.forward(flat, "cross_entropy").result().loss_fn_outputs)
+        margins = np.asarray([_margin(pair, lps[2 * i], lps[2 * i + 1]) for i, pair in enumerate(batch)])
+        h = beta * margins
+        pull = beta / (1 + np.exp(h)) / len(batch)
+        weighted = [
+            _weighted(datum, sign * float(p))
+            for pair, p in zip(batch, pull, strict=True)
+            for datum, sign in ((pair.chosen, 1.0), (pair.rejected, -1.0))
+        ]
+        run.forward_backward(weighted, "cross_entropy").result()
+        return {
+            "loss": float(np.logaddexp(0, -h).mean()),
+            "accuracy": float((margins > 0).mean()),
+            "margin": float(h.mean()),
+        }
+
+    return go(run, data, backward, Recipe(**recipe))
+
+
+class _Scorer:
+    """Logprobs that a sampler gives to answers."""
+
+    def __init__(self, sampler: SamplingClient) -> None:
+        self._sampler = sampler
+
+    def scores(self, data: Sequence[Datum]) -> list[tuple[float, float]]:
+        """Of data in pairs: the sum over what each weighs."""
+
+        async def all_of() -> list[float]:
+            return list(await asyncio.gather(*(self._one(datum) for datum in data)))
+
+        found = wait(all_of())
+        return list(zip(found[::2], found[1::2], strict=True))
+
+    async def _one(self, datum: Datum) -> float:
+        targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
+        whole = [*datum.model_input.to_ints(), int(targets[-1])]
+        logprobs = await self._sampler.compute_logprobs_async(ModelInput.from_ints(whole))
+        weights = datum.loss_fn_inputs["weights"].to_numpy()
+        return float(sum(lp * w for lp, w in zip(logprobs[1:], weights, strict=True) if lp is not None and w))
+
+
+def _sums(data: Sequence[Datum], outputs: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [
+        float((output["logprobs"].to_numpy() * datum.loss_fn_inputs["weights"].to_numpy()).sum())
+        for datum, output in zip(data, outputs, strict=True)
+    ]
+
+
+def _margin(pair: Pair, chosen: float, rejected: float) -> float:
+    assert pair.reference is not None
+    return (chosen - pair.reference[0]) - (rejected - pair.reference[1])
+
+
+def _weighted(datum: Datum, by: float) -> Datum:
+    weights: Any = datum.loss_fn_inputs["weights"].to_numpy()
+    weights = weights * np.float32(by)
+    return Datum(datum.model_input, {**datum.loss_fn_inputs, "weights": weights})

@@ -1,0 +1,60 @@
+"""What a loop will cost, and a purse for what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weft.errors import WeftError
+from weft.plan.estimate import CostEstimate, EstimatedRow
+from weft.rl.chat.purse import Purse
+from weft.rl.envs.environment import Environment
+from weft.rl.loops.rollouts import Groups
+from weft.run_weights import base_model_of
+from weft.training_client import TrainingClient
+from weft.wire.limits import PricesResponse
+from weft.wire.usage import UsageKind
+
+NUSD = 10**9
+
+
+async def prices(run: TrainingClient) -> PricesResponse:
+    return await run.create_rest_client().get_prices(base_model_of(await run.get_info_async()))
+
+
+async def purse(run: TrainingClient, budget_usd: float | None, spent_nusd: int = 0) -> Purse:
+    """A purse at the prices of now. `spent_nusd` is what earlier lives of the loop have cost."""
+    limit = None if budget_usd is None else round(budget_usd * NUSD)
+    return Purse(dict[str, int](**(await prices(run)).rates_uusd_per_mtok), limit, spent_nusd)
+
+
+def estimate(
+    run: TrainingClient, env: Environment | Mapping[str, Environment], *, groups: Groups | None = None, steps: int = 100
+) -> CostEstimate:
+    """What `train` would cost if each rollout takes what its environment expects (`expected=rl.Size(...)`).
+
+    Prompts are counted in full for each turn, as if nothing of them were cached; all data are trained.
+    """
+    groups = groups or Groups()
+    envs = list(env.values()) if isinstance(env, Mapping) else [env]
+    priced = run.create_rest_client().get_prices(base_model_of(run.get_info())).result()
+    rollouts = steps * groups.batch * groups.size
+    tokens: dict[UsageKind, float] = dict.fromkeys(("prefill", "cached_prefill", "sample", "train"), 0.0)
+    for each in envs:
+        size = each.expected
+        if size is None:
+            raise WeftError(
+                "the environment does not say what a rollout takes: expected=rl.Size(drawn=200, read=100, turns=1)"
+            )
+        share = rollouts / len(envs)
+        whole = size.drawn + size.read
+        # A turn reads all that came before it, which grows evenly: half of the whole, on average.
+        prompts = size.read if size.turns == 1 else size.turns * whole / 2
+        tokens["prefill"] += share * prompts
+        tokens["sample"] += share * size.drawn
+        tokens["train"] += share * whole
+    rows = [_row(kind, round(count), priced.rates_uusd_per_mtok[kind]) for kind, count in tokens.items() if count]
+    return CostEstimate(priced.base_model, priced.price_version, rows, exact=False)
+
+
+def _row(kind: UsageKind, tokens: int, rate: int) -> EstimatedRow:
+    return EstimatedRow(kind, tokens, rate, (tokens * rate * 1000 + 500_000) // 1_000_000)

@@ -1,0 +1,40 @@
+"""Learning rates by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+#: The number of a step, from 0 -> its learning rate.
+Rate = Callable[[int], float]
+
+
+def constant(rate: float) -> Rate:
+    return lambda step: rate
+
+
+def linear(peak: float, steps: int, warmup: int = 0) -> Rate:
+    """Up to `peak` in `warmup` steps, then down to 0 at `steps`."""
+
+    def at(step: int) -> float:
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        return peak * max(0, steps - step) / max(1, steps - warmup)
+
+    return at
+
+
+def cosine(peak: float, steps: int, warmup: int = 0, floor: float = 0.0) -> Rate:
+    """Up to `peak` in `warmup` steps, then down to `floor` at `steps` along half a cosine."""
+
+    def at(step: int) -> float:
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return floor + (peak - floor) * (1 + math.cos(math.pi * done)) / 2
+
+    return at
+
+
+def rate_of(given: float | Rate) -> Rate:
+    return given if callable(given) else constant(float(given))

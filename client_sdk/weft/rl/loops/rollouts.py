@@ -1,0 +1,332 @@
+"""`Rollouts`: groups under way, as the schedule allows; batches of those that are worth training on.
+
+    async with Rollouts(run, env, groups=Groups(batch=16, size=8), schedule=Async(max_lag=1)) as rollouts:
+        batch = await rollouts.batch()
+        ...                                      # forward_backward of batch.data(...), optim_step
+        await rollouts.step(update)              # the one place where the version moves
+
+Groups start by themselves, also while a batch is in training, whenever the pacer has room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from weft.errors import AuthenticationError, BillingError, PermissionDeniedError, WeftError
+from weft.rl.chat.chat import Chat, Policy, StaleError
+from weft.rl.chat.purse import BudgetSpent, Purse
+from weft.rl.chat.render import Renderer, TemplateRenderer
+from weft.rl.envs.environment import Environment, Reward
+from weft.rl.loops.batch import Batch
+from weft.rl.rollout import Group, Rollout
+from weft.rl.schedule.concurrency import Concurrency
+from weft.rl.schedule.pacer import Pacer
+from weft.rl.schedule.schedules import Partial, Schedule, Sync
+from weft.rl.signal.filters import GroupFilter, RolloutFilter
+from weft.rl.tasks.sources import Ratios, Shuffled, Source
+from weft.run_weights import base_model_of
+from weft.training_client import TrainingClient
+from weft.wire.sampling import SamplingParams
+
+logger = logging.getLogger("weft")
+
+#: Errors that the next group would meet, too.
+_FATAL = (BudgetSpent, AuthenticationError, BillingError, PermissionDeniedError)
+
+
+class RolloutsFailedError(WeftError):
+    """Every rollout fails: the cause is the last one's error."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """`batch` groups of `size` rollouts for a step. What a filter rejects stays out of training; with `refill` another
+    group takes its place, else the batch is smaller."""
+
+    batch: int = 16
+    size: int = 8
+    keep: Sequence[GroupFilter] = ()
+    keep_rollout: Sequence[RolloutFilter] = ()
+    refill: bool = False
+
+
+@dataclass
+class _Env:
+    """An environment of a mixture, and what it tries next."""
+
+    env: Environment
+    source: Source
+    again: list[int] = field(default_factory=list)
+
+    def draw(self) -> int:
+        return self.again.pop(0) if self.again else self.source.draw()
+
+
+class Rollouts:
+    """Rollouts of one run, from `async with` on. `state_dict` says which tasks come next and the version."""
+
+    def __init__(
+        self,
+        run: TrainingClient,
+        env: Environment | Mapping[str, Environment],
+        *,
+        groups: Groups | None = None,
+        schedule: Schedule | None = None,
+        sources: Source | Mapping[str, Source] | None = None,
+        ratios: Mapping[str, float] | None = None,
+        sampling: SamplingParams | None = None,
+        renderer: Renderer | None = None,
+        concurrency: Concurrency | None = None,
+        purse: Purse | None = None,
+        seed: int = 0,
+        batches: int | None = None,
+    ) -> None:
+        """`batches`: how many will be asked for, so that nothing is sampled beyond the last."""
+        self.run, self.groups, self.schedule = run, groups or Groups(), schedule or Sync()
+        self.sampling = _on_policy(sampling or SamplingParams())
+        self.pacer = Pacer(self.schedule, self.groups.batch)
+        self.waste: Counter[str] = Counter()
+        self._envs = _envs(env, sources, seed)
+        self._ratios = Ratios(ratios or dict.fromkeys(self._envs, 1.0))
+        self._renderer, self._concurrency, self._seed = renderer, concurrency, seed
+        self._purse = purse or Purse({})
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tried: dict[int, tuple[str, int]] = {}
+        self._ready: dict[int, Group] = {}
+        self._drawn: Counter[int] = Counter()
+        self._base: int | None = None
+        self._left = batches
+        self._failed = 0
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    async def __aenter__(self) -> Rollouts:
+        kind = "inflight" if self.schedule.inflight else "snapshot"
+        self._kind: Any = kind
+        sampler = await self.run.save_weights_and_get_sampling_client_async(kind=self._kind)
+        if self._renderer is None:
+            self._renderer = TemplateRenderer(await asyncio.to_thread(self.run.get_tokenizer))
+        context = await context_length(self.run)
+        lag = self.schedule.max_lag or None
+        self.policy = Policy(sampler, self._renderer, context, lag, self._purse)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._cancel(list(self._tasks))
+
+    async def batch(self) -> Batch:
+        """The next batch, once there is one."""
+        while True:
+            await self._cancel(self.pacer.late())
+            self._launch()
+            if self._error is not None:
+                raise self._error
+            taken = self.pacer.take()
+            if taken:
+                found = [self._ready.pop(number) for number in taken]
+                for number in taken:
+                    self._tried.pop(number, None)
+                self._left = None if self._left is None else self._left - 1
+                await self._cancel(self.pacer.late())
+                self._launch()
+                return Batch(found, self.pacer.version, self._base or 0)
+            self._news.clear()
+            await self._news.wait()
+
+    async def step(self, update: Awaitable[Any] | None) -> Any:
+        """Wait for the optimizer's step and move rollouts to its weights; None: there was nothing to train on."""
+        if update is None:
+            self.pacer.stepped(moved=False)
+            return None
+        sampler = self.run.save_weights_and_get_sampling_client(kind=self._kind)
+        done = await update
+        await sampler
+        if self._kind == "snapshot":
+            self.policy.sampler = sampler
+        self.pacer.stepped()
+        self._launch()
+        return done
+
+    def _launch(self) -> None:
+        """Start as many groups as there is room for."""
+        room = self.pacer.room() if self._error is None else 0
+        if self._left is not None and not isinstance(self.schedule, Partial):
+            room = min(room, self._left * self.pacer.most - self.pacer.flying - self.pacer.ready)
+        if self._concurrency is not None:
+            room = min(room, self._concurrency.limit - self.pacer.flying)
+        for _ in range(room):
+            number = self.pacer.start()
+            name = self._ratios.draw()
+            index = self._envs[name].draw()
+            self._tried[number] = (name, index)
+            self._tasks[number] = asyncio.ensure_future(self._group(number, name, index))
+
+    async def _group(self, number: int, name: str, index: int) -> None:
+        """One group, from its first sample to its reward."""
+        try:
+            found = await self._roll(number, name, index)
+        except Exception as error:
+            self._tasks.pop(number, None)
+            self._tried.pop(number, None)
+            self._count("failed_tokens", self._drawn.pop(number, 0))
+            self.pacer.drop(number)
+            self._failure(error)
+        else:
+            self._tasks.pop(number, None)
+            self._ended(number, name, index, found)
+        self._news.set()
+
+    async def _roll(self, number: int, name: str, index: int) -> Group:
+        env = self._envs[name].env
+        chats = [
+            Chat(self.policy, f"{self._seed}/{number}/{each}", params=self.sampling) for each in range(self.groups.size)
+        ]
+        task = env.tasks[index]
+        watching = self._watch(number, chats)
+        try:
+            outcomes = await env.group(task, chats)
+        finally:
+            watching.cancel()
+        rollouts = []
+        for chat, outcome in zip(chats, outcomes, strict=True):
+            if isinstance(outcome, Reward):
+                rollouts.append(Rollout(chat.recorded, outcome.value, dict(outcome.metrics)))
+            elif isinstance(outcome, _FATAL):
+                raise outcome
+            else:
+                self.waste["failed_rollouts"] += 1
+                last = outcome
+        if not rollouts:
+            raise last
+        return Group(task, rollouts, name, index)
+
+    def _watch(self, number: int, chats: Sequence[Chat]) -> asyncio.Task[None]:
+        """Tells the pacer how far a group is, for budgets of generated tokens."""
+
+        async def look() -> None:
+            while True:
+                await asyncio.sleep(0.2)
+                drawn = sum(len(turn.tokens) for chat in chats for turn in chat.recorded)
+                if drawn != self._drawn[number]:
+                    self._drawn[number] = drawn
+                    self.pacer.progress(number, drawn)
+                    self._news.set()
+
+        return asyncio.ensure_future(look())
+
+    def _ended(self, number: int, name: str, index: int, group: Group) -> None:
+        """A group is complete: observe it, filter it, and give it to the pacer."""
+        self._failed = 0
+        self._drawn.pop(number, None)
+        self._envs[name].source.observe(index, group.mean)
+        oldest = group.oldest
+        if self._base is None and oldest is not None:
+            self._base = oldest - self.pacer.version
+        drawn = group.sampled
+        group.rollouts = [
+            rollout for rollout in group.rollouts if all(keep(rollout) for keep in self.groups.keep_rollout)
+        ]
+        rejected = next((keep.__name__ for keep in self.groups.keep if group.rollouts and not keep(group)), None)
+        if rejected is not None or not group.rollouts:
+            self._count(f"rejected_tokens/{rejected or 'keep_rollout'}", drawn)
+            if self.groups.refill:
+                self.pacer.drop(number)
+                self._tried.pop(number, None)
+                return
+            group.rollouts = []
+        self._ready[number] = group
+        self.pacer.finish(number, drawn, None if oldest is None else oldest - (self._base or 0))
+
+    def _failure(self, error: Exception) -> None:
+        """A group without a rollout. The next may do better; when none does, the loop must not go on silently."""
+        if isinstance(error, StaleError):
+            return
+        self._failed += 1
+        self.waste["failed_groups"] += 1
+        logger.warning("a group failed: %s: %s", type(error).__name__, error)
+        if isinstance(error, _FATAL):
+            self._error = error
+        elif self._failed >= max(4, self.groups.batch):
+            self._error = RolloutsFailedError(f"{self._failed} groups in a row failed; the last: {error}")
+            self._error.__cause__ = error
+
+    async def _cancel(self, numbers: Sequence[int]) -> None:
+        """What can no longer be trained: stop it, and count what it has drawn as waste."""
+        for number in numbers:
+            self._tried.pop(number, None)
+            drawn = self._drawn.pop(number, 0)
+            self._count("late_tokens", self._ready.pop(number).sampled if number in self._ready else drawn)
+        tasks = [task for number in numbers if (task := self._tasks.pop(number, None)) is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _count(self, why: str, tokens: int) -> None:
+        """Tokens that were paid for and are not trained on."""
+        self.waste[why] += tokens
+        self.waste["nusd"] += self._purse.price(sample=tokens)
+
+    def metrics(self) -> dict[str, float]:
+        """Of all sources, and of the schedule."""
+        found = {"in_flight": float(self.pacer.flying), "late_groups": float(self.pacer.late_groups)}
+        for name, each in self._envs.items():
+            found |= {f"{name}/{key}" if name else key: value for key, value in each.source.metrics().items()}
+        found["waste_usd"] = self.waste["nusd"] / 10**9
+        return found | {f"waste/{name}": float(count) for name, count in self.waste.items() if name != "nusd"}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tasks that were under way are tried again."""
+        return {
+            "pacer": self.pacer.state_dict(),
+            "ratios": self._ratios.state_dict(),
+            "sources": {name: each.source.state_dict() for name, each in self._envs.items()},
+            "again": sorted(self._tried.values()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pacer.load_state_dict(state["pacer"])
+        self._ratios.load_state_dict(state["ratios"])
+        for name, source in state["sources"].items():
+            if name in self._envs:
+                self._envs[name].source.load_state_dict(source)
+        for name, index in state["again"]:
+            if name in self._envs:
+                self._envs[name].again.append(int(index))
+
+
+async def context_length(run: TrainingClient) -> int:
+    """How many tokens the base model of `run` takes."""
+    limits = await run.create_rest_client().get_limits()
+    return limits.models[base_model_of(await run.get_info_async())].context_length
+
+
+def _envs(
+    env: Environment | Mapping[str, Environment], sources: Source | Mapping[str, Source] | None, seed: int
+) -> dict[str, _Env]:
+    named = dict(env) if isinstance(env, Mapping) else {"": env}
+    given: dict[str, Source] = dict(sources) if isinstance(sources, Mapping) else {"": sources} if sources else {}
+    return {name: _Env(each, given.get(name) or Shuffled(len(each.tasks), seed)) for name, each in named.items()}
+
+
+def _on_policy(params: SamplingParams) -> SamplingParams:
+    """The trainer computes logprobs of the uncut distribution at temperature 1; any other is off-policy, unseen."""
+    wrong = [
+        f"{name}={value}"
+        for name, value, plain in (
+            ("temperature", params.temperature, 1.0),
+            ("top_p", params.top_p, 1.0),
+            ("top_k", params.top_k, -1),
+        )
+        if value != plain
+    ]
+    if wrong:
+        raise ValueError(f"rollouts to train on are drawn at temperature 1 from all tokens; got {', '.join(wrong)}")
+    return params

@@ -1,0 +1,50 @@
+"""`sft`: supervised fine-tuning on data of `rl.conversations`, or any of cross entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from weft.rl.chat.purse import Purse
+from weft.rl.loops.supervised import Recipe, go
+from weft.rl.loops.train import Report
+from weft.training_client import TrainingClient
+from weft.wire.inputs import Datum
+
+
+def sft(
+    run: TrainingClient, data: Sequence[Datum], *, test: Sequence[Datum] = (), every: int = 50, **recipe: Any
+) -> Report:
+    """Train on `data`, the mean over the trained tokens of each batch. The other arguments are `Recipe`'s.
+
+    The server packs short sequences together. `test` is scored every so many steps, not trained on: `test/loss`.
+    """
+
+    def backward(batch: Sequence[Datum], purse: Purse) -> dict[str, float]:
+        tokens = _weight(batch)
+        cost = purse.hold(purse.price(train=sum(datum.model_input.length for datum in batch)) + len(batch))
+        purse.settle(cost, cost)
+        scaled = [_scaled(datum, 1 / max(1.0, tokens)) for datum in batch]
+        return {"loss": run.forward_backward(scaled, "cross_entropy").result().metrics["loss:sum"], "tokens": tokens}
+
+    def between(step: int) -> dict[str, float]:
+        return {"test/loss": nll(run, test)} if test and (step + 1) % every == 0 else {}
+
+    return go(run, data, backward, Recipe(**recipe), between)
+
+
+def nll(run: TrainingClient, data: Sequence[Datum]) -> float:
+    """Mean negative logprob of what `data` weigh, with the weights of now."""
+    return run.forward(data, "cross_entropy").result().metrics["loss:sum"] / max(1.0, _weight(data))
+
+
+def _weight(data: Sequence[Datum]) -> float:
+    return sum(float(datum.loss_fn_inputs["weights"].to_numpy().sum()) for datum in data)
+
+
+def _scaled(datum: Datum, by: float) -> Datum:
+    weights: Any = datum.loss_fn_inputs["weights"].to_numpy()
+    weights = weights * np.float32(by)
+    return Datum(datum.model_input, {**datum.loss_fn_inputs, "weights": weights})

@@ -1,0 +1,106 @@
+"""Where a loop's numbers go besides the server, which always gets them as the run's curves. Packages are imported
+when used."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Sink(Protocol):
+    """Takes the numbers of each step."""
+
+    def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ImportError(f"this sink needs the package: pip install {name.split('.')[0]}") from None
+
+
+class Progress:
+    """A bar with the numbers that matter, on the terminal; a line for each step where there is none."""
+
+    def __init__(self, shown: tuple[str, ...] = ("reward", "loss", "lag/max", "spent_usd")) -> None:
+        self.shown = shown
+        self._bar: Any = None
+        self._task: Any = None
+
+    def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
+        text = "  ".join(f"{name} {metrics[name]:.4g}" for name in self.shown if name in metrics)
+        if not sys.stderr.isatty():
+            print(f"step {step + 1}/{of}  {text}", file=sys.stderr, flush=True)
+            return
+        if self._bar is None:
+            rich = importlib.import_module("rich.progress")
+            columns = rich.BarColumn(), rich.MofNCompleteColumn(), rich.TextColumn("{task.fields[text]}")
+            self._bar = rich.Progress(*columns, rich.TimeRemainingColumn(), transient=False)
+            self._bar.start()
+            self._task = self._bar.add_task("", total=of, text="")
+        self._bar.update(self._task, completed=step + 1, text=text)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class JsonLines:
+    """A file with one JSON object for each step."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = Path(path).open("a")  # noqa: SIM115 - closed by `close`
+
+    def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Wandb:
+    """Weights & Biases. Options are those of `wandb.init`; `id` and `resume` continue a run there."""
+
+    def __init__(self, **options: Any) -> None:
+        self._run = _package("wandb").init(**options)
+
+    def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """trackio. Options are those of `trackio.init`."""
+
+    def __init__(self, **options: Any) -> None:
+        self._trackio = _package("trackio")
+        self._trackio.init(**options)
+
+    def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
+        self._trackio.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+class TensorBoard:
+    """Event files for TensorBoard."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._writer = _package("torch.utils.tensorboard").SummaryWriter(str(folder))
+
+    def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()

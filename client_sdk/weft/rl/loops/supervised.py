@@ -1,0 +1,100 @@
+"""What `sft` and `dpo` share: batches of fixed data in a fixed order, a budget, curves and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from weft.future import APIFuture
+from weft.rl.chat.purse import BudgetSpent, Purse
+from weft.rl.loops import money
+from weft.rl.loops.checkpoint import Checkpoints
+from weft.rl.loops.rate import Rate, rate_of
+from weft.rl.loops.sinks import Progress, Sink
+from weft.rl.loops.train import Report, plain
+from weft.rl.tasks.sources import Shuffled
+from weft.training_client import TrainingClient
+from weft.wire.training import AdamParams
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How fixed data are gone through."""
+
+    batch: int = 32
+    epochs: float = 1.0
+    learning_rate: float | Rate = 1e-4
+    optim: AdamParams = field(default_factory=AdamParams)
+    sinks: Sequence[Sink] | None = None
+    checkpoint: Checkpoints | None = None
+    budget_usd: float | None = None
+    seed: int = 0
+
+
+#: Computes the gradient of some items; what to show of it. It asks the purse before it spends.
+Backward = Callable[[Sequence[T], Purse], Mapping[str, float]]
+
+
+def go(
+    run: TrainingClient,
+    items: Sequence[T],
+    backward: Backward[T],
+    recipe: Recipe,
+    between: Callable[[int], Mapping[str, float]] = lambda step: {},
+) -> Report:
+    """One optimizer step for each batch; `between` is asked for more numbers after each."""
+    steps = max(1, round(len(items) * recipe.epochs / recipe.batch))
+    order, report = Shuffled(len(items), recipe.seed), Report()
+    state = _resume(run, recipe)
+    spent = sum(run.create_rest_client().get_usage(run_id).result().total_nusd for run_id in state["runs"])
+    purse = wait(money.purse(run, recipe.budget_usd, spent))
+    order.drawn = state["step"] * recipe.batch
+    report.resumed_at = saved = state["step"]
+    runs = [*state["runs"], run.model_id]
+    sinks = [Progress()] if recipe.sinks is None else list(recipe.sinks)
+    done = report.resumed_at
+
+    def save() -> None:
+        assert recipe.checkpoint is not None
+        wait(recipe.checkpoint.save(run, done, {"step": done, "runs": runs}))
+
+    try:
+        for step in range(report.resumed_at, steps):
+            numbers = dict(backward([items[order.draw()] for _ in range(recipe.batch)], purse))
+            rate = rate_of(recipe.learning_rate)(step)
+            update = run.optim_step(recipe.optim.model_copy(update={"learning_rate": rate})).result()
+            done = step + 1
+            numbers |= plain(update.metrics or {})
+            numbers |= {"spent_usd": purse.spent_nusd / money.NUSD, **between(step)}
+            report.steps.append(numbers)
+            run.log(numbers, step)
+            for sink in sinks:
+                sink.log(step, steps, numbers)
+            if recipe.checkpoint is not None and done % recipe.checkpoint.every == 0:
+                save()
+                saved = done
+    except BudgetSpent:
+        report.ended = "budget"
+    finally:
+        for sink in sinks:
+            sink.close()
+    if recipe.checkpoint is not None and done > saved:
+        save()
+    report.spent_nusd = purse.spent_nusd
+    return report
+
+
+def _resume(run: TrainingClient, recipe: Recipe) -> dict[str, Any]:
+    found = wait(recipe.checkpoint.newest(run.create_rest_client())) if recipe.checkpoint else None
+    if found is None:
+        return {"step": 0, "runs": []}
+    run.load_state_with_optimizer(found[0]).result()
+    return found[1]
+
+
+def wait(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, for loops that wait for one thing at a time."""
+    return APIFuture.start(work).result()

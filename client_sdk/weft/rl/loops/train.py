@@ -1,0 +1,245 @@
+"""`train`: reinforcement learning of one run on an environment. Thin over the parts, each of which is usable alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.loss_handle import LossHandle
+from weft.rl.chat.chat import Policy
+from weft.rl.chat.purse import BudgetSpent
+from weft.rl.chat.render import Renderer
+from weft.rl.envs.environment import Environment
+from weft.rl.loops import money
+from weft.rl.loops.batch import Batch, Reduce
+from weft.rl.loops.checkpoint import Checkpoints
+from weft.rl.loops.evaluate import Evaluation, evaluate
+from weft.rl.loops.rate import Rate, rate_of
+from weft.rl.loops.rollouts import Groups, Rollouts
+from weft.rl.loops.sinks import Progress, Sink
+from weft.rl.losses.loss import Loss, importance_sampling, ppo
+from weft.rl.schedule.concurrency import Concurrency
+from weft.rl.schedule.schedules import Schedule, Sync
+from weft.rl.signal.advantages import Advantage, dr_grpo
+from weft.rl.signal.lengths import Penalty
+from weft.rl.tasks.sources import Source
+from weft.training_client import TrainingClient
+from weft.wire.inputs import Datum
+from weft.wire.sampling import SamplingParams
+from weft.wire.training import AdamParams
+
+logger = logging.getLogger("weft")
+
+
+@dataclass
+class Report:
+    """How a loop went: the numbers of each step, and why it ended."""
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    ended: str = "done"
+    spent_nusd: int = 0
+    resumed_at: int = 0
+
+    def curve(self, name: str) -> list[float]:
+        return [step[name] for step in self.steps if name in step]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that `train` is told, but the run and the environment; its fields are `train`'s arguments."""
+
+    steps: int = 100
+    groups: Groups = field(default_factory=Groups)
+    advantage: Advantage = dr_grpo
+    loss: Loss | None = None
+    penalty: Penalty | None = None
+    reduce: Reduce = "tokens"
+    schedule: Schedule = field(default_factory=Sync)
+    learning_rate: float | Rate = 1e-4
+    optim: AdamParams = field(default_factory=AdamParams)
+    sources: Source | Mapping[str, Source] | None = None
+    ratios: Mapping[str, float] | None = None
+    sampling: SamplingParams | None = None
+    renderer: Renderer | None = None
+    concurrency: Concurrency | None = None
+    evaluation: Evaluation | None = None
+    sinks: Sequence[Sink] | None = None
+    checkpoint: Checkpoints | None = None
+    budget_usd: float | None = None
+    seed: int = 0
+
+    def chosen_loss(self) -> Loss:
+        """On-policy plain importance sampling; with a lag PPO, which bounds what old tokens do."""
+        loss = self.loss or (ppo() if self.schedule.max_lag else importance_sampling())
+        if self.schedule.max_lag > 1 and not loss.bounded:
+            warnings.warn(
+                f"the loss {loss.name!r} bounds no ratio, and tokens may be {self.schedule.max_lag} steps old:"
+                " such runs collapse. ppo(), dppo_kl() or icepop() stand it",
+                stacklevel=3,
+            )
+        return loss
+
+
+def train(run: TrainingClient, env: Environment | Mapping[str, Environment], **recipe: Any) -> Report:
+    """Train `run` on `env`, or on a mixture of environments by name; the arguments are `Recipe`'s.
+
+    A step samples `groups`, turns rewards into advantages, and takes one optimizer step on `loss`. Numbers go to the
+    run's curves on the server and to `sinks`. With `checkpoint` it goes on where an earlier life of it was saved, and
+    with `budget_usd` it ends before more than that is spent, earlier lives included.
+    """
+    return asyncio.run(train_async(run, env, **recipe))
+
+
+async def train_async(run: TrainingClient, env: Environment | Mapping[str, Environment], **recipe: Any) -> Report:
+    """`train`, in an event loop of one's own."""
+    return await Loop(run, env, Recipe(**recipe)).go()
+
+
+class Loop:
+    """One life of a training loop. `_data` is where distillation differs."""
+
+    def __init__(self, run: TrainingClient, env: Environment | Mapping[str, Environment], recipe: Recipe) -> None:
+        self.run, self.env, self.recipe = run, env, recipe
+        self.loss = recipe.chosen_loss()
+        self.report = Report()
+        self.runs: list[str] = []
+        self._sinks = [Progress()] if recipe.sinks is None else list(recipe.sinks)
+        self._evaluations: set[asyncio.Task[None]] = set()
+        self._saved = 0
+
+    async def go(self) -> Report:
+        """All steps, or as many as the budget allows."""
+        recipe, rest = self.recipe, self.run.create_rest_client()
+        found = await recipe.checkpoint.newest(rest) if recipe.checkpoint else None
+        path, state = found or (None, {})
+        if path is not None:
+            await self.run.load_state_with_optimizer(path)
+        self.runs = state.get("runs", [])
+        spent = sum([(await rest.get_usage(run_id)).total_nusd for run_id in self.runs])
+        self.purse = await money.purse(self.run, recipe.budget_usd, spent)
+        self.runs = [*self.runs, (await self.run.get_info_async()).model_id]
+        making = self.loss.made(self.run)
+        handle = await making if making is not None else None
+        self.report.resumed_at = self._saved = state.get("step", 0)
+        self.rollouts = rollouts = self._rollouts()
+        if state:
+            rollouts.load_state_dict(state["rollouts"])
+        try:
+            async with rollouts:
+                for step in range(self.report.resumed_at, recipe.steps):
+                    await self._step(step, rollouts, handle)
+                await self._last(recipe.steps, rollouts)
+        except BudgetSpent as why:
+            self.report.ended = "budget"
+            logger.warning("%s", why)
+            await self._last(self.report.resumed_at + len(self.report.steps), rollouts)
+        finally:
+            for evaluation in self._evaluations:
+                evaluation.cancel()
+            for sink in self._sinks:
+                sink.close()
+        self.report.spent_nusd = self.purse.spent_nusd
+        return self.report
+
+    def _rollouts(self) -> Rollouts:
+        recipe = self.recipe
+        return Rollouts(
+            self.run,
+            self.env,
+            groups=recipe.groups,
+            schedule=recipe.schedule,
+            sources=recipe.sources,
+            ratios=recipe.ratios,
+            sampling=recipe.sampling,
+            renderer=recipe.renderer,
+            concurrency=recipe.concurrency,
+            purse=self.purse,
+            seed=recipe.seed,
+            batches=recipe.steps - self.report.resumed_at,
+        )
+
+    async def _step(self, step: int, rollouts: Rollouts, handle: LossHandle | None) -> None:
+        batch = await rollouts.batch()
+        numbers = batch.metrics()
+        data = await self._data(batch)
+        update = None
+        if data:
+            cost = self.purse.hold(self._price(data))
+            self.purse.settle(cost, cost)
+            backward = self.loss.forward_backward(self.run, data, handle)
+            rate = rate_of(self.recipe.learning_rate)(step)
+            update = self.run.optim_step(self.recipe.optim.model_copy(update={"learning_rate": rate}))
+            done = await rollouts.step(update)
+            numbers |= plain((await backward).metrics) | plain(done.metrics or {})
+        else:
+            await rollouts.step(None)
+        numbers |= self._numbers() | rollouts.metrics()
+        numbers |= {"data": float(len(data)), "spent_usd": self.purse.spent_nusd / money.NUSD}
+        self._log(step, numbers)
+        evaluation = self.recipe.evaluation
+        if evaluation is not None and (step + 1) % evaluation.every == 0:
+            await self._evaluate(step, rollouts.policy, evaluation)
+        checkpoint = self.recipe.checkpoint
+        if checkpoint is not None and (step + 1) % checkpoint.every == 0:
+            await self._save(step + 1, rollouts)
+
+    async def _data(self, batch: Batch) -> list[Datum]:
+        named = self.env if isinstance(self.env, Mapping) else {"": self.env}
+        advantages = {name: env.advantage for name, env in named.items() if env.advantage is not None}
+        recipe = self.recipe
+        return batch.data(
+            recipe.advantage, self.loss, penalty=recipe.penalty, reduce=recipe.reduce, advantages=advantages
+        )
+
+    def _numbers(self) -> dict[str, float]:
+        """More of the step, for loops that know more."""
+        return {}
+
+    def _price(self, data: Sequence[Datum]) -> int:
+        """What it costs to train on `data`, whose requests may each be rounded up."""
+        return self.purse.price(train=sum(datum.model_input.length for datum in data)) + len(data)
+
+    async def _evaluate(self, step: int, policy: Policy, evaluation: Evaluation) -> None:
+        """Start it with the weights of now; training goes on meanwhile."""
+        sampler = await self.run.save_weights_and_get_sampling_client_async()
+        frozen = Policy(sampler, policy.renderer, policy.context, purse=self.purse)
+
+        async def work() -> None:
+            try:
+                self._log(step, await evaluate(frozen, evaluation, self.recipe.seed))
+            except Exception as error:  # an evaluation never ends a run
+                logger.warning("the evaluation of step %d failed: %s", step, error)
+
+        task = asyncio.ensure_future(work())
+        self._evaluations.add(task)
+        task.add_done_callback(self._evaluations.discard)
+
+    def _log(self, step: int, numbers: dict[str, float]) -> None:
+        while len(self.report.steps) <= step - self.report.resumed_at:
+            self.report.steps.append({})
+        self.report.steps[step - self.report.resumed_at] |= numbers
+        self.run.log(numbers, step)
+        for sink in self._sinks:
+            sink.log(step, self.recipe.steps, numbers)
+
+    async def _save(self, step: int, rollouts: Rollouts) -> None:
+        assert self.recipe.checkpoint is not None
+        state = {"step": step, "runs": self.runs, "rollouts": rollouts.state_dict()}
+        await self.recipe.checkpoint.save(self.run, step, state)
+        self._saved = step
+
+    async def _last(self, step: int, rollouts: Rollouts) -> None:
+        """Evaluations that are under way, and a checkpoint of where it ended."""
+        await asyncio.gather(*self._evaluations)
+        if self.recipe.checkpoint is not None and step > self._saved:
+            await self._save(step, rollouts)
+
+
+def plain(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Server metrics without their reduction: `loss:sum` is `loss`."""
+    plain = {name.removeprefix("custom/").split(":")[0]: value for name, value in metrics.items()}
+    return {name: value for name, value in plain.items() if name != "step"}

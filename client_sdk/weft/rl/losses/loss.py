@@ -1,0 +1,100 @@
+"""`Loss`: a loss by its name on the server, or a function that is traced and run there.
+
+A loss is a sum over positions. The loop scales it in one place: `Loss.datum` multiplies each position by a weight, the
+advantages of the server's own losses and the mask of traced ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from weft.future import APIFuture
+from weft.loss_handle import LossHandle
+from weft.training_client import TrainingClient
+from weft.wire.inputs import Datum
+from weft.wire.tensor import TensorData
+from weft.wire.training import ForwardBackwardOutput
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss and its settings.
+
+    `fn` is None for the server's own; else it takes the logprobs of one datum and what its other parameters name: `q`
+    (the sampler's logprobs), `advantages`, `mask`, `old` (the trainer's before the first of several steps), `ref`.
+    `bounded`: it clips or masks tokens that have moved far from their sampler, and so stands a lag above 1.
+    """
+
+    name: str
+    fn: Callable[..., Any] | None = None
+    config: Mapping[str, float] = field(default_factory=dict)
+    bounded: bool = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Inputs besides `target_tokens`."""
+        if self.fn is not None:
+            return tuple(inspect.signature(self.fn).parameters)[1:]
+        return ("weights",) if self.name == "cross_entropy" else ("logprobs", "advantages")
+
+    def made(self, run: TrainingClient) -> APIFuture[LossHandle] | None:
+        """The loss as the server of `run` knows it; None for its own."""
+        if self.fn is None:
+            return None
+        return run.create_custom_loss(self.fn, {"logprobs": 1, **dict.fromkeys(self.reads, 1)})
+
+    def datum(self, datum: Datum, weight: float = 1.0, **more: Any) -> Datum:
+        """A datum of `rollout.data_of`, with `more` inputs, as this loss takes it, each position times `weight`."""
+        given = {name: tensor.to_numpy() for name, tensor in datum.loss_fn_inputs.items()} | more
+        scaled = "advantages" if self.fn is None else "mask"
+        given[scaled] = given[scaled] * np.float32(weight)
+        given |= {"q": given["logprobs"], "weights": given["mask"] * np.float32(weight if self.fn is None else 1)}
+        missing = [name for name in self.reads if name not in given]
+        if missing:
+            raise ValueError(f"the loss {self.name!r} reads {missing[0]!r}, which the data do not have")
+        inputs = {"target_tokens": datum.loss_fn_inputs["target_tokens"]}
+        inputs |= {name: TensorData.from_numpy(np.asarray(given[name], np.float32)) for name in self.reads}
+        return Datum(datum.model_input, inputs)
+
+    def forward_backward(
+        self, run: TrainingClient, data: Sequence[Datum], handle: LossHandle | None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """One pass over `data`, which `datum` has made; `handle` is what `made` gave."""
+        if handle is None:
+            return run.forward_backward(data, self.name, dict(self.config))
+        return run.forward_backward_custom(data, handle)
+
+
+def cross_entropy() -> Loss:
+    """-lp of every drawn token, whatever it earned: rejection sampling with a filter."""
+    return Loss("cross_entropy")
+
+
+def importance_sampling() -> Loss:
+    """-rho A. Nothing bounds rho."""
+    return Loss("importance_sampling", bounded=False)
+
+
+def ppo(low: float = 0.8, high: float = 1.2) -> Loss:
+    """-min(rho A, clamp(rho, low, high) A)."""
+    return Loss("ppo", config={"clip_low_threshold": low, "clip_high_threshold": high})
+
+
+def cispo(low: float = 0.0, high: float = 4.0) -> Loss:
+    """-sg(clamp(rho, low, high)) A lp."""
+    return Loss("cispo", config={"clip_low_threshold": low, "clip_high_threshold": high})
+
+
+def dro(beta: float = 0.1) -> Loss:
+    """-(lp A - beta/2 (lp - q)^2)."""
+    return Loss("dro", config={"beta": beta})
+
+
+def stable_reinforce(**config: float) -> Loss:
+    """The server's REINFORCE in a trust region; docs/losses.md has its settings."""
+    return Loss("stable_reinforce", config=config)

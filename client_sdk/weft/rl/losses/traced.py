@@ -1,0 +1,278 @@
+"""Losses that the server does not have by name: functions of one datum, traced here and run there in one pass.
+
+    lp   the trainer's logprob, where gradients flow        rho  exp(lp - q), to the sampler
+    q    the sampler's                                      k    exp(old - q), trainer to sampler before the step
+    old  the trainer's before the step                      r    exp(lp - old), what the steps have done
+    A, m advantages, mask (times the loop's weight)         sg   without its gradient
+
+With one optimizer step for each batch `old` is lp itself, without its gradient, and no pass is needed for it; then r is
+1 and its clip does nothing. `old=True` reads it from the data, for several steps on one batch. Every loss tells
+`custom/mismatch_kl:sum`, the sum of m (rho - 1 - log rho), and `custom/masked:sum`, what its mask leaves out.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+from weft.rl.losses.loss import Loss
+
+#: A torch tensor, or what stands for it while it is traced.
+Tensor = Any
+
+
+def _torch() -> Any:
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        raise ImportError("this loss is traced with torch: pip install torch (ppo, cispo, ... need none)") from None
+
+
+def _result(loss: Tensor, lp: Tensor, q: Tensor, m: Tensor, masked: Tensor | None = None) -> Any:
+    torch = _torch()
+    log_rho = lp - q
+    kl = (m * (torch.exp(log_rho) - 1 - log_rho)).sum()
+    metrics = {"custom/mismatch_kl:sum": kl, "custom/tokens:sum": m.sum()}
+    if masked is not None:
+        metrics["custom/masked:sum"] = (m * masked).sum()
+    return (m * loss).sum(), metrics
+
+
+def _with_old(name: str, body: Callable[..., Any], old: bool) -> Loss:
+    """`body(lp, q, old, A, m)` as a loss that reads `old`, or takes the trainer of this moment for it."""
+    if old:
+
+        def fn(logprobs: Tensor, q: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+            return body(logprobs, q, old, advantages, mask)
+
+        return Loss(name, _named(fn, name))
+
+    def now(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+        return body(logprobs, q, logprobs.detach(), advantages, mask)
+
+    return Loss(name, _named(now, name))
+
+
+def _named(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    fn.__name__ = name
+    return fn
+
+
+def _clip(r: Tensor, a: Tensor, low: float, high: float) -> Tensor:
+    """PPO's objective: min(r A, clamp(r) A)."""
+    torch = _torch()
+    return torch.minimum(r * a, torch.clamp(r, 1 - low, 1 + high) * a)
+
+
+def _outside(x: Tensor, low: float, high: float) -> Tensor:
+    return ((x < low) | (x > high)).float().detach()
+
+
+def intellect3(
+    low: float = 0.125, high: float = 8.0, veto: float = 0.0, level: Literal["token", "sequence"] = "token"
+) -> Loss:
+    """-rho 1[low <= rho <= high] A, and nothing of a rollout in which any rho is below `veto` (INTELLECT-3).
+
+    The bounds are its code's; the report's text has a veto of 1e-5. At level "sequence" rho is that of the whole
+    sequence, exp(min(sum log rho, 10)), divided by its length, and each token takes its own share of the gradient.
+    """
+
+    def body(lp: Tensor, q: Tensor, a: Tensor, m: Tensor) -> Any:
+        torch = _torch()
+        log_rho = lp - q
+        on = (m != 0).float()
+        rho = torch.exp(log_rho)
+        if level == "sequence":
+            whole = torch.exp(torch.clamp((on * log_rho).sum(), max=10.0)).detach()
+            rho = whole * torch.exp(lp - lp.detach())
+            drop = _outside(rho, low, high)
+            return _result(-(1 - drop) * rho / on.sum() * a, lp, q, m, drop)
+        vetoed = ((on * (rho < veto).float()).sum() > 0).float().detach()
+        drop = torch.clamp(_outside(rho, low, high) + vetoed, max=1.0)
+        return _result(-(1 - drop) * rho * a, lp, q, m, drop)
+
+    def fn(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+        return body(logprobs, q, advantages, mask)
+
+    return Loss("intellect3", _named(fn, "intellect3"))
+
+
+def icepop(low: float = 0.5, high: float = 5.0, clip: tuple[float, float] = (0.2, 0.2), old: bool = False) -> Loss:
+    """-k 1[low <= k <= high] min(r A, clamp(r) A): two ratios (Ring-1T, eq. 1, with its bounds)."""
+
+    def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
+        torch = _torch()
+        k = torch.exp(old - q)
+        drop = _outside(k, low, high)
+        return _result(-(1 - drop) * k * _clip(torch.exp(lp - old), a, *clip), lp, q, m, drop)
+
+    return _with_old("icepop", body, old)
+
+
+def tis(cap: float = 2.0, clip: tuple[float, float] = (0.2, 0.2), old: bool = False) -> Loss:
+    """-min(k, cap) min(r A, clamp(r) A): truncated importance sampling (slime)."""
+
+    def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
+        torch = _torch()
+        k = torch.exp(old - q)
+        cut = (k > cap).float()
+        return _result(-torch.clamp(k, 0.0, cap) * _clip(torch.exp(lp - old), a, *clip), lp, q, m, cut)
+
+    return _with_old("tis", body, old)
+
+
+def areal(upper: float = 5.0, clip: tuple[float, float] = (0.2, 0.2), old: bool = False) -> Loss:
+    """-w 1[w <= upper] min(r A, clamp(r) A) with w = k, the proximal policy over the behaviour's (AReaL, decoupled)."""
+
+    def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
+        torch = _torch()
+        w = torch.exp(old - q)
+        drop = (w > upper).float()
+        return _result(-(1 - drop) * w * _clip(torch.exp(lp - old), a, *clip), lp, q, m, drop)
+
+    return _with_old("areal", body, old)
+
+
+def ppo_clip(low: float = 0.2, high: float = 0.2, dual: float | None = None, old: bool = False) -> Loss:
+    """-min(r A, clamp(r, 1 - low, 1 + high) A), and with `dual` at most dual |A| where A < 0 (slime)."""
+
+    def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
+        torch = _torch()
+        gain = _clip(torch.exp(lp - old), a, low, high)
+        if dual is not None:
+            gain = torch.where(a < 0, torch.maximum(gain, dual * a), gain)
+        return _result(-gain, lp, q, m)
+
+    return _with_old("ppo_clip", body, old)
+
+
+def clipped_is(low: float = 0.0, high: float = 4.0, old: bool = False) -> Loss:
+    """-sg(clamp(r, low, high)) A lp: CISPO on r; `cispo` has it on rho (arXiv 2506.13585; slime)."""
+
+    def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
+        torch = _torch()
+        return _result(-torch.clamp(torch.exp(lp - old), low, high).detach() * a * lp, lp, q, m)
+
+    return _with_old("clipped_is", body, old)
+
+
+def gspo(low: float = 3e-4, high: float = 4e-4, old: bool = False) -> Loss:
+    """-min(s A, clamp(s, 1 - low, 1 + high) A), s = exp(mean of lp - q): one ratio for all tokens (arXiv 2507.18071).
+
+    With `old` the ratio is to that."""
+
+    def body(lp: Tensor, q: Tensor, to: Tensor, a: Tensor, m: Tensor) -> Any:
+        torch = _torch()
+        on = (m != 0).float()
+        s = torch.exp((on * (lp - to)).sum() / on.sum())
+        return _result(-_clip(s, a, low, high), lp, q, m, _outside(s, 1 - low, 1 + high))
+
+    if old:
+        return _with_old("gspo_sequence", body, True)
+
+    def fn(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+        return body(logprobs, q, q, advantages, mask)
+
+    return Loss("gspo_sequence", _named(fn, "gspo_sequence"))
+
+
+def dppo_kl(low: float = 0.2, high: float = 0.2, kl: float = 1e-3) -> Loss:
+    """-keep A rho + kl (log rho)^2; keep ends where a probability has moved by 0.2 in its advantage's direction.
+
+    prime-rl's default. A = 0 counts as negative, as there."""
+
+    def fn(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+        torch = _torch()
+        moved = (torch.exp(logprobs) - torch.exp(q)).detach()
+        drop = (((advantages > 0) & (moved > high)) | ((advantages <= 0) & (moved < -low))).float()
+        log_rho = logprobs - q
+        term = -(1 - drop) * advantages * torch.exp(log_rho) + kl * log_rho * log_rho
+        return _result(term, logprobs, q, mask, drop)
+
+    return Loss("dppo_kl", _named(fn, "dppo_kl"))
+
+
+def ipo(width: float = 0.1, kl: float = 1e-3) -> Loss:
+    """As `dppo_kl`, with a mask of both directions at once: |exp(lp) - exp(q)| <= width (prime-rl)."""
+
+    def fn(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+        torch = _torch()
+        drop = (torch.abs(torch.exp(logprobs) - torch.exp(q)) > width).float().detach()
+        log_rho = logprobs - q
+        term = -(1 - drop) * advantages * torch.exp(log_rho) + kl * log_rho * log_rho
+        return _result(term, logprobs, q, mask, drop)
+
+    return Loss("ipo", _named(fn, "ipo"))
+
+
+def ref_kl(low: float = 0.2, kl: float = 1e-3) -> Loss:
+    """-keep sg(ref - lp) rho + kl (log rho)^2: towards a teacher, token by token (prime-rl's distillation)."""
+
+    def fn(logprobs: Tensor, q: Tensor, ref: Tensor, mask: Tensor) -> Any:
+        return _towards(logprobs, q, ref, mask, low, kl)
+
+    return Loss("ref_kl", _named(fn, "ref_kl"))
+
+
+def _towards(lp: Tensor, q: Tensor, ref: Tensor, m: Tensor, low: float, kl: float) -> Any:
+    torch = _torch()
+    drop = (torch.exp(lp) - torch.exp(q) < -low).float().detach()
+    log_rho = lp - q
+    term = -(1 - drop) * (ref - lp).detach() * torch.exp(log_rho) + kl * log_rho * log_rho
+    return _result(term, lp, q, m, drop)
+
+
+def sapo(above: float = 1.0, below: float = 1.05, old: bool = False) -> Loss:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau `above` for A > 0 and `below` for the rest: a soft clip (AReaL's SAPO)."""
+
+    def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
+        torch = _torch()
+        positive = (a > 0).float()
+        tau = above * positive + below * (1 - positive)
+        return _result(-(4 / tau) * torch.sigmoid(tau * (torch.exp(lp - old) - 1)) * a, lp, q, m)
+
+    return _with_old("sapo", body, old)
+
+
+def opsm(most: float = 1e-4, old: bool = False) -> Loss:
+    """-r A, and nothing of a sequence with A < 0 whose mean of old - lp is above `most` (slime's OPSM).
+
+    `old` is the sampler where it is not read."""
+
+    def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
+        torch = _torch()
+        on = (m != 0).float()
+        apart = ((on * (old - lp)).sum() / on.sum() > most) & ((on * a).sum() < 0)
+        drop = apart.float().detach()
+        return _result(-(1 - drop) * torch.exp(lp - old) * a, lp, q, m, drop)
+
+    if old:
+        return _with_old("opsm", body, True)
+
+    def fn(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+        return body(logprobs, q, q, advantages, mask)
+
+    return Loss("opsm", _named(fn, "opsm"))
+
+
+def mixed(rl: float = 1.0, ce: float = 0.0, ref: float = 0.0) -> Loss:
+    """rl (DPPO + KL) + ce (-lp) + ref (reference KL) in one pass, each times its own weight.
+
+    With `ref` the data need the input of that name."""
+    policy = dppo_kl().fn
+    assert policy is not None
+
+    def body(lp: Tensor, q: Tensor, a: Tensor, m: Tensor) -> Any:
+        loss, metrics = policy(lp, q, a, m)
+        return rl * loss - ce * (m * lp).sum(), metrics
+
+    def plain(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+        return body(logprobs, q, advantages, mask)
+
+    def taught(logprobs: Tensor, q: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+        loss, metrics = body(logprobs, q, advantages, mask)
+        return loss + weight * _towards(logprobs, q, ref, mask, 0.2, 1e-3)[0], metrics
+
+    weight = ref
+    return Loss("mixed", _named(taught if ref else plain, "mixed"))

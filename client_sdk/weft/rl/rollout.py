@@ -1,0 +1,140 @@
+"""What was sampled, and the data that it becomes: turns of a rollout, rollouts of a group.
+
+What is trained is what was sampled, token for token: a datum is cut from the ids that the sampler read and drew, and
+nothing is ever tokenised again. A turn whose prompt begins with all of an earlier turn's prompt and tokens joins it in
+one datum, so a conversation of T turns costs one pass over its tokens and not T; a turn that does not begins a new
+datum. Several conversations of one rollout (agents, sub-agents) are told apart by the same rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from weft.wire.arrays import Array
+from weft.wire.inputs import Datum, ModelInput
+from weft.wire.sample_codec import PolicySpan
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One sample: the ids that it continued, the ids that were drawn with their logprobs, and by which versions."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[PolicySpan, ...] = ()
+    stop_reason: str = "stop"
+    stale: bool = False
+    agent: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.logprobs):
+            raise ValueError(f"{len(self.tokens)} sampled tokens have {len(self.logprobs)} logprobs")
+
+
+@dataclass
+class Rollout:
+    """One attempt at a task: its turns in the order in which they ended, and what it earned."""
+
+    turns: list[Turn]
+    reward: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that were drawn."""
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    @property
+    def read(self) -> int:
+        """Tokens of prompts that no turn had drawn or read before."""
+        return sum(len(each.tokens) for each in join(self.turns)) - self.sampled
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest policy version that drew any of its tokens; None where nothing was drawn."""
+        return min((span.version for turn in self.turns for span in turn.versions if span.length), default=None)
+
+    @property
+    def stale(self) -> bool:
+        return any(turn.stale for turn in self.turns)
+
+
+@dataclass
+class Group:
+    """Attempts at the same task, whose rewards are compared with each other."""
+
+    task: Any
+    rollouts: list[Rollout]
+    source: str = ""
+    index: int = -1
+
+    @property
+    def rewards(self) -> list[float]:
+        return [rollout.reward for rollout in self.rollouts]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.rewards) / len(self.rollouts)
+
+    @property
+    def sampled(self) -> int:
+        return sum(rollout.sampled for rollout in self.rollouts)
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest version behind any of its tokens."""
+        return min((old for rollout in self.rollouts if (old := rollout.oldest) is not None), default=None)
+
+
+@dataclass
+class Joined:
+    """Turns that extend each other, laid end to end; `drawn` says which tokens were sampled."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    drawn: list[bool]
+
+    def add(self, turn: Turn) -> None:
+        read = turn.prompt[len(self.tokens) :]
+        self.tokens += [*read, *turn.tokens]
+        self.logprobs += [0.0] * len(read) + list(turn.logprobs)
+        self.drawn += [False] * len(read) + [True] * len(turn.tokens)
+
+
+def join(turns: Sequence[Turn]) -> list[Joined]:
+    """As few sequences as the turns allow; each turn joins the longest of them that its prompt extends."""
+    sequences: list[Joined] = []
+    for turn in turns:
+        extended = [s for s in sequences if list(turn.prompt[: len(s.tokens)]) == s.tokens]
+        target = max(extended, key=lambda s: len(s.tokens), default=None)
+        if target is None:
+            target = Joined([], [], [])
+            sequences.append(target)
+        target.add(turn)
+    return sequences
+
+
+def data_of(rollout: Rollout, advantage: float) -> list[Datum]:
+    """The rollout as training data, of all inputs that a loss of this package reads but `old` and `ref`.
+
+    Position i of the input predicts target i. What was read, not drawn, has advantage, logprob and mask 0.
+    """
+    return [_datum(each, advantage) for each in join(rollout.turns) if any(each.drawn)]
+
+
+def _datum(joined: Joined, advantage: float) -> Datum:
+    drawn = np.asarray(joined.drawn[1:], np.float32)
+    sampler: Array = np.asarray(joined.logprobs[1:], np.float32)
+    inputs = {
+        "target_tokens": joined.tokens[1:],
+        "logprobs": sampler,
+        "advantages": drawn * np.float32(advantage),
+        "mask": drawn,
+    }
+    return Datum(ModelInput.from_ints(joined.tokens[:-1]), inputs)

@@ -1,0 +1,76 @@
+"""How good a rollout was beside the others of its group: rewards in, one advantage for each out.
+
+Any function of this form can stand in their place. Sources: GRPO arXiv 2402.03300; Dr. GRPO arXiv 2503.20783; RLOO
+arXiv 2402.14740; MaxRL and the running baseline as prime-rl computes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+#: Rewards of a group -> advantages, one for each.
+Advantage = Callable[[Sequence[float]], list[float]]
+
+
+def dr_grpo(rewards: Sequence[float]) -> list[float]:
+    """s - mean."""
+    mean = sum(rewards) / len(rewards)
+    return [s - mean for s in rewards]
+
+
+def grpo(rewards: Sequence[float], *, unbiased: bool = True, eps: float = 1e-6) -> list[float]:
+    """(s - mean) / (std + eps); the unbiased std divides by G - 1. A group of one, or of equal rewards, gives 0."""
+    centred = dr_grpo(rewards)
+    spread = sum(c * c for c in centred)
+    if spread == 0:
+        return [0.0] * len(centred)
+    std = math.sqrt(spread / (len(centred) - 1 if unbiased else len(centred)))
+    return [c / (std + eps) for c in centred]
+
+
+def rloo(rewards: Sequence[float]) -> list[float]:
+    """s - mean of the others. A group of one gives 0."""
+    others = len(rewards) - 1
+    if others == 0:
+        return [0.0]
+    total = sum(rewards)
+    return [s - (total - s) / others for s in rewards]
+
+
+def maxrl(rewards: Sequence[float]) -> list[float]:
+    """(s - mean) / mean, and 0 where the mean is not positive: rare successes count most."""
+    mean = sum(rewards) / len(rewards)
+    return [(s - mean) / mean for s in rewards] if mean > 0 else [0.0] * len(rewards)
+
+
+def reinforce(rewards: Sequence[float]) -> list[float]:
+    """s itself."""
+    return list(rewards)
+
+
+class RunningBaseline:
+    """s - b, where b is the running mean of the rewards before it: b <- decay b + (1 - decay) s, from 0.
+
+    For groups of one, and for agents that play against each other (one of these for each).
+    """
+
+    def __init__(self, decay: float = 0.95) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must be in [0, 1), got {decay}")
+        self.decay = decay
+        self.baseline = 0.0
+
+    def __call__(self, rewards: Sequence[float]) -> list[float]:
+        advantages = []
+        for s in rewards:
+            advantages.append(s - self.baseline)
+            self.baseline = self.decay * self.baseline + (1 - self.decay) * s
+        return advantages
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"baseline": self.baseline}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.baseline = float(state["baseline"])

@@ -1,0 +1,69 @@
+"""What work without tokens weighs in the fair order, in tokens: steps, saves, loads and creates.
+
+Their time grows with the parameters of the run's adapter, a token's with the parameters of the base model that it is
+multiplied with. So a kind of work is a fixed part, and a slope on the ratio of the two; an optimizer that multiplies
+matrices also grows with the rank. The numbers are of `bench/light_work.py` on two CPU cores
+(`bench/results/light_work.json`), rounded up. On a GPU, where memory is fast beside arithmetic in other proportions,
+they are no more than a guess of the right kind: what counts is that nobody's work is free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scheduler.links.messages import OpKind, RunSpec, TrainOp
+from scheduler.order.lanes import Unit
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameters of a run's adapter, and those of its base model that one token is multiplied with."""
+
+    adapter: int
+    base: int
+
+
+#: The sizes of a run, None where they are not known: then only the fixed part counts.
+SizesOf = Callable[[RunSpec], Sizes | None]
+
+
+def unknown_sizes(_spec: RunSpec) -> Sizes | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """tokens = fixed + (slope + turn x rank) x adapter / base."""
+
+    fixed: int
+    slope: float
+    turn: float = 0.0
+
+    def tokens(self, rank: int, sizes: Sizes | None) -> int:
+        ratio = sizes.adapter / sizes.base if sizes is not None else 0.0
+        return math.ceil(self.fixed + (self.slope + self.turn * rank) * ratio)
+
+
+STEPS = {"adamw": Weight(5, 11.0), "dimuon": Weight(31, 60.0, 4.0)}
+WEIGHTS = {
+    OpKind.SAVE_SAMPLER: Weight(35, 41.0),
+    OpKind.SAVE_EXTERNAL: Weight(24, 110.0),
+    OpKind.SAVE_STATE: Weight(14, 140.0),
+    OpKind.LOAD_STATE: Weight(31, 220.0),
+    OpKind.CREATE: Weight(8, 25.0),
+}
+#: A create on weights that were saved.
+CREATE_FROM = Weight(31, 235.0)
+
+
+def cost_of(unit: Unit, spec: RunSpec, sizes: Sizes | None) -> int:
+    """The tokens that `unit`, of the run `spec`, counts as."""
+    return _weight(unit.send, spec.optimizer).tokens(spec.rank, sizes) if unit.light else unit.tokens
+
+
+def _weight(op: TrainOp, optimizer: str) -> Weight:
+    if op.kind is OpKind.OPTIM_STEP:
+        return STEPS[optimizer]
+    return CREATE_FROM if op.kind is OpKind.CREATE and op.source_ref else WEIGHTS[op.kind]

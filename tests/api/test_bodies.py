@@ -1,0 +1,229 @@
+"""Bodies: every route has its size, and what a body is made of is bounded before anything is made from it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+
+import pytest
+import zstandard
+from weft.wire import weft_wire_pb2 as pb
+from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
+
+from api.errors import Invalid, RateLimited, TooLarge
+from api.http.bodies import MAX_RATIO, RATIO_FLOOR_BYTES, unpack_zstd
+from api.http.body_sizes import SIZES
+from api.http.structure import HARMLESS_BYTES, MAX_FIELDS, check_json, check_protobuf
+from api.server.app import front
+from api.state.large_bodies import AT_A_TIME, SMALL_BYTES, LargeBodies
+from tests.api.conftest import World
+from tests.tenancy.conftest import Route, member, routes_of
+from tests.tenancy.conftest import settings as settings
+
+REQUEST = pb.ForwardBackwardRequest
+ROUTES = [route for route in routes_of(front()) if not route.path.startswith("/console")]
+
+#: Routes whose bodies may be larger than those of all others.
+LARGER = {
+    "POST /api/v1/forward_backward": "data",
+    "POST /api/v1/forward": "data",
+    "POST /api/v1/asample": "data",
+    "POST /api/v1/retrieve_futures": "medium",
+    "POST /api/v1/create_custom_loss": "medium",
+    "POST /api/v1/weft/runs/{run_id}/metrics": "medium",
+    "POST /api/v1/telemetry": "medium",
+    "POST /api/v1/stripe/webhook": "event",
+}
+
+#: Routes that take a body by their method and read none (or, the last, only where payments are enabled).
+UNREAD = {
+    "POST /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/publish",
+    "POST /api/v1/stripe/webhook",
+}
+
+
+def size_class(route: Route) -> str:
+    assert route.access is not None
+    return route.access.body
+
+
+def test_only_routes_of_data_take_large_bodies() -> None:
+    assert {str(r): size_class(r) for r in ROUTES if size_class(r) != "small"} == LARGER
+    assert [name for name, size in SIZES.items() if size.max_bytes is None] == ["data"]
+    assert max(size.max_bytes or 0 for size in SIZES.values()) <= 1 << 20
+
+
+class TestEveryRoute:
+    """With the server's own limit as large as it comes."""
+
+    @pytest.fixture
+    def settings(self, settings):  # type: ignore[no-untyped-def]
+        return settings.model_copy(update={"limits": settings.limits.model_copy(update={"max_body_bytes": 1 << 26})})
+
+    def test_refuses_what_is_larger_than_its_size(self, world: World) -> None:
+        """Each that reads its body says the limit."""
+        _, key = member(world, "owner")
+        unread = set()
+        for route in ROUTES:
+            most = SIZES[size_class(route)].max_bytes  # type: ignore[index]
+            if route.method not in ("POST", "PUT", "PATCH") or most is None:
+                continue
+            path = route.path.replace("{kind}", "weights").replace("{scope}", "key")
+            path = re.sub(r"{[^}]*}", "0", path)
+            body = b'{"x": "' + b"y" * most + b'"}'
+            reply = world.http.request(route.method, path, headers={"x-api-key": key}, content=body)
+            if reply.status_code == 413:
+                assert f"limit of {most} bytes" in reply.json()["detail"]
+            else:
+                unread.add(str(route))
+        assert unread == UNREAD
+        assert world.call("POST", "create_session", content=b" " * 65_537).status_code == 413
+
+
+class TestPacked:
+    def test_a_bomb_is_refused_by_its_ratio(self) -> None:
+        bomb = zstandard.compress(bytes(60_000_000))
+        with pytest.raises(TooLarge, match=f"{MAX_RATIO} times"):
+            unpack_zstd(bomb, 1 << 26)
+        stream = zstandard.ZstdCompressor().compressobj()  # without its size in the header
+        with pytest.raises(TooLarge, match=f"{MAX_RATIO} times"):
+            unpack_zstd(stream.compress(bytes(60_000_000)) + stream.flush(), 1 << 26)
+
+    def test_many_frames_are_one_body(self) -> None:
+        frame = zstandard.compress(bytes(1 << 20))
+        with pytest.raises(TooLarge):
+            unpack_zstd(frame * 50, 1 << 26)
+
+    def test_what_stays_small_may_shrink_as_it_likes(self) -> None:
+        assert unpack_zstd(zstandard.compress(bytes(RATIO_FLOOR_BYTES)), 1 << 26) == bytes(RATIO_FLOOR_BYTES)
+
+
+class TestJson:
+    @pytest.mark.parametrize(
+        ("body", "what"),
+        [
+            (b"[" * 70_000, "lists and objects"),
+            (b"[]," * 70_000, "lists and objects"),
+            (b'"a":1,' * 70_000, "names"),
+            (b"1," * 2_100_000, "values"),
+        ],
+    )
+    def test_too_many(self, body: bytes, what: str) -> None:
+        with pytest.raises(TooLarge, match=what):
+            check_json(body)
+
+    def test_a_long_prompt_and_a_batch_of_the_largest_size_pass(self) -> None:
+        check_json(b"[" + b"151643," * 1_500_000 + b"1]")
+        datum = b'{"model_input":{"chunks":[{"type":"encoded_text","tokens":[1,2]}]},"loss_fn_inputs":{"target_tokens":'
+        datum += b'{"data":[1,2],"dtype":"int64"},"weights":{"data":[1.0,1.0],"dtype":"float32"}}},'
+        check_json(datum * 4096)
+
+    def test_a_list_is_not_read_beyond_its_first_mistake(self, world: World) -> None:
+        tokens = ["x"] * 200
+        body = {"sampling_session_id": "s", "seq_id": 1, "sampling_params": {}}
+        body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+        detail = world.post("asample", body, status=422)["detail"]
+        assert "tokens.0:" in detail
+        assert "tokens.1:" not in detail
+
+    def test_a_thousand_mistakes_are_not_listed(self, world: World) -> None:
+        started = time.process_time()
+        reply = world.call("POST", "create_session", json={f"f{n}": 1 for n in range(1500)})
+        assert reply.status_code == 422
+        assert "fields of the body are wrong" in reply.json()["detail"]
+        assert time.process_time() - started < 5
+
+
+def field(number: int, inside: bytes, size: int | None = None) -> bytes:
+    length, left = b"", len(inside) if size is None else size
+    while left >= 0x80:
+        length, left = length + bytes([left & 0x7F | 0x80]), left >> 7
+    return bytes([number << 3 | 2]) + length + bytes([left]) + inside
+
+
+class TestProtobuf:
+    @pytest.mark.parametrize(
+        "body",
+        [
+            field(3, b"") * (MAX_FIELDS + 1),  # data
+            field(3, field(1, b"") * (MAX_FIELDS + 1)),  # chunks
+            field(3, field(2, b"") * (MAX_FIELDS + 1)),  # inputs
+            field(3, field(3, field(1, b"")) * MAX_FIELDS),  # spans
+            field(3, field(2, field(2, field(4, b"\1" * 100_000)))),  # a shape, packed
+            field(3, field(2, field(2, b"\x20\1" * (MAX_FIELDS + 1)))),  # a shape, number by number
+            field(4, b"x") * (MAX_FIELDS + 1),  # the name of the loss, again and again
+            field(15, b"") * (MAX_FIELDS + 1),  # unknown
+        ],
+        ids=["data", "chunks", "inputs", "spans", "packed", "shape", "again", "unknown"],
+    )
+    def test_too_many(self, body: bytes) -> None:
+        with pytest.raises(TooLarge, match=r"protobuf|packed"):
+            check_protobuf(body, REQUEST)
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            bytes(HARMLESS_BYTES) + b"\xff" * 20,
+            b"\x1b" * (HARMLESS_BYTES + 1),  # groups
+            field(3, bytes(HARMLESS_BYTES), size=HARMLESS_BYTES + 9),
+            field(3, bytes(HARMLESS_BYTES) + b"\x1a"),
+            b"\x1a\xff",
+        ],
+    )
+    def test_what_is_none_is_refused_or_left_to_the_parser(self, body: bytes) -> None:
+        if len(body) > HARMLESS_BYTES:
+            with pytest.raises(Invalid):
+                check_protobuf(body, REQUEST)
+        else:
+            check_protobuf(body, REQUEST)
+
+    def test_batches_pass(self) -> None:
+        import numpy as np
+
+        tokens = np.arange(50, dtype=np.int32)
+        inputs = {name: np.ones(50, dtype=np.float32) for name in ("weights", "logprobs", "advantages")}
+        datum = ArrayDatum(tokens, inputs | {"target_tokens": tokens.astype(np.int64)})
+        check_protobuf(encode_train_request(TrainBatch("r", 1, "ppo", data=[datum] * 4096)), REQUEST)
+
+
+class TestRoom:
+    MOST = 10 * SMALL_BYTES
+
+    def test_an_organisation_has_its_share_and_the_others_go_on(self) -> None:
+        async def scene() -> None:
+            bodies = LargeBodies(self.MOST, wait_s=0.05)
+            async with bodies.room("a", self.MOST):
+                with pytest.raises(RateLimited, match="this organisation"):
+                    async with bodies.room("a", SMALL_BYTES + 1):
+                        pass
+                async with bodies.room("a", SMALL_BYTES), bodies.room("b", self.MOST):
+                    with pytest.raises(RateLimited, match="this server"):
+                        async with bodies.room("c", SMALL_BYTES + 1):
+                            pass
+            async with bodies.room("a", self.MOST), bodies.room("c", self.MOST):
+                pass
+
+        asyncio.run(scene())
+
+    def test_who_waits_comes_in_order_and_room_is_given_back(self) -> None:
+        async def scene() -> list[int]:
+            bodies, order = LargeBodies(self.MOST, wait_s=5), []
+
+            async def one(number: int, size_bytes: int) -> None:
+                async with bodies.room("a", size_bytes):
+                    order.append(number)
+                    await asyncio.sleep(0)
+
+            whole, half = self.MOST, self.MOST // 2
+            async with asyncio.timeout(5):
+                await asyncio.gather(*(one(n, size) for n, size in enumerate([half, whole, half, half, whole])))
+                cancelled = asyncio.create_task(one(9, whole))
+                async with bodies.room("a", whole):
+                    await asyncio.sleep(0)
+                    cancelled.cancel()
+                async with bodies.room("a", whole), bodies.room("b", (AT_A_TIME - 1) * whole):
+                    pass
+            return order
+
+        assert asyncio.run(scene()) == [0, 1, 2, 3, 4]

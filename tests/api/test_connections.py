@@ -1,0 +1,217 @@
+"""Connections within limits, against a real listener in front of a small application."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+
+from api.server.connections import MAX_HEADERS, MAX_HEADERS_BYTES, Gate
+from api.server.listener import Server
+from store.settings import FrontSettings
+
+
+def app() -> FastAPI:
+    found = FastAPI()
+
+    async def ready() -> None: ...
+
+    found.state.ready = ready
+
+    @found.get("/who")
+    async def who(request: Request) -> dict[str, Any]:
+        return {"client": request.client.host if request.client else None, "url": str(request.base_url)}
+
+    @found.post("/body")
+    async def body(request: Request) -> int:
+        return len(await request.body())
+
+    @found.get("/slow")
+    async def slow() -> str:
+        await asyncio.sleep(2.5)
+        return "late"
+
+    return found
+
+
+class Listening:
+    """A server in a thread, until the end of the test."""
+
+    def __init__(self, settings: FrontSettings, host: str = "127.0.0.1") -> None:
+        self._sock = socket.create_server((host, 0))
+        self.address = self._sock.getsockname()
+        self.url = f"http://{host}:{self.address[1]}"
+        self.server = Server(app(), self.url, 100, settings)
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self._sock]})
+        self._thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self._thread.join()
+        self._sock.close()
+
+    def connect(self, source: str = "127.0.0.1") -> socket.socket:
+        return socket.create_connection(self.address, timeout=10, source_address=(source, 0))
+
+
+@pytest.fixture
+def listening() -> Iterator[Callable[..., Listening]]:
+    with ExitStack() as stack:
+
+        def start(**settings: Any) -> Listening:
+            found = Listening(FrontSettings(**settings))
+            stack.callback(found.stop)
+            return found
+
+        yield start
+
+
+def answer(connection: socket.socket) -> bytes:
+    """What comes until the server closes it."""
+    parts = []
+    with suppress(ConnectionError):
+        while part := connection.recv(65_536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+GET = b"GET /who HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET /who HTTP/1.1\r\nHost: x\r\nX-A: ", b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc"],
+    ids=["nothing", "half headers", "half a body"],
+)
+def test_half_a_request_is_not_waited_for(listening: Callable[..., Listening], sent: bytes) -> None:
+    here = listening(header_timeout_s=0.5, body_timeout_s=0.5)
+    with here.connect() as connection:
+        connection.sendall(sent)
+        assert answer(connection) == b""
+    assert httpx.get(f"{here.url}/who").is_success
+
+
+def test_half_a_second_request_is_not_waited_for_either(listening: Callable[..., Listening]) -> None:
+    here = listening(header_timeout_s=0.5)
+    for more in (b"GET /who HT", b"\r\n"):
+        with here.connect() as connection:
+            connection.sendall(GET)
+            assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+            connection.sendall(more)
+            assert answer(connection) == b""
+
+
+def test_waiting_for_an_answer_is_not_late(listening: Callable[..., Listening]) -> None:
+    here = listening(header_timeout_s=0.2, body_timeout_s=0.2)
+    assert httpx.get(f"{here.url}/slow").json() == "late"
+
+
+def test_a_slow_line_has_the_time_that_it_needs(listening: Callable[..., Listening]) -> None:
+    here = listening(header_timeout_s=1, body_timeout_s=1)
+    with here.connect() as connection:
+        connection.sendall(b"POST /body HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 500000\r\n\r\n")
+        for _ in range(10):
+            connection.sendall(bytes(50_000))
+            time.sleep(0.3)
+        assert answer(connection).endswith(b"500000")
+
+
+def test_an_address_has_its_most_and_others_go_on(listening: Callable[..., Listening]) -> None:
+    here = listening(max_connections_per_address=20, trusted_proxies=["127.0.0.3"])
+    with ExitStack() as stack:
+        held = [stack.enter_context(here.connect("127.0.0.2")) for _ in range(30)]
+        refused = [c for c in held[20:] if b"429" in answer(c).split(b"\r\n")[0]]
+        assert len(refused) == 10
+        assert httpx.get(f"{here.url}/who").is_success
+        for _ in range(30):  # a proxy brings everybody
+            proxied = stack.enter_context(here.connect("127.0.0.3"))
+            proxied.sendall(GET)
+            assert proxied.recv(65_536).startswith(b"HTTP/1.1 200")
+
+
+def test_all_have_their_most(listening: Callable[..., Listening]) -> None:
+    here = listening(max_connections=10)
+    with ExitStack() as stack:
+        for _ in range(10):
+            stack.enter_context(here.connect())
+        with here.connect() as connection:
+            assert answer(connection).startswith(b"HTTP/1.1 503")
+    deadline = time.monotonic() + 10
+    while httpx.get(f"{here.url}/who").status_code == 503:  # until it has seen that they are gone
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /who HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * (MAX_HEADERS_BYTES * 4), (b"431",)),
+        (b"GET /who HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * (MAX_HEADERS + 1) + b"\r\n", (b"400",)),
+        (GET * 2000, (b"200", b"400")),
+        (b"GET /who HTTP/1.1\r\nHost: x/../../y\r\n\r\n", (b"400",)),
+        (b"GET /who HTTP/1.1\r\nHost: x@y\r\n\r\n", (b"400",)),
+    ],
+    ids=["long headers", "many headers", "pipelined", "a path for a host", "a user for a host"],
+)
+def test_strange_requests(listening: Callable[..., Listening], sent: bytes, status: tuple[bytes, ...]) -> None:
+    here = listening(header_timeout_s=5)
+    with here.connect() as connection:
+        with suppress(ConnectionError):
+            connection.sendall(sent)
+        with suppress(ConnectionError):
+            first = connection.recv(65_536)
+            assert first.split(b"\r\n")[0].split()[1] in status
+    assert httpx.get(f"{here.url}/who").is_success
+
+
+def test_an_answer_that_nobody_reads_is_given_up() -> None:
+    now = [0.0]
+    gate = Gate(FrontSettings(body_timeout_s=60), lambda: now[0])
+
+    class Stalled:
+        headers_since = body_since = None
+        unread_since, body_bytes = 0.0, 0
+
+    assert gate.late(Stalled(), 59) is None
+    assert gate.late(Stalled(), 61) == "answer to be read"
+
+
+class TestProxies:
+    """X-Forwarded-For and -Proto count from trusted proxies alone."""
+
+    HEADERS: ClassVar = {"x-forwarded-for": "203.0.113.9", "x-forwarded-proto": "https", "host": "weft.example"}
+
+    def ask(self, here: Listening, source: str, headers: dict[str, str] | None = None) -> Any:
+        transport = httpx.HTTPTransport(local_address=source)
+        with httpx.Client(transport=transport, base_url=here.url) as http:
+            return http.get("/who", headers=self.HEADERS if headers is None else headers).json()
+
+    @pytest.mark.parametrize("trusted", ["127.0.0.2", "127.0.0.0/30"])
+    def test_a_trusted_one_says_who_asks_and_how(self, listening: Callable[..., Listening], trusted: str) -> None:
+        here = listening(trusted_proxies=[trusted])
+        assert self.ask(here, "127.0.0.2") == {"client": "203.0.113.9", "url": "https://weft.example/"}
+
+    def test_nobody_else_does(self, listening: Callable[..., Listening]) -> None:
+        here = listening(trusted_proxies=["127.0.0.2"])
+        assert self.ask(here, "127.0.0.3") == {"client": "127.0.0.3", "url": "http://weft.example/"}
+        assert self.ask(listening(trusted_proxies=[]), "127.0.0.1")["client"] == "127.0.0.1"
+
+    def test_what_a_client_has_put_before_it_is_not_believed(self, listening: Callable[..., Listening]) -> None:
+        here = listening(trusted_proxies=["127.0.0.2"])
+        spoofed = {"x-forwarded-for": "127.0.0.1, 198.51.100.1, 203.0.113.9"}
+        assert self.ask(here, "127.0.0.2", spoofed)["client"] == "203.0.113.9"
+
+    def test_the_environment_trusts_nobody(
+        self, listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+        assert self.ask(listening(), "127.0.0.3")["client"] == "127.0.0.3"

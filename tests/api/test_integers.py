@@ -1,0 +1,89 @@
+"""Every integer that a request can carry has bounds: what is beyond is refused where it is read, and never reaches the
+database or an array."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import weft.wire
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from weft.wire.base import Response
+
+import api
+from api.server.app import front
+from tests.api.conftest import World
+
+#: Of seeds, which are any 64 bits.
+MOST = 2**64 - 1
+#: Elements of arrays, which are read by numpy.
+ARRAYS = {"SampleRequest.target_prompt_logprobs.data"}
+
+
+def models() -> Iterator[type[BaseModel]]:
+    """Every model of the wire and of the API that is no answer."""
+    for package in (weft.wire, api):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    waiting = BaseModel.__subclasses__()
+    while waiting:
+        model = waiting.pop()
+        waiting += model.__subclasses__()
+        if model.__module__.startswith(("weft.wire", "api.")) and not issubclass(model, Response):
+            yield model
+
+
+def unbounded(schema: Any, path: str) -> Iterator[str]:
+    if isinstance(schema, list):
+        for item in schema:
+            yield from unbounded(item, path)
+    elif isinstance(schema, dict):
+        if schema.get("type") == "integer" and not ("enum" in schema or "const" in schema):
+            most = min(schema.get("maximum", MOST + 1), schema.get("exclusiveMaximum", MOST + 1))
+            if most > MOST:
+                yield path
+        for name, item in schema.items():
+            if name == "properties":
+                for field, inner in item.items():
+                    yield from unbounded(inner, f"{path}.{field}")
+            elif name != "$defs":
+                yield from unbounded(item, path)
+
+
+def test_integers_of_bodies_are_bounded() -> None:
+    found = {model.__name__: model for model in models()}
+    assert {"FuturesRetrieveRequest", "SampleRequest", "Address", "TopUp"} <= found.keys()
+    names = [name for model in found.values() for name in unbounded(model.model_json_schema(), model.__name__)]
+    assert set(names) <= ARRAYS
+
+
+def test_integers_of_addresses_are_bounded() -> None:
+    looked_at = 0
+    for mounted in front().routes:
+        contexts = getattr(mounted, "effective_route_contexts", None)
+        for route in contexts() if contexts is not None else [mounted]:
+            own = getattr(route, "original_route", route)
+            for parameter in (*own.dependant.query_params, *own.dependant.path_params, *own.dependant.header_params):
+                info: FieldInfo = parameter.field_info
+                if info.annotation in (int, int | None):
+                    looked_at += 1
+                    bounds = [
+                        most
+                        for item in info.metadata
+                        for most in (getattr(item, "le", None), getattr(item, "lt", None))
+                    ]
+                    assert any(most is not None and most <= MOST for most in bounds), (own.path, parameter.name)
+    assert looked_at > 5
+
+
+@pytest.mark.parametrize("field", ["cloned_sampler_id", "prev_cursor"])
+@pytest.mark.parametrize("value", [2**62, 2**63 - 1, 2**63, 2**64, 2**1000, -1])
+def test_a_poll_that_no_database_could_answer(world: World, field: str, value: int) -> None:
+    body: dict[str, Any] = {"target": {"sampling_session_id": "s"}, "prev_cursor": 0, "timeout": 0}
+    (body if field == "prev_cursor" else body["target"])[field] = value
+    detail = world.post("retrieve_futures", body, status=422)["detail"]
+    assert field in detail

@@ -1,0 +1,59 @@
+"""Measured figures in documents: each stands in a table that a command in bench/ has made."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+from figures import TABLES, filled  # noqa: E402
+
+DOCUMENTS = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+MADE = re.compile(r"<!-- (?:figures: [\w-]+|idle|embedded|production|damage) -->.*?<!-- end of [\w-]+ -->", re.DOTALL)
+#: A number in a unit of measuring.
+FIGURE = re.compile(
+    r"\d[\d.,]* ?(?:µs|ms|tokens/s|GFLOPS|GB/s|MB/s)\b"
+    r"|\d[\d.,]* times (?!its\b)"
+    r"|\d[\d.,]* % (?:faster|slower|more|less)\b"
+)
+#: What is no measurement: settings, bounds that the code holds to, arithmetic, and figures of others.
+GIVEN = {
+    "50 ms": "how long a sample is left to one generator (LEFT_S)",
+    "20 times ": "what `make soak TIMES=20` means",
+    "16 times ": "the weight of interactive work",
+    "48 tokens/s": "of the published cluster that the simulator plays",
+    "816 tokens/s": "of the published cluster that the simulator plays",
+    "3.6 times ": "parameters of an adapter, counted from shapes",
+}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_tables_are_those_that_the_results_make(document: Path) -> None:
+    text = document.read_text()
+    assert filled(text) == text, f"python bench/figures.py makes {document.name} anew"
+
+
+def test_every_table_is_shown_somewhere() -> None:
+    shown = {name for path in DOCUMENTS for name in re.findall(r"<!-- figures: ([\w-]+) -->", path.read_text())}
+    assert shown == set(TABLES)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_no_figure_stands_outside_of_a_table(document: Path) -> None:
+    free = MADE.sub("", document.read_text())
+    strangers = [found for found in FIGURE.findall(free) if found not in GIVEN]
+    assert not strangers, f"{document.name}: where was this measured? {strangers}"
+
+
+def test_a_figure_put_in_by_hand_is_found() -> None:
+    assert FIGURE.findall("takes 3 ms, 1,200 tokens/s and 2.4 times as long") == [
+        "3 ms",
+        "1,200 tokens/s",
+        "2.4 times ",
+    ]
+    text = (ROOT / "docs" / "performance.md").read_text()
+    assert filled(text.replace("| yes |", "| no |", 1)) == text

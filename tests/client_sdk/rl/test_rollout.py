@@ -1,0 +1,65 @@
+"""Turns become data: which join, and what of each is trained."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from weft.rl.rollout import Rollout, Turn, data_of, join
+from weft.wire.sample_codec import PolicySpan
+
+
+def turn(prompt: list[int], tokens: list[int], agent: str = "", version: int = 0) -> Turn:
+    spans = (PolicySpan(version, len(tokens)),)
+    return Turn(tuple(prompt), tuple(tokens), tuple(-0.1 * t for t in tokens), spans, agent=agent)
+
+
+def test_five_turns_with_a_break_make_two_data() -> None:
+    """The golden example of prime-rl's documentation: the history is rewritten before the fourth turn."""
+    one = turn([1, 2], [10, 11])
+    two = turn([1, 2, 10, 11, 3], [12])
+    three = turn([1, 2, 10, 11, 3, 12, 4], [13])
+    four = turn([1, 2, 12, 4], [14])
+    five = turn([1, 2, 12, 4, 14, 5], [15, 16])
+    rollout = Rollout([one, two, three, four, five])
+    first, second = data_of(rollout, 0.5)
+    assert first.model_input.to_ints() == [1, 2, 10, 11, 3, 12, 4]
+    assert first.loss_fn_inputs["target_tokens"].to_numpy().tolist() == [2, 10, 11, 3, 12, 4, 13]
+    assert first.loss_fn_inputs["mask"].to_numpy().tolist() == [0, 1, 1, 0, 1, 0, 1]
+    assert first.loss_fn_inputs["advantages"].to_numpy().tolist() == [0, 0.5, 0.5, 0, 0.5, 0, 0.5]
+    np.testing.assert_allclose(
+        first.loss_fn_inputs["logprobs"].to_numpy(), [0, -1.0, -1.1, 0, -1.2, 0, -1.3], rtol=1e-6
+    )
+    assert second.model_input.to_ints() == [1, 2, 12, 4, 14, 5, 15]
+    assert second.loss_fn_inputs["mask"].to_numpy().tolist() == [0, 0, 0, 1, 0, 1, 1]
+    assert rollout.sampled == 7
+    assert rollout.read == 4 + 5
+
+
+def test_two_agents_that_take_turns_make_two_data() -> None:
+    turns = [turn([1], [10], "a"), turn([2], [20], "b"), turn([1, 10, 3], [11], "a"), turn([2, 20, 4], [21], "b")]
+    assert [joined.tokens for joined in join(turns)] == [[1, 10, 3, 11], [2, 20, 4, 21]]
+
+
+def test_a_turn_joins_the_longest_that_it_extends() -> None:
+    turns = [turn([1], [2]), turn([9], [9]), turn([1, 2, 3], [4]), turn([1, 2, 3, 4, 5], [6]), turn([1, 7], [8])]
+    assert [joined.tokens for joined in join(turns)] == [[1, 2, 3, 4, 5, 6], [9, 9], [1, 7, 8]]
+
+
+def test_the_same_prompt_twice_is_two_data() -> None:
+    assert len(data_of(Rollout([turn([1], [2]), turn([1], [3])]), 1.0)) == 2
+
+
+def test_what_drew_nothing_is_no_datum() -> None:
+    assert data_of(Rollout([turn([1, 2], [])]), 1.0) == []
+
+
+def test_the_oldest_version_of_any_token() -> None:
+    spans = (PolicySpan(4, 2), PolicySpan(5, 1))
+    mixed = Turn((1,), (2, 3, 4), (-1.0, -1.0, -1.0), spans)
+    assert Rollout([turn([1], [2], version=7), mixed]).oldest == 4
+    assert Rollout([]).oldest is None
+
+
+def test_tokens_without_logprobs_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 sampled tokens have 1"):
+        Turn((1,), (2, 3), (-1.0,))

@@ -1,0 +1,97 @@
+"""Advantages, penalties and filters: closed forms, and golden values of prime-rl's and slime's own code."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weft.rl.rollout import Group, Rollout, Turn
+from weft.rl.signal import advantages, filters, lengths
+from weft.rl.signal.lengths import Size
+
+GOLDEN = json.loads((Path(__file__).parent / "data" / "golden.json").read_text())["advantages"]
+REWARDS = GOLDEN["rewards"]
+SIZES = [Size(*size) for size in zip(*(GOLDEN["lens"][key] for key in ("out", "in", "turns")), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "advantage"),
+    [
+        ("drgrpo", advantages.dr_grpo),
+        ("grpo_pstd", lambda rewards: advantages.grpo(rewards, unbiased=False)),
+        ("grpo_std_unbiased", advantages.grpo),
+        ("maxrl", advantages.maxrl),
+        ("rloo", advantages.rloo),
+        ("linear_len_penalty", lambda rewards: advantages.dr_grpo(lengths.linear()(rewards, SIZES))),
+        (
+            "tokens_len_penalty_2026_05",
+            lambda rewards: advantages.dr_grpo(lengths.short_and_right()(rewards, SIZES)),
+        ),
+    ],
+)
+def test_golden(name: str, advantage: Any) -> None:
+    assert advantage(REWARDS) == pytest.approx(GOLDEN[name], abs=2e-6)
+
+
+def test_the_running_baseline_moves_after_it_was_used() -> None:
+    golden = GOLDEN["rae_ema_0.95"]
+    baseline = advantages.RunningBaseline(0.95)
+    for reward, advantage, after in zip(golden["rewards"], golden["adv"], golden["baseline_after"], strict=True):
+        assert baseline([reward]) == pytest.approx([advantage])
+        assert baseline.baseline == pytest.approx(after, abs=1e-6)
+    again = advantages.RunningBaseline(0.95)
+    again.load_state_dict(json.loads(json.dumps(baseline.state_dict())))
+    assert again([1.0]) == baseline([1.0])
+
+
+@pytest.mark.parametrize("advantage", [advantages.dr_grpo, advantages.grpo, advantages.rloo, advantages.maxrl])
+@pytest.mark.parametrize("rewards", [[1.0], [0.5, 0.5, 0.5], [0.0, 0.0]])
+def test_equal_rewards_teach_nothing(advantage: Any, rewards: list[float]) -> None:
+    assert advantage(rewards) == [0.0] * len(rewards)
+
+
+def test_penalties_at_their_edges() -> None:
+    nothing = [0.0, 0.0]
+    sizes = [Size(10), Size(20)]
+    assert lengths.linear()(nothing, sizes) == nothing
+    assert lengths.short_and_right()(nothing, sizes) == nothing
+    assert lengths.overlong(100, 20)([1.0, 1.0, 1.0, 1.0], [Size(n) for n in (80, 90, 100, 400)]) == [
+        1.0,
+        0.5,
+        0.0,
+        0.0,
+    ]
+    with pytest.raises(ValueError, match="limit of 10"):
+        lengths.overlong(10, 11)
+
+
+def group(*rewards: float) -> Group:
+    return Group("task", [Rollout([], reward) for reward in rewards])
+
+
+def test_group_filters() -> None:
+    assert not filters.not_solved_or_hopeless(group(1, 1))
+    assert not filters.not_solved_or_hopeless(group(0, 0))
+    assert filters.not_solved_or_hopeless(group(0.5, 0.5))
+    assert not filters.not_all_equal(group(0.5, 0.5))
+    assert filters.not_all_equal(group(0.5, 0.6))
+    assert not filters.spread(0.2)(group(0.5, 0.6))
+    assert filters.spread(0.05)(group(0.5, 0.6))
+
+
+def drawn(tokens: list[int], logprobs: list[float]) -> Rollout:
+    return Rollout([Turn((1,), tuple(tokens), tuple(logprobs))])
+
+
+def test_rollout_filters() -> None:
+    keep = filters.not_gibberish(vocab_size=100, rare_from=90)
+    least = -math.log(100) - 2.0
+    assert not keep(drawn([95], [least - 0.1]))
+    assert keep(drawn([95], [least + 0.1]))
+    assert keep(drawn([10], [least - 5]))
+    steady = filters.not_repeating(run=3)
+    assert not steady(drawn([7, 7, 7], [-0.001] * 3))
+    assert steady(drawn([7, 7, 7, 7], [-0.001, -0.001, -0.5, -0.001]))

@@ -1,0 +1,78 @@
+"""A custom loss that takes longer than it may, on a real server: its user is told so, and neighbours do not notice."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+
+from tests.e2e.conftest import BASE_MODEL, Weftd
+from tests.e2e.data import supervised
+from tests.e2e.test_crashes import client, eventually, fingerprint, train
+
+pytestmark = pytest.mark.server
+
+
+def sorting(logprobs: Any, weights: Any) -> Any:
+    """Milliseconds of work, where the server of this test allows a part of one."""
+    for _ in range(240):
+        logprobs = logprobs.sort(dim=0)[0]
+    return (logprobs * weights).sum(), {}
+
+
+def fails(run: Any, loss_id: str) -> str:
+    with pytest.raises(tinker.RequestFailedError) as error:
+        run.forward_backward(supervised(), "custom", {"loss_id": loss_id}).result(timeout=120)
+    return str(error.value)
+
+
+def ended(server: Weftd) -> int:
+    """Trainers that have ended themselves."""
+    return server.log().count("trainer exited with code 1")
+
+
+def rows(server: Weftd, question: str) -> list[Any]:
+    with sqlite3.connect(f"file:{server.data_dir / 'weft.db'}?mode=ro", uri=True) as db:
+        return db.execute(question).fetchall()
+
+
+def test_a_loss_that_takes_too_long_fails_alone_and_for_good(own_weftd: Callable[..., Weftd], tmp_path: Path) -> None:
+    config = tmp_path / "weft.toml"
+    config.write_text("[trainer]\nloss_limit_s = 1e-4\n")
+    server = own_weftd("--config", str(config))
+    service = client(server)
+    calm = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result()
+    expected = train(calm, 4), fingerprint(calm)
+    assert ended(server) == 0
+
+    attacker = tinker.ServiceClient(base_url=server.url, api_key=server.key("other"))
+    loss = attacker.create_custom_loss(sorting, {"logprobs": 1, "weights": 1}).result()
+    hostile = attacker.create_lora_training_client(BASE_MODEL, rank=4).result()
+    neighbour = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result()
+    with ThreadPoolExecutor() as pool:
+        told = pool.submit(fails, hostile, str(loss.loss_id))
+        found = train(neighbour, 4), fingerprint(neighbour)
+        assert "custom loss: it took longer than the" in told.result()
+    assert found[0] == expected[0]
+    np.testing.assert_array_equal(found[1], expected[1])
+    eventually(lambda: ended(server) == 1)
+    [(state, category)] = rows(server, "select state, error_category from operations where error like 'custom loss:%'")
+    assert (state, category) == ("failed", "user")
+    [(tokens,)] = rows(
+        server,
+        "select quantity from usage_events where kind = 'train' and operation_id = "
+        "(select id from operations where error like 'custom loss:%')",
+    )
+    assert tokens == sum(datum.model_input.length for datum in supervised()[:2]), "its first slice, by its work"
+
+    server.kill()
+    server.start()
+    np.testing.assert_array_equal(fingerprint(neighbour), expected[1])
+    hostile.forward(supervised(), "cross_entropy").result(timeout=120)  # the run itself goes on
+    assert ended(server) == 1

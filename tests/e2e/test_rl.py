@@ -1,0 +1,345 @@
+"""`weft.rl` on a real service: it trains what it sampled, learns, keeps lag and budget, and goes on after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import weft
+from weft import rl
+from weft.rl.loops.rollouts import context_length
+from weft.types import AdamParams, Datum, ModelInput, SamplingParams
+
+from tests.e2e.conftest import BASE_MODEL, Weftd
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def service(weftd: Weftd) -> Iterator[weft.ServiceClient]:
+    with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("rl")) as service:
+        yield service
+
+
+def sums(count: int = 64, seed: int = 0) -> list[dict[str, str]]:
+    rng = random.Random(seed)
+    asked = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(count)]
+    return [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in asked]
+
+
+def right(text: str, task: Any) -> float:
+    return float(text.strip() == task["answer"])
+
+
+ONE_TURN = rl.prompts(sums(), right, max_tokens=6, expected=rl.Size(drawn=6, read=20))
+
+
+def fresh(service: weft.ServiceClient, seed: int = 0, rank: int = 8) -> weft.TrainingClient:
+    return service.create_lora_training_client(BASE_MODEL, rank=rank, seed=seed)
+
+
+def test_it_learns_and_its_numbers_are_on_the_server(service: weft.ServiceClient) -> None:
+    run = fresh(service, rank=16)
+    report = rl.train(run, ONE_TURN, steps=20, groups=rl.Groups(batch=16, size=8), learning_rate=1e-3, sinks=[], seed=1)
+    rewards = report.curve("reward")
+    assert sum(rewards[-4:]) > 2 * sum(rewards[:4])
+    assert report.steps[0]["ratio"] == pytest.approx(1, abs=1e-6)
+    assert abs(report.steps[0]["mismatch_kl"]) <= 1e-8
+    billed = run.cost().result(60).total_nusd
+    assert billed <= report.spent_nusd <= billed + sum(report.curve("data"))  # a nano-dollar of rounding for each datum
+
+
+async def twice(task: Any, chat: rl.Chat) -> rl.Reward:
+    """Two turns: the second question is about the same sum."""
+    first = await chat.user(task["prompt"]).sample(max_tokens=6)
+    second = await chat.user(task["prompt"]).sample(max_tokens=6)
+    good = [right(reply.text, task) for reply in (first, second)]
+    return rl.Reward(sum(good) / 2, {"first": good[0]})
+
+
+def test_turns_of_own_code_join_and_are_on_policy_to_the_last_digit(service: weft.ServiceClient) -> None:
+    run = fresh(service)
+    report = rl.train(
+        run, rl.function(twice, sums()), steps=3, groups=rl.Groups(batch=6, size=6), learning_rate=1e-3, sinks=[]
+    )
+    for step in report.steps:
+        assert step["turns/rollout"] == 2
+        assert step["ratio"] == pytest.approx(1, abs=1e-6)
+        assert abs(step["mismatch_kl"]) <= 1e-8
+        assert step["data"] <= step["rollouts"]
+
+
+def test_no_token_is_older_than_the_lag_by_what_the_server_reported(service: weft.ServiceClient) -> None:
+    async def slow(task: Any, chat: rl.Chat) -> float:
+        reply = await chat.user(task["prompt"]).sample(max_tokens=6)
+        await asyncio.sleep(random.Random(task["prompt"]).expovariate(5))
+        return right(reply.text, task)
+
+    run = fresh(service)
+    trained: list[int] = []
+
+    async def loop() -> None:
+        rollouts = rl.Rollouts(
+            run, rl.function(slow, sums()), groups=rl.Groups(batch=4, size=4), schedule=rl.Async(max_lag=2)
+        )
+        loss = rl.losses.ppo()
+        async with rollouts:
+            for _ in range(8):
+                batch = await rollouts.batch()
+                now = run_version(run)
+                oldest = [s.version for r in batch.rollouts for t in r.turns for s in t.versions]
+                trained.extend(now - version for version in oldest)
+                assert batch.lags
+                data = batch.data(lambda rewards: [1.0] * len(rewards), loss)
+                loss.forward_backward(run, data, None)
+                await rollouts.step(run.optim_step(AdamParams(learning_rate=1e-4)))
+                steps[0] += 1
+
+    steps = [0]
+
+    def run_version(run: weft.TrainingClient) -> int:
+        return steps[0]
+
+    asyncio.run(loop())
+    assert max(trained) <= 2
+    assert max(trained) >= 1, "nothing was sampled while the trainer worked"
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        rl.losses.dppo_kl(),
+        rl.losses.intellect3(0.5, 5.0, veto=1e-5),
+        rl.losses.icepop(),
+        rl.losses.icepop(old=True),
+        rl.losses.gspo(),
+        rl.losses.ref_kl(),
+        rl.losses.mixed(1.0, 0.1, 0.5),
+    ],
+    ids=lambda loss: f"{loss.name}-{'-'.join(loss.reads)}",
+)
+def test_one_pass_equals_two(service: weft.ServiceClient, loss: Any) -> None:
+    """On the server as a graph, and here with torch from its logprobs: the same value, metrics and gradient."""
+    run, rng = fresh(service), np.random.default_rng(0)
+    handle = loss.made(run).result(60)
+    assert handle.loss_id is not None
+    data = []
+    for _ in range(2):
+        tokens = rng.integers(50, 500, 13).tolist()
+        given = {name: (rng.normal(size=12) - 7).astype(np.float32) for name in ("q", "old", "ref")}
+        given |= {"advantages": rng.normal(size=12).astype(np.float32), "mask": np.ones(12, np.float32)}
+        inputs = {"target_tokens": tokens[1:], **{name: given[name] for name in loss.reads}}
+        data.append(Datum(ModelInput.from_ints(tokens[:-1]), inputs))
+    found = []
+    for fn in (handle, lambda data, logprobs: handle.run(data, logprobs)):
+        output = run.forward_backward_custom(data, fn).result(60)
+        stepped = run.optim_step(AdamParams(learning_rate=0.0)).result(60)
+        found.append((output.metrics["loss:sum"], (stepped.metrics or {})["grad_norm:mean"]))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def rows(count: int) -> list[dict[str, str]]:
+    return [{"prompt": s["prompt"], "chosen": s["answer"], "rejected": "it is raining"} for s in sums(count)]
+
+
+def test_dpo_is_torchs_gradient_and_learns_the_preference(service: weft.ServiceClient) -> None:
+    beta = 0.3
+    base = service.create_sampling_client(base_model=BASE_MODEL)
+    probe = rl.pairs(rows(1), base.get_tokenizer())[0].chosen
+    after = []
+    for ours in (True, False):
+        run = fresh(service, seed=3)
+        some = rl.pairs(rows(4), run.get_tokenizer())
+        if ours:
+            report = rl.dpo(run, some, reference=base, beta=beta, batch=4, learning_rate=1e-3, sinks=[])
+            assert report.curve("loss") == pytest.approx([np.log(2)], abs=1e-5)
+            assert report.spent_nusd >= run.cost().result(60).total_nusd
+        else:
+            references = [pair_logprobs(base, pair) for pair in some]
+
+            def loss(data: Any, logprobs: Any, references: Any = references) -> Any:
+                h = []
+                for i, (chosen, rejected) in enumerate(references):
+                    got = [
+                        (logprobs[2 * i + j] * data[2 * i + j].loss_fn_inputs["weights"].to_torch()).sum()
+                        for j in (0, 1)
+                    ]
+                    h.append(beta * ((got[0] - chosen) - (got[1] - rejected)))
+                return -torch.nn.functional.logsigmoid(torch.stack(h)).mean(), {}
+
+            run.forward_backward_custom([datum for pair in some for datum in pair.data], loss).result(60)
+            run.optim_step(AdamParams(learning_rate=1e-3)).result(60)
+        after.append(run.forward([probe], "cross_entropy").result(60).loss_fn_outputs[0]["logprobs"].to_numpy())
+    np.testing.assert_allclose(after[0], after[1], atol=2e-5)
+    run = fresh(service)
+    report = rl.dpo(
+        run, rl.pairs(rows(32), run.get_tokenizer()), reference=base, batch=8, epochs=2, learning_rate=1e-3, sinks=[]
+    )
+    assert report.steps[-1]["accuracy"] > 0.9
+    assert report.steps[-1]["loss"] < 0.6
+
+
+def pair_logprobs(sampler: weft.SamplingClient, pair: Any) -> list[float]:
+    found = []
+    for datum in pair.data:
+        targets = datum.loss_fn_inputs["target_tokens"].to_numpy().tolist()
+        weights = datum.loss_fn_inputs["weights"].to_numpy().tolist()
+        whole = ModelInput.from_ints([*datum.model_input.to_ints(), targets[-1]])
+        logprobs = sampler.compute_logprobs(whole).result(60)
+        found.append(sum(lp * w for lp, w in zip(logprobs[1:], weights, strict=True) if lp is not None))
+    return found
+
+
+def test_sft_then_distillation_to_it_halves_the_reverse_kl(service: weft.ServiceClient) -> None:
+    teacher_run = fresh(service, seed=1, rank=16)
+    talks = [
+        [{"role": "user", "content": s["prompt"]}, {"role": "assistant", "content": s["answer"]}] for s in sums(96)
+    ]
+    data = rl.conversations(talks, teacher_run.get_tokenizer())
+    report = rl.sft(
+        teacher_run, data, test=data[:16], every=6, batch=16, epochs=3, learning_rate=rl.linear(2e-3, 18), sinks=[]
+    )
+    assert report.steps[-1]["loss"] < 0.5 * report.steps[0]["loss"]
+    assert len(report.curve("test/loss")) == 3
+    teacher = teacher_run.save_weights_and_get_sampling_client().result(60)
+    student = fresh(service, seed=2, rank=16)
+    report = rl.distill(
+        student, ONE_TURN, teacher, steps=20, groups=rl.Groups(batch=8, size=4), learning_rate=1e-3, sinks=[]
+    )
+    gaps = report.curve("reverse_kl")
+    assert sum(gaps[-3:]) < 0.5 * sum(gaps[:3])
+
+
+def test_the_budget_is_never_passed(service: weft.ServiceClient) -> None:
+    run = fresh(service)
+    groups = rl.Groups(batch=4, size=4)
+    whole = rl.estimate(run, ONE_TURN, groups=groups, steps=100)
+    budget = whole.total_nusd / 1e9 / 20
+    report = rl.train(run, ONE_TURN, steps=100, groups=groups, schedule=rl.Async(1), budget_usd=budget, sinks=[])
+    assert report.ended == "budget"
+    assert 1 <= len(report.steps) < 100
+    time.sleep(1)  # what was cancelled is billed when it ends
+    assert run.cost().result(60).total_nusd <= report.spent_nusd <= budget * 1e9
+
+
+LIFE = """
+import json, sys, weft
+from weft import rl
+from tests.e2e.test_rl import ONE_TURN, Noted
+with weft.ServiceClient() as service:
+    run = service.create_lora_training_client("weft/tiny-moe", rank=8, seed=0)
+    report = rl.train(run, ONE_TURN, steps=int(sys.argv[2]), groups=rl.Groups(batch=4, size=4), schedule=rl.Async(1),
+        learning_rate=1e-3, sinks=[Noted(sys.argv[1])], checkpoint=rl.Checkpoints("life", every=3), seed=4)
+    print(json.dumps({"resumed_at": report.resumed_at, "spent": report.spent_nusd}))
+"""
+
+
+class Noted(rl.JsonLines):
+    """A file of steps; slow, so that a step can be seen before the next is over."""
+
+    def log(self, step: int, of: int, metrics: Any) -> None:
+        super().log(step, of, metrics)
+        time.sleep(0.2)
+
+
+def test_a_client_killed_goes_on_where_it_was_saved(weftd: Weftd, tmp_path: Path) -> None:
+    lines, steps = tmp_path / "steps.jsonl", 12
+    environment = os.environ | {
+        "WEFT_BASE_URL": weftd.url,
+        "WEFT_API_KEY": weftd.key("killed"),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
+    }
+    command = [sys.executable, "-c", LIFE, str(lines), str(steps)]
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(seen(lines)) < 5:
+        assert time.monotonic() < deadline
+        assert first.poll() is None
+        time.sleep(0.02)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert second.returncode == 0, second.stderr
+    told = json.loads(second.stdout)
+    assert told["resumed_at"] in (3, 6)
+    numbers = [each["step"] for each in seen(lines)]
+    again = numbers[numbers.index(told["resumed_at"], 5 if told["resumed_at"] < 5 else 0) :]
+    assert again == list(range(told["resumed_at"], steps))
+    assert max(each["lag/max"] for each in seen(lines)) <= 1
+    with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("killed")) as service:
+        assert service.create_rest_client().get_usage().result(60).total_nusd <= told["spent"]
+
+
+def seen(path: Path) -> list[dict[str, float]]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def test_an_evaluation_goes_on_beside_training(service: weft.ServiceClient) -> None:
+    run = fresh(service)
+    evaluation = rl.Evaluation(ONE_TURN, every=2, tasks=sums(8, seed=9))
+    report = rl.train(run, ONE_TURN, steps=4, groups=rl.Groups(batch=2, size=4), evaluation=evaluation, sinks=[])
+    assert len(report.curve("eval/reward")) == 2
+    assert all(0 <= reward <= 1 for reward in report.curve("eval/reward"))
+
+
+def test_a_loop_whose_rollouts_all_fail_says_why(service: weft.ServiceClient) -> None:
+    async def broken(task: Any, chat: rl.Chat) -> float:
+        raise KeyError("no such column")
+
+    with pytest.raises(rl.RolloutsFailedError, match=r"in a row failed; the last: 'no such column'"):
+        rl.train(fresh(service), rl.function(broken, sums()), steps=2, groups=rl.Groups(batch=2, size=2), sinks=[])
+
+
+def test_a_rollout_that_fails_leaves_its_group(service: weft.ServiceClient) -> None:
+    calls = iter(range(1000))
+
+    async def flaky(task: Any, chat: rl.Chat) -> float:
+        reply = await chat.user(task["prompt"]).sample(max_tokens=6)
+        if next(calls) % 4 == 0:
+            raise RuntimeError("the sandbox died")
+        return right(reply.text, task)
+
+    report = rl.train(fresh(service), rl.function(flaky, sums()), steps=2, groups=rl.Groups(batch=2, size=4), sinks=[])
+    assert report.steps[-1]["waste/failed_rollouts"] == 4
+    assert report.steps[0]["rollouts"] == 6
+
+
+def test_what_would_be_off_policy_unseen_is_refused_and_what_collapses_is_warned_of(
+    service: weft.ServiceClient,
+) -> None:
+    with pytest.raises(ValueError, match=r"temperature 1 .* got temperature=0.7"):
+        rl.train(fresh(service), ONE_TURN, sampling=SamplingParams(temperature=0.7), sinks=[])
+    with pytest.warns(UserWarning, match="bounds no ratio, and tokens may be 3 steps old"):
+        rl.train(
+            fresh(service),
+            ONE_TURN,
+            steps=0,
+            schedule=rl.Async(3),
+            loss=rl.losses.importance_sampling(),
+            sinks=[],
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rl.train(fresh(service), ONE_TURN, steps=0, schedule=rl.Async(3), sinks=[])
+
+
+def test_a_conversation_that_fills_the_context_says_so(service: weft.ServiceClient) -> None:
+    run = fresh(service)
+    limit = asyncio.run(context_length(run))
+    long = [{"prompt": "word " * limit, "answer": ""}]
+    with pytest.raises(rl.RolloutsFailedError, match=rf"tokens, the model takes {limit}"):
+        rl.train(run, rl.prompts(long, right), steps=1, groups=rl.Groups(batch=1, size=2), sinks=[])

@@ -1,0 +1,239 @@
+"""The contract of every family that is served: what transformers, peft and torch's autograd compute, on a tiny random
+model of each. tests/workers/model/test_decoder.py holds their logits, test_lora.py that groups are strangers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+
+from tests.workers.model.models import FAMILIES, ours, packed, random_adapter, reference
+from tests.workers.model.test_lora import merged
+from tests.workers.trainer.kit import Bench, ce_data, output
+from workers.generator.engine import Finished, GenerateRequest, SamplingParams
+from workers.generator.torch_engine import TorchEngine
+from workers.model.adapter import Adapter, load_adapter, save_adapter
+from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.families.table import FAMILIES as TABLE
+from workers.model.imported import read_adapter
+from workers.model.logprobs import target_logprobs
+from workers.model.peft_format import write_export
+
+#: One of each family; "qwen3-tied" and its like differ in nothing that is held here.
+EACH = ["qwen2", "qwen2-yarn", "qwen3", "llama", "mistral", "moe", "mixtral", "olmoe", "glm4-moe", "gpt-oss"]
+CONTEXT = 256
+STEPS, RATE = 5, 3e-3
+
+
+@dataclass(frozen=True)
+class Tiny:
+    model: Any
+    folder: Path
+    decoder: Decoder
+
+    @property
+    def vocab(self) -> int:
+        return self.decoder.config.vocab_size
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=EACH)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = reference(request.param, max_position_embeddings=CONTEXT)
+    model.generation_config.eos_token_id = None
+    return Tiny(model, folder, ours(model, folder))
+
+
+def test_every_family_of_the_table_is_held_here() -> None:
+    assert {FAMILIES[name][0].__name__ for name in EACH} == set(TABLE)
+
+
+def prompt(length: int, vocab: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(int(token) for token in np.random.default_rng(seed).integers(0, vocab, length))
+
+
+def generate(engine: TorchEngine, *requests: GenerateRequest) -> dict[str, Finished]:
+    for request in requests:
+        engine.add(request)
+    finished: dict[str, Finished] = {}
+    while engine.busy:
+        finished.update({result.id: result for result in engine.step()})
+    return finished
+
+
+def test_200_greedy_tokens_are_those_of_transformers_with_and_without_the_prefix_cache(tiny: Tiny) -> None:
+    """And of a crowd: the tokens do not depend on who else is there, nor their log-probabilities, bit for bit."""
+    tokens, greedy = prompt(41, tiny.vocab), SamplingParams(temperature=0, max_tokens=200)
+    cold = TorchEngine(tiny.decoder, (), slots=4, context=CONTEXT, prefix_bytes=0)
+    alone = generate(cold, GenerateRequest("r", tokens, greedy))["r"]
+    with torch.no_grad():
+        inputs, whole = torch.tensor([tokens]), torch.ones(1, len(tokens), dtype=torch.int64)
+        theirs = tiny.model.generate(inputs, attention_mask=whole, max_new_tokens=200, do_sample=False, pad_token_id=0)
+    assert alone.sequences[0].tokens.tolist() == theirs[0, len(tokens) :].tolist()
+    warm = TorchEngine(tiny.decoder, (), slots=4, context=CONTEXT)
+    crowd = [GenerateRequest(f"c{n}", prompt(9 + 23 * n, tiny.vocab, n), SamplingParams(max_tokens=90)) for n in (1, 2)]
+    generate(warm, GenerateRequest("before", tokens, SamplingParams(max_tokens=1)))
+    again = generate(warm, *crowd, GenerateRequest("r", tokens, greedy))["r"]
+    assert (alone.facts.cache_hit, again.facts.cache_hit) == (0, 32)
+    assert again.sequences[0].tokens.tolist() == alone.sequences[0].tokens.tolist()
+    assert np.array_equal(again.sequences[0].logprobs, alone.sequences[0].logprobs)
+
+
+def test_prompt_and_sampled_logprobs_are_the_trainers_and_transformers(tiny: Tiny, tmp_path: Path) -> None:
+    """With an adapter on everything; the trainer's number is that of the merged model."""
+    adapter = random_adapter(tiny.decoder, 3, seed=2)
+    save_adapter(adapter, tmp_path / "a", base_model="tiny")
+    request = GenerateRequest(
+        "r", prompt(50, tiny.vocab), SamplingParams(max_tokens=60, seed=1), prompt_logprobs=True,
+        adapter="a", adapter_folder=tmp_path / "a",
+    )  # fmt: skip
+    engine = TorchEngine(tiny.decoder, (), slots=4, context=CONTEXT)
+    done = generate(engine, request, GenerateRequest("other", prompt(33, tiny.vocab, 4), SamplingParams(max_tokens=40)))
+    (sequence,) = done["r"].sequences
+    tokens = torch.tensor([*request.prompt, *sequence.tokens.tolist()])
+    found = np.concatenate([np.asarray(done["r"].prompt_logprobs)[1:], sequence.logprobs])
+    with torch.no_grad():
+        rows, at = LoraRows([0, len(tokens) - 1], [adapter]), torch.arange(len(tokens) - 1)
+        hidden = tiny.decoder(tokens[:-1], at, PackedAttend([len(at)]), rows)
+        trainers = target_logprobs(tiny.decoder, hidden, at, tokens[1:], rows)
+        logits = torch.func.functional_call(
+            tiny.model, merged(tiny.model, adapter), (tokens[None, :-1],), tie_weights=False
+        )
+        theirs = torch.log_softmax(logits.logits[0], -1).gather(1, tokens[1:, None])[:, 0]
+    np.testing.assert_allclose(found, trainers.numpy(), atol=1e-4)
+    np.testing.assert_allclose(trainers.numpy(), theirs.numpy(), atol=1e-4)
+
+
+def test_five_steps_on_everything_are_those_of_autograd_and_adamw(tiny: Tiny, tmp_path: Path) -> None:
+    """Through a LoRA written by hand, on all that can be trained."""
+    bench = Bench(tiny.decoder, tmp_path / "blobs")
+    bench.ok(bench.create("a", rank=3), bench.create("neighbour", rank=5))
+    start = bench.run("a").adapter
+    flat = start.flat.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([flat], lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for step in range(STEPS):
+        data = ce_data([17, 40], seed=step)
+        op, other = bench.fb("a", data), bench.fb("neighbour", ce_data([30], seed=9))
+        done = bench.ok(op, other, bench.optim("a", learning_rate=RATE, weight_decay=0.1, eps=1e-8))
+        weights = merged(tiny.model, Adapter(start.shape, flat, start.scale))
+
+        def logits(tokens: Tensor, weights: dict[str, Tensor] = weights) -> Tensor:
+            found: Tensor = torch.func.functional_call(tiny.model, weights, (tokens,), tie_weights=False).logits
+            return found
+
+        _step(optimizer, data, output(done[op.op_id])[0], logits)
+    torch.testing.assert_close(bench.run("a").adapter.flat, flat.detach(), atol=1e-4, rtol=0)
+
+
+def _step(optimizer: torch.optim.Optimizer, data: list[Any], found: list[Any], logits: Any) -> None:
+    """Check the log-probabilities of a batch against those of `logits`, and step on their weighted sum."""
+    loss = torch.zeros(())
+    for datum, got in zip(data, found, strict=True):
+        targets = torch.from_numpy(datum.inputs["target_tokens"])[:, None]
+        lp = torch.log_softmax(logits(torch.from_numpy(datum.tokens).long()[None])[0], -1).gather(1, targets)[:, 0]
+        np.testing.assert_allclose(got, lp.detach().numpy(), atol=1e-4)
+        loss = loss - (lp * torch.from_numpy(datum.inputs["weights"])).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def test_an_adapter_of_pefts_is_imported_and_trained_as_peft_trains_it(tiny: Tiny, tmp_path: Path) -> None:
+    model = type(tiny.model).from_pretrained(tiny.folder)
+    theirs = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=modules(tiny), init_lora_weights=False))
+    theirs.save_pretrained(tmp_path / "peft")
+    adapter = _imported(tiny, tmp_path / "peft", tmp_path / "ours")
+    tokens, positions = packed([20], tiny.vocab)
+    weights = [w for name, w in theirs.named_parameters() if "lora_" in name]
+    optimizer = torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    mine = torch.nn.Parameter(adapter.flat)
+    stepping = torch.optim.AdamW([mine], lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for _ in range(STEPS):
+        grad = Adapter.zeros(adapter.shape)
+        rows = LoraRows([0, 20], [Adapter(adapter.shape, mine.data, adapter.scale)], [grad])
+        hidden = tiny.decoder(tokens, positions, PackedAttend([20]), rows)
+        lp = target_logprobs(tiny.decoder, hidden, positions, tokens.flip(0), rows)
+        (-lp.sum()).backward()
+        wanted = torch.log_softmax(theirs(tokens[None]).logits[0], -1).gather(1, tokens.flip(0)[:, None])[:, 0]
+        torch.testing.assert_close(lp, wanted, atol=1e-4, rtol=0)
+        optimizer.zero_grad()
+        (-wanted.sum()).backward()
+        optimizer.step()
+        mine.grad = grad.flat
+        stepping.step()
+    theirs.save_pretrained(tmp_path / "after")
+    torch.testing.assert_close(_imported(tiny, tmp_path / "after", tmp_path / "b").flat, mine.data, atol=1e-4, rtol=0)
+
+
+def modules(tiny: Tiny) -> list[str]:
+    """What stock peft can wrap: linears; experts that lie in one tensor are none."""
+    attention, mlp = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+    return attention + ([] if tiny.decoder.config.num_experts else mlp)
+
+
+def _imported(tiny: Tiny, peft: Path, folder: Path) -> Adapter:
+    folder.mkdir()
+    read_adapter(peft, tiny.decoder.config).write(folder, "tiny")
+    return load_adapter(folder, tiny.decoder.config).adapter
+
+
+def test_an_export_loads_in_stock_peft_and_gives_our_logprobs(tiny: Tiny, tmp_path: Path) -> None:
+    mlp = not tiny.decoder.config.num_experts
+    adapter = random_adapter(tiny.decoder, 4, 1, train_mlp=mlp, train_unembed=False)
+    arrays = {name: view.numpy() for name, view in adapter.views.items()}
+    write_export(tmp_path, arrays, base_model="tiny", rank=4, alpha=8.0)
+    theirs = PeftModel.from_pretrained(type(tiny.model).from_pretrained(tiny.folder), tmp_path).eval()
+    tokens, positions = packed([30], tiny.vocab)
+    rows = LoraRows([0, 30], [adapter])
+    with torch.no_grad():
+        mine = tiny.decoder.logits(tiny.decoder(tokens, positions, PackedAttend([30]), rows), rows)
+        torch.testing.assert_close(mine, theirs(tokens[None]).logits[0], atol=1e-4, rtol=1e-4)
+        assert (mine - tiny.model(tokens[None]).logits[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("isolation", ["padded", "per-segment"])
+def test_a_run_has_the_same_bits_in_any_company(tiny: Tiny, isolation: str) -> None:
+    """Log-probabilities and gradients of one group alone, and between others of other ranks and targets."""
+    adapters = [
+        random_adapter(tiny.decoder, 3, 5),
+        random_adapter(tiny.decoder, 6, 7, train_attn=False),
+        random_adapter(tiny.decoder, 5, 8, train_mlp=False),
+    ]
+    mine, lengths = [19, 40], [33, 19, 40, 7]
+    tokens, positions = packed(lengths, tiny.vocab)
+    own = slice(33, 33 + sum(mine))
+    tiny.decoder.isolation = isolation
+    try:
+        alone = _computed(tiny, tokens[own], positions[own], mine, [0, sum(mine)], adapters[:1])
+        crowd = [adapters[1], adapters[0], adapters[2]]
+        together = _computed(tiny, tokens, positions, lengths, [0, 33, 92, 99], crowd)
+    finally:
+        tiny.decoder.isolation = "padded"
+    assert torch.equal(alone[0], together[0][own])
+    assert torch.equal(alone[1][0], together[1][1])
+
+
+def _computed(
+    tiny: Tiny, tokens: Tensor, positions: Tensor, lengths: list[int], offsets: list[int], adapters: list[Adapter]
+) -> tuple[Tensor, list[Tensor]]:
+    grads = [Adapter.zeros(adapter.shape) for adapter in adapters]
+    rows = LoraRows(offsets, adapters, grads)
+    hidden = tiny.decoder(tokens, positions, PackedAttend(lengths), rows)
+    lp = target_logprobs(tiny.decoder, hidden, torch.arange(len(tokens)), (tokens * 7 + 3) % tiny.vocab, rows)
+    lp.sum().backward()
+    return lp.detach(), [grad.flat for grad in grads]

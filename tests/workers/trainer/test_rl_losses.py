@@ -1,0 +1,182 @@
+"""The losses of `weft.rl` against golden values that the code of prime-rl, slime and Tinker gave, and closed forms;
+as plain torch, and by the interpreter that the trainer runs uploaded losses with."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from weft.loss_handle import trace
+from weft.rl import losses
+from weft.rl.losses import Loss
+from weft.wire.checks.custom_format import decode_custom_loss, encode_custom_loss
+
+from workers.trainer.custom_graph import run_custom_loss
+from workers.trainer.losses import LOSS_FUNCTIONS
+
+GOLDEN = json.loads((Path(__file__).parents[2] / "client_sdk/rl/data/golden.json").read_text())
+LP, Q, OLD, REF, MASK = (GOLDEN["inputs"][name] for name in ("cur", "infer", "old", "ref", "mask"))
+CASES: dict[str, Loss] = {
+    "prime_dppo_kl": losses.dppo_kl(),
+    "prime_ipo": losses.ipo(),
+    "prime_ref_kl(opd)": losses.ref_kl(),
+    "prime_ce": losses.cross_entropy(),
+    "prime_i3_code_default": losses.intellect3(),
+    "prime_i3_icepop_0.5_5_seq1e-5": losses.intellect3(0.5, 5.0, veto=1e-5),
+    "prime_i3_sequence_ratio": losses.intellect3(level="sequence"),
+    "slime_ppo_clip_0.2": losses.ppo_clip(old=True),
+    "slime_ppo_dual_clip_c3": losses.ppo_clip(0.2, 0.28, dual=3.0, old=True),
+    "slime_cispo_low1_high4": losses.clipped_is(0.0, 5.0, old=True),
+    "slime_grpo_tis_C2": losses.tis(old=True),
+    "slime_grpo_icepop_0.5_5": losses.icepop(old=True),
+    "slime_gspo_3e-4_4e-4": losses.gspo(old=True),
+    "tinker_importance_sampling": losses.importance_sampling(),
+    "tinker_ppo_0.8_1.2": losses.ppo(),
+    "tinker_cispo_0_4": losses.cispo(),
+    "tinker_dro_b0.05": losses.dro(0.05),
+}
+Runner = Callable[..., tuple[Any, dict[str, float]]]
+
+
+def given(loss: Loss, advantage: float, mask: list[float] = MASK) -> dict[str, torch.Tensor]:
+    """As the loop gives them: what was not drawn has advantage, sampler's logprob and mask 0."""
+    on = torch.tensor([float(m) for m in mask])
+    values = {"q": Q, "logprobs": Q, "old": OLD, "ref": REF, "weights": mask, "mask": mask}
+    made = {name: torch.tensor([float(v) for v in value]) * on for name, value in values.items()}
+    made["advantages"] = advantage * on
+    return {name: made[name] for name in loss.reads}
+
+
+def plain(loss: Loss, lp: torch.Tensor, inputs: dict[str, torch.Tensor]) -> tuple[Any, dict[str, float]]:
+    assert loss.fn is not None
+    value, metrics = loss.fn(lp, *inputs.values())
+    return value, {name: float(metric.detach()) for name, metric in metrics.items()}
+
+
+def interpreted(loss: Loss, lp: torch.Tensor, inputs: dict[str, torch.Tensor]) -> tuple[Any, dict[str, float]]:
+    """Traced, sent, stored, read again and run, as the trainer does."""
+    assert loss.fn is not None
+    handle = trace(loss.fn, {"logprobs": 1, **dict.fromkeys(inputs, 1)})
+    graph = json.loads(handle.encoded().model_dump_json(exclude_none=True))
+    pairs = [(item.name, item.rank) for item in handle.inputs]
+    stored = decode_custom_loss(encode_custom_loss(handle.name, pairs, graph))
+    return run_custom_loss(stored, [lp, *inputs.values()])
+
+
+def built_in(loss: Loss, lp: torch.Tensor, inputs: dict[str, torch.Tensor]) -> tuple[Any, dict[str, float]]:
+    value, _ = LOSS_FUNCTIONS[loss.name](lp, inputs, dict(loss.config))
+    return value, {}
+
+
+def gradient(run: Runner, loss: Loss, lp: list[float], inputs: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
+    leaf = torch.tensor(lp, requires_grad=True)
+    value, _ = run(loss, leaf, inputs)
+    value.backward()
+    assert leaf.grad is not None
+    return float(value), leaf.grad
+
+
+@pytest.mark.parametrize("run", [plain, interpreted], ids=["plain", "trainer"])
+@pytest.mark.parametrize("name", GOLDEN["cases"])
+def test_golden(name: str, run: Runner) -> None:
+    case = GOLDEN["cases"][name]
+    loss = CASES[name.removesuffix("_pos").removesuffix("_neg")]
+    value, grad = gradient(run if loss.fn else built_in, loss, LP, given(loss, case["adv"]))
+    assert value == pytest.approx(case["loss"], rel=1e-6, abs=1e-6)
+    torch.testing.assert_close(grad, torch.tensor(case["grad"]), atol=1e-6, rtol=0)
+
+
+def test_golden_shares_of_what_is_masked() -> None:
+    for name in ("prime_dppo_kl_pos", "prime_dppo_kl_neg", "prime_ipo_pos", "prime_ipo_neg"):
+        case, loss = GOLDEN["cases"][name], CASES[name[:-4]]
+        _, metrics = interpreted(loss, torch.tensor(LP), given(loss, case["adv"]))
+        assert metrics["custom/masked:sum"] / metrics["custom/tokens:sum"] == pytest.approx(case["is_masked"])
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("run", [plain, interpreted], ids=["plain", "trainer"])
+def test_areal_is_ppo_on_the_proximal_policy_times_its_weight(run: Runner, advantage: float) -> None:
+    loss = losses.areal(old=True)
+    value, grad = gradient(run, loss, LP, given(loss, advantage))
+    wanted, wanted_grad = 0.0, []
+    for lp, q, old, m in zip(LP, Q, OLD, MASK, strict=True):
+        w, r = math.exp(old - q), math.exp(lp - old)
+        kept = m * w * (w <= 5)
+        clipped = min(r * advantage, min(max(r, 0.8), 1.2) * advantage)
+        wanted -= kept * clipped
+        wanted_grad.append(-kept * advantage * r * (clipped == r * advantage))
+    assert value == pytest.approx(wanted, rel=1e-6)
+    torch.testing.assert_close(grad, torch.tensor(wanted_grad), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("advantage", "tau"), [(1.0, 1.0), (-2.0, 1.05)])
+def test_sapo_closed_form(advantage: float, tau: float) -> None:
+    """At r = 1: loss -(2 / tau) A, gradient -A; far away the gradient dies by itself."""
+    loss = losses.sapo(old=True)
+    values = zip(loss.reads, (-1.0, -1.0, advantage, 1.0), strict=True)
+    inputs = {name: torch.tensor([value] * 2) for name, value in values}
+    value, grad = gradient(interpreted, loss, [-1.0, 2.0], inputs)
+    far = 1 / (1 + math.exp(-tau * (math.exp(3.0) - 1)))
+    assert value == pytest.approx(-advantage * (2 / tau + 4 / tau * far), rel=1e-6)
+    assert grad.tolist() == pytest.approx([-advantage, -4 * far * (1 - far) * math.exp(3.0) * advantage], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("lp", "advantage", "kept"),
+    [(-1.2, -1.0, False), (-1.2, 1.0, True), (-0.9, -1.0, True), (-1.00005, -1.0, True)],
+    ids=["fell-and-unwanted", "fell-and-wanted", "rose-and-unwanted", "hardly-moved"],
+)
+def test_opsm_drops_whole_sequences(lp: float, advantage: float, kept: bool) -> None:
+    loss = losses.opsm()
+    inputs = {"q": torch.full((3,), -1.0), "advantages": torch.full((3,), advantage), "mask": torch.ones(3)}
+    value, grad = gradient(interpreted, loss, [lp] * 3, inputs)
+    each = -math.exp(lp + 1.0) * advantage * kept
+    assert value == pytest.approx(3 * each, rel=1e-5)
+    assert grad.tolist() == pytest.approx([each] * 3, rel=1e-5)
+
+
+def test_one_low_ratio_vetoes_the_rollout() -> None:
+    lp, q = [-1.0, -1.0], [-1.0, -1.0]
+    inputs = {"q": torch.tensor(q), "advantages": torch.ones(2), "mask": torch.ones(2)}
+    loss = losses.intellect3(0.5, 5.0, veto=1e-5)
+    assert gradient(interpreted, loss, lp, inputs)[0] == -2.0
+    assert gradient(interpreted, loss, [-1.0, -20.0], inputs)[0] == 0.0
+    inputs["mask"] = torch.tensor([1.0, 0.0])
+    assert gradient(interpreted, loss, [-1.0, -20.0], inputs)[0] == -1.0
+
+
+@pytest.mark.parametrize("make", [losses.icepop, losses.tis, losses.areal, losses.ppo_clip, losses.sapo])
+def test_with_one_step_a_batch_the_old_trainer_is_this_one(make: Callable[..., Loss]) -> None:
+    read, now = make(old=True), make()
+    inputs = given(read, 1.0)
+    inputs["old"] = torch.tensor(LP)
+    value, grad = gradient(interpreted, read, LP, inputs)
+    again, same = gradient(interpreted, now, LP, given(now, 1.0))
+    assert again == value
+    torch.testing.assert_close(same, grad, atol=0, rtol=0)
+
+
+def test_components_add_up() -> None:
+    loss = losses.mixed(rl=0.5, ce=0.1, ref=2.0)
+    value, grad = gradient(interpreted, loss, LP, given(loss, 1.0))
+    parts = [(0.5, losses.dppo_kl()), (2.0, losses.ref_kl())]
+    values = [(weight, *gradient(plain, part, LP, given(part, 1.0))) for weight, part in parts]
+    values.append((0.1, *gradient(built_in, losses.cross_entropy(), LP, given(losses.cross_entropy(), 1.0))))
+    assert value == pytest.approx(sum(weight * part for weight, part, _ in values), rel=1e-6)
+    torch.testing.assert_close(grad, sum((weight * part for weight, _, part in values), torch.zeros(8)))
+
+
+@pytest.mark.parametrize("name", [name for name, loss in CASES.items() if loss.fn])
+def test_the_weight_of_a_datum_scales_it(name: str) -> None:
+    loss = CASES[name]
+    value, grad = gradient(interpreted, loss, LP, given(loss, -1.0))
+    half = given(loss, -1.0)
+    half["mask"] = half["mask"] / 2
+    scaled, scaled_grad = gradient(interpreted, loss, LP, half)
+    assert scaled == pytest.approx(value / 2, rel=1e-6)
+    torch.testing.assert_close(scaled_grad, grad / 2)

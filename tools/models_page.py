@@ -1,0 +1,73 @@
+"""Makes docs/models.md of the table of families: `python -m tools.models_page`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from workers.model.families.rope import KINDS
+from workers.model.families.table import FAMILIES
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+
+_BEFORE = """# Models that are served
+
+Made by `python -m tools.models_page` of the table in `workers/model/families/table.py`; do not edit it.
+
+`weftd model check PATH` prints of a model folder its family, what is trained, the memory of weights, cache and
+adapters; or the field of its config.json that is not supported, by name. `weftd serve` refuses the same models for
+the same reasons, before anything is loaded. A field that this version does not know is refused when it is set,
+because it may change what is computed.
+
+| family | `architectures` | checkpoints, for example |
+|---|---|---|
+"""
+_PARTS = """
+## Parts
+
+A layer is put together from the parts in `workers/model/parts/`; trainer and generator run the same ones.
+
+| family | attention | MLP |
+|---|---|---|
+"""
+_AFTER = """
+Rotary embeddings: {rope}; over the whole head, or over its first part in families that have it so. SwiGLU is
+down(silu(gate x) * up x).
+
+Weights are read from safetensors, one file or shards, experts one by one or fused, in float32, bfloat16 or float16.
+Block FP8 (128 x 128, as of DeepSeek and Qwen) and MXFP4 (gpt-oss) become bfloat16 tensor by tensor as they are read,
+so they take the memory of bfloat16. What a checkpoint holds for predicting several tokens at once is not loaded.
+
+## What is trained
+
+| flag | linears |
+|---|---|
+| `train_attn` | `self_attn.q_proj`, `k_proj`, `v_proj`, `o_proj` |
+| `train_mlp` | `gate_proj`, `up_proj`, `down_proj`: of a dense MLP, of every expert, of shared experts |
+| `train_unembed` | `lm_head`, also where it is tied to the embedding (which stays as it is) |
+
+Routers, norms, biases and embeddings are frozen. All experts of a layer share the factor on the hidden side
+(`docs/design.md`). Exports name modules as transformers 5 does (`mlp.experts.N.gate_proj`), in every family; adapters
+with the names of Mixtral's checkpoints (`block_sparse_moe.experts.N.w1`) are imported as well.
+
+## How it is held
+
+`tests/workers/test_families.py` runs every family against transformers' own code and peft, on a tiny random model
+that is saved as the family's checkpoints are: 200 greedy tokens with and without the prefix cache, log-probabilities
+of prompts and samples, five training steps on everything, an adapter from peft and one to it, and that a run's
+numbers are the same bits in any company. `tests/workers/model/test_decoder.py` holds logits to 2e-5,
+`tests/workers/model/test_stored.py` quantised checkpoints to what transformers makes of them.
+"""
+
+
+def page() -> str:
+    families = list(FAMILIES.values())
+    rows = [
+        f"| {family.name} | `{family.architecture}` | {', '.join(f'`{name}`' for name in family.checkpoints)} |\n"
+        for family in families
+    ]
+    parts = [f"| {family.name} | {family.attention} | {family.mlp} |\n" for family in families]
+    return _BEFORE + "".join(rows) + _PARTS + "".join(parts) + _AFTER.format(rope=", ".join(KINDS))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,85 @@
+"""What serving a model folder takes, from its config.json alone: nothing is loaded, and torch is not imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workers.model.adapter_shape import AdapterShape
+from workers.model.card import ModelCard
+from workers.model.config import DecoderConfig
+from workers.model.families.table import FAMILIES
+
+#: Bytes of a number, by the names that the settings have for them.
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+RANKS = (8, 16, 32, 64)
+#: A run in training has its weights, their gradient and two moments, float32 each.
+TRAINING_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Check:
+    """`adapters`: rank -> parameters, when everything is trained."""
+
+    card: ModelCard
+    dtype: str
+    parameters: int
+    kv_bytes_per_token: int
+    adapters: dict[int, int]
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * ITEM_BYTES[self.dtype]
+
+    def lines(self) -> list[str]:
+        """For people: one fact a line, its name first."""
+        config, family = self.card.config, FAMILIES[self.card.architecture]
+        adapters = [
+            f"adapter   rank {rank}: {n:,} parameters, {_size(n * 4)}; {_size(n * TRAINING_BYTES)} in training"
+            for rank, n in self.adapters.items()
+        ]
+        return [
+            f"family    {family.name} ({family.architecture}): supported",
+            f"attention {family.attention}",
+            f"mlp       {family.mlp}",
+            *(f"trained   {flag}: {', '.join(names)}" for flag, names in trained(config).items()),
+            f"weights   {self.parameters:,} parameters, {_size(self.weight_bytes)} in {self.dtype}",
+            f"cache     {self.kv_bytes_per_token:,} bytes per token in {self.dtype}",
+            f"context   {config.context_length:,} tokens",
+            *adapters,
+        ]
+
+
+def check_model(card: ModelCard, dtype: str = "bfloat16") -> Check:
+    """The weights in memory hold a few numbers in float32 (norms, biases), which are counted as `dtype`."""
+    config = card.config
+    kv = 2 * config.num_layers * config.kv_size * ITEM_BYTES[dtype]
+    adapters = {rank: AdapterShape(config, rank).num_parameters for rank in RANKS}
+    return Check(card, dtype, numel(config), kv, adapters)
+
+
+def trained(config: DecoderConfig) -> dict[str, list[str]]:
+    """The linears, by their names in the checkpoint, that each of Tinker's flags means in this model."""
+    mlp = ["gate_proj", "up_proj", "down_proj"]
+    mlps = [f"mlp.{name}" for name in mlp] if len(config.mixture_layers) < config.num_layers else []
+    if config.num_experts:
+        mlps += [f"mlp.experts.*.{name}" for name in mlp]
+    if config.shared_intermediate_size:
+        mlps += [f"mlp.shared_experts.{name}" for name in mlp]
+    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    return {"train_attn": attention, "train_mlp": mlps, "train_unembed": ["lm_head"]}
+
+
+def numel(config: DecoderConfig) -> int:
+    """Parameters of the decoder."""
+    c, d = config, config.hidden_size
+    embeddings = (1 if c.tie_embeddings else 2) * c.vocab_size * d
+    attention = 2 * d * (c.q_size + c.kv_size) + c.qkv_bias * (c.q_size + 2 * c.kv_size) + c.o_bias * d
+    attention += {"head": 2 * c.head_dim, "whole": c.q_size + c.kv_size, "": 0}[c.qk_norm] + c.sinks * c.num_heads
+    expert = 3 * d * c.moe_intermediate_size + c.expert_bias * (2 * c.moe_intermediate_size + d)
+    mixture = c.num_experts * (d + expert + c.router.bias + c.router.correction) + 3 * d * c.shared_intermediate_size
+    mlps = sum(mixture if c.is_moe(layer) else 3 * d * c.intermediate_size for layer in range(c.num_layers))
+    return embeddings + d + c.num_layers * (2 * d + attention) + mlps
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,88 @@
+"""A config.json, read field by field.
+
+What a family's reader has not asked for, and what is not known to change no number (`_NEUTRAL`), is refused by its name
+when it is set to anything: a model with a feature that we do not know is not served wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from workers.model.config import UnsupportedModel
+
+#: Fields that say nothing about what a frozen decoder computes: tokens' ids, files, libraries, losses of pretraining
+#: and what dropout would do in it.
+_NEUTRAL = """
+architectures model_type auto_map name_or_path dtype torch_dtype transformers_version tokenizer_class
+bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
+use_cache use_bfloat16 return_dict use_return_dict output_attentions output_hidden_states output_router_logits
+is_encoder_decoder is_decoder add_cross_attention id2label label2id problem_type task_specific_params
+finetuning_task prefix chunk_size_feed_forward pruned_heads torchscript
+initializer_range initializer_factor attention_dropout hidden_dropout embd_pdrop resid_pdrop embedding_dropout
+output_dropout router_aux_loss_coef router_jitter_noise router_z_loss_coef aux_loss_alpha seq_aux
+pretraining_tp ep_size initial_context_length
+"""
+#: Beginnings of such names.
+_NEUTRAL_PREFIXES = ("_", "unsloth")
+
+
+class Fields:
+    """config.json of the model in `path`, served as `name`."""
+
+    def __init__(self, name: str, path: Path, raw: Mapping[str, Any]) -> None:
+        self._name, self._path, self._raw = name, path, raw
+        self._read: set[str] = set()
+
+    def refuse(self, problem: str, supported: str) -> NoReturn:
+        raise UnsupportedModel(self._name, self._path, problem, supported)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The field's value; `default` where it is missing or null."""
+        self._read.add(key)
+        value = self._raw.get(key)
+        return default if value is None else value
+
+    def need(self, key: str) -> int:
+        """A positive whole number that must be there."""
+        return self.whole(key, None)
+
+    def whole(self, key: str, default: int | None) -> int:
+        """A positive whole number."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            self.refuse(f"config.json has {key}={value!r}", "a positive integer there")
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            self.refuse(f"config.json has {key}={value!r}", "true or false there")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            self.refuse(f"config.json has {key}={value!r}", "a number there")
+        return float(value)
+
+    def only(self, key: str, supported: Any) -> None:
+        """Refuse any other value of this field; a missing one is taken for the supported one."""
+        value = self.get(key, supported)
+        if value != supported:
+            self.refuse(f"{key}={value!r}", f"{supported!r}")
+
+    def unset(self, key: str, instead: str) -> None:
+        """Refuse this field if it is set to anything; `instead` says what is supported."""
+        value = self.get(key)
+        if value:
+            shown = "true" if value is True else repr(value)
+            self.refuse(f"{key}={shown}", instead)
+
+    def finish(self) -> None:
+        """Refuse a field that is set, that nobody has read and that may change what is computed."""
+        for key, value in self._raw.items():
+            known = key in self._read or key in _NEUTRAL.split() or key.startswith(_NEUTRAL_PREFIXES)
+            if value and not known:
+                self.refuse(f"{key}={value!r}, a field that is not known here", "a config.json without it, or null")

@@ -1,0 +1,115 @@
+"""Families with mixtures of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workers.model.config import DecoderConfig, GateConfig, RouterConfig
+from workers.model.families.dense import decoder, full_attention, no_biases, window_everywhere, windows_of
+from workers.model.families.fields import Fields
+from workers.model.families.rope import read_rope
+
+
+def experts(fields: Fields, *names: str, width: str) -> dict[str, Any]:
+    """The number of experts under any of `names`, how many a token has, and their width."""
+    found = next((value for value in map(fields.get, names) if value), None)
+    for name in names:
+        fields.get(name)
+    per_token, size = fields.get("num_experts_per_tok"), fields.get(width)
+    if not found or not per_token or not size or per_token > found:
+        problem = f"{names[0]}={found!r}, num_experts_per_tok={per_token!r}, {width}={size!r}"
+        fields.refuse(problem, "three positive integers, no more experts per token than experts")
+    return {"num_experts": found, "experts_per_token": per_token, "moe_intermediate_size": size}
+
+
+def qwen3_moe(fields: Fields) -> DecoderConfig:
+    no_biases(fields)
+    only, step = fields.get("mlp_only_layers", []), fields.whole("decoder_sparse_step", 1)
+    layers = range(fields.need("num_hidden_layers"))
+    return decoder(
+        "Qwen3MoeForCausalLM",
+        fields,
+        norm_topk=fields.flag("norm_topk_prob"),
+        dense_layers=tuple(i for i in layers if i in only or (i + 1) % step),
+        # transformers 5 writes the number of experts as num_local_experts, earlier versions as num_experts.
+        **experts(fields, "num_experts", "num_local_experts", width="moe_intermediate_size"),
+        **window_everywhere(fields, switch="use_sliding_window"),
+    )
+
+
+def mixtral(fields: Fields) -> DecoderConfig:
+    return decoder(
+        "MixtralForCausalLM",
+        fields,
+        qk_norm="",
+        norm_topk=True,
+        **experts(fields, "num_local_experts", "num_experts", width="intermediate_size"),
+        **window_everywhere(fields),
+    )
+
+
+def olmoe(fields: Fields) -> DecoderConfig:
+    no_biases(fields)
+    full_attention(fields)
+    fields.unset("clip_qkv", "queries, keys and values that are not clipped")
+    return decoder(
+        "OlmoeForCausalLM",
+        fields,
+        qk_norm="whole",
+        norm_topk=fields.flag("norm_topk_prob"),
+        **experts(fields, "num_experts", "num_local_experts", width="intermediate_size"),
+    )
+
+
+def sigmoid_groups(fields: Fields) -> dict[str, Any]:
+    """What DeepSeek-V3 and those after it share: sigmoid scores with a correction, chosen by group, scaled; experts of
+    every token; the first layers dense; layers for predicting several tokens, which are not used."""
+    chosen = experts(fields, "n_routed_experts", "num_local_experts", width="moe_intermediate_size")
+    groups, best = fields.whole("n_group", 1), fields.whole("topk_group", 1)
+    each = chosen["num_experts"] // groups
+    if chosen["num_experts"] % groups or best > groups or (groups > 1 and each < 2):
+        fields.refuse(f"n_group={groups}, topk_group={best}", "groups of equal size, two experts or more in each")
+    if best * each < chosen["experts_per_token"]:
+        fields.refuse(f"num_experts_per_tok={chosen['experts_per_token']}", f"at most the {best * each} of topk_group")
+    dense = fields.get("first_k_dense_replace", 0)
+    shared = fields.get("n_shared_experts", 0)
+    return {
+        **chosen,
+        "router": RouterConfig("sigmoid", True, groups, best, fields.number("routed_scaling_factor", 1.0)),
+        "norm_topk": fields.flag("norm_topk_prob", True),
+        "shared_intermediate_size": shared * chosen["moe_intermediate_size"],
+        "dense_layers": tuple(range(min(dense, fields.need("num_hidden_layers")))),
+        "prediction_layers": fields.get("num_nextn_predict_layers", 0),
+    }
+
+
+def glm4_moe(fields: Fields) -> DecoderConfig:
+    return decoder(
+        "Glm4MoeForCausalLM",
+        fields,
+        rope=read_rope(fields, partial=0.5),
+        qk_norm="head" if fields.flag("use_qk_norm") else "",
+        qkv_bias=fields.flag("attention_bias"),
+        **sigmoid_groups(fields),
+    )
+
+
+def gpt_oss(fields: Fields) -> DecoderConfig:
+    biases, layers = fields.flag("attention_bias", True), fields.need("num_hidden_layers")
+    alternate = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+    return decoder(
+        "GptOssForCausalLM",
+        fields,
+        head_dim=64,
+        rope=read_rope(fields, theta=150000.0),
+        qk_norm="",
+        qkv_bias=biases,
+        o_bias=biases,
+        sinks=True,
+        norm_topk=False,  # the softmax of the chosen is that
+        router=RouterConfig("chosen", bias=True),
+        gate=GateConfig(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702)),
+        expert_bias=True,
+        **experts(fields, "num_local_experts", "num_experts", width="intermediate_size"),
+        **windows_of(fields, fields.get("layer_types", alternate)),
+    )

@@ -1,0 +1,43 @@
+"""A decoder's numbers from the config.json of a model folder, or a refusal that names what is not supported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from workers.model.config import DecoderConfig, UnsupportedModel, read_json
+from workers.model.families.fields import Fields
+from workers.model.families.table import FAMILIES
+
+
+def read_config(name: str, path: Path) -> DecoderConfig:
+    """The decoder's numbers from `path/config.json`. Raises UnsupportedModel for anything that it cannot compute
+    exactly."""
+    raw = read_json(path / "config.json")
+    if not raw:
+        raise UnsupportedModel(name, path, "no config.json in the folder", "a local Hugging Face model folder")
+    found = raw.get("architectures") or []
+    if len(found) != 1 or found[0] not in FAMILIES:
+        raise UnsupportedModel(name, path, f"architectures={found!r}", ", ".join(FAMILIES))
+    fields = Fields(name, path, raw)
+    _check_quantised(fields)
+    config = FAMILIES[found[0]].read(fields)
+    fields.finish()
+    return config
+
+
+#: The quantised forms that stored.py reads, with what their description must say.
+_READ: dict[str, dict[str, Any]] = {"fp8": {"fmt": "e4m3", "weight_block_size": [128, 128]}, "mxfp4": {}}
+
+
+def _check_quantised(fields: Fields) -> None:
+    found = fields.get("quantization_config")
+    if not found:
+        return
+    method = found.get("quant_method", "unknown")
+    supported = "float32, bfloat16 and float16 weights, block fp8 of 128 x 128 and mxfp4"
+    if method not in _READ:
+        fields.refuse(f"quantization_config ({method})", supported)
+    for key, value in _READ[method].items():
+        if found.get(key, value if key == "fmt" else None) != value:
+            fields.refuse(f"quantization_config ({method}) with {key}={found.get(key)!r}", supported)

@@ -1,0 +1,122 @@
+"""The families that are served. Adding one is a reader of its config.json, its parts and a row here.
+
+docs/models.md is made from this table, and tests/workers/model/test_families.py runs every row against transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from workers.model.config import DecoderConfig
+from workers.model.families import dense, mixtures
+from workers.model.families.fields import Fields
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What published checkpoints of a family call their tensors, where families differ: the mixture, its router and
+    gate, up and down of an expert. `interleaved`: the experts are one tensor, in which gate and up alternate."""
+
+    mixture: str = "mlp"
+    router: str = "gate"
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """`architecture` is what config.json names. `checkpoints` are examples of published ones. `attention` and `mlp` say
+    in words what its layers are made of."""
+
+    architecture: str
+    name: str
+    checkpoints: tuple[str, ...]
+    attention: str
+    mlp: str
+    read: Callable[[Fields], DecoderConfig] = field(repr=False)
+    layout: Layout = Layout()
+
+
+_GROUPED = "grouped-query, rotary"
+
+FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for family in (
+        Family(
+            "LlamaForCausalLM",
+            "Llama 2, 3",
+            ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B"),
+            _GROUPED,
+            "SwiGLU",
+            dense.llama,
+        ),
+        Family(
+            "Qwen2ForCausalLM",
+            "Qwen2, Qwen2.5",
+            ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B"),
+            f"{_GROUPED}, biases on q, k and v, sliding window where the config has one",
+            "SwiGLU",
+            dense.qwen2,
+        ),
+        Family(
+            "Qwen3ForCausalLM",
+            "Qwen3",
+            ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"),
+            f"{_GROUPED}, q/k norm by head, sliding window where the config has one",
+            "SwiGLU",
+            dense.qwen3,
+        ),
+        Family(
+            "MistralForCausalLM",
+            "Mistral",
+            ("mistralai/Mistral-7B-v0.1", "mistralai/Mistral-7B-Instruct-v0.3"),
+            f"{_GROUPED}, sliding window where the config has one",
+            "SwiGLU",
+            dense.mistral,
+        ),
+        Family(
+            "Qwen3MoeForCausalLM",
+            "Qwen3 MoE",
+            ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B-Instruct-2507"),
+            f"{_GROUPED}, q/k norm by head, sliding window where the config has one",
+            "softmax top-k of SwiGLU experts, some layers dense where the config says so",
+            mixtures.qwen3_moe,
+        ),
+        Family(
+            "MixtralForCausalLM",
+            "Mixtral",
+            ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mistralai/Mixtral-8x22B-v0.1"),
+            f"{_GROUPED}, sliding window where the config has one",
+            "softmax top-k, normalised, of SwiGLU experts",
+            mixtures.mixtral,
+            Layout("block_sparse_moe", expert=("w1", "w3", "w2")),
+        ),
+        Family(
+            "OlmoeForCausalLM",
+            "OLMoE",
+            ("allenai/OLMoE-1B-7B-0924", "allenai/OLMoE-1B-7B-0125-Instruct"),
+            f"{_GROUPED}, q/k norm over all heads together",
+            "softmax top-k, not normalised, of SwiGLU experts",
+            mixtures.olmoe,
+        ),
+        Family(
+            "Glm4MoeForCausalLM",
+            "GLM-4.5, GLM-4.6",
+            ("zai-org/GLM-4.5-Air", "zai-org/GLM-4.6"),
+            "grouped-query, rotary over half of a head, biases on q, k and v, q/k norm where the config has it",
+            "sigmoid scores with a correction, by groups, normalised and scaled, of SwiGLU experts; shared experts; "
+            "the first layers dense",
+            mixtures.glm4_moe,
+        ),
+        Family(
+            "GptOssForCausalLM",
+            "gpt-oss",
+            ("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
+            "grouped-query, rotary (YaRN), biases, sinks, sliding window in every other layer",
+            "softmax of the chosen logits, router bias, of clamped SwiGLU experts with biases",
+            mixtures.gpt_oss,
+            Layout(router="router", interleaved=True),
+        ),
+    )
+}

@@ -1,0 +1,59 @@
+"""What an MLP computes of its two halves, forward and backward: SwiGLU, and the clamped form of gpt-oss."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.model.config import GateConfig
+
+
+def gated(config: GateConfig, gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up; clamped: (up + 1) * gate * sigmoid(alpha * gate), of a gate that is at most the limit and an up
+    within it."""
+    if config.limit is None:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * config.alpha))
+
+
+class Again(Protocol):
+    """`gated` computed again for a backward: `h` is its result."""
+
+    h: Tensor
+
+    def backward(self, dh: Tensor, dgate: Tensor, dup: Tensor) -> None:
+        """Write the gradients of gate and up to `dgate` and `dup`."""
+
+
+def again(config: GateConfig, gate: Tensor, up: Tensor) -> Again:
+    return _SwiGlu(gate, up) if config.limit is None else _Clamped(config.limit, config.alpha, gate, up)
+
+
+class _SwiGlu:
+    def __init__(self, gate: Tensor, up: Tensor) -> None:
+        self._gate, self._up = gate, up
+        self._sigmoid = torch.sigmoid(gate)
+        self._silu = gate * self._sigmoid
+        self.h = self._silu * up
+
+    def backward(self, dh: Tensor, dgate: Tensor, dup: Tensor) -> None:
+        torch.mul(dh, self._silu, out=dup)
+        torch.mul(dh * self._up, self._sigmoid * (1 + self._gate * (1 - self._sigmoid)), out=dgate)
+
+
+class _Clamped:
+    def __init__(self, limit: float, alpha: float, gate: Tensor, up: Tensor) -> None:
+        self._gate_within, self._up_within = gate <= limit, (up >= -limit) & (up <= limit)
+        self._gate, self._more = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+        self._alpha, self._sigmoid = alpha, torch.sigmoid(self._gate * alpha)
+        self._glu = self._gate * self._sigmoid
+        self.h = self._more * self._glu
+
+    def backward(self, dh: Tensor, dgate: Tensor, dup: Tensor) -> None:
+        torch.mul(dh * self._glu, self._up_within, out=dup)
+        slope = self._sigmoid * (1 + self._alpha * self._gate * (1 - self._sigmoid))
+        torch.mul(dh * self._more * slope, self._gate_within, out=dgate)

@@ -1,0 +1,33 @@
+"""A dense MLP: down(gated(gate x, up x))."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from workers.model.config import DecoderConfig
+from workers.model.lora import LoraRows, Site, lora_linear, own_rows
+from workers.model.moe import Names
+from workers.model.parts.frozen import frozen
+from workers.model.parts.gate import gated
+
+
+class Mlp(nn.Module):
+    """`at` is where its adapter's tensors are, `width` that between its products."""
+
+    def __init__(self, config: DecoderConfig, at: str, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        d = config.hidden_size
+        self.gate_up = frozen(dtype, 2 * width, d)
+        self.down = frozen(dtype, d, width)
+        self._gate = config.gate
+        names = Names.at(at)
+        self.gate_up_site = Site(names.gate_up_a, (names.gate_b, names.up_b), (width, width))
+        self.down_site = Site(names.down_a, (names.down_b,), (d,))
+
+    def forward(self, x_TD: Tensor, lora: LoraRows | None) -> Tensor:
+        if lora is not None and lora.apart:
+            own = zip(own_rows(x_TD, lora), lora.singles, strict=True)
+            return torch.cat([self(x, single) for x, single in own])
+        gate, up = lora_linear(x_TD, self.gate_up, self.gate_up_site, lora).chunk(2, dim=-1)
+        return lora_linear(gated(self._gate, gate, up), self.down, self.down_site, lora)

@@ -1,0 +1,88 @@
+"""The tensors of safetensors files by name, dequantised one at a time as they are read.
+
+Two quantised forms are known, as published checkpoints have them:
+
+- block FP8 (DeepSeek-V3, Qwen3-FP8): `X.weight` e4m3 [out, in] beside `X.weight_scale_inv` [out / 128, in / 128]; a
+  number is multiplied by the scale of its block.
+- MXFP4 (gpt-oss): `X_blocks` [experts, out, in / 32, 16], bytes of two e2m1 numbers, the low half first, beside
+  `X_scales` [experts, out, in / 32]; a number is multiplied by two to the power of its block's byte less 127. It comes
+  out as [experts, in, out], as the same checkpoints have it unquantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+#: Rows and columns of a block of FP8.
+FP8_BLOCK = 128
+#: Sizes of the numbers of MXFP4 (e2m1) by their lower three bits; the fourth is the sign.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_INVERSE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
+#: The zero of the exponents of MXFP4's scales.
+_BIAS = 127
+
+
+class Stored:
+    """All tensors of these files. ValueError names a tensor that is there twice."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        for file in files:
+            self._open[file] = safe_open(str(file), framework="pt")
+            for name in self._open[file].keys():  # noqa: SIM118  (not a dict)
+                if name in self._files:
+                    raise ValueError(f"{file}: tensor {name} is in {self._files[name].name} as well")
+                self._files[name] = file
+
+    def names(self) -> list[str]:
+        """What the tensors are called once they are dequantised."""
+        found = []
+        for name in self._files:
+            part_of_fp8 = name.endswith(_INVERSE) and name.removesuffix(_INVERSE) in self._files
+            part_of_fp4 = name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in self._files
+            if not part_of_fp8 and not part_of_fp4:
+                found.append(self._whole(name))
+        return found
+
+    def file(self, name: str) -> Path:
+        return self._files.get(name) or self._files[name + _BLOCKS]
+
+    def read(self, name: str) -> Tensor:
+        """KeyError names the scales of a quantised tensor that are not there."""
+        if name not in self._files:
+            return from_mxfp4(self._tensor(name + _BLOCKS), self._tensor(name + _SCALES))
+        tensor = self._tensor(name)
+        return from_fp8(tensor, self._tensor(name + _INVERSE)) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._open[self._files[name]].get_tensor(name)
+        return tensor
+
+    def _whole(self, name: str) -> str:
+        base = name.removesuffix(_BLOCKS)
+        return base if name.endswith(_BLOCKS) and base + _SCALES in self._files else name
+
+
+def from_fp8(weight_OI: Tensor, scales: Tensor) -> Tensor:
+    """bfloat16, of a weight whose blocks have a scale each; blocks at the edges may be smaller."""
+    each_OI = scales.float().repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+    return (weight_OI.float() * each_OI[: weight_OI.shape[0], : weight_OI.shape[1]]).to(torch.bfloat16)
+
+
+def from_mxfp4(blocks_EOGB: Tensor, scales_EOG: Tensor) -> Tensor:
+    """bfloat16 [E, I, O]. Expert by expert, because what lies between is four times as large."""
+    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+    experts, out, groups, half = blocks_EOGB.shape
+    found_EOI = torch.empty(experts, out, groups * half * 2, dtype=torch.bfloat16)
+    for expert, (blocks_OGB, scales_OG) in enumerate(zip(blocks_EOGB, scales_EOG, strict=True)):
+        halves_OGB2 = torch.stack((blocks_OGB & 15, blocks_OGB >> 4), dim=-1)
+        numbers_OGN = values[halves_OGB2.flatten(2).int()]
+        found_EOI[expert] = torch.ldexp(numbers_OGN, (scales_OG.int() - _BIAS)[..., None]).flatten(1)
+    return found_EOI.transpose(1, 2)
