@@ -13,10 +13,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 ROOMS := api billing migrations scheduler store workers weft_server setup.py client_sdk/weft examples bench tools tests
 
-.PHONY: help setup vllm demo test test-quick soak chaos compat cookbook lint format clean
+.PHONY: help setup vllm demo test test-quick soak chaos compat loaders cookbook lint format clean
 
 help:
-	@echo "make setup | vllm | demo | test | test-quick | soak | chaos | compat | cookbook | lint | format | clean"
+	@echo "make setup | vllm | demo | test | test-quick | soak | chaos | compat | loaders | cookbook | lint | format | clean"
 
 setup: $(STAMP)
 
@@ -81,6 +81,11 @@ chaos: setup
 # Every version of the official SDK against a real server; writes docs/compatibility.md.
 compat: setup
 	$(BIN)/python -m tests.compat.tour
+	$(BIN)/python -m tests.compat.page
+
+# A downloaded adapter in every pair of versions of transformers and PEFT; writes their table in docs/compatibility.md.
+loaders: setup
+	$(BIN)/python -m tests.compat.loaders
 	$(BIN)/python -m tests.compat.page
 
 # Published recipes of tinker_cookbook, offline, against a real server.

@@ -27,6 +27,7 @@ from weft.wire.checks.problem import Problem
 from weft.wire.checks.problem import quote as quote
 
 from billing.accounts import OutOfMoney
+from billing.quotas import QuotaReached
 from store.blobs import is_lasting
 from store.people import NoSuch, PeopleError
 from store.room import what_failed
@@ -174,6 +175,17 @@ class Busy(ApiError):
         super().__init__(detail, headers={"retry-after": "1"})
 
 
+class OverQuota(ApiError):
+    """The organisation has as much of something as it may: the text names the quota and what makes room. Clients wait
+    and send the same request again."""
+
+    status = 429
+    code = "quota_reached"
+
+    def __init__(self, why: QuotaReached) -> None:
+        super().__init__(str(why), headers={"retry-after": "10", "x-weft-limit-scope": "organisation"})
+
+
 class RateLimited(ApiError):
     """Too much in a minute, or at a time, for a limit of the key, the project or the organisation: the text and a
     header say which. Clients wait as long as they are told."""
@@ -232,7 +244,7 @@ def count(request: Request, error: ApiError) -> None:
         service.misses.note(request.scope[POLLS])
     elif isinstance(error, PaymentRequired):
         service.journal.meters.denied[error.scope] += 1
-    elif isinstance(error, (Busy, RateLimited)):
+    elif isinstance(error, (Busy, OverQuota, RateLimited)):
         reason = error.reason if isinstance(error, RateLimited) else error.code
         service.journal.meters.rate_limited[reason] += 1
 

@@ -1,4 +1,5 @@
-"""Storage: every checkpoint is metered by the hour, from its commit to its deletion or expiry.
+"""Storage: every checkpoint is metered by the hour, from its commit to its deletion or expiry; and so are weights that
+have no name, for as long as a session has samplers on them.
 
 A span is the time for which a checkpoint stores its bytes. `begin` and `end` are called in the transactions that make
 and delete checkpoints, so that spans are exact; `meter`, run every hour, also begins missing spans and ends those of
@@ -10,7 +11,7 @@ because it cannot be refused.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import or_, select, update
@@ -21,7 +22,7 @@ from billing.charges import Charge, settle
 from billing.prices import STORAGE, PriceList
 from store import tables
 from store.db import Database, take_locks
-from store.tables import Checkpoint, StorageSpan
+from store.tables import Checkpoint, Sampler, StorageSpan
 
 HOUR = timedelta(hours=1)
 _HOUR_US = 3_600_000_000
@@ -31,20 +32,49 @@ AT_A_TIME = 200
 
 def begin(session: Session, checkpoint: Checkpoint, at: datetime) -> None:
     """Begin the span of a checkpoint, whose row is flushed, at `at`."""
+    _begin(session, checkpoint.id, checkpoint.run_id, checkpoint.size_bytes, at)
+
+
+def begin_sampler(session: Session, adapter_ref: str, run_id: str, size_bytes: int, at: datetime) -> None:
+    """Begin the span of weights that only samplers have, unless the run's session is over, and with it the samplers."""
+    owner = session.scalar(select(tables.Session.state).join(tables.Run).where(tables.Run.id == run_id))
+    if owner == "active":
+        _begin(session, _weights_of(adapter_ref), run_id, size_bytes, at)
+
+
+def end_samplers(session: Session, adapter_refs: Iterable[str], at: datetime) -> None:
+    """End the spans of weights that no sampler has any more."""
+    ids = [_weights_of(ref) for ref in adapter_refs if ref]
+    chosen = StorageSpan.checkpoint_id.in_(ids), StorageSpan.ended_at.is_(None)
+    session.execute(update(StorageSpan).where(*chosen).values(ended_at=at))
+
+
+def end_session(session: Session, session_id: str, at: datetime) -> None:
+    """A session is over, and with it the samplers on weights that have no name."""
+    unnamed = Sampler.session_id == session_id, Sampler.model_path.is_(None), Sampler.adapter_ref != ""
+    end_samplers(session, session.scalars(select(Sampler.adapter_ref).where(*unnamed).distinct()).all(), at)
+
+
+def _weights_of(adapter_ref: str) -> str:
+    """What a folder of weights is named by in its span."""
+    return adapter_ref.rpartition("/")[2]
+
+
+def _begin(session: Session, id: str, run_id: str, size_bytes: int, at: datetime) -> None:
     query = select(tables.Session, tables.Run.base_model).join(tables.Run, tables.Run.session_id == tables.Session.id)
-    owner, base_model = session.execute(query.where(tables.Run.id == checkpoint.run_id)).one()
+    owner, base_model = session.execute(query.where(tables.Run.id == run_id)).one()
     session.add(
         StorageSpan(
             id=uuid.uuid4().hex,
-            org_id=checkpoint.org_id,
-            checkpoint_id=checkpoint.id,
-            run_id=checkpoint.run_id,
+            org_id=owner.org_id,
+            checkpoint_id=id,
+            run_id=run_id,
             session_id=owner.id,
             base_model=base_model,
             project_id=owner.project_id,
             key_id=owner.key_id,
             user_id=owner.user_id,
-            size_bytes=checkpoint.size_bytes,
+            size_bytes=size_bytes,
             started_at=at,
             ended_at=None,
             metered_until=at,
@@ -92,10 +122,14 @@ def _adopt(session: Session, now: datetime) -> int:
 
 
 def _abandon(session: Session, now: datetime) -> int:
-    """End the spans of checkpoints that are gone, or have expired and wait to be deleted."""
+    """End the spans of checkpoints and samplers that are gone, or have expired and wait to be deleted."""
     for checkpoint in session.scalars(select(Checkpoint).where(Checkpoint.expires_at <= now)):
         end(session, checkpoint, now)
-    gone = StorageSpan.checkpoint_id.not_in(select(Checkpoint.id))
+    sampled = select(Sampler.adapter_ref).join(tables.Session, tables.Session.id == Sampler.session_id)
+    refs = sampled.where(Sampler.model_path.is_(None), tables.Session.state == "active").scalar_subquery()
+    gone = StorageSpan.checkpoint_id.not_in(select(Checkpoint.id)) & ("weights/" + StorageSpan.checkpoint_id).not_in(
+        refs
+    )
     chosen = update(StorageSpan).where(StorageSpan.ended_at.is_(None), gone).values(ended_at=now)
     return len(session.scalars(chosen.returning(StorageSpan.id)).all())
 

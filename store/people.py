@@ -191,6 +191,14 @@ def _note(session: Session, org_id: str, key_id: int | None, event: str, target:
     audit.record(session, org_id=org_id, key_id=key_id, event=event, target=target, detail=dict(detail))
 
 
+def set_quotas(session: Session, org: Organisation, values: Mapping[str, int | None]) -> None:
+    """Set quotas (None: the server's default); those that are not in `values` stay."""
+    kept = {**org.quotas, **values}
+    org.quotas = {name: value for name, value in kept.items() if value is not None}
+    target = f"organisation {org.id}"
+    audit.record(session, org_id=org.id, key_id=None, event="quotas_set", target=target, detail=dict(values))
+
+
 # ---- limits
 
 LIMITS = ("requests_per_minute", "tokens_per_minute", "max_in_flight")

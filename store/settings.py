@@ -130,6 +130,13 @@ class Limits(_Section):
     max_queued_bytes_per_org: Positive = 1 << 30
     #: A larger result is first announced with its size alone, to clients that allow it.
     inline_result_bytes: Positive = 1024 * 1024
+    #: Quotas of an organisation, unless the operator has set another one for it (`weftd org quota`): what is stored by
+    #: checkpoints and samplers, runs that are live, sessions that are active, uploaded losses, archives for downloads.
+    stored_bytes_per_org: Positive = 1 << 40
+    runs_per_org: Positive = 4096
+    sessions_per_org: Positive = 16_384
+    custom_losses_per_org: Positive = 16_384
+    archive_bytes_per_org: Positive = 64 << 30
     #: Results that are kept of one organisation, all together; beyond, those go that were fetched, then the oldest.
     result_bytes_per_org: Positive = 1 << 30
     #: Telemetry that is kept of one organisation in one day, and for how many days; what is beyond is dropped.
@@ -231,7 +238,7 @@ class Settings(_Section):
     #: Price versions in the form of billing/default_prices.toml; they replace the built-in list (`billing.prices`).
     prices: list[dict[str, Any]] = []
     #: A session that is not heard of for so long, and has nothing to do, is ended.
-    session_idle_s: Annotated[float, Field(gt=0)] = 3600.0
+    session_idle_s: Annotated[float, Field(gt=0)] = 600.0
     #: Have clients exchange their key for short-lived tokens. Tokens are taken in any case.
     pjwt_auth_enabled: bool = False
     jwt_life_s: Annotated[int, Field(ge=120, le=86_400)] = 900

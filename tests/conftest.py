@@ -21,6 +21,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported: one of several processes that share the cores. Threads that spin would take them away.
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 
+#: Processes that tests start import what the tests import: this checkout's packages, whatever is installed.
+CHECKOUT = Path(__file__).parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(CHECKOUT), str(CHECKOUT / "client_sdk"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+
 load_profile()
 
 

@@ -14,6 +14,7 @@ TOGETHER = ("tests/workers/generator/vllm/",)
 SLOW = (
     "tests/workers/generator/vllm/",
     "tests/cookbook/",
+    "tests/rl_packages/",
     "tests/compat/",
     "tests/e2e/test_production.py",
     "tests/scheduler/jobs/test_celery.py",

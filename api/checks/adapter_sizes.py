@@ -1,10 +1,11 @@
-"""How large runs are: by that their steps and saves are weighed (`scheduler.order.light_work`)."""
+"""How large runs are: by that their steps and saves are weighed (`scheduler.order.light_work`), and what they store."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
 
+from scheduler.links.messages import OpKind, RunSpec
 from scheduler.order.light_work import Sizes, SizesOf
 from workers.model.card import ModelCard
 
@@ -20,3 +21,15 @@ def sizes_of(cards: Mapping[str, ModelCard]) -> SizesOf:
         return Sizes(card.adapter_parameters(rank, attn, mlp, unembed), card.config.active_parameters)
 
     return lambda run: sizes(run.base_model, run.rank, run.train_attn, run.train_mlp, run.train_unembed)
+
+
+#: Moments of an optimizer beside the weights, in sizes of the adapter.
+_MOMENTS = {"adamw": 2, "dimuon": 1}
+
+
+def stored_bytes(run: RunSpec, sizes: Sizes | None, kind: OpKind) -> int:
+    """About what a save of a run stores: float32 weights, and the optimizer's moments with the state."""
+    if sizes is None:
+        return 0
+    copies = 1 + (_MOMENTS[run.optimizer] if kind is OpKind.SAVE_STATE else 0)
+    return 4 * sizes.adapter * copies

@@ -1,4 +1,4 @@
-"""`weftd org`: organisations, their state, their weight and their rate limits."""
+"""`weftd org`: organisations, their state, their weight, their rate limits and their quotas."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, check_org_name, organisation
-from api.commands.places import database_of, where
+from api.commands.places import database_of, refuse, settings_of, where
+from billing.quotas import QUOTAS, claim, limit_of
 from store import people
+from store.settings import Limits
 from store.tables import Organisation
 
 
@@ -82,3 +84,38 @@ def limits(
     row = change(data_dir, config, write)
     for limit in people.LIMITS:
         click.echo(f"{limit}\t{getattr(row, limit) or 'none'}")
+
+
+@org.command()
+@where
+@click.argument("name")
+@click.option("--set", "changes", multiple=True, metavar="QUOTA=VALUE", help="A number, or `default`. May be repeated.")
+def quota(data_dir: Path | None, config: Path | None, name: str, changes: tuple[str, ...]) -> None:
+    """Set what an organisation may keep at a time; print each quota, what is used of it, and whose it is."""
+    values = dict(_quota(text) for text in changes)
+    limits = settings_of(config, data_dir).limits
+
+    def write(session: Session) -> list[str]:
+        row = organisation(session, name)
+        if values:
+            people.set_quotas(session, row, values)
+            session.flush()
+        return [_shown(session, row, limits, quota) for quota in QUOTAS]
+
+    click.echo("\n".join(change(data_dir, config, write)))
+
+
+def _shown(session: Session, row: Organisation, limits: Limits, quota: str) -> str:
+    count = QUOTAS[quota].used
+    used = count(session, row.id) if count is not None else "-"
+    whose = "set" if quota in row.quotas else "default"
+    return f"{quota}\t{limit_of(session, row.id, claim(limits, quota))}\t{used}\t{whose}"
+
+
+def _quota(text: str) -> tuple[str, int | None]:
+    name, _, value = text.partition("=")
+    if name not in QUOTAS:
+        refuse(f"--set: {name[:80]!r} is no quota; there are {', '.join(QUOTAS)}")
+    if value != "default" and not (value.isascii() and value.isdecimal() and len(value) <= 18):
+        refuse(f"--set {name}: {value[:80]!r} must be a whole number, 0 or more, or `default`")
+    return name, None if value == "default" else int(value)

@@ -14,7 +14,7 @@ limit   "call" counts one request; "work" counts one request, and its operation'
         it is accepted (`api.operations.submit`); "poll" is not counted, so that results arrive and sessions live on,
         unless what it asks for is not there (`api.state.misses`); "background" is counted by itself.
 body    how large the request's body may be (`api.http.body_sizes`). Routes that take "data" hold room for it among the
-        large bodies of their organisation until they have answered.
+        large bodies (`api.state.large_bodies`) until they have answered.
 meters  what a bill will show of it: "train" (prefill if it is `forward_only`), "prefill", "sample" (with the prefill of
         its prompt), "storage" or "nothing". A test compares it with what lands in usage.
 """
@@ -30,7 +30,7 @@ from fastapi import Depends, Request
 from api.errors import POLLS, Forbidden
 from api.http.auth import PrincipalDep
 from api.http.bodies import may_come_to
-from api.http.body_sizes import SCOPE_KEY, SizeClass
+from api.http.body_sizes import ROOM_KEY, SCOPE_KEY, SizeClass
 from api.state.rates import count_background, count_request
 from api.state.service import service_of
 from api.who.principal import Principal
@@ -90,7 +90,8 @@ class DataGuard(Guard):
 
     async def __call__(self, request: Request, who: PrincipalDep) -> AsyncIterator[None]:  # type: ignore[override]
         await self.check(request, who)
-        async with service_of(request).large_bodies.room(who.org_id, may_come_to(request)):
+        async with service_of(request).large_bodies.room(who.org_id, may_come_to(request)) as room:
+            request.scope[ROOM_KEY] = room
             yield
 
 

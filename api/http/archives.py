@@ -31,6 +31,12 @@ def archive_ref(ref: str) -> str:
     return f"{ARCHIVES}/{ref.rpartition('/')[2]}"
 
 
+def archived(blobs: Blobs) -> set[str]:
+    """The refs of weights that have an archive."""
+    folder = blobs.path(ARCHIVES)
+    return {f"weights/{path.name}" for path in folder.iterdir()} if folder.is_dir() else set()
+
+
 def make_archive(blobs: Blobs, ref: str) -> None:
     """Have the archive of the weights in `ref` at `archive_ref`, and count its age from now. Runs in a thread. Raises
     FileNotFoundError when there are no weights, and Damaged when they are not as they were written."""

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from api.errors import Invalid, Malformed, TooLarge, Unreadable, explain
-from api.http.body_sizes import SCOPE_KEY, SIZES, BodySize, SizeClass
+from api.http.body_sizes import ROOM_KEY, SCOPE_KEY, SIZES, BodySize, SizeClass
 from api.http.structure import check_json, check_protobuf
 from api.state.service import service_of
 
@@ -71,6 +71,8 @@ async def read_body(request: Request) -> bytes:
         taken = "zstd or no content-encoding" if size.packed else "no content-encoding"
         raise Unreadable(f"content-encoding {encoding!r} is not supported here: send {taken}")
     raw = await _receive(request, limit)
+    if ROOM_KEY in request.scope:
+        await request.scope[ROOM_KEY].work()
     return raw if encoding == "identity" else await run_in_threadpool(unpack_zstd, raw, limit)
 
 

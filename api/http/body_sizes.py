@@ -28,3 +28,5 @@ SIZES: dict[SizeClass, BodySize] = {
 
 #: Where a route's guard leaves its class for `api.http.bodies`, in the request's scope.
 SCOPE_KEY = "weft.body_size"
+#: And the `Room` of a large body.
+ROOM_KEY = "weft.room"

@@ -24,6 +24,7 @@ MAX_CONTAINERS = 65_536  # lists and objects of JSON
 MAX_MEMBERS = 65_536  # names in its objects
 MAX_VALUES = 2_000_000  # elements of its lists
 MAX_FIELDS = 262_144  # of a protobuf message and all messages in it
+MAX_FIELDS_OF_ONE = 32_768  # of one message: found sooner
 #: Bytes of packed numbers in one field of a protobuf message: shapes alone are packed, arrays are bytes.
 MAX_PACKED_BYTES = 1024
 
@@ -70,10 +71,13 @@ def _walk(body: bytes, root: Any) -> None:
     while waiting:
         at, end, message = waiting.pop()
         inner = known[message.full_name]
+        most = min(MAX_FIELDS, fields + MAX_FIELDS_OF_ONE)
         while at < end:
             fields += 1
-            if fields > MAX_FIELDS:
-                raise _too_many("fields of protobuf", MAX_FIELDS)
+            if fields > most:
+                if most == MAX_FIELDS:
+                    raise _too_many("fields of protobuf", MAX_FIELDS)
+                raise _too_many(f"fields of protobuf in one {message.name}", MAX_FIELDS_OF_ONE)
             key, at = _varint(body, at)
             kind = key & 7
             if kind == _BYTES:

@@ -19,7 +19,7 @@ from weft.wire import UntypedAPIFuture
 from weft.wire.base import Integer
 
 from api.checks.runs import check_sequence
-from api.errors import ApiError, Busy, CannotStore, Invalid, PaymentRequired, Unavailable
+from api.errors import ApiError, Busy, CannotStore, Invalid, OverQuota, PaymentRequired, Unavailable
 from api.http.bodies import parse, parse_json
 from api.state.rates import check_in_flight, count_tokens
 from api.state.service import Service
@@ -27,6 +27,7 @@ from api.who.lookup import session_by_id
 from api.who.may_change import own_run
 from api.who.principal import Principal, RateLimit
 from billing.accounts import OutOfMoney
+from billing.quotas import QuotaReached
 from scheduler.links.messages import OpKind
 from scheduler.order.operations import Draining, NewOperation, QueueFull, RunClosed, SequenceReused
 from scheduler.order.plans import BODY_ONLY, Plan
@@ -52,6 +53,8 @@ class Checked:
     tokens: int = 0
     #: What is kept instead of what was sent, completed with what the server knows.
     body: bytes | None = None
+    #: Of a save, about what it will store.
+    stores_bytes: int = 0
 
 
 #: Judges a request to a run, in a thread. Raises an ApiError to refuse it.
@@ -94,6 +97,8 @@ async def accept(
         raise Busy(str(error)) from None
     except OutOfMoney as error:
         raise PaymentRequired(error) from None
+    except QuotaReached as error:
+        raise OverQuota(error) from None
     except Draining as error:
         raise Unavailable(str(error)) from None
     except NoRoom as error:
@@ -139,6 +144,7 @@ async def submit(
         body=body if checked.body is None else checked.body,
         sent=body,
         plan=checked.plan,
+        stores_bytes=checked.stores_bytes,
         refused=refused.detail if refused is not None else None,
     )
     request_id = await accept(service, submitter, new, repeat=repeat)

@@ -28,11 +28,11 @@ from weft.wire.service import StatusResponse
 from api.checks.runs import check_ttl
 from api.errors import Gone, Invalid
 from api.http.access import LOOKING, declare
-from api.http.archives import LINKS_LAST, make_archive
+from api.http.archives import LINKS_LAST, archive_ref, archived, make_archive
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
 from api.http.client_versions import readable_kinds
-from api.operations.paying import need_money
+from api.operations.paying import need_money, need_room
 from api.paths import CheckpointPath, parse_path
 from api.routes.downloads import archive_path, file_path
 from api.state.service import Service, ServiceDep
@@ -162,6 +162,7 @@ async def delete_checkpoint(
     free = await service.database.write(write)
     if free is not None:
         await run_in_threadpool(service.blobs.delete_tree, free)
+        await run_in_threadpool(service.blobs.delete_tree, archive_ref(free))
     return StatusResponse(status="deleted")
 
 
@@ -192,7 +193,18 @@ async def archive(
     """A link to a tar of the weights as an export, where older clients expect it: in the Location of a redirect."""
     path = _path(run_id, kind, name)
 
-    row = await service.read(lambda session: checkpoint_at(session, who, path))
+    there = await run_in_threadpool(archived, service.blobs)
+
+    def read(session: Session) -> tables.Checkpoint:
+        row = checkpoint_at(session, who, path)
+        if row.ref not in there:
+            saved = tables.Checkpoint
+            own = select(saved.ref, saved.size_bytes).where(saved.org_id == who.org_id, saved.ref.in_(there))
+            packed = sum(dict(session.execute(own).tuples().all()).values())  # copies share an archive
+            need_room(session, who.org_id, service.settings.limits, "archive_bytes", row.size_bytes, packed)
+        return row
+
+    row = await service.read(read)
     with _whole(path):
         await run_in_threadpool(make_archive, service.blobs, row.ref)
     expires = who.reach.ends_by(datetime.now(UTC) + LINKS_LAST).replace(microsecond=0)

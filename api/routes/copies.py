@@ -17,7 +17,7 @@ from api.http.access import declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
 from api.operations.new_run import run_id_of
-from api.operations.paying import need_money
+from api.operations.paying import need_money, need_room
 from api.paths import CheckpointPath, parse_path
 from api.state.service import ServiceDep
 from api.who.lookup import readable_checkpoint, run_of
@@ -62,6 +62,7 @@ async def copy_weights(
             return there
         need_money(session, who, owner)
         original = readable_checkpoint(session, who, source, token)
+        need_room(session, who.org_id, service.settings.limits, "stored_bytes", original.size_bytes)
         copy = _copy(session, who, owner, number, original, body.ttl_seconds)
         path = str(CheckpointPath(copy.run_id, copy.kind, copy.name))
         detail = {"source_path": str(source)}

@@ -19,7 +19,7 @@ from api.errors import Invalid, TooLarge
 from api.http.access import declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import parse, read_body
-from api.operations.paying import need_money
+from api.operations.paying import need_money, need_room
 from api.state.service import ServiceDep
 from api.who.may_change import active_session
 from scheduler.links.messages import loss_ref
@@ -76,6 +76,7 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
         there = session.scalars(select(tables.Operation).filter_by(lane=lane, seq=number)).one_or_none()
         if there is None:
             need_money(session, who, session.get_one(tables.Session, body.session_id))
+            need_room(session, who.org_id, service.settings.limits, "custom_losses")
             service.blobs.put(loss_ref(loss_id), stored)
             service.blobs.put(result_ref, CreateCustomLossResponse(loss_id=loss_id).model_dump_json().encode())
             session.add(row)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
-from sqlalchemy import select
+from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 from weft.wire.organisation import ApiKeyRow, ApiKeysResponse, ApiKeyWithSecret
 
@@ -30,8 +30,9 @@ from store.roles import ADMIN, SCOPES, Scope
 router = APIRouter(prefix="/api/v1/weft/keys")
 
 LONGEST_OVERLAP_S = 30 * 24 * 3600
-#: Keys of one organisation that are good at a time: making them is throttled by their number.
+#: Keys that are good at a time, of one organisation and of one of its members: this bounds how many are made.
 MAX_KEYS = 1000
+MAX_KEYS_OF_A_MEMBER = 100
 
 
 class NewKey(BaseModel):
@@ -138,9 +139,16 @@ def _check_owner(session: Session, org_id: str, user_id: str | None, project_id:
         raise NoSuch(f"no member {quote(user_id)}")
     if project_id is not None and project_by_id(session, org_id, project_id).archived_at is not None:
         raise Invalid(f"project_id: {quote(project_id)} is archived")
-    query = select(tables.ApiKey.id).filter_by(org_id=org_id, revoked_at=None).limit(MAX_KEYS)
-    if len(session.scalars(query).all()) >= MAX_KEYS:
+    key = tables.ApiKey
+    good = select(func.count()).where(
+        key.org_id == org_id,
+        key.revoked_at.is_(None),
+        or_(key.expires_at.is_(None), key.expires_at > datetime.now(UTC)),
+    )
+    if (session.scalar(good) or 0) >= MAX_KEYS:
         raise Invalid(f"the organisation has {MAX_KEYS} keys, which is the limit: revoke some first")
+    if user_id is not None and (session.scalar(good.where(key.user_id == user_id)) or 0) >= MAX_KEYS_OF_A_MEMBER:
+        raise Invalid(f"member {user_id} has {MAX_KEYS_OF_A_MEMBER} keys, which is the limit: revoke some first")
 
 
 def _shown(row: tables.ApiKey) -> ApiKeyRow:

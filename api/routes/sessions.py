@@ -30,6 +30,7 @@ from api.errors import Invalid, NotFound, quote
 from api.http.access import LOOKING, WORKING, declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
+from api.operations.paying import need_room
 from api.state.liveness import end, runs_of
 from api.state.service import ServiceDep
 from api.who.lookup import session_by_id, visible
@@ -75,11 +76,12 @@ async def create_session(request: Request, service: ServiceDep, who: PrincipalDe
 
     def write(session: Session) -> None:
         if session.get(tables.Session, new.id) is None:
+            need_room(session, who.org_id, service.settings.limits, "sessions")
             new.project_id = project_for(session, who, body.project_id)
             session.add(new)
             _note(session, who, "session_created", new.id, new.project_id)
 
-    await service.database.write(write)
+    await service.database.write(write, lock=who.org_id)
     return CreateSessionResponse(session_id=new.id)
 
 

@@ -16,6 +16,7 @@ from weft.wire import (
     WeightsInfoResponse,
 )
 
+from api.checks.adapter_sizes import stored_bytes
 from api.checks.optimizers import CONFIGS, check_same_optimizer, family_of
 from api.checks.priority import PriorityDep
 from api.checks.runs import check_metadata, check_sequence
@@ -30,12 +31,16 @@ from api.state.service import Service, ServiceDep
 from api.who.lookup import readable_checkpoint, run_of, served_model
 from api.who.principal import Principal
 from scheduler.journal import rows
+from scheduler.journal.recovery import spec_of
 from scheduler.links.messages import OpKind, RunSpec
 from scheduler.order.plans import Create, Load, NewSampler, Save, Source
 from store import tables
 from workers.model.encryption import BadRecipient, parse_recipients
 
 router = APIRouter(prefix="/api/v1")
+
+#: In the metadata of a run that goes on from a checkpoint: its path.
+CONTINUED_FROM = "continued_from"
 
 
 @router.post(
@@ -52,7 +57,8 @@ async def save_weights(request: Request, service: ServiceDep, who: PrincipalDep)
                 body.ttl_seconds,
                 overwrite=body.overwrite,
                 user_metadata=check_metadata(body.user_metadata),
-            )
+            ),
+            stores_bytes=_stores(service, run, OpKind.SAVE_STATE),
         )
 
     raw = await read_body(request)
@@ -69,22 +75,29 @@ async def save_weights_for_sampler(request: Request, service: ServiceDep, who: P
 
     def check(body: SaveWeightsForSamplerRequest, run: tables.Run) -> Checked:
         if body.path is not None:
-            return _named_sampler(body, body.path)
-        with service.database.read() as session:
-            return _unnamed_sampler(body, session, run)
+            plan: Save | NewSampler = _named_sampler(body, body.path)
+        else:
+            with service.database.read() as session:
+                plan = _unnamed_sampler(body, session, run)
+        return Checked(plan, stores_bytes=_stores(service, run, OpKind.SAVE_SAMPLER))
 
     raw = await read_body(request)
     return await submit_json(service, who, OpKind.SAVE_SAMPLER, raw, SaveWeightsForSamplerRequest, check)
 
 
-def _named_sampler(body: SaveWeightsForSamplerRequest, path: str) -> Checked:
+def _stores(service: Service, run: tables.Run, kind: OpKind) -> int:
+    spec = spec_of(run)
+    return stored_bytes(spec, service.sizes(spec), kind)
+
+
+def _named_sampler(body: SaveWeightsForSamplerRequest, path: str) -> Save:
     if body.kind != "snapshot":
         raise Invalid(f"kind: a named save is a snapshot; {body.kind!r} needs sampling_session_seq_id")
     name, metadata = check_name(path, "path"), check_metadata(body.user_metadata)
-    return Checked(Save("sampler_weights", name, body.ttl_seconds, user_metadata=metadata))
+    return Save("sampler_weights", name, body.ttl_seconds, user_metadata=metadata)
 
 
-def _unnamed_sampler(body: SaveWeightsForSamplerRequest, session: Session, run: tables.Run) -> Checked:
+def _unnamed_sampler(body: SaveWeightsForSamplerRequest, session: Session, run: tables.Run) -> NewSampler:
     number = check_sequence(body.sampling_session_seq_id, "sampling_session_seq_id")
     sampler_id = f"{run.session_id}:sample:{number}"
     saving = select(tables.Operation.id).where(
@@ -95,7 +108,7 @@ def _unnamed_sampler(body: SaveWeightsForSamplerRequest, session: Session, run: 
     )
     if session.get(tables.Sampler, sampler_id) is not None or session.scalars(saving).first() is not None:
         raise Invalid(f"sampling_session_seq_id: {number} is taken in this session; use the next number")
-    return Checked(NewSampler(sampler_id, number, inflight=body.kind == "inflight"))
+    return NewSampler(sampler_id, number, inflight=body.kind == "inflight")
 
 
 @router.post(
@@ -110,7 +123,8 @@ async def save_weights_external(request: Request, service: ServiceDep, who: Prin
             parse_recipients(body.age_encryption_recipients or [])
         except BadRecipient as error:
             raise Invalid(f"age_encryption_recipients{error}") from None
-        return Checked(Save("external_weights", check_name(body.path, "path"), body.ttl_seconds))
+        plan = Save("external_weights", check_name(body.path, "path"), body.ttl_seconds)
+        return Checked(plan, stores_bytes=_stores(service, run, OpKind.SAVE_EXTERNAL))
 
     raw = await read_body(request)
     return await submit_json(service, who, OpKind.SAVE_EXTERNAL, raw, SaveWeightsExternalRequest, check)
@@ -215,4 +229,5 @@ async def _create_from(
         return await repeat(service, who, session_id, run_id, raw)
     spec, ref = found
     plan = Create(spec, priority, Source(ref, body.path, body.optimizer))
-    return await create(service, who, session_id, seq, plan, check_metadata(body.user_metadata), raw)
+    metadata = {**check_metadata(body.user_metadata), CONTINUED_FROM: body.path}
+    return await create(service, who, session_id, seq, plan, metadata, raw)

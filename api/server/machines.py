@@ -69,6 +69,7 @@ class EmbeddedMachines:
             settings.limits.max_queued_ops_per_org,
             settings.limits.max_queued_bytes_per_org,
             sizes=sizes_of(cards),
+            limits=settings.limits,
         )
         self._trainer = TrainerDesk(self.journal.training, settings.trainer.pass_tokens, settings.trainer.pass_limit_s)
         self._generator = SampleDesk(self.journal, len(settings.generator.kinds))

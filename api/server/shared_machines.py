@@ -53,6 +53,7 @@ class SharedMachines:
             board=self._board,
             threads=self._threads,
             waiting_of=self._waiting_of,
+            limits=limits,
         )
         self._answers = SampleAnswers(self.journal, self._queue, blobs, self._name)
         shared = Shared(
@@ -65,8 +66,8 @@ class SharedMachines:
             self._threads,
             self.journal,
             settings.trainer.pass_tokens,
-            sizes_of(cards),
             settings.trainer.pass_limit_s,
+            sizes_of(cards),
         )
         self._leadership = Leadership(shared)
         self._loop = asyncio.get_running_loop()

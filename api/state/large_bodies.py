@@ -1,16 +1,17 @@
-"""Room for the large bodies that are in hand: being received, unpacked, checked and stored.
+"""Room for the large bodies that are in hand, in two stages, each bounded in bytes.
 
-Each takes several times its size in memory, so their bytes are bounded, for one organisation and for all. Whoever
-finds no room waits in line, first come first served; an organisation that has its share is passed by, so it never holds
-up another. Who waits too long is told to come again.
+While a body is received, it counts against its organisation alone: how long that takes is up to the client, and a
+slow one must not hold up others. Once it is there, it is worked on (unpacked, checked, stored), which takes several
+times its size in memory, and counts against all; that takes as long as the server takes.
 
-Lives in the event loop. Guards of routes that take data hold room for as long as the request lasts (`api.http.access`).
+Who finds no room waits in line, first come first served, and is told to come again after a while. Lives in the event
+loop. Guards of routes that take data hold the room for as long as the request lasts (`api.http.access`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,83 +20,100 @@ from api.errors import RateLimited
 
 #: Bodies that are not larger need no room.
 SMALL_BYTES = 65_536
-#: How many bodies of the largest size are in hand at the same time.
+#: How many bodies of the largest size are worked on at the same time.
 AT_A_TIME = 2
 WAIT_S = 10.0
 
 
-@dataclass(eq=False)
-class _Waiter:
-    org_id: str
+class Line:
+    """So many bytes at a time, in order of arrival."""
+
+    def __init__(self, scope: str, most_bytes: int, wait_s: float) -> None:
+        self._scope = scope
+        self._most = most_bytes
+        self._wait_s = wait_s
+        self._held = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def empty(self) -> bool:
+        return not self._held and not self._waiting
+
+    async def enter(self, size_bytes: int) -> None:
+        """Raises RateLimited after a while without room."""
+        place = (size_bytes, asyncio.get_running_loop().create_future())
+        self._waiting.append(place)
+        self._admit()
+        try:
+            await asyncio.wait_for(asyncio.shield(place[1]), self._wait_s)
+        except BaseException as error:
+            if place[1].done():  # at the same moment
+                self.leave(size_bytes)
+            else:
+                self._waiting.remove(place)
+                self._admit()
+            if isinstance(error, TimeoutError):
+                raise self._refusal(size_bytes) from None
+            raise
+
+    def leave(self, size_bytes: int) -> None:
+        self._held -= size_bytes
+        self._admit()
+
+    def _admit(self) -> None:
+        """The first keeps its place until there is room, or smaller bodies would keep a large one out for ever."""
+        while self._waiting and self._held + self._waiting[0][0] <= self._most:
+            size_bytes, admitted = self._waiting.popleft()
+            self._held += size_bytes
+            admitted.set_result(None)
+
+    def _refusal(self, size_bytes: int) -> RateLimited:
+        return RateLimited(
+            f"no room for a body of up to {size_bytes} bytes within {self._wait_s:g} s: the large bodies that this "
+            f"{self._scope} has in hand at a time may be {self._most} bytes; send fewer at the same moment, or smaller",
+            reason="large_bodies",
+            retry_after_s=1,
+            scope=self._scope,
+        )
+
+
+@dataclass
+class Room:
+    """What one request holds."""
+
+    server: Line
     size_bytes: int
-    admitted: asyncio.Future[None]
+    working: bool = False
+
+    async def work(self) -> None:
+        """The body is there. Raises RateLimited."""
+        if not self.working and self.size_bytes > SMALL_BYTES:
+            await self.server.enter(self.size_bytes)
+            self.working = True
 
 
 class LargeBodies:
     def __init__(self, max_body_bytes: int, wait_s: float = WAIT_S) -> None:
-        self._per_org = max_body_bytes
-        self._total = AT_A_TIME * max_body_bytes
+        self._most = max_body_bytes
         self._wait_s = wait_s
-        self._held: Counter[str] = Counter()
-        self._line: list[_Waiter] = []
+        self._server = Line("server", AT_A_TIME * max_body_bytes, wait_s)
+        self._orgs: dict[str, Line] = {}
 
     @asynccontextmanager
-    async def room(self, org_id: str, size_bytes: int) -> AsyncIterator[None]:
-        """Hold room for a body that may come to `size_bytes`. Raises RateLimited after a while without any."""
+    async def room(self, org_id: str, size_bytes: int) -> AsyncIterator[Room]:
+        """Hold room for a body that may come to `size_bytes`. Raises RateLimited."""
+        size_bytes = min(size_bytes, self._most)
+        room = Room(self._server, size_bytes)
         if size_bytes <= SMALL_BYTES:
-            yield
+            yield room
             return
-        size_bytes = min(size_bytes, self._per_org)
-        await self._enter(_Waiter(org_id, size_bytes, asyncio.get_running_loop().create_future()))
+        line = self._orgs.setdefault(org_id, Line("organisation", self._most, self._wait_s))
+        await line.enter(size_bytes)
         try:
-            yield
+            yield room
         finally:
-            self._leave(org_id, size_bytes)
-
-    async def _enter(self, waiter: _Waiter) -> None:
-        self._line.append(waiter)
-        self._admit()
-        try:
-            await asyncio.wait_for(asyncio.shield(waiter.admitted), self._wait_s)
-        except BaseException as error:
-            if waiter.admitted.done():  # at the same moment
-                self._leave(waiter.org_id, waiter.size_bytes)
-            else:
-                self._line.remove(waiter)
-                self._admit()
-            if isinstance(error, TimeoutError):
-                raise self._refusal(waiter) from None
-            raise
-
-    def _leave(self, org_id: str, size_bytes: int) -> None:
-        self._held[org_id] -= size_bytes
-        if not self._held[org_id]:
-            del self._held[org_id]
-        self._admit()
-
-    def _admit(self) -> None:
-        """Let in, in order, whoever has room. The first who lacks the server's room keeps it from those behind, or many
-        smaller bodies would keep a large one out for ever."""
-        full: set[str] = set()
-        for waiter in list(self._line):
-            if waiter.org_id in full:
-                continue
-            if self._held[waiter.org_id] + waiter.size_bytes > self._per_org:
-                full.add(waiter.org_id)
-                continue
-            if self._held.total() + waiter.size_bytes > self._total:
-                return
-            self._held[waiter.org_id] += waiter.size_bytes
-            self._line.remove(waiter)
-            waiter.admitted.set_result(None)
-
-    def _refusal(self, waiter: _Waiter) -> RateLimited:
-        own = self._held[waiter.org_id] + waiter.size_bytes > self._per_org
-        scope, most = ("organisation", self._per_org) if own else ("server", self._total)
-        return RateLimited(
-            f"no room for a body of up to {waiter.size_bytes} bytes within {self._wait_s:g} s: the large bodies that "
-            f"this {scope} has in hand at a time may be {most} bytes; send fewer at the same moment, or smaller ones",
-            reason="large_bodies",
-            retry_after_s=1,
-            scope=scope,
-        )
+            if room.working:
+                self._server.leave(size_bytes)
+            line.leave(size_bytes)
+            if line.empty:
+                self._orgs.pop(org_id, None)

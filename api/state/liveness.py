@@ -18,6 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from api.errors import SessionEnded
 from api.who.lookup import session_by_id
 from api.who.principal import Principal
+from billing import storage
 from store import audit, tables
 from store.db import Database
 
@@ -87,6 +88,7 @@ def end(
     if row.state != "active":
         return False
     row.state, row.finish_reason, row.finish_detail, row.ended_at = state, reason, detail, datetime.now(UTC)
+    storage.end_session(session, row.id, row.ended_at)
     why = {"reason": reason} if reason else {}
     audit.record(
         session, org_id=row.org_id, key_id=key_id, event=f"session_{state}", target=row.id, detail=why, at=row.ended_at

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire import LimitsResponse
 
+from api.checks.adapter_sizes import sizes_of
 from api.checks.limits import limits_of
 from api.state.afterwards import Afterwards
 from api.state.fetched import Fetched
@@ -33,6 +34,7 @@ from workers.model.card import ModelCard
 if TYPE_CHECKING:
     from billing.prices import PriceList
     from scheduler.journal.front import OperationJournal
+    from scheduler.order.light_work import SizesOf
 
 T = TypeVar("T")
 
@@ -56,6 +58,11 @@ class Service:
     def limits(self) -> LimitsResponse:
         """What is accepted, as clients are told and as their requests are held against."""
         return limits_of(self.cards, self.settings.limits)
+
+    @cached_property
+    def sizes(self) -> SizesOf:
+        """How large runs are."""
+        return sizes_of(self.cards)
 
     @cached_property
     def secret(self) -> bytes:

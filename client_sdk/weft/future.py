@@ -8,10 +8,11 @@ heartbeats and polls here.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import threading
 from collections.abc import Coroutine, Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -50,6 +51,23 @@ def background() -> Background:
     """The process's one loop. Two threads may ask for it first at the same moment, which the cache does not order."""
     with _creating:
         return _background()
+
+
+#: What must not die with the process, and how long its end waits for that.
+_before_exit: set[Future[Any]] = set()
+EXIT_S = 10.0
+
+
+def finish_before_exit(future: Future[Any]) -> None:
+    """Have the process's end wait for `future`, whether or not anybody else does: the loop's thread is a daemon."""
+    if not _before_exit:
+        # Before the interpreter stops its pools of threads, which looking up a host's name needs.
+        getattr(threading, "_register_atexit", atexit.register)(_wait_before_exit)
+    _before_exit.add(future)
+
+
+def _wait_before_exit() -> None:
+    wait(_before_exit, EXIT_S)
 
 
 class APIFuture(Generic[T]):

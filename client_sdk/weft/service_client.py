@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from weft.errors import WeftError
-from weft.future import APIFuture
+from weft.future import APIFuture, finish_before_exit
 from weft.loss_handle import LossHandle, PerDatumLoss, trace
 from weft.plan.estimate import CostEstimate
 from weft.plan.plan import Plan
@@ -66,10 +66,13 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: dict[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
+        *,
+        name: str | None = None,
     ) -> TrainingClient:
         """A new run: a fresh LoRA adapter of this rank on `base_model`. The same seed gives the same start.
 
-        `optimizer` is the family whose parameters `optim_step` takes: AdamW, or `DimuonOptimizerConfig()`.
+        `optimizer` is the family whose parameters `optim_step` takes: AdamW, or `DimuonOptimizerConfig()`. `name` is
+        what lists call the run: `user_metadata["name"]`, by which Tinker's SDK names one too.
         """
         lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
 
@@ -79,7 +82,7 @@ class ServiceClient:
                 model_seq_id=number,
                 base_model=base_model,
                 lora_config=lora,
-                user_metadata=user_metadata,
+                user_metadata=named(user_metadata, name),
                 optimizer_config=optimizer or AdamOptimizerConfig(),
             )
 
@@ -96,9 +99,12 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
+        *,
+        name: str | None = None,
     ) -> TrainingClient:
-        """A new run that starts from a checkpoint's adapter, with a fresh optimizer."""
-        return self._from_state(path, False, base_model, user_metadata, weights_access_token, optimizer)
+        """A new run that starts from a checkpoint's adapter, with a fresh optimizer. Its metadata name the checkpoint
+        (`continued_from`)."""
+        return self._from_state(path, False, base_model, named(user_metadata, name), weights_access_token, optimizer)
 
     async def create_training_client_from_state_async(self, *args: Any, **kwargs: Any) -> TrainingClient:
         """`create_training_client_from_state`, once the run is made."""
@@ -110,9 +116,12 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
+        *,
+        name: str | None = None,
     ) -> TrainingClient:
-        """A new run that continues exactly where a checkpoint was saved, optimizer included."""
-        return self._from_state(path, True, base_model, user_metadata, weights_access_token, None)
+        """A new run that continues exactly where a checkpoint was saved, optimizer included. Its metadata name the
+        checkpoint (`continued_from`)."""
+        return self._from_state(path, True, base_model, named(user_metadata, name), weights_access_token, None)
 
     async def create_training_client_from_state_with_optimizer_async(self, *args: Any, **kwargs: Any) -> TrainingClient:
         """`create_training_client_from_state_with_optimizer`, once the run is made."""
@@ -216,8 +225,13 @@ class ServiceClient:
     def close(
         self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None
     ) -> APIFuture[None]:
-        """End the session: its runs and ephemeral samplers with it. Saved checkpoints stay."""
-        return APIFuture.start(self._session.finish(status, detail))
+        """End the session: its runs and ephemeral samplers with it. Saved checkpoints stay.
+
+        The end of the program waits for it, so it may be a script's last line.
+        """
+        closing = APIFuture.start(self._session.finish(status, detail))
+        finish_before_exit(closing.future())
+        return closing
 
     def __enter__(self) -> ServiceClient:
         return self
@@ -244,6 +258,11 @@ class ServiceClient:
         except WeftError:
             if error is None:
                 raise
+
+
+def named(user_metadata: dict[str, str] | None, name: str | None) -> dict[str, str] | None:
+    """The metadata of a run that is called `name`."""
+    return user_metadata if name is None else {**(user_metadata or {}), "name": name}
 
 
 def _ending(error: BaseException | None) -> tuple[Literal["success", "errored", "interrupted"], str | None]:

@@ -83,6 +83,7 @@ def upgrade() -> None:
         sa.Column("status", sa.String(16), server_default="active", nullable=False),
         sa.Column("weight", sa.Integer(), server_default="1", nullable=False),
         sa.Column("stripe_customer_id", sa.String(64), nullable=True),
+        sa.Column("quotas", sa.JSON(), server_default="{}", nullable=False),
         sa.Column("created_at", AT, nullable=False),
         sa.Column("requests_per_minute", sa.Integer(), nullable=True),
         sa.Column("tokens_per_minute", BIG, nullable=True),
@@ -296,6 +297,7 @@ def upgrade() -> None:
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("tokens", BIG, nullable=False),
         sa.Column("hold_nusd", BIG, server_default="0", nullable=False),
+        sa.Column("stores_bytes", BIG, server_default="0", nullable=False),
         sa.Column("body_ref", sa.String(256), nullable=False),
         sa.Column("body_sha256", sa.String(64), nullable=False),
         sa.Column("body_bytes", BIG, server_default="0", nullable=False),
@@ -362,6 +364,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_sessions")),
     )
     op.create_index("ix_sessions_org_id", "sessions", ["org_id"])
+    op.create_index("ix_sessions_org_state", "sessions", ["org_id", "state"])
     op.create_table(
         "storage_spans",
         sa.Column("id", sa.String(32), nullable=False),
@@ -382,6 +385,7 @@ def upgrade() -> None:
     )
     op.create_index("ix_storage_spans_checkpoint_id", "storage_spans", ["checkpoint_id"])
     op.create_index("ix_storage_spans_metered_until", "storage_spans", ["metered_until"])
+    op.create_index("ix_storage_spans_org_ended", "storage_spans", ["org_id", "ended_at"])
     op.create_table(
         "stripe_meter_cursors",
         sa.Column("org_id", sa.String(64), nullable=False),
@@ -577,6 +581,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_runs")),
     )
     op.create_index("ix_runs_org_id", "runs", ["org_id"])
+    op.create_index("ix_runs_org_state", "runs", ["org_id", "state"])
     op.create_index("ix_runs_session_id", "runs", ["session_id"])
     op.create_table(
         "samplers",

@@ -52,6 +52,7 @@ from store import tables
 from store.blobs import Blobs
 from store.db import Database
 from store.room import Room
+from store.settings import Limits
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -90,6 +91,7 @@ class SharedJournal:
         board: BacklogBoard,
         threads: Executor,
         waiting_of: Callable[[str], Waiting | None],
+        limits: Limits | None = None,
     ) -> None:
         self.completions = SharedFeeds(broadcasts.reserve)
         self.streams = SharedStreams(lambda op_id: self.reach(broadcasts.drawn_before, op_id))
@@ -110,7 +112,7 @@ class SharedJournal:
         room = Room(blobs.root)
         self._storing = Storing(database, blobs, room)
         self._recorder = DatabaseRecorder(database, blobs, prices, room, self.answers, self.samplers)
-        acceptance = Acceptance(database, blobs, prices)
+        acceptance = Acceptance(database, blobs, prices, limits or Limits())
         self._admission = Admission(acceptance, room, self._backlog, self.in_flight, self.answers, self.meters, self)
         self._open = self._admission.open
 

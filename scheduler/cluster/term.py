@@ -61,8 +61,8 @@ class Shared:
     threads: Executor
     journal: SharedJournal
     pass_tokens: int
-    sizes: SizesOf = unknown_sizes
     pass_limit_s: float = 0.0
+    sizes: SizesOf = unknown_sizes
 
 
 class Term:

@@ -13,6 +13,7 @@ import logging
 import time
 from datetime import UTC, datetime
 
+import anyio.to_thread
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -49,6 +50,7 @@ from store import tables
 from store.blobs import Blobs
 from store.db import Database
 from store.room import Room
+from store.settings import Limits
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Journal:
         max_queued_bytes_per_org: int = 1 << 30,
         room: Room | None = None,
         sizes: SizesOf = unknown_sizes,
+        limits: Limits | None = None,
     ) -> None:
         self.sample_queue = LocalQueue(time.monotonic)
         self.completions = LocalFeeds()
@@ -87,7 +90,7 @@ class Journal:
         )
         self.desks = self.training.desks
         self._admission = Admission(
-            Acceptance(database, blobs, prices),
+            Acceptance(database, blobs, prices, limits or Limits()),
             room,
             LocalBacklog(max_queued_per_org, max_queued_bytes_per_org),
             self.in_flight,
@@ -160,7 +163,8 @@ class Journal:
     async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | Gone | None:
         op = self._open.get(request_id) or self.answers.recent(request_id)
         if op is None:
-            return await asyncio.to_thread(self.answers.stored, org_id, request_id)
+            # In a thread, for it may be large.
+            return await anyio.to_thread.run_sync(self.answers.stored, org_id, request_id)
         if op.org_id != org_id:
             return None
         try:
@@ -222,6 +226,7 @@ class Journal:
     async def stop(self, within_s: float) -> None:
         """`flush`, but not for ever: what still cannot be stored stays queued, and is done again after a restart."""
         self.training.setbacks.stop()
+        self.training.gaps.stop()
         await self._storing.stop(within_s)
 
     # ---- what the front asks for

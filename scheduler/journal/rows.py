@@ -38,6 +38,7 @@ def to_row(op: Operation, sent_sha256: str) -> dict[str, Any]:
         "state": "queued",
         "tokens": op.tokens,
         "hold_nusd": 0,
+        "stores_bytes": op.stores_bytes,
         "body_ref": op.body_ref,
         "body_bytes": op.body_bytes,
         "body_sha256": op.body_sha256,

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from sqlalchemy import Update, update
 
 from scheduler.journal.ending.recording import Recorder
+from scheduler.journal.gaps import Gaps
 from scheduler.journal.setbacks import Setbacks
 from scheduler.journal.storing import Storing
 from scheduler.links.messages import MUTATING, SAVES, Done, Failure, OpKind, PolicyMoved, Snapshot
@@ -67,6 +68,7 @@ class Training:
         self._moved_by: dict[str, int] = {}  # the latest operation that told of a run's version
         self._last_save: dict[str, asyncio.Task[Any]] = {}  # the latest save of a run that is being settled
         self.setbacks = Setbacks(self, storing, database, blobs)
+        self.gaps = Gaps(lambda op, why: self._fail(op, why, "user"))
 
     def opened(self, op_id: str) -> Operation | None:
         """An operation that is here and has not ended."""
@@ -84,6 +86,7 @@ class Training:
             self._fail(op, lane.broken, lane.broken_category)
             return
         self.queue_units(lane, lane.arrive(op))
+        self.gaps.watch(lane)
         self.wake()
 
     def skip(self, run_id: str, seq: int) -> None:
@@ -179,7 +182,10 @@ class Training:
         self._open.pop(op.id, None)
         lane = self.runs.get(op.lane)
         if lane is not None:
+            parked = lane.missing(op) is not None
             lane.answered(op, ok)
+            if parked:  # its number is spent: what follows need not wait for it
+                self.queue_units(lane, lane.refuse(op.seq))
             if op.kind == OpKind.CREATE and not ok:
                 self.close_for_good(lane, f"run {op.lane} was never created: {op.outcome.error}", "user")
             if lane.closing and lane.idle:

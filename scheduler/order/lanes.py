@@ -106,6 +106,11 @@ class RunLane:
     def idle(self) -> bool:
         return not self._pending and not self._parked
 
+    @property
+    def parked(self) -> list[Operation]:
+        """What waits for an operation before it to arrive."""
+        return list(self._parked.values())
+
     def arrive(self, op: Operation) -> list[Unit]:
         """A new operation. Returns the units that may be queued now, in order."""
         self._parked[op.seq] = op

@@ -40,9 +40,9 @@ class NewOperation:
     `lane` is a run id (ordered by `seq`) or, for samples, a sampler id (unordered). `kind` is an OpKind or SAMPLE.
     `tokens` are the most that it can use, which is what rate limits, the hold on money and the fair order count: of a
     forward or forward_backward all tokens of its data, of a sample its prompt and `max_tokens` for each sequence,
-    else 0. `body` is what a worker reads; `sent` is what the client sent, where that is not the body: repeats are known
-    by it. `refused` says why the front turns an ordered operation away: it only spends its number, and fails with
-    that."""
+    else 0. `stores_bytes` is about what a save will store. `body` is what a worker reads; `sent` is what the client
+    sent, where that is not the body: repeats are known by it. `refused` says why the front turns an ordered operation
+    away: it only spends its number, and fails with that."""
 
     org_id: str
     session_id: str
@@ -58,6 +58,7 @@ class NewOperation:
     key_id: int | None = None  # who asks, and the project that it counts for
     user_id: str | None = None
     project_id: str | None = None
+    stores_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class Operation:
     user_id: str | None = None
     project_id: str | None = None
     body_bytes: int = 0
+    stores_bytes: int = 0
     running: bool = False
     settling: bool = False
     attempts: int = 0

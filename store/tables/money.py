@@ -187,9 +187,11 @@ class BudgetAlert(Base):
 
 class StorageSpan(Base):
     """Bytes that a checkpoint keeps, from its commit to its end, metered up to `metered_until`. It outlives the
-    checkpoint's row, so that what was stored is metered to the end, and is deleted after that."""
+    checkpoint's row, so that what was stored is metered to the end, and is deleted after that. Of weights that only
+    samplers have, `checkpoint_id` is the last part of their `adapter_ref`."""
 
     __tablename__ = "storage_spans"
+    __table_args__ = (Index("ix_storage_spans_org_ended", "org_id", "ended_at"),)
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"))
     checkpoint_id: Mapped[str] = mapped_column(String(64), index=True)

@@ -22,7 +22,8 @@ class RateLimited:
 
 class Organisation(RateLimited, Base):
     """A tenant. `status` is active | past_due | suspended | closed; the last two are refused everything. `weight` is
-    its fair share of the machines, relative to others'."""
+    its fair share of the machines, relative to others'; `quotas` are those that the operator has set, by name
+    (`billing.quotas`)."""
 
     __tablename__ = "organisations"
     __table_args__ = (
@@ -34,6 +35,7 @@ class Organisation(RateLimited, Base):
     status: Mapped[str] = mapped_column(String(16), default="active", server_default="active")
     weight: Mapped[int] = mapped_column(default=1, server_default="1")
     stripe_customer_id: Mapped[str | None] = mapped_column(String(64), unique=True)
+    quotas: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
     created_at: Mapped[datetime]
 
 

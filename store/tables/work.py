@@ -16,6 +16,7 @@ class Session(Base):
     that made it, which is what "owned" means."""
 
     __tablename__ = "sessions"
+    __table_args__ = (Index("ix_sessions_org_state", "org_id", "state"),)
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
     state: Mapped[str] = mapped_column(String(16))
@@ -40,6 +41,7 @@ class Run(Base):
     `state` is live | closed."""
 
     __tablename__ = "runs"
+    __table_args__ = (Index("ix_runs_org_state", "org_id", "state"),)
     id: Mapped[str] = mapped_column(String(128), primary_key=True)
     org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
     session_id: Mapped[str] = mapped_column(ForeignKey("sessions.id"), index=True)
@@ -147,6 +149,7 @@ class Operation(Base):
     state: Mapped[str] = mapped_column(String(16))
     tokens: Mapped[int] = mapped_column(BigInteger)  # what the queue counts it as
     hold_nusd: Mapped[int] = mapped_column(BigInteger, server_default="0")  # the most it can cost; held while queued
+    stores_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")  # of a save: about what it will store
     body_ref: Mapped[str] = mapped_column(String(256))
     body_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")  # its length
     body_sha256: Mapped[str] = mapped_column(String(64))  # as hex; "" without a body

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from contextlib import AsyncExitStack
 
 import pytest
 import zstandard
@@ -148,6 +149,7 @@ class TestProtobuf:
         [
             field(3, b"") * (MAX_FIELDS + 1),  # data
             field(3, field(1, b"") * (MAX_FIELDS + 1)),  # chunks
+            field(3, field(1, b"") * 1000) * 300,  # in many data
             field(3, field(2, b"") * (MAX_FIELDS + 1)),  # inputs
             field(3, field(3, field(1, b"")) * MAX_FIELDS),  # spans
             field(3, field(2, field(2, field(4, b"\1" * 100_000)))),  # a shape, packed
@@ -155,7 +157,7 @@ class TestProtobuf:
             field(4, b"x") * (MAX_FIELDS + 1),  # the name of the loss, again and again
             field(15, b"") * (MAX_FIELDS + 1),  # unknown
         ],
-        ids=["data", "chunks", "inputs", "spans", "packed", "shape", "again", "unknown"],
+        ids=["data", "chunks", "chunks of many", "inputs", "spans", "packed", "shape", "again", "unknown"],
     )
     def test_too_many(self, body: bytes) -> None:
         with pytest.raises(TooLarge, match=r"protobuf|packed"):
@@ -190,19 +192,32 @@ class TestProtobuf:
 class TestRoom:
     MOST = 10 * SMALL_BYTES
 
-    def test_an_organisation_has_its_share_and_the_others_go_on(self) -> None:
+    def test_a_slow_sender_holds_up_its_own_organisation_alone(self) -> None:
         async def scene() -> None:
             bodies = LargeBodies(self.MOST, wait_s=0.05)
-            async with bodies.room("a", self.MOST):
+            async with bodies.room("a", self.MOST), bodies.room("b", self.MOST), bodies.room("c", self.MOST):
                 with pytest.raises(RateLimited, match="this organisation"):
                     async with bodies.room("a", SMALL_BYTES + 1):
                         pass
-                async with bodies.room("a", SMALL_BYTES), bodies.room("b", self.MOST):
-                    with pytest.raises(RateLimited, match="this server"):
-                        async with bodies.room("c", SMALL_BYTES + 1):
-                            pass
-            async with bodies.room("a", self.MOST), bodies.room("c", self.MOST):
+                async with bodies.room("a", SMALL_BYTES) as small, bodies.room("d", self.MOST) as large:
+                    await small.work()
+                    await large.work()
+            async with bodies.room("a", self.MOST):
                 pass
+
+        asyncio.run(scene())
+
+    def test_few_are_worked_on_at_a_time(self) -> None:
+        async def scene() -> None:
+            bodies = LargeBodies(self.MOST, wait_s=0.05)
+            async with AsyncExitStack() as stack:
+                for number in range(AT_A_TIME):
+                    await (await stack.enter_async_context(bodies.room(f"org {number}", self.MOST))).work()
+                last = await stack.enter_async_context(bodies.room("last", self.MOST))
+                with pytest.raises(RateLimited, match="this server"):
+                    await last.work()
+            async with bodies.room("last", self.MOST) as room:
+                await room.work()
 
         asyncio.run(scene())
 
@@ -211,19 +226,20 @@ class TestRoom:
             bodies, order = LargeBodies(self.MOST, wait_s=5), []
 
             async def one(number: int, size_bytes: int) -> None:
-                async with bodies.room("a", size_bytes):
+                async with bodies.room("a", size_bytes) as room:
+                    await room.work()
                     order.append(number)
                     await asyncio.sleep(0)
 
             whole, half = self.MOST, self.MOST // 2
             async with asyncio.timeout(5):
                 await asyncio.gather(*(one(n, size) for n, size in enumerate([half, whole, half, half, whole])))
-                cancelled = asyncio.create_task(one(9, whole))
                 async with bodies.room("a", whole):
+                    cancelled = asyncio.create_task(one(9, whole))
                     await asyncio.sleep(0)
                     cancelled.cancel()
-                async with bodies.room("a", whole), bodies.room("b", (AT_A_TIME - 1) * whole):
-                    pass
+                async with bodies.room("a", whole) as room:
+                    await room.work()
             return order
 
         assert asyncio.run(scene()) == [0, 1, 2, 3, 4]

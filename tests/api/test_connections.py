@@ -117,12 +117,12 @@ def test_waiting_for_an_answer_is_not_late(listening: Callable[..., Listening]) 
 
 
 def test_a_slow_line_has_the_time_that_it_needs(listening: Callable[..., Listening]) -> None:
-    here = listening(header_timeout_s=1, body_timeout_s=1)
+    here = listening(body_timeout_s=2)
     with here.connect() as connection:
         connection.sendall(b"POST /body HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 500000\r\n\r\n")
         for _ in range(10):
             connection.sendall(bytes(50_000))
-            time.sleep(0.3)
+            time.sleep(0.25)
         assert answer(connection).endswith(b"500000")
 
 

@@ -55,6 +55,17 @@ def test_the_default_list_prices_everything() -> None:
     assert prices.rate("any/model", "train", NEW_YEAR).version == "default-2026-01"
 
 
+def test_models_of_hosted_tinkers_list_cost_what_they_cost_there() -> None:
+    prices, then = load_prices(), datetime(2026, 10, 7, tzinfo=UTC)
+    rates = [
+        prices.rate("openai/gpt-oss-120b", kind, then).uusd for kind in ("prefill", "cached_prefill", "sample", "train")
+    ]
+    assert rates == [330_000, 66_000, 840_000, 520_000]
+    assert prices.rate("openai/gpt-oss-120b", "train", then).version == "default-2026-10"
+    assert prices.rate("openai/gpt-oss-120b", "train", then - timedelta(seconds=1)).uusd == 400_000
+    assert prices.rate("any/model", "train", then).uusd == 400_000
+
+
 def test_the_version_in_force_and_the_named_model_win() -> None:
     later = NEW_YEAR + timedelta(days=31)
     prices = load_prices([version("b", later, 20, m=25), version("a", NEW_YEAR, 10)], now=later)

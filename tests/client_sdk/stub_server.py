@@ -156,10 +156,10 @@ def status(code: int, detail: str = "no", **headers: str) -> Response:
     return JSONResponse({"detail": detail}, status_code=code, headers=headers)
 
 
-def serve(stub: Stub) -> uvicorn.Server:
-    """Start `stub` on a free port in a thread of its own."""
+def serve(stub: Stub, port: int = 0) -> uvicorn.Server:
+    """Start `stub` on a free port, or on `port`, in a thread of its own."""
     route = Route("/{rest:path}", stub.answer, methods=["GET", "POST", "PUT", "DELETE"])
-    config = uvicorn.Config(Starlette(routes=[route]), host="127.0.0.1", port=0, log_level="error", lifespan="off")
+    config = uvicorn.Config(Starlette(routes=[route]), host="127.0.0.1", port=port, log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     threading.Thread(target=server.run, daemon=True).start()
     while not server.started:

@@ -205,7 +205,7 @@ def test_commands_about_checkpoints(stub: Stub, files: dict[str, bytes], tmp_pat
         assert says in printed
     asked = len(stub.asked)
     assert cli(stub, "delete", STATE, input="n\n")[0] == 1
-    assert cli(stub, "delete", "-y", STATE, "nonsense")[0] == 1
+    assert cli(stub, "delete", "-y", STATE, "nonsense")[0] == 2
     assert cli(stub, "set-ttl", STATE)[0] == 2
     assert len(stub.asked) == asked
     code, printed = cli(stub, "download", EXPORT, "--no-reference", "--to", str(tmp_path / "here"))

@@ -15,7 +15,14 @@ from tinker.lib.public_interfaces.rest_client import RestClient
 #: Tinker's own console, telemetry and insides.
 NOT_OURS = {"get_console_url", "get_telemetry", "holder", "create", "on_queue_state_change"}
 #: What our clients take beyond Tinker's, behind it and optional.
-MORE = {("SamplingClient", "sample", name) for name in ("max_staleness", "return_routed_experts")}
+MORE = {("SamplingClient", "sample", name) for name in ("max_staleness", "return_routed_experts")} | {
+    ("ServiceClient", method, "name")
+    for method in (
+        "create_lora_training_client",
+        "create_training_client_from_state",
+        "create_training_client_from_state_with_optimizer",
+    )
+}
 CLIENTS = {
     "ServiceClient": tinker.ServiceClient,
     "TrainingClient": tinker.TrainingClient,

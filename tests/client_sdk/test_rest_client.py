@@ -173,10 +173,10 @@ def test_weft_lists(stub: Stub) -> None:
         assert [cell for cell in cells if cell not in printed] == []
 
 
-def test_errors_are_one_line_and_exit_1(stub: Stub) -> None:
+def test_errors_are_one_line(stub: Stub) -> None:
     stub.faults["/weft/usage"] = [status(401, "unknown API key")]
     code, printed = cli(stub, "usage")
-    assert code == 1
+    assert code == 3
     assert printed.count("\n") == 1
     assert "unknown API key" in printed
 

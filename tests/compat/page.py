@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.compat import loaders
 from tests.compat.tour import RESULTS, ROOT
 from tests.cookbook.recipes import RECIPES
 
@@ -46,6 +47,15 @@ Published recipes of `tinker_cookbook` 0.6.1 that `make cookbook` runs offline a
 code (`tests/cookbook`); CI runs those marked *.
 """
 
+LOADERS_TITLE = """\
+## Downloads in transformers and PEFT
+
+What stock PEFT makes of an adapter with experts and a trained unembedding that `weft download` fetched, by the folder's
+own `verify.py` (`make loaders`; CI loads it with the pairs marked * and with the newest). right: the server's
+log-probabilities. **wrong**: others, without a word. –: it does not load, with an error.
+"""
+LOADER_SIGNS = {"right": "right", "wrong": "**wrong**", "refused": "–"}
+
 
 def page(results: dict[str, dict[str, str]], in_ci: Iterable[str]) -> str:
     """The whole page. `results`: by version and call, `ok`, `fail` or `absent`."""
@@ -58,6 +68,7 @@ def page(results: dict[str, dict[str, str]], in_ci: Iterable[str]) -> str:
     rest = [call for call in calls if not call.startswith(tuple(PARTS.values()))]
     parts.append(_table("Everything else", rest, versions, results, set(in_ci)))
     parts.append(_recipes())
+    parts.append(_loaders())
     return "\n".join(parts)
 
 
@@ -65,6 +76,19 @@ def _recipes() -> str:
     """The cookbook's, by name; `make cookbook` fails when one does not run."""
     lines = [f"- {recipe.name}" + (" \\*" if recipe.in_ci else "") for recipe in RECIPES]
     return "\n".join([COOKBOOK_TITLE, *lines, ""])
+
+
+def _loaders() -> str:
+    found = json.loads(loaders.RESULTS.read_text())
+    lines = [LOADERS_TITLE, f"| transformers | {' | '.join(f'peft {peft}' for peft in loaders.PEFT)} |"]
+    lines.append("|---" * (len(loaders.PEFT) + 1) + "|")
+    for transformers, outcomes in found.items():
+        signs = [
+            LOADER_SIGNS[outcomes[peft]] + ("\\*" if (transformers, peft) in loaders.IN_CI else "")
+            for peft in loaders.PEFT
+        ]
+        lines.append(f"| {transformers} | {' | '.join(signs)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _table(

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from sqlalchemy import select, update
+from starlette.datastructures import URL
+from starlette.requests import Request
 
 from api.console import sessions
 from api.console.security import CSP
@@ -283,3 +285,23 @@ def test_a_suspended_organisation_sees_only_its_bills(console: Console) -> None:
     console.sign_in()
     console.database.write_now(suspend)
     assert "suspended" in console.get("/", status=403)
+
+
+def test_a_host_header_does_not_show_it_more(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As frameworks do that put the Host header into the path (older Starlettes)."""
+    from store.tables import Organisation
+
+    def suspend(session: Any) -> None:
+        people.set_status(session, session.get_one(Organisation, console.made.org_id), "suspended")
+
+    def url(request: Request) -> URL:
+        host = dict(request.scope["headers"]).get(b"host", b"").decode("latin1")
+        return URL(f"http://{host}{request.scope['path']}")
+
+    console.sign_in()
+    console.database.write_now(suspend)
+    monkeypatch.setattr(Request, "url", property(url))
+    host = "testserver/console/billing?"
+    reply = console.http.get("/console/runs", headers={"host": host, "accept": "text/html"}, follow_redirects=False)
+    assert reply.status_code == 403
+    assert console.http.get("/console/billing", headers={"host": "testserver"}).status_code == 200

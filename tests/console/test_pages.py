@@ -7,6 +7,7 @@ import html
 import io
 import re
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 import pytest
 from sqlalchemy import select
@@ -15,6 +16,7 @@ from weft.money import usd
 
 from api.console import formats
 from store.tables import Checkpoint, LedgerEntry, Project, Run, UsageEvent, Wallet
+from store.tables import Session as Owner
 from tests.console.conftest import Console
 from tests.console.seed import HOSTILE
 
@@ -159,6 +161,36 @@ def test_nothing_inline(console: Console) -> None:
         page = console.get(path)
         assert not re.findall(r"<script(?![^>]*\bsrc=)", page)
         assert not re.findall(r"<style|\sstyle=|\son[a-z]+=\"|hx-on|javascript:|hx-vals='js", page)
+
+
+def test_a_run_whose_client_is_silent_is_lost(console: Console) -> None:
+    run_id = console.made.runs[0]
+
+    def heard(session: Session, ago: timedelta) -> None:
+        run = session.get_one(Run, run_id)
+        owner = session.get_one(Owner, run.session_id)
+        run.state, owner.state = "live", "active"
+        run.last_request_at = owner.last_seen_at = datetime.now(UTC) - ago
+
+    console.sign_in()
+    for ago, state in ((timedelta(seconds=5), "live"), (timedelta(minutes=3), "lost")):
+        console.database.write_now(partial(heard, ago=ago))
+        assert f'<span class="state {state}">{state}</span>' in console.get(f"/runs/{run_id}")
+        assert f'<span class="state {state}">' in console.get(f"/runs?search={run_id}")
+
+
+def test_a_run_is_linked_to_what_it_goes_on_from(console: Console) -> None:
+    first, second = console.made.runs[:2]
+
+    def link(session: Session, path: str) -> None:
+        run = session.get_one(Run, second)
+        run.user_metadata = {**run.user_metadata, "continued_from": path}
+
+    console.sign_in()
+    console.database.write_now(partial(link, path=f"tinker://{first}/weights/w"))
+    assert re.search(rf'<a href="[^"]*/runs/[^"]*">tinker://{first}/weights/w</a>', console.get(f"/runs/{second}"))
+    console.database.write_now(partial(link, path="<b>x"))
+    assert "&lt;b&gt;x</dd>" in console.get(f"/runs/{second}")
 
 
 def test_lists_are_paged(console: Console) -> None:

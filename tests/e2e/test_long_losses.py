@@ -14,7 +14,9 @@ import tinker
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.data import supervised
+from tests.e2e.production import Production
 from tests.e2e.test_crashes import client, eventually, fingerprint, train
+from tests.e2e.test_production import own_redis, production  # noqa: F401
 
 pytestmark = pytest.mark.server
 
@@ -76,3 +78,21 @@ def test_a_loss_that_takes_too_long_fails_alone_and_for_good(own_weftd: Callable
     np.testing.assert_array_equal(fingerprint(neighbour), expected[1])
     hostile.forward(supervised(), "cross_entropy").result(timeout=120)  # the run itself goes on
     assert ended(server) == 1
+
+
+@pytest.mark.timeout(600)
+def test_over_redis_a_trainer_ends_itself_and_the_one_that_stands_by_goes_on(production: Production) -> None:  # noqa: F811
+    """Nobody restarts a worker of another machine here: it ends itself, and the leader knows over whose loss."""
+    production.config.write_text(production.config.read_text().replace("[trainer]", "[trainer]\nloss_limit_s = 1e-4"))
+    trainers = [production.worker("trainer") for _ in range(2)]
+    (url,) = production.serve(1)
+    service = tinker.ServiceClient(base_url=url, api_key=production.key())
+    calm = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result(timeout=240)
+    expected = train(calm, 2), fingerprint(calm)
+    attacker = tinker.ServiceClient(base_url=url, api_key=production.key("other"))
+    loss = attacker.create_custom_loss(sorting, {"logprobs": 1, "weights": 1}).result()
+    hostile = attacker.create_lora_training_client(BASE_MODEL, rank=4).result(timeout=120)
+    neighbour = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result(timeout=120)
+    assert "custom loss: it took longer than the" in fails(hostile, str(loss.loss_id))
+    assert sorted(trainer.poll() is None for trainer in trainers) == [False, True]
+    assert (train(neighbour, 2), fingerprint(neighbour).tolist()) == (expected[0], expected[1].tolist())

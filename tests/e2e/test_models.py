@@ -14,7 +14,24 @@ import pytest
 import tinker
 import torch
 from tinker import types
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tests.e2e.conftest import BIN, Weftd
 from tests.e2e.data import ADAM, prompt, supervised
@@ -34,6 +51,9 @@ SIZES = {
 }
 
 
+ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+
+
 def save(folder: Path, model: Any) -> Path:
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -47,10 +67,20 @@ def models(tmp_path: Path) -> dict[str, Any]:
     return {
         "meta-llama/Llama-tiny": LlamaForCausalLM(LlamaConfig(**SIZES)),
         "Qwen/Qwen3-tiny": Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
+        "Qwen/Qwen2.5-tiny": Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+        "mistralai/Mistral-tiny": MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)),
+        "mistralai/Mixtral-tiny": MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)),
+        "allenai/OLMoE-tiny": OlmoeForCausalLM(OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)),
+        "zai-org/GLM-tiny": Glm4MoeForCausalLM(
+            Glm4MoeConfig(**SIZES, n_routed_experts=32, moe_intermediate_size=32, num_experts_per_tok=4)
+        ),
+        "openai/gpt-oss-tiny": GptOssForCausalLM(
+            GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=16, rope_parameters=ROPE)
+        ),
     }
 
 
-def test_two_local_models_are_served_and_equal_transformers(
+def test_a_local_model_of_every_family_is_served_and_equals_transformers(
     own_weftd: Callable[..., Weftd], models: dict[str, Any], tmp_path: Path
 ) -> None:
     folders = {name: save(tmp_path / name, model) for name, model in models.items()}

@@ -343,3 +343,30 @@ def test_a_conversation_that_fills_the_context_says_so(service: weft.ServiceClie
     long = [{"prompt": "word " * limit, "answer": ""}]
     with pytest.raises(rl.RolloutsFailedError, match=rf"tokens, the model takes {limit}"):
         rl.train(run, rl.prompts(long, right), steps=1, groups=rl.Groups(batch=1, size=2), sinks=[])
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [rl.Sync(oversample=2.0), rl.Partial(tokens=40, in_flight=4, retention=2)],
+    ids=["oversampling", "token-budget"],
+)
+def test_other_schedules_train_within_their_lag(service: weft.ServiceClient, schedule: Any) -> None:
+    async def slow(task: Any, chat: rl.Chat) -> float:
+        reply = await chat.user(task["prompt"]).sample(max_tokens=6)
+        await asyncio.sleep(0.3 if task["answer"] in ("10", "11", "12") else 0.01)
+        reply = await chat.user(task["prompt"]).sample(max_tokens=6)
+        return right(reply.text, task)
+
+    run = fresh(service)
+    report = rl.train(
+        run,
+        rl.function(slow, sums()),
+        steps=5,
+        groups=rl.Groups(batch=2, size=4),
+        schedule=schedule,
+        learning_rate=1e-3,
+        sinks=[],
+    )
+    assert len(report.steps) == 5
+    assert max(report.curve("lag/max")) <= schedule.max_lag
+    assert report.steps[-1]["late_groups"] >= (1 if isinstance(schedule, rl.Sync) else 0)

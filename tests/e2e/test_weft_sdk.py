@@ -68,9 +68,11 @@ def test_train_save_sample_and_resume(service: ServiceClient, run: weft.Training
     train(run, 3)
     saved = run.save_state("three").result(60).path
     named = run.save_weights_for_sampler("three").result(60).path
-    again = service.create_training_client_from_state_with_optimizer(saved)
+    again = service.create_training_client_from_state_with_optimizer(saved, name="again")
     assert train(again, 2) == train(run, 2)
     np.testing.assert_array_equal(fingerprint(again), fingerprint(run))
+    listed = service.create_rest_client().get_training_run(again.model_id).result(60)
+    assert (listed.name, listed.continued_from) == ("again", saved)
     sampler = service.create_sampling_client(model_path=named)
     params = SamplingParams(max_tokens=8, seed=3, stop=[])
     first = sampler.sample(PROMPT, 2, params).result(60)

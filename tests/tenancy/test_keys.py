@@ -194,3 +194,19 @@ def test_a_suspended_organisation_is_refused_everything(any_world: World, status
 def test_a_key_of_before_has_all_scopes(any_world: World) -> None:
     any_world.database.write_now(lambda session: session.execute(update(ApiKey).values(name="old")))
     assert any_world.get("weft/keys/1")["scopes"] == ["admin"]
+
+
+def test_a_member_has_a_number_of_keys_and_leaves_the_others_theirs(
+    any_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.routes.keys.MAX_KEYS_OF_A_MEMBER", 3)
+    one, other = (member(any_world, "member", f"{name}@acme.example")[1] for name in ("one", "other"))
+    mine = [make(any_world, one, scopes=["train"]) for _ in range(2)]
+    refused = make(any_world, one, scopes=["train"], status=400)
+    assert "has 3 keys, which is the limit: revoke some first" in refused["detail"]
+    make(any_world, other, scopes=["train"])
+    make(any_world)
+    any_world.call("DELETE", f"weft/keys/{mine[0]['id']}", key=one)
+    soon = (datetime.now(UTC) + timedelta(seconds=0.5)).isoformat()
+    make(any_world, one, scopes=["train"], expires_at=soon)
+    make(any_world, one, scopes=["train"], status=400)

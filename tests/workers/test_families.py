@@ -3,7 +3,7 @@ model of each. tests/workers/model/test_decoder.py holds their logits, test_lora
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,12 +228,38 @@ def test_a_run_has_the_same_bits_in_any_company(tiny: Tiny, isolation: str) -> N
     assert torch.equal(alone[1][0], together[1][1])
 
 
+def test_recomputed_layers_and_replayed_routes_change_no_bit(tiny: Tiny) -> None:
+    lengths, adapters = [33, 19, 40], [random_adapter(tiny.decoder, 3, 5), random_adapter(tiny.decoder, 6, 7)]
+    tokens, positions = packed(lengths, tiny.vocab)
+    chosen: list[Tensor] = []
+    with torch.no_grad():
+        rows = LoraRows([0, 33, 92], adapters)
+        tiny.decoder(tokens, positions, PackedAttend(lengths), rows, lambda _, experts: chosen.append(experts))
+    wanted = _computed(tiny, tokens, positions, lengths, [0, 33, 92], adapters)
+    replayed = _computed(tiny, tokens, positions, lengths, [0, 33, 92], adapters, chosen)
+    tiny.decoder.activation_budget_bytes = 0
+    try:
+        recomputed = _computed(tiny, tokens, positions, lengths, [0, 33, 92], adapters)
+    finally:
+        tiny.decoder.activation_budget_bytes = None
+    for found in (replayed, recomputed):
+        assert torch.equal(found[0], wanted[0])
+        assert all(torch.equal(one, other) for one, other in zip(found[1], wanted[1], strict=True))
+
+
 def _computed(
-    tiny: Tiny, tokens: Tensor, positions: Tensor, lengths: list[int], offsets: list[int], adapters: list[Adapter]
+    tiny: Tiny,
+    tokens: Tensor,
+    positions: Tensor,
+    lengths: list[int],
+    offsets: list[int],
+    adapters: list[Adapter],
+    routes: Sequence[Tensor] = (),
 ) -> tuple[Tensor, list[Tensor]]:
     grads = [Adapter.zeros(adapter.shape) for adapter in adapters]
     rows = LoraRows(offsets, adapters, grads)
-    hidden = tiny.decoder(tokens, positions, PackedAttend(lengths), rows)
+    replay = torch.stack(list(routes)) if routes else None
+    hidden = tiny.decoder(tokens, positions, PackedAttend(lengths), rows, replay_MTK=replay)
     lp = target_logprobs(tiny.decoder, hidden, torch.arange(len(tokens)), (tokens * 7 + 3) % tiny.vocab, rows)
     lp.sum().backward()
     return lp.detach(), [grad.flat for grad in grads]

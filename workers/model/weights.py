@@ -48,30 +48,38 @@ class Place:
 
 @torch.no_grad()
 def copy_weights(decoder: Decoder, files: Sequence[Path]) -> None:
-    """Fill every parameter of `decoder` from `files`, converting to its dtype. Raises ModelWeightsError."""
+    """Fill every parameter of `decoder` from `files`, converting to its dtype. Raises ModelWeightsError; a tensor that
+    is missing or has no place is found before anything is read."""
+    try:
+        stored = Stored(files)
+        for name, place in _matched(decoder, stored, files[0].parent):
+            _copy(stored, name, place)
+    except KeyError as error:
+        raise ModelWeightsError(f"{files[0].parent}: tensor {error.args[0]} is missing") from None
+    except ValueError as error:
+        raise error if isinstance(error, ModelWeightsError) else ModelWeightsError(str(error)) from None
+
+
+def _matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, Place]]:
+    """Each tensor that is used, and its place."""
     config, places, fused = decoder.config, dict(_places(decoder)), dict(_fused_places(decoder))
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     beyond = range(config.num_layers, config.num_layers + config.prediction_layers)
     unused = tuple(f"model.layers.{layer}." for layer in beyond)
     filled: set[str] = set()
-    try:
-        stored = Stored(files)
-        for name in stored.names():
-            if name in ignored or name.startswith(unused) or name.endswith(IGNORED_SUFFIXES):
-                continue
-            names, place = fused.get(name) or ([name], places.get(name))
-            if place is None or not filled.isdisjoint(names):
-                problem = f"tensor {name} has no place in a {config.architecture}"
-                raise ModelWeightsError(f"{stored.file(name)}: {problem}")
-            _copy(stored, name, place)
-            filled.update(names)
-    except KeyError as error:
-        raise ModelWeightsError(f"{files[0].parent}: tensor {error.args[0]} is missing") from None
-    except ValueError as error:
-        raise error if isinstance(error, ModelWeightsError) else ModelWeightsError(str(error)) from None
+    matched = []
+    for name in stored.names():
+        if name in ignored or name.startswith(unused) or name.endswith(IGNORED_SUFFIXES):
+            continue
+        names, place = fused.get(name) or ([name], places.get(name))
+        if place is None or not filled.isdisjoint(names):
+            raise ModelWeightsError(f"{stored.file(name)}: tensor {name} has no place in a {config.architecture}")
+        matched.append((name, place))
+        filled.update(names)
     missing = sorted(places.keys() - filled)
     if missing:
-        raise ModelWeightsError(f"{files[0].parent}: {len(missing)} tensors are missing, first {missing[:3]}")
+        raise ModelWeightsError(f"{folder}: {len(missing)} tensors are missing, first {missing[:3]}")
+    return matched
 
 
 def _copy(stored: Stored, name: str, place: Place) -> None:

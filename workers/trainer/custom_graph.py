@@ -78,10 +78,14 @@ def _run(node: Node, values: Mapping[str, Any], planned: Any) -> Any:
 
 
 def _check_as_planned(value: Any, planned: Any) -> None:
-    """That nothing is larger than it was foretold: what is behind it was bounded by that."""
+    """That nothing is larger than it was foretold, nor a mask for an index: what is behind it was bounded by that."""
     if isinstance(planned, Shape):
         good = isinstance(value, Tensor) and value.device == _CPU and value.numel() <= planned.elements
-        if not good or (planned.exact and value.shape != planned.dims):
+        if (
+            not good
+            or (value.dtype == torch.bool) != (planned.kind == "b")
+            or (planned.exact and value.shape != planned.dims)
+        ):
             raise CustomLossError("its result is another than was planned; this is an error of the server's")
     elif isinstance(planned, tuple):
         if len(value) != len(planned):

@@ -20,7 +20,7 @@ from workers.trainer.metrics import Measure
 #: A parsed graph of the largest size takes about a megabyte.
 KEPT = 64
 #: Of each loss: sizes of data.
-PLANS_KEPT = 16
+PLANS_KEPT = 4
 
 
 class UploadedLoss:

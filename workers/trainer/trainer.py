@@ -299,9 +299,11 @@ class Trainer:
                 yield
             return
         send(InLoss(op.op_id, part.progress.tokens + part.tokens, limit_s))
-        with self._limit(limit_s):
-            yield
-        send(InLoss())
+        try:
+            with self._limit(limit_s):
+                yield
+        finally:
+            send(InLoss())
 
     def _begin(self, op: TrainOp) -> Progress:
         run = self._run(op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,11 +13,14 @@ from weft.money import usd
 
 from api.console.formats import usd_text
 from api.console.lists import names
-from api.console.pages.runs import run_lines, title_of
+from api.console.pages.runs import run_lines, state_of, title_of
 from api.console.render import ConsoleRoute, page
-from api.console.security import ViewerDep
+from api.console.security import Viewer, ViewerDep
+from api.errors import Invalid, NotFound
 from api.http.access import declare
+from api.paths import parse_path
 from api.routes.metrics import run_metrics
+from api.routes.weights import CONTINUED_FROM
 from api.state.service import ServiceDep
 from api.who.lookup import live_checkpoints, run_by_id
 from billing import usage
@@ -38,6 +42,8 @@ async def run_page(request: Request, service: ServiceDep, viewer: ViewerDep, run
         return {
             "run": run,
             "title": title_of(run, owner),
+            "continued": _continued(session, viewer, run),
+            "state_name": state_of(run, owner, datetime.now(UTC)),
             "session": owner,
             "project": names(session, viewer.org_id, "project", [owner.project_id])[owner.project_id],
             "checkpoints": list(session.scalars(saved.order_by(Checkpoint.created_at.desc()).limit(100))),
@@ -46,6 +52,15 @@ async def run_page(request: Request, service: ServiceDep, viewer: ViewerDep, run
         }
 
     return page(request, "run.html", viewer, **await service.read(read))
+
+
+def _continued(session: Session, viewer: Viewer, run: tables.Run) -> str | None:
+    """The run that this one goes on from, where the viewer may see it."""
+    try:
+        path = parse_path(str(run.user_metadata.get(CONTINUED_FROM)), CONTINUED_FROM)
+        return run_by_id(session, viewer.who, path.run_id).id
+    except (Invalid, NotFound):
+        return None
 
 
 @router.get("/runs/{run_id}/live", **declare(scope="public", limit="poll"))
@@ -58,7 +73,7 @@ async def run_live(service: ServiceDep, viewer: ViewerDep, run_id: str) -> JSONR
         (line,) = run_lines(session, viewer.org_id, [run])
         steps = _operations(session, run_id).get("optim_step", 0)
         return {
-            "state": run.shown_state,
+            "state": line.state,
             "cost_usd": usd(line.spent.amount_nusd),
             "cost_text": usd_text(line.spent.amount_nusd),
             "tokens": line.spent.tokens,

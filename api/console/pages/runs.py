@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -28,10 +29,15 @@ router = APIRouter(route_class=ConsoleRoute)
 TELLING = ("reward", "loss", "train/loss", "eval/reward", "eval/loss", "kl")
 
 
+#: Clients say every ten seconds that they are there, and the database learns it every twenty.
+LOST_AFTER = timedelta(seconds=60)
+
+
 @dataclass(frozen=True)
 class RunLine:
     run: Run
     title: str
+    state: str
     session: tables.Session
     spent: Spent
     curve: RunCurve | None
@@ -47,12 +53,20 @@ def run_lines(session: Session, org_id: str, runs: Sequence[Run]) -> list[RunLin
         RunLine(
             run,
             title_of(run, owners[run.session_id]),
+            state_of(run, owners[run.session_id], datetime.now(UTC)),
             owners[run.session_id],
             spent.get(run.id, Spent()),
             _telling(curves.get(run.id, [])),
         )
         for run in runs
     ]
+
+
+def state_of(run: Run, session: tables.Session, now: datetime) -> str:
+    """live | lost | broken | closed. A live run is lost while nothing is heard of its client, and closed when that goes
+    on (`session_idle_s`)."""
+    heard = max(session.last_seen_at, run.last_request_at)
+    return "lost" if run.shown_state == "live" and heard < now - LOST_AFTER else run.shown_state
 
 
 def title_of(run: Run, session: tables.Session) -> str:

@@ -8,14 +8,14 @@ import click
 from rich.live import Live
 
 from weft.cli import tables
-from weft.cli.shell import Server, as_json, command, main, show
+from weft.cli.shell import RunParameter, Server, as_json, command, main, show
 from weft.version import __version__
 
 WATCH_S = 2.0
 
 
 @main.command()
-@click.option("--run", "run_id", help="Only this run.")
+@click.option("--run", "run_id", type=RunParameter(), help="Only this run, by id or name.")
 @click.option("--watch", is_flag=True, help="Keep showing it.")
 @as_json
 @click.pass_obj
@@ -34,7 +34,7 @@ def usage(rest: Server, run_id: str | None, watch: bool, json_: bool) -> None:
 
 
 @main.command()
-@click.argument("run_id", metavar="RUN")
+@click.argument("run_id", metavar="RUN", type=RunParameter())
 @as_json
 @click.pass_obj
 @command
@@ -108,7 +108,7 @@ def runs(rest: Server, limit: int, json_: bool) -> None:
 
 
 @main.command()
-@click.argument("run_id", metavar="RUN")
+@click.argument("run_id", metavar="RUN", type=RunParameter())
 @click.option("--window", default=3600.0, show_default=True, help="Seconds to look back.")
 @as_json
 @click.pass_obj

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec
 
@@ -13,15 +14,43 @@ from pydantic import BaseModel, ValidationError
 from rich.table import Table
 
 from weft.cli import tables
-from weft.errors import WeftError
+from weft.errors import (
+    APIConnectionError,
+    AuthenticationError,
+    BillingError,
+    GoneError,
+    InternalServerError,
+    NotFoundError,
+    PermissionDeniedError,
+    RateLimitError,
+    WeftError,
+)
 from weft.rest_client import RestClient
 from weft.service_client import ServiceClient
 from weft.transport.retry import RetryPolicy
+from weft.version import __version__
 
 P = ParamSpec("P")
 
 #: A person waits: give up on a dead server soon, and do not wait for money.
 POLICY = RetryPolicy(budget_s=5.0, billing_budget_s=0.0)
+
+
+EXIT_NOT_FOUND = 4
+#: What scripts can tell apart; 1 is anything else, and 2 a command that is not understood (click's own).
+EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
+    (AuthenticationError, 3),
+    (PermissionDeniedError, 3),
+    (NotFoundError, EXIT_NOT_FOUND),
+    (GoneError, EXIT_NOT_FOUND),
+    (BillingError, 5),
+    (APIConnectionError, 6),
+    (InternalServerError, 6),
+    (RateLimitError, 6),
+    (ValueError, 2),
+)
+#: A name is looked for among so many runs, the latest.
+NAMES_AMONG = 1000
 
 
 @dataclass(frozen=True)
@@ -40,6 +69,7 @@ class Server:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="weft", message="%(prog)s %(version)s")
 @click.option("--base-url", help="Address of the server; else WEFT_BASE_URL or TINKER_BASE_URL.")
 @click.option("--api-key", help="API key; else WEFT_API_KEY or TINKER_API_KEY.")
 @click.pass_context
@@ -48,17 +78,54 @@ def main(context: click.Context, base_url: str | None, api_key: str | None) -> N
     context.obj = Server(base_url, api_key)
 
 
+class Failed(click.ClickException):
+    """One line on stderr, and an exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code  # type: ignore[misc]
+
+
+class RunParameter(click.ParamType[str]):
+    """A run, by its id or by its name (`name=` where it was made); commands get the id."""
+
+    name = "run"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if ":" in value or ctx is None:
+            return value
+        with _as_exit():
+            listed = ctx.obj().list_training_runs(limit=NAMES_AMONG, access_scope="accessible").result()
+        found = [run.training_run_id for run in listed.training_runs if run.name == value]
+        if len(found) > 1:
+            self.fail(f"{len(found)} runs are called {value!r}; give the id of one: {', '.join(found)}", param, ctx)
+        if not found:
+            raise Failed(
+                f"no run is called {value!r} (of the latest {NAMES_AMONG:,}); `weft runs` lists them",
+                EXIT_NOT_FOUND,
+            )
+        return str(found[0])
+
+
+@contextmanager
+def _as_exit() -> Iterator[None]:
+    """Errors as one line on stderr and an exit code of their kind."""
+    try:
+        yield
+    except (WeftError, ValidationError, ValueError, OSError) as error:
+        code = next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 1)
+        raise Failed(" ".join(str(error).split()), code) from error
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
 def command(function: Callable[P, None]) -> Callable[P, None]:
-    """A command whose errors are one line on stderr and exit code 1."""
+    """A command whose errors are one line on stderr and an exit code of their kind."""
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
+        with _as_exit():
             function(*args, **kwargs)
-        except (WeftError, ValidationError, ValueError, OSError) as error:
-            raise click.ClickException(" ".join(str(error).split())) from error
-        except KeyboardInterrupt:
-            raise SystemExit(130) from None
 
     return guarded
 

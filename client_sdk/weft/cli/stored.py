@@ -8,13 +8,13 @@ from pathlib import Path
 import click
 
 from weft.cli import tables
-from weft.cli.shell import Server, as_json, command, main, show
+from weft.cli.shell import RunParameter, Server, as_json, command, main, show
 from weft.transport.download import download_files
 from weft.wire.rest import parse_checkpoint_path
 
 
 @main.command()
-@click.option("--run", "run_id", help="Only this run.")
+@click.option("--run", "run_id", type=RunParameter(), help="Only this run, by id or name.")
 @click.option("--limit", default=100, show_default=True, help="How many, newest first.")
 @as_json
 @click.pass_obj

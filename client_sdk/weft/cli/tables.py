@@ -115,11 +115,12 @@ def _yes(value: bool | None) -> str:
 
 
 def runs(answer: TrainingRunsResponse) -> Table:
-    table = _table("run", "model", "rank", "last request", "last checkpoint", right=("rank",))
+    table = _table("name", "run", "model", "rank", "last request", "last checkpoint", "continued from", right=("rank",))
     for run in answer.training_runs:
         last = run.last_checkpoint.checkpoint_id if run.last_checkpoint else ""
         rank = "" if run.lora_rank is None else str(run.lora_rank)
-        table.add_row(run.training_run_id, run.base_model, rank, _when(run.last_request_time), last)
+        when, continued = _when(run.last_request_time), run.continued_from or ""
+        table.add_row(run.name or "", run.training_run_id, run.base_model, rank, when, last, continued)
     shown, total = len(answer.training_runs), answer.cursor.total_count
     table.caption = f"{shown} of {total}" if shown < total else None
     return table

@@ -21,9 +21,11 @@ Versions. An adapter of a dense model loads everywhere. One with experts (mixtur
 | transformers | peft |
 |---|---|
 | 4.57 | 0.17 to 0.21 |
-| 5.0 and later | 0.19 or newer; the newest transformers need the newest peft (5.23: 0.21) |
+| 5.5 | 0.19 to 0.21 |
+| 5.10 to 5.23 | 0.20 to 0.21 |
 
-and **wrongly, without a word**, with transformers 5 and peft 0.18: the experts' part is dropped. So check once:
+and **wrongly, without a word**, with transformers 5 and peft 0.18, which drops the experts. Other pairs that were tried
+refuse it with an error. So check once:
 
     python verify.py --base BASE
 

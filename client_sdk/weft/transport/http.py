@@ -26,6 +26,7 @@ from weft.errors import (
     WeftError,
     status_error,
 )
+from weft.transport.contact import Contact
 from weft.transport.pool import Pool
 from weft.transport.retry import Attempts, RetryPolicy
 from weft.transport.tokens import Tokens, identity_of
@@ -100,6 +101,7 @@ class Transport:
             "x-sdk-version": __version__,
             **(headers or {}),
         }
+        self._contact = Contact(endpoint.base_url)
         self._calls = Pool(shared, MAX_CALLS)
         self._polls = Pool(shared, MAX_POLLS)
 
@@ -135,7 +137,7 @@ class Transport:
         url = self.endpoint.base_url + API + call.path
         timeout = httpx.Timeout(call.timeout_s, connect=5.0, pool=None)
         try:
-            return await pool.request(
+            response = await pool.request(
                 call.method,
                 url,
                 content=call.body,
@@ -144,6 +146,10 @@ class Transport:
                 timeout=timeout,
                 follow_redirects=call.follow,
             )
+            self._contact.there()
+            return response
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise self._contact.missing(error) from error
         except httpx.TimeoutException as error:
             raise APITimeoutError(f"{call.method} {url}: no answer within {call.timeout_s:g} s") from error
         except (httpx.TransportError, OSError) as error:
@@ -181,7 +187,7 @@ class Transport:
                 return answer
             status = answer.status_code if isinstance(answer, APIStatusError) else None
             pause_s = attempts.pause_after(status, time.monotonic(), retry_after_s)
-            if pause_s is None:
+            if pause_s is None or (status is None and self._contact.hopeless(pause_s)):
                 raise answer
             log.log(logging.WARNING if status == 402 else logging.DEBUG, "again in %.1f s: %s", pause_s, answer)
             await asyncio.sleep(pause_s)

@@ -113,6 +113,16 @@ class TrainingRun(Response):
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: UserMetadata | None = None
 
+    @property
+    def name(self) -> str | None:
+        """What its metadata call it."""
+        return (self.user_metadata or {}).get("name")
+
+    @property
+    def continued_from(self) -> str | None:
+        """The checkpoint that it goes on from."""
+        return (self.user_metadata or {}).get("continued_from")
+
 
 class TrainingRunsResponse(Response):
     training_runs: list[TrainingRun]

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ from sqlalchemy.orm import Session, make_transient
 
 from billing.accounts import Accounts, OutOfMoney, Payer
 from billing.prices import PriceList, most_for_sample, most_for_tokens
+from billing.quotas import Claim, QuotaReached, check, claim
 from scheduler.journal.rows import TRAIN_KINDS, sent_sha256_of, to_row
 from scheduler.links.messages import OpKind
 from scheduler.order.operations import SAMPLE, NewOperation, Operation, SequenceReused
@@ -31,6 +33,7 @@ from store import tables
 from store.blobs import Blobs
 from store.bulk import insert_rows, sent_together
 from store.db import Database
+from store.settings import Limits
 
 log = logging.getLogger(__name__)
 
@@ -61,17 +64,19 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Taking:
-    """The row of a new operation, and the rows that come with it."""
+    """The row of a new operation, the rows that come with it, and what it takes of its organisation's quotas."""
 
     row: dict[str, Any]
     others: tuple[tables.Base, ...] = ()
+    claims: tuple[Claim, ...] = ()
 
 
 class Acceptance:
-    def __init__(self, database: Database, blobs: Blobs, prices: PriceList) -> None:
+    def __init__(self, database: Database, blobs: Blobs, prices: PriceList, limits: Limits) -> None:
         self._database = database
         self._blobs = blobs
         self._prices = prices
+        self._limits = limits
         self._entries: dict[tuple[str, int], _Entry] = {}
 
     async def known(self, new: NewOperation, *, maybe_stored: bool) -> str | None:
@@ -88,7 +93,8 @@ class Acceptance:
         return entry.id
 
     async def take(self, new: NewOperation, rows: tuple[tables.Base, ...]) -> Operation:
-        """Make `new` and `rows` durable in one commit. Not known before: the caller has asked. Raises OutOfMoney."""
+        """Make `new` and `rows` durable in one commit. Not known before: the caller has asked. Raises OutOfMoney
+        and QuotaReached."""
         entry = _Entry(uuid.uuid4().hex, new.kind, _digest(new), asyncio.get_running_loop().create_future())
         assert entry.durable is not None
         self._entries[new.lane, new.seq] = entry
@@ -100,16 +106,22 @@ class Acceptance:
             row |= {"state": "failed", "error": new.refused, "error_category": "user", "finished_at": op.accepted_at}
         try:
             await self._put_body(op.body_ref, new.body)
-            await self._write(Taking(row, rows))
+            await self._write(Taking(row, rows, self._claims(new)))
         except BaseException as error:
             self.forget(op)
-            if op.body_ref and isinstance(error, OutOfMoney):
+            if op.body_ref and isinstance(error, OutOfMoney | QuotaReached):
                 self._blobs.delete(op.body_ref)
             entry.durable.set_exception(error)
             entry.durable.exception()  # seen, even when nobody else waits for it
             raise
         entry.durable.set_result(None)
         return op
+
+    def _claims(self, new: NewOperation) -> tuple[Claim, ...]:
+        if new.refused is not None:
+            return ()
+        runs = (claim(self._limits, "runs"),) if new.kind == OpKind.CREATE else ()
+        return runs + ((claim(self._limits, "stored_bytes", new.stores_bytes),) if new.stores_bytes else ())
 
     async def _write(self, taking: Taking) -> None:
         """Insert, again if the database was away for a moment; then it may have been inserted the first time."""
@@ -144,14 +156,19 @@ class Acceptance:
             self._blobs.put(body_ref, body)
 
 
-def insert_all(session: Session, takings: list[Taking]) -> list[OutOfMoney | None]:
-    """Insert operations with their holds; those that cannot be paid for are answered with why, and leave nothing.
-    To be run by `Database.write_batched`, in the locks of their organisations."""
+def insert_all(session: Session, takings: list[Taking]) -> list[OutOfMoney | QuotaReached | None]:
+    """Insert operations with their holds; those that cannot be paid for, or are beyond a quota, are answered with why,
+    and leave nothing. To be run by `Database.write_batched`, in the locks of their organisations."""
     payers = [payer_of(taking.row) for taking in takings]
     times = {taking.row["accepted_at"] for taking in takings}
     accounts = Accounts(session, set(payers), times, datetime.now(UTC))
-    refusals = [_take(session, accounts, payer, taking) for payer, taking in zip(payers, takings, strict=True)]
-    taken = [taking.row for taking, refusal in zip(takings, refusals, strict=True) if refusal is None]
+    refusals: list[OutOfMoney | QuotaReached | None] = []
+    taken: list[dict[str, Any]] = []
+    coming: Counter[tuple[str, str]] = Counter()  # claimed in this batch, whose rows are not there yet
+    for payer, taking in zip(payers, takings, strict=True):
+        refusals.append(_take(session, accounts, payer, taking, coming))
+        if refusals[-1] is None:
+            taken.append(taking.row)
     connection = session.connection()
     with sent_together(connection):
         accounts.store()
@@ -160,12 +177,17 @@ def insert_all(session: Session, takings: list[Taking]) -> list[OutOfMoney | Non
     return refusals
 
 
-def _take(session: Session, accounts: Accounts, payer: Payer, taking: Taking) -> OutOfMoney | None:
+def _take(
+    session: Session, accounts: Accounts, payer: Payer, taking: Taking, coming: Counter[tuple[str, str]]
+) -> OutOfMoney | QuotaReached | None:
     try:
+        for claim in taking.claims:
+            check(session, payer.org_id, claim, coming[payer.org_id, claim.quota])
         if taking.row["state"] == "queued":  # else it only spends its number
             accounts.hold(payer, taking.row["hold_nusd"], taking.row["accepted_at"])
-    except OutOfMoney as refusal:
+    except (OutOfMoney, QuotaReached) as refusal:
         return refusal
+    coming.update({(payer.org_id, claim.quota): claim.adds for claim in taking.claims if claim.quota != "runs"})
     for other in taking.others:
         make_transient(other)  # an attempt whose commit failed may have left it looking as if it were stored
         session.add(other)
@@ -211,5 +233,6 @@ def _operation(new: NewOperation, request_id: str, sent_sha256: str) -> Operatio
         user_id=new.user_id,
         project_id=new.project_id,
         body_bytes=len(new.body),
+        stores_bytes=new.stores_bytes,
         body_sha256=(sent_sha256 if same else hashlib.sha256(new.body).hexdigest()) if has_body else "",
     )

@@ -1,9 +1,12 @@
-"""Outcomes kept for the clients that will ask: the latest in memory, all of them as blobs until they are reaped."""
+"""Outcomes kept for the clients that will ask: the latest in memory, all of them as blobs until they are reaped.
+
+Memory is bounded in number and in bytes, of all and of each organisation, so that large results of one neither fill it
+nor push out those of others. What does not fit is read again from the database and the blobs."""
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 
 from scheduler.order.operations import SAMPLE, Gone, Operation, Outcome
 from store import tables
@@ -12,8 +15,11 @@ from store.db import Transactions
 
 log = logging.getLogger(__name__)
 
-#: Ended operations kept in memory for the client that is about to ask.
+#: Ended operations kept in memory for the client that is about to ask, and the bytes of their outcomes.
 RECENT = 4096
+RECENT_BYTES = 256 << 20
+#: Of these, an organisation has at most so many.
+RECENT_BYTES_PER_ORG = 32 << 20
 
 
 def result_ref(op_id: str) -> str:
@@ -21,17 +27,62 @@ def result_ref(op_id: str) -> str:
     return f"results/{op_id[:2]}/{op_id}"
 
 
+class _Recent:
+    """The latest ended operations. Beyond a limit the oldest of the organisation that has most goes."""
+
+    def __init__(self, most: int, most_bytes: int, most_bytes_per_org: int) -> None:
+        self._most, self._most_bytes, self._most_bytes_per_org = most, most_bytes, most_bytes_per_org
+        self._ops: dict[str, Operation] = {}
+        self._sizes: defaultdict[str, OrderedDict[str, int]] = defaultdict(OrderedDict)  # by organisation, oldest first
+        self.bytes_of: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    def get(self, request_id: str) -> Operation | None:
+        return self._ops.get(request_id)
+
+    def add(self, op: Operation) -> None:
+        self.discard(op)
+        size = len(op.outcome.payload) + len(op.outcome.error or "") if op.outcome is not None else 0
+        self._ops[op.id] = op
+        self._sizes[op.org_id][op.id] = size
+        self.bytes_of[op.org_id] += size
+        while self.bytes_of[op.org_id] > self._most_bytes_per_org:
+            self._drop_oldest(op.org_id)
+        while self.bytes_of.total() > self._most_bytes:
+            self._drop_oldest(max(self.bytes_of, key=self.bytes_of.__getitem__))
+        while len(self._ops) > self._most:
+            self._drop_oldest(max(self._sizes, key=lambda org_id: len(self._sizes[org_id])))
+
+    def discard(self, op: Operation) -> None:
+        if self._ops.pop(op.id, None) is None:
+            return
+        self.bytes_of[op.org_id] -= self._sizes[op.org_id].pop(op.id)
+        if not self._sizes[op.org_id]:
+            del self._sizes[op.org_id], self.bytes_of[op.org_id]
+
+    def _drop_oldest(self, org_id: str) -> None:
+        self.discard(self._ops[next(iter(self._sizes[org_id]))])
+
+
 class Answers:
-    def __init__(self, database: Transactions, blobs: Blobs) -> None:
+    def __init__(
+        self,
+        database: Transactions,
+        blobs: Blobs,
+        most: int = RECENT,
+        most_bytes: int = RECENT_BYTES,
+        most_bytes_per_org: int = RECENT_BYTES_PER_ORG,
+    ) -> None:
         self._database = database
         self._blobs = blobs
-        self._recent: OrderedDict[str, Operation] = OrderedDict()
+        self._limits = most, most_bytes, most_bytes_per_org
+        self._recent = _Recent(*self._limits)
 
     def remember(self, op: Operation) -> None:
         """`op` has its outcome."""
-        self._recent[op.id] = op
-        if len(self._recent) > RECENT:
-            self._recent.popitem(last=False)
+        self._recent.add(op)
 
     def recent(self, request_id: str) -> Operation | None:
         return self._recent.get(request_id)
@@ -59,9 +110,9 @@ class Answers:
         """Their client has these results: forget them. Returns the blobs to delete."""
         ended = [op for op in map(self._recent.get, request_ids) if op is not None and op.org_id == org_id]
         for op in ended:
-            del self._recent[op.id]
+            self._recent.discard(op)
         return [result_ref(op.id) for op in ended if op.kind == SAMPLE]
 
     def clear(self) -> None:
         """Forget what is in memory; the store still has it."""
-        self._recent.clear()
+        self._recent = _Recent(*self._limits)

@@ -17,6 +17,7 @@ from functools import partial
 from sqlalchemy import func, or_, select, update
 from sqlalchemy.orm import Session
 
+from billing.quotas import Claim, limit_of
 from scheduler.journal.ending.outcomes import result_ref
 from store import tables
 from store.blobs import Blobs
@@ -36,7 +37,7 @@ _KEPT = _OP.result_bytes.is_not(None)
 
 
 class Results:
-    """`sweep` belongs into a thread; `limit_bytes` are for each organisation."""
+    """`sweep` belongs into a thread; `limit_bytes` are for each organisation that has no quota of its own."""
 
     def __init__(
         self,
@@ -57,22 +58,24 @@ class Results:
             over = _over(session, now)
         deleted = self._delete(over)
         with self._database.read() as session:
-            excess = [op_id for org_id, kept in self._crowded(session) for op_id in self._excess(session, org_id, kept)]
+            excess = [op_id for crowd in self._crowded(session) for op_id in self._excess(session, *crowd)]
         return deleted + self._delete(excess)
 
-    def _crowded(self, session: Session) -> list[tuple[str, int]]:
-        """Organisations that have more than they may, and how much, in bytes."""
-        kept = func.sum(_OP.result_bytes)
-        query = select(_OP.org_id, kept).where(_KEPT).group_by(_OP.org_id).having(kept > self._limit_bytes)
-        return [(org_id, int(size or 0)) for org_id, size in session.execute(query)]
+    def _crowded(self, session: Session) -> list[tuple[str, int, int]]:
+        """Organisations that have more than they may; how much, and how much they may, in bytes."""
+        kept = select(_OP.org_id, func.sum(_OP.result_bytes)).where(_KEPT).group_by(_OP.org_id)
+        sizes = [(org_id, int(size or 0)) for org_id, size in session.execute(kept)]
+        default = Claim("result_bytes", self._limit_bytes)
+        limits = {org_id: limit_of(session, org_id, default) for org_id, _ in sizes}
+        return [(org_id, size, limits[org_id]) for org_id, size in sizes if size > limits[org_id]]
 
-    def _excess(self, session: Session, org_id: str, kept_bytes: int) -> list[str]:
+    def _excess(self, session: Session, org_id: str, kept_bytes: int, limit_bytes: int) -> list[str]:
         """What of an organisation goes: fetched ones first, each kind from the oldest on."""
         unfetched = _OP.fetched_at.is_(None)
         query = select(_OP.id, _OP.result_bytes).where(_KEPT, _OP.org_id == org_id)
         found: list[str] = []
         for op_id, size in session.execute(query.order_by(unfetched, _OP.fetched_at, _OP.finished_at, _OP.id)):
-            if kept_bytes <= self._limit_bytes:
+            if kept_bytes <= limit_bytes:
                 break
             found.append(op_id)
             kept_bytes -= size or 0

@@ -163,7 +163,7 @@ def _quantities(ending: Ending) -> dict[str, int]:
 def _make(session: Session, op: Operation, done: Done, now: datetime, freed: list[str]) -> str | None:
     """What `op` leaves behind in the database. Returns why it cannot be."""
     if isinstance(op.plan, NewSampler):
-        _new_sampler(session, op, op.plan, now)
+        _new_sampler(session, op, op.plan, done, now)
     elif isinstance(op.plan, Save):
         return _new_checkpoint(session, op, op.plan, done, now, freed)
     elif (source := _source(op)) is not None:
@@ -220,15 +220,15 @@ def _note(session: Session, op: Operation, event: str, path: str, now: datetime,
     audit.record(session, org_id=op.org_id, key_id=key_id, event=event, target=path, detail=detail, at=now)
 
 
-def _new_sampler(session: Session, op: Operation, plan: NewSampler, now: datetime) -> None:
+def _new_sampler(session: Session, op: Operation, plan: NewSampler, done: Done, now: datetime) -> None:
     """An unnamed save: a sampler on the weights just written. An inflight one moves its siblings along."""
     kind = "inflight" if plan.inflight else "snapshot"
     if plan.inflight:
-        session.execute(
-            update(tables.Sampler)
-            .where(tables.Sampler.run_id == op.lane, tables.Sampler.kind == kind)
-            .values(adapter_ref=op.target_ref)
-        )
+        siblings = tables.Sampler.run_id == op.lane, tables.Sampler.kind == kind
+        older = session.scalars(select(tables.Sampler.adapter_ref).where(*siblings).distinct()).all()
+        session.execute(update(tables.Sampler).where(*siblings).values(adapter_ref=op.target_ref))
+        storage.end_samplers(session, older, now)
+    storage.begin_sampler(session, op.target_ref, op.lane, done.facts.get("size_bytes", 0), now)
     session.add(
         tables.Sampler(
             id=plan.sampler_id,

@@ -82,7 +82,11 @@ def test_a_template_is_the_models_own(tmp_path: Path) -> None:
     ("said", "content", "calls"),
     [
         ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "", [("add", '{"a": 1}')]),
-        ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>', "", [("f", "{}"), ("g", "{}")]),
+        (
+            'S:\n<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>',
+            "S:",
+            [("f", "{}"), ("g", "{}")],
+        ),
         ("<tool_call>\nnot json\n</tool_call>", "<tool_call>\nnot json\n</tool_call>", []),
         ('<tool_call>\n{"name": "add"', '<tool_call>\n{"name": "add"', []),
         ("plain", "plain", []),

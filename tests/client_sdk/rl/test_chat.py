@@ -178,6 +178,17 @@ def test_the_purse_is_asked_for_the_most_and_charged_what_it_was() -> None:
     assert who.purse.held_nusd == 0
 
 
+def test_what_is_under_way_counts_at_the_most_that_it_can_cost() -> None:
+    purse = Purse({"sample": 1_000_000}, limit_nusd=10_000)
+    first = purse.hold(purse.price(sample=6))
+    with pytest.raises(BudgetSpent, match=r"\$0.000006000 held"):
+        purse.hold(purse.price(sample=5))
+    purse.settle(first, purse.price(sample=1))
+    second = purse.hold(purse.price(sample=9))
+    purse.settle(second, second)
+    assert (purse.spent_nusd, purse.held_nusd) == (10_000, 0)
+
+
 def test_examples_train_what_would_be_sampled() -> None:
     messages = [
         {"role": "user", "content": "a"},

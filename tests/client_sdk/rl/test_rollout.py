@@ -45,6 +45,11 @@ def test_a_turn_joins_the_longest_that_it_extends() -> None:
     assert [joined.tokens for joined in join(turns)] == [[1, 2, 3, 4, 5, 6], [9, 9], [1, 7, 8]]
 
 
+def test_of_two_branches_the_one_that_was_gone_on_with_is_joined() -> None:
+    turns = [turn([1], [2]), turn([1], [2, 3]), turn([1, 2, 3, 4], [5])]
+    assert [joined.tokens for joined in join(turns)] == [[1, 2], [1, 2, 3, 4, 5]]
+
+
 def test_the_same_prompt_twice_is_two_data() -> None:
     assert len(data_of(Rollout([turn([1], [2]), turn([1], [3])]), 1.0)) == 2
 

@@ -243,3 +243,11 @@ def test_concurrency_keeps_its_bounds(looks: list[tuple[int, int, int]]) -> None
     for look in looks:
         limits.observe(*look)
         assert 2 <= limits.limit <= 20
+
+
+def test_what_is_too_old_is_not_taken_even_if_nobody_asked_what_is_late() -> None:
+    pacer = Pacer(Async(max_lag=1), 1)
+    numbers = [pacer.start() for _ in range(2)]
+    for number, oldest in zip(numbers, (-2, 0), strict=True):
+        pacer.finish(number, 1, oldest=oldest)
+    assert pacer.take() == numbers[1:]

@@ -227,6 +227,17 @@ def test_a_trainer_that_is_silent_is_gone(url: str, blobs: Blobs, monkeypatch: p
     with_trainer(url, blobs, scenario)
 
 
+def test_a_trainer_that_is_given_up_hears_of_it_and_what_it_sent_is_read(url: str, blobs: Blobs) -> None:
+    async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
+        trainer.send(PullPass(["m"]))
+        leader.hang_up()
+        assert [message async for message in leader.messages()] == [PullPass(["m"])]
+        with pytest.raises(EOFError):
+            await asyncio.to_thread(trainer.recv, 20)
+
+    with_trainer(url, blobs, scenario)
+
+
 #: Joins, with a lease that outlasts any test, says that it did, and works on.
 TRAINER = """
 import sys, time

@@ -1,4 +1,5 @@
-"""The engine where the base is in bfloat16, and on a GPU: it samples what the trainer's forward finds likely."""
+"""The engine where the base is in bfloat16, and on a GPU: it samples what the trainer's forward finds likely, which is
+computed on the CPU."""
 
 from __future__ import annotations
 
@@ -29,14 +30,13 @@ TARGETS = [
 
 def scored(decoder: Decoder, tokens: list[int], folder: Path | None) -> np.ndarray:
     """Log-probabilities of tokens[1:] by the training forward."""
-    device = decoder.device
-    adapter = load_adapter(folder, decoder.config, device=device).adapter if folder else None
+    adapter = load_adapter(folder, decoder.config).adapter if folder else None
     rows = LoraRows([0, len(tokens) - 1], [adapter])
-    inputs = torch.tensor(tokens, device=device)
-    every = torch.arange(len(tokens) - 1, device=device)
+    inputs = torch.tensor(tokens)
+    every = torch.arange(len(tokens) - 1)
     with torch.no_grad():
         hidden = decoder(inputs[:-1], every, PackedAttend([len(tokens) - 1]), rows)
-        return target_logprobs(decoder, hidden, every, inputs[1:], rows).cpu().numpy()
+        return target_logprobs(decoder, hidden, every, inputs[1:], rows).numpy()
 
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), TARGETS)
@@ -49,8 +49,8 @@ def test_sampler_and_trainer_agree(
     tolerance: float,
 ) -> None:
     reference.save_pretrained(tmp_path)
-    decoder = load_decoder(tmp_path, dtype, device)
-    engine = TorchEngine(decoder, EOS, slots=6, context=160)
+    engine = TorchEngine(load_decoder(tmp_path, dtype, device), EOS, slots=6, context=160)
+    on_cpu = load_decoder(tmp_path, dtype, "cpu")
     names = ["", *adapters]
     prompts = {name: tuple(range(3, 8 + 20 * i)) for i, name in enumerate(names)}
     sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=8)
@@ -73,7 +73,7 @@ def test_sampler_and_trainer_agree(
         assert result.error is None, result.error
         for sequence in result.sequences:
             tokens = [*request.prompt, *sequence.tokens.tolist()]
-            wanted = scored(decoder, tokens, request.adapter_folder)
+            wanted = scored(on_cpu, tokens, request.adapter_folder)
             np.testing.assert_allclose(sequence.logprobs, wanted[len(request.prompt) - 1 :], atol=tolerance)
             assert result.prompt_logprobs is not None
             np.testing.assert_allclose(result.prompt_logprobs[1:], wanted[: len(request.prompt) - 1], atol=tolerance)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from workers.model.adapter import Adapter, AdapterShape
-from workers.model.config import DecoderConfig
+from workers.model.config import DecoderConfig, GateConfig, RopeConfig, RouterConfig
 from workers.model.lora_rows import LoraRows
 
 #: Triton reads this when a kernel is defined, so it must be set before the kernels are imported.
@@ -38,6 +39,7 @@ if not torch.cuda.is_available():
     pytest.importorskip("triton", "3.7", reason="the interpreter of Triton before 3.7 cannot read NumPy 2.4's arrays")
     interpret_library()
 
+HOST = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 CONFIG = DecoderConfig(
@@ -54,6 +56,16 @@ CONFIG = DecoderConfig(
     experts_per_token=2,
     moe_intermediate_size=24,
 )
+#: What gpt-oss has, and what GLM-4.5 has.
+SINKS = replace(
+    CONFIG, num_layers=2, sinks=True, window=20, window_layers=(1,), qk_norm="", qkv_bias=True, o_bias=True,
+    expert_bias=True, gate=GateConfig(1.0, 1.702), router=RouterConfig("chosen", bias=True),
+    rope=RopeConfig(kind="yarn", factor=4.0, original_context_length=32, attention_factor=1.1),
+)  # fmt: skip
+GROUPS = replace(
+    CONFIG, num_layers=2, dense_layers=(0,), num_experts=6, qkv_bias=True, norm_topk=True, shared_intermediate_size=24,
+    router=RouterConfig("sigmoid", True, 3, 2, 2.5), rope=RopeConfig(partial=0.5),
+)  # fmt: skip
 DENSE = DecoderConfig(**{**CONFIG.__dict__, "architecture": "Qwen3ForCausalLM", "num_experts": 0})
 
 
@@ -74,23 +86,34 @@ def gradient(of: Adapter, seed: int) -> Adapter:
 
 
 def twice(rows: LoraRows) -> tuple[LoraRows, LoraRows]:
-    """The same rows with gradient arenas of their own each."""
-    copies = []
-    for _ in range(2):
-        arenas = {id(grad): Adapter(grad.shape, grad.flat.clone(), grad.scale) for grad in rows.grads if grad}
-        grads = [arenas[id(grad)] if grad else None for grad in rows.grads]
-        copies.append(LoraRows(rows.offsets, rows.adapters, grads))
-    return copies[0], copies[1]
+    """The same rows, with gradient arenas of their own each: on the device, and in the host's memory, where no kernel
+    of the device computes. Groups that share an arena still do."""
+
+    def moved(device: torch.device) -> LoraRows:
+        made: dict[int, Adapter] = {}
+
+        def move(of: Adapter | None) -> Adapter | None:
+            if of is None:
+                return None
+            if id(of) not in made:
+                made[id(of)] = Adapter(of.shape, of.flat.to(device, copy=True), of.scale)
+            return made[id(of)]
+
+        return LoraRows(rows.offsets, [move(a) for a in rows.adapters], [move(g) for g in rows.grads])
+
+    return moved(DEVICE), moved(HOST)
 
 
 def assert_same_grads(found: Sequence[Adapter | None], wanted: Sequence[Adapter | None], tolerance: float) -> None:
-    """Name by name, relative to the largest entry."""
+    """Name by name, relative to the largest entry; `wanted` were computed in the host's memory."""
     for group, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         if ours is None or theirs is None:
             assert ours is theirs
             continue
         for name, view in ours.views.items():
-            error = (view - theirs.views[name]).abs().max() / theirs.views[name].abs().max()
+            expected = theirs.views[name]
+            assert expected.device == HOST, "the reference is the CPU's"
+            error = (view.cpu() - expected).abs().max() / expected.abs().max()
             assert error < tolerance, f"group {group}: {name} differs by {float(error):.1e}"
 
 

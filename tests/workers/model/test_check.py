@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -29,6 +30,69 @@ def test_counts_are_those_of_the_loaded_model(family: str, tmp_path: Path) -> No
     names = {name for names in trained(decoder.config).values() for name in names}
     assert ("mlp.experts.*.gate_proj" in names) == bool(decoder.config.num_experts)
     assert ("mlp.gate_proj" in names) == any(name.endswith(".mlp.gate_proj.weight") for name in model.state_dict())
+
+
+SAME: dict[str, Any] = {
+    "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.55.0", "use_cache": True,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+MIXTURE: dict[str, Any] = {"output_router_logits": False, "router_aux_loss_coef": 0.01}
+#: Every field of the config.json as published, and the size of the model in billions as its makers give it.
+PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
+    "Qwen2ForCausalLM": (7.62, {
+        "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 32768, "max_window_layers": 28,
+        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rope_theta": 1000000.0,
+        "sliding_window": 131072, "use_sliding_window": False, "vocab_size": 152064, "use_mrope": False,
+    }),
+    "MistralForCausalLM": (7.24, {
+        "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "rope_theta": 10000.0, "sliding_window": 4096,
+        "vocab_size": 32000,
+    }),
+    "MixtralForCausalLM": (46.7, {
+        **MIXTURE, "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "num_local_experts": 8, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32000,
+    }),
+    "OlmoeForCausalLM": (6.92, {
+        **MIXTURE, "attention_bias": False, "clip_qkv": None, "hidden_size": 2048, "intermediate_size": 1024,
+        "max_position_embeddings": 4096, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 64,
+        "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16, "rope_theta": 10000.0,
+        "vocab_size": 50304,
+    }),
+    "Glm4MoeForCausalLM": (106, {
+        "attention_bias": True, "head_dim": 128, "hidden_size": 4096, "partial_rotary_factor": 0.5,
+        "intermediate_size": 10944, "max_position_embeddings": 131072, "moe_intermediate_size": 1408,
+        "norm_topk_prob": True, "num_attention_heads": 96, "n_group": 1, "topk_group": 1, "n_routed_experts": 128,
+        "n_shared_experts": 1, "routed_scaling_factor": 1.0, "num_experts_per_tok": 8, "first_k_dense_replace": 1,
+        "num_hidden_layers": 46, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "rope_theta": 1000000,
+        "use_qk_norm": False, "vocab_size": 151552,
+    }),
+    "GptOssForCausalLM": (20.9, {
+        **MIXTURE, "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_size": 2880,
+        "initial_context_length": 4096, "intermediate_size": 2880, "max_position_embeddings": 131072,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+        "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "vocab_size": 201088,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", PUBLISHED)
+def test_published_configs_are_read_and_give_the_size_that_is_published(architecture: str, tmp_path: Path) -> None:
+    billions, fields = PUBLISHED[architecture]
+    (tmp_path / "config.json").write_text(json.dumps({**SAME, **fields, "architectures": [architecture]}))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    found = check_model(read_card("m", tmp_path))
+    assert found.parameters / 1e9 == pytest.approx(billions, rel=1e-2)
 
 
 def test_the_command_says_what_the_built_in_model_is() -> None:

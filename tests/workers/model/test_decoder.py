@@ -13,7 +13,7 @@ from tests.workers.model.models import FAMILIES, ours, packed, random_adapter, r
 from workers.model.adapter import Adapter
 from workers.model.decoder import LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
-from workers.model.weights import ModelWeightsError, load_decoder
+from workers.model.weights import ModelWeightsError, copy_weights, load_decoder
 
 LENGTHS = [5, 17, 5, 1, 40]
 
@@ -68,6 +68,18 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     save_file({**tensors, "model.norm.weight": norm[:3].clone()}, file)
     with pytest.raises(ModelWeightsError, match=r"model\.norm\.weight is .*\[3\], .* \[64\]"):
         load_decoder(tmp_path)
+
+
+def test_what_is_missing_is_found_before_anything_is_read(tmp_path: Path) -> None:
+    decoder = ours(reference("qwen3"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]  # the last of all
+    save_file(tensors, file)
+    decoder.embed.fill_(7.0)
+    with pytest.raises(ModelWeightsError, match="missing"):
+        copy_weights(decoder, [file])
+    assert bool((decoder.embed == 7.0).all())
 
 
 def test_frozen_weights_want_no_gradient_and_hooks_see_every_layer(tmp_path: Path) -> None:

@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, assert_same_grads, mixed_rows, twice
+from tests.workers.model.gpu_kit import (
+    CONFIG,
+    DENSE,
+    DEVICE,
+    GROUPS,
+    HOST,
+    SINKS,
+    assert_same_grads,
+    mixed_rows,
+    twice,
+)
 from workers.model import lora_products
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, PackedAttend
@@ -48,7 +58,7 @@ def use_gpu_code(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lora_products, "on_device", lambda weight: True)
 
 
-@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["moe", "dense"])
+@pytest.mark.parametrize("config", [CONFIG, DENSE, SINKS, GROUPS], ids=["moe", "dense", "sinks", "groups"])
 @pytest.mark.parametrize("budget", [None, 0], ids=["kept", "recomputed"])
 def test_decoder_through_the_gpu_code(
     config: DecoderConfig, budget: int | None, monkeypatch: pytest.MonkeyPatch
@@ -61,24 +71,10 @@ def test_decoder_through_the_gpu_code(
             use_gpu_code(patch)
         found = run(decoder, ours)
     if DEVICE.type == "cuda":
-        theirs = on_cpu(theirs)
-        decoder = random_decoder(config, torch.device("cpu"))
+        decoder = random_decoder(config, HOST)
     wanted = run(decoder, theirs)
     torch.testing.assert_close(found.cpu(), wanted, atol=TOLERANCE, rtol=TOLERANCE)
-    assert_same_grads(on_cpu(ours).grads, theirs.grads, 10 * TOLERANCE)
-
-
-def on_cpu(rows: LoraRows) -> LoraRows:
-    """The same groups in the host's memory; those that share an arena still do."""
-    moved: dict[int, Any] = {}
-
-    def move(of: Any) -> Any:
-        if of is None:
-            return None
-        key = of.flat.data_ptr()
-        return moved.setdefault(key, type(of)(of.shape, of.flat.cpu(), of.scale))
-
-    return LoraRows(rows.offsets, [move(a) for a in rows.adapters], [move(g) for g in rows.grads])
+    assert_same_grads(ours.grads, theirs.grads, 10 * TOLERANCE)
 
 
 def reference_varlen(

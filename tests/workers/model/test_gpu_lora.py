@@ -1,8 +1,10 @@
-"""The CUDA path of linears and experts against the CPU path, kernel by kernel through autograd."""
+"""The CUDA path of linears and experts against the CPU path, kernel by kernel through autograd. On a GPU, too, the
+reference is computed in the host's memory by the CPU's code: never by the kernels that are tested."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tests.workers.model.gpu_kit import (
     CONFIG,
     DENSE,
     DEVICE,
+    HOST,
     adapter,
     assert_same_grads,
     gradient,
@@ -33,76 +36,101 @@ QKV = Site(
 DOWN = Site("layers.0.mlp.down_A", ("layers.0.mlp.down_B",), (DENSE.hidden_size,))
 NAMES = Names.of_layer(0)
 
-#: Base in bfloat16: the same rounding of the base in both, so only sums of float32 differ (on CUDA: in TF32).
-TOLERANCE = 1e-5 if DEVICE.type == "cpu" else 2e-3
+#: The base is rounded alike in both, so only sums of float32 differ; on CUDA they are in TF32, and a base in bfloat16
+#: rounds what they come to.
+TOLERANCE = 1e-5 if DEVICE == HOST else 2e-3
+ROUNDED = TOLERANCE if DEVICE == HOST else 2e-2
+TOLERANCES = {torch.float32: TOLERANCE, torch.bfloat16: ROUNDED}
 
 
-def on_device(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function with the adapters' products in Triton, on a device or in the interpreter."""
+@dataclass(frozen=True)
+class Side:
+    """Where something is computed: `OURS` with the adapters' products in Triton, on a device or in the interpreter;
+    `THEIRS` with the CPU's."""
 
-    def run(*args: Any) -> Tensor:
+    device: torch.device
+    triton: bool
+
+    def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lora_products, "on_device", lambda weight: True)
+            patch.setattr(lora_products, "on_device", lambda weight: self.triton)
             return function(*args)
 
-    return run
+    def random(self, *shape: int, seed: int = 0) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(self.device)
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+OURS, THEIRS = Side(DEVICE, triton=True), Side(HOST, triton=False)
 
 
 def close(found: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> None:
+    assert wanted.device == HOST, "the reference is the CPU's"
     assert found.shape == wanted.shape
     assert found.dtype == wanted.dtype
-    error = (found - wanted).abs().max() / wanted.abs().max()
+    error = (found.cpu() - wanted).abs().max() / wanted.abs().max()
     assert error < tolerance, f"differs by {float(error):.1e}"
 
 
-def through(linear: Callable[..., Tensor], site: Site, rows: LoraRows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def through(side: Side, site: Site, rows: LoraRows, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Output and input gradient of a linear."""
     inner = {QKV.a: DENSE.hidden_size, DOWN.a: DENSE.intermediate_size}[site.a]
-    weight = (0.2 * random(sum(site.sizes), inner, seed=1)).to(dtype)
-    x = random(len(rows), inner, seed=2).requires_grad_()
-    y = linear(x, weight, site, rows)
-    y.backward(random(*y.shape, seed=3))
+    weight = (0.2 * side.random(sum(site.sizes), inner, seed=1)).to(dtype)
+    x = side.random(len(rows), inner, seed=2).requires_grad_()
+    y = side.run(lora_linear, x, weight, site, rows)
+    side.run(y.backward, side.random(*y.shape, seed=3))
     assert x.grad is not None
     return y.detach(), x.grad
+
+
+def test_the_reference_is_computed_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On whatever machine: otherwise kernels would be compared with themselves."""
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("the reference went through the kernels")
+
+    monkeypatch.setattr(launch.TritonProducts, "dense", refuse)
+    _, theirs = twice(mixed_rows(DENSE))
+    through(THEIRS, QKV, theirs)
+    _, theirs = twice(mixed_rows(CONFIG))
+    block(THEIRS, theirs, torch.float32, len(theirs))
+    ours, _ = twice(mixed_rows(DENSE))
+    with pytest.raises(AssertionError, match="through the kernels"):
+        through(OURS, QKV, ours)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("site", [QKV, DOWN], ids=["qkv", "down"])
 def test_linear_is_that_of_the_cpu(site: Site, dtype: torch.dtype) -> None:
     ours, theirs = twice(mixed_rows(DENSE))
-    y, dx = through(on_device(lora_linear), site, ours, dtype)
-    wanted_y, wanted_dx = through(lora_linear, site, theirs, dtype)
-    close(y, wanted_y)
-    close(dx, wanted_dx)
+    y, dx = through(OURS, site, ours, dtype)
+    wanted_y, wanted_dx = through(THEIRS, site, theirs, dtype)
+    close(y, wanted_y, TOLERANCES[dtype])
+    close(dx, wanted_dx, TOLERANCES[dtype])
     assert_same_grads(ours.grads, theirs.grads, TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_forward_alone_is_that_with_gradients(dtype: torch.dtype) -> None:
-    rows, weight = mixed_rows(DENSE), (0.2 * random(sum(QKV.sizes), DENSE.hidden_size)).to(dtype)
-    x = random(len(rows), DENSE.hidden_size)
-    recorded = on_device(lora_linear)(x, weight, QKV, rows)
+    rows, weight = mixed_rows(DENSE), (0.2 * OURS.random(sum(QKV.sizes), DENSE.hidden_size)).to(dtype)
+    x = OURS.random(len(rows), DENSE.hidden_size)
+    recorded = OURS.run(lora_linear, x, weight, QKV, rows)
     with torch.inference_mode():
-        plain = on_device(lora_linear)(x, weight, QKV, rows)
+        plain = OURS.run(lora_linear, x, weight, QKV, rows)
     assert torch.equal(plain, recorded.detach())
 
 
 def test_groups_without_the_tensor_get_the_base() -> None:
     only_mlp = adapter(DENSE, 4, 0, train_attn=False)
     rows = LoraRows([0, 5, 9], [only_mlp, None])
-    weight, x = random(sum(QKV.sizes), DENSE.hidden_size), random(9, DENSE.hidden_size)
-    close(on_device(lora_linear)(x, weight, QKV, rows), x @ weight.t())
+    weight, x = OURS.random(sum(QKV.sizes), DENSE.hidden_size), OURS.random(9, DENSE.hidden_size)
+    close(OURS.run(lora_linear, x, weight, QKV, rows), x.cpu() @ weight.cpu().t())
 
 
 def test_rank_beyond_one_block() -> None:
     wide = adapter(DENSE, 130, 0)
     ours, theirs = twice(LoraRows([0, 20], [wide], [gradient(wide, 0)]))
-    y, dx = through(on_device(lora_linear), DOWN, ours, torch.float32)
-    wanted_y, wanted_dx = through(lora_linear, DOWN, theirs, torch.float32)
+    y, dx = through(OURS, DOWN, ours)
+    wanted_y, wanted_dx = through(THEIRS, DOWN, theirs)
     close(y, wanted_y)
     close(dx, wanted_dx)
     assert_same_grads(ours.grads, theirs.grads, TOLERANCE)
@@ -111,26 +139,24 @@ def test_rank_beyond_one_block() -> None:
 def test_long_sums_are_split_at_fixed_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MAX_SPLIT", 64)
     ours, theirs = twice(mixed_rows(DENSE))
-    y, dx = through(on_device(lora_linear), DOWN, ours, torch.float32)
-    wanted_y, wanted_dx = through(lora_linear, DOWN, theirs, torch.float32)
+    y, dx = through(OURS, DOWN, ours)
+    wanted_y, wanted_dx = through(THEIRS, DOWN, theirs)
     close(y, wanted_y)
     close(dx, wanted_dx)
     assert_same_grads(ours.grads, theirs.grads, TOLERANCE)
 
 
-def block(
-    of: Callable[..., Tensor], rows: LoraRows | None, dtype: torch.dtype, tokens: int, crowd: bool = False
-) -> list[Tensor]:
+def block(side: Side, rows: LoraRows | None, dtype: torch.dtype, tokens: int, crowd: bool = False) -> list[Tensor]:
     """Output, input gradient and router gradient of an expert block; in a `crowd` all tokens choose two experts."""
     e, f, d, k = CONFIG.num_experts, CONFIG.moe_intermediate_size, CONFIG.hidden_size, CONFIG.experts_per_token
-    gate_up, down = (0.2 * random(e, 2 * f, d, seed=1)).to(dtype), (0.2 * random(e, d, f, seed=2)).to(dtype)
-    scores = random(tokens, e, seed=3)
+    gate_up, down = ((0.2 * side.random(*shape, seed=n)).to(dtype) for n, shape in ((1, (e, 2 * f, d)), (2, (e, d, f))))
+    scores = THEIRS.random(tokens, e, seed=3)  # both choose the same experts
     if crowd:
         scores[:, [1, 4]] += 100
     weights, experts = torch.topk(torch.softmax(scores, -1), k, dim=-1)
-    x, weights = random(tokens, d, seed=4).requires_grad_(), weights.detach().requires_grad_()
-    out = of(x, weights, experts, Experts(gate_up, down), NAMES, rows)
-    out.backward(random(*out.shape, seed=5))
+    x, weights = side.random(tokens, d, seed=4).requires_grad_(), weights.to(side.device).requires_grad_()
+    out = side.run(expert_block, x, weights, experts.to(side.device), Experts(gate_up, down), NAMES, rows)
+    side.run(out.backward, side.random(*out.shape, seed=5))
     assert x.grad is not None
     assert weights.grad is not None
     return [out.detach(), x.grad, weights.grad]
@@ -141,8 +167,8 @@ def block(
 def test_experts_are_those_of_the_cpu(dtype: torch.dtype, crowd: bool) -> None:
     ours, theirs = twice(mixed_rows(CONFIG))
     tolerance = TOLERANCE if dtype == torch.float32 else 2e-2  # rows of one expert round apart in bfloat16
-    found = block(on_device(expert_block), ours, dtype, len(ours), crowd)
-    for mine, wanted in zip(found, block(expert_block, theirs, dtype, len(theirs), crowd), strict=True):
+    found = block(OURS, ours, dtype, len(ours), crowd)
+    for mine, wanted in zip(found, block(THEIRS, theirs, dtype, len(theirs), crowd), strict=True):
         close(mine, wanted, tolerance)
     assert_same_grads(ours.grads, theirs.grads, tolerance)
 
@@ -152,9 +178,7 @@ def test_experts_that_share_nothing_are_those_of_the_cpu() -> None:
     adapters = [adapter(CONFIG, 4, 0, shared=False), adapter(CONFIG, 20, 1), adapter(CONFIG, 7, 2, shared=False)]
     rows = LoraRows([0, 5, 14, 20], adapters, [gradient(of, seed) for seed, of in enumerate(adapters)])
     ours, theirs = twice(rows)
-    found, wanted = (
-        block(of, r, torch.float32, 20) for of, r in ((on_device(expert_block), ours), (expert_block, theirs))
-    )
+    found, wanted = (block(side, rows, torch.float32, 20) for side, rows in ((OURS, ours), (THEIRS, theirs)))
     for mine, other in zip(found, wanted, strict=True):
         close(mine, other)
     assert_same_grads(ours.grads, theirs.grads, TOLERANCE)
@@ -162,8 +186,8 @@ def test_experts_that_share_nothing_are_those_of_the_cpu() -> None:
 
 def test_experts_without_adapters() -> None:
     for mine, wanted in zip(
-        block(on_device(expert_block), None, torch.float32, 12),
-        block(expert_block, None, torch.float32, 12),
+        block(OURS, None, torch.float32, 12),
+        block(THEIRS, None, torch.float32, 12),
         strict=True,
     ):
         close(mine, wanted)
@@ -176,12 +200,12 @@ def test_a_group_is_the_same_alone_and_among_others() -> None:
     crowd, _ = twice(rows)
     alone, _ = twice(LoraRows([0, stop - start], [rows.adapters[2]], [rows.grads[2]]))
     weight = torch.zeros(sum(QKV.sizes), CONFIG.hidden_size, device=DEVICE)
-    x, dy = random(len(rows), CONFIG.hidden_size), random(len(rows), sum(QKV.sizes))
+    x, dy = OURS.random(len(rows), CONFIG.hidden_size), OURS.random(len(rows), sum(QKV.sizes))
     outputs = []
     for of, part in ((crowd, slice(None)), (alone, slice(start, stop))):
         leaf = x[part].clone().requires_grad_()
-        y = on_device(lora_linear)(leaf, weight, QKV, of)
-        y.backward(dy[part])
+        y = OURS.run(lora_linear, leaf, weight, QKV, of)
+        OURS.run(y.backward, dy[part])
         assert leaf.grad is not None
         outputs.append((y.detach(), leaf.grad))
     (y, dx), (own_y, own_dx) = outputs

@@ -54,7 +54,7 @@ def test_peft_computes_the_same_from_a_dense_export(family: str, unembed: bool, 
     assert (their_logprobs(theirs, decoder) - our_logprobs(decoder, adapter)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["moe", "moe-mixed"])
+@pytest.mark.parametrize("family", ["moe", "moe-mixed", "olmoe", "glm4-moe"])
 @pytest.mark.parametrize("layout", ["tinker", "peft"])
 def test_merging_an_export_by_hand_gives_the_same_model(family: str, layout: str, tmp_path: Path) -> None:
     model = reference(family)

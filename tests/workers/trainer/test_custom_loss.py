@@ -145,7 +145,10 @@ def test_a_loss_that_fails_while_it_runs_is_its_users_error_and_leaves_others_al
     ops = [bench.fb("a", bad, "custom", loss_id="s:loss:0"), bench.fb("b", ce_data([5], seed=2))]
     done = bench.go(*ops)
     assert done[ops[0].op_id].failure.category == "user"
-    assert "node mul (operator.mul)" in done[ops[0].op_id].failure.message
+    # It was computed, and is billed. What is wrong is known before anything of it runs.
+    assert done[ops[0].op_id].facts == {"tokens": 9}
+    assert "datum 0: " in done[ops[0].op_id].failure.message
+    assert "node mul (operator.mul): shapes [8] and [9] do not fit" in done[ops[0].op_id].failure.message
     assert done[ops[1].op_id].failure is None
     assert bench.run("a").grad is None
 

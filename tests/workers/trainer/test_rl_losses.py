@@ -78,7 +78,7 @@ def gradient(run: Runner, loss: Loss, lp: list[float], inputs: dict[str, torch.T
     value, _ = run(loss, leaf, inputs)
     value.backward()
     assert leaf.grad is not None
-    return float(value), leaf.grad
+    return float(value.detach()), leaf.grad
 
 
 @pytest.mark.parametrize("run", [plain, interpreted], ids=["plain", "trainer"])

@@ -22,6 +22,10 @@ from workers.model.peft_format import write_peft
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
+#: The families whose adapters were tried in vLLM. It drops tensors whose names it does not know, without a word.
+FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
+
+
 class NotServable(AdapterUnusable):
     """vLLM cannot serve these weights, though another engine may. The message says why."""
 
@@ -70,6 +74,9 @@ def convert(name: str, source: Path | None, target: Path, config: DecoderConfig,
 
 def not_servable(adapter: Adapter, limits: LoraLimits) -> str | None:
     """Why vLLM cannot serve an adapter, or None."""
+    architecture = adapter.shape.config.architecture
+    if architecture not in FAMILIES:
+        return f"they are of a {architecture}; it was tried with adapters of {', '.join(FAMILIES)}"
     if adapter.shape.train_unembed:
         return "they train the unembedding (make the run with train_unembed=False)"
     if adapter.rank > limits.max_rank:

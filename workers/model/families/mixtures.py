@@ -96,6 +96,7 @@ def glm4_moe(fields: Fields) -> DecoderConfig:
 
 def gpt_oss(fields: Fields) -> DecoderConfig:
     biases, layers = fields.flag("attention_bias", True), fields.need("num_hidden_layers")
+    fields.only("experts_per_token", fields.get("num_experts_per_tok"))  # the same number under a second name
     alternate = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
     return decoder(
         "GptOssForCausalLM",

@@ -63,7 +63,6 @@ def _client(chat: Chat) -> Any:
     class ChatClient(clients.Client):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             self._config = None
-            self.client = chat
             self.held: list[tuple[list[Any], Chat]] = []
 
         def setup_client(self, config: Any) -> Any:

@@ -38,8 +38,9 @@ ELEMENTS_FREE = 65_536
 ELEMENTS_PER_WORK = 16_384
 #: Work of all data of one operation.
 MAX_WORK = 2**18
-#: Sizes of data that are looked at exactly in one operation; others count as the most that their size allows.
-MOST_PLANS = 32
+#: Nodes that are looked at, with data of other and other sizes, to know the cost of one operation: some 50 ms. What is
+#: beyond counts as the most that its size allows.
+MOST_NODES = 4096
 DEAREST = max(form.cost for forms in (*FUNCTIONS.values(), *METHODS.values()) for form in forms)
 
 #: Keywords that say where a tensor lies, which the server decides, and those that are known to say nothing.
@@ -96,7 +97,11 @@ def work_of(loss: CustomLoss, data: Sequence[ArrayDatum]) -> list[int]:
     for planned, indices in enumerate(alike.values()):
         largest = max(indices, key=lambda index: sum(shape.elements for shape in sizes[index]))
         try:
-            most = plan_datum(loss, sizes[largest]).work if planned < MOST_PLANS else most_work(loss, sizes[largest])
+            most = (
+                plan_datum(loss, sizes[largest]).work
+                if planned * len(loss.nodes) < MOST_NODES
+                else most_work(loss, sizes[largest])
+            )
         except CustomLossError as error:
             raise CustomLossError(f"datum {largest}: {error}") from None
         for index in indices:

@@ -40,7 +40,8 @@ class Form:
 
 #: rule, cost: parameters: operations. `?` marks what may be left out; behind `*` stands what is given by name alone.
 _SHARED = """
-each 1: input:x: abs absolute neg negative positive sign sgn square relu ceil floor trunc frac
+each 1: input:x: abs absolute neg negative positive sign sgn relu ceil floor trunc frac
+counts 1: input:x: square
 floats 1: input:x: reciprocal sqrt
 floats 4: input:x: exp exp2 expm1 log log2 log10 log1p rsqrt sigmoid tanh sin cos tan asin acos atan sinh cosh erf erfc
 floats 4: input:x eps:n?: logit
@@ -65,13 +66,13 @@ each 1: input:x end:x weight:xn: lerp
 each 1: input:x min:xn? max:xn?: clamp clip
 each 1: input:x min:xn: clamp_min
 each 1: input:x max:xn: clamp_max
-each 1: input:x mask:x value:xn: masked_fill
+filled 1: input:x mask:x value:xn: masked_fill
 each 1: input:x tensor1:x tensor2:x * value:n?: addcmul addcdiv
 flags 1: input:x other:x rtol:n? atol:n? equal_nan:b?: isclose
 reduced 1: input:x dim:d? keepdim:b? * dtype:t?: sum prod nansum
 reduced_floats 1: input:x dim:d? keepdim:b? * dtype:t?: mean nanmean
 reduced_floats 2: input:x dim:d? unbiased:b? keepdim:b? * correction:n?: std var
-reduced 1: input:x dim:d? keepdim:b?: amin amax
+extreme 1: input:x dim:d? keepdim:b?: amin amax
 reduced_floats 4: input:x dim:d keepdim:b?: logsumexp
 reduced_flags 1: input:x dim:d? keepdim:b?: any all
 reduced_places 1: input:x dim:d?: count_nonzero
@@ -79,7 +80,7 @@ reduced_places 2: input:x dim:i? keepdim:b?: argmin argmax
 reduced_floats 4: input:x p:o? dim:d? keepdim:b? dtype:t?: norm
 reduced_floats 16: input:x q:n dim:i? keepdim:b? * interpolation:s?: quantile
 each 1: input:x other:x: min max
-reduced 1: input:x: min max
+extreme 1: input:x: min max
 chosen 2: input:x dim:i keepdim:b?: min max
 reduced 16: input:x: median nanmedian
 chosen 16: input:x dim:i keepdim:b?: median nanmedian

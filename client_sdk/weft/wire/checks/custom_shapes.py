@@ -124,7 +124,7 @@ def _kind(given: Given) -> str:
     kinds |= {
         "b" if isinstance(value, bool) else "i" if isinstance(value, int) else "f"
         for name, value in given.items()
-        if is_number(value) and name in ("other", "exponent", "alpha", "value")
+        if is_number(value) and name in ("input", "other", "exponent", "alpha", "value", "min", "max")
     }
     return next(kind for kind in "fib" if kind in kinds)
 
@@ -177,6 +177,19 @@ def _each(given: Given) -> Shape:
     return Shape(broadcast(_tensors(given)), _kind(given), _exact(given))
 
 
+def _counts(given: Given) -> Shape:
+    shape = _each(given)
+    return replace(shape, kind="i" if shape.kind == "b" else shape.kind)
+
+
+def _filled(given: Given) -> Shape:
+    return replace(_each(given), kind=given["input"].kind)
+
+
+def _extreme(given: Given) -> Shape:
+    return replace(_reduced(given), kind=given["input"].kind)
+
+
 def _of_kind(rule: Callable[[Given], Shape], kind: str) -> Callable[[Given], Shape]:
     return lambda given: replace(rule(given), kind=kind)
 
@@ -206,7 +219,7 @@ def _pair(given: Given) -> tuple[Shape, Shape]:
 
 
 def _chosen(given: Given) -> tuple[Shape, Shape]:
-    shape = replace(_reduced(given), kind=given["input"].kind)
+    shape = _extreme(given)
     return shape, replace(shape, kind="i")
 
 
@@ -526,6 +539,9 @@ def _pad(given: Given) -> Shape:
 
 RULES: Mapping[str, Callable[[Given], Any]] = {
     "each": _each,
+    "counts": _counts,
+    "filled": _filled,
+    "extreme": _extreme,
     "floats": _of_kind(_each, "f"),
     "flags": _of_kind(_each, "b"),
     "reduced": _reduced,

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.workers.generator.conftest import EOS, run
 from tests.workers.generator.gpu.tape import Tape
 from tests.workers.model import gpu_kit
-from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE
+from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, GROUPS, SINKS
 from workers.generator import forward
 from workers.generator.engine import GenerateRequest, SamplingParams
 from workers.generator.gpu import steps
@@ -122,7 +122,7 @@ def compare(config: DecoderConfig, wanted: list[GenerateRequest], capture: Captu
     return used
 
 
-@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["moe", "dense"])
+@pytest.mark.parametrize("config", [CONFIG, DENSE, SINKS, GROUPS], ids=["moe", "dense", "sinks", "groups"])
 def test_steps_decode_as_plain_decoding(config: DecoderConfig, tmp_path: Path) -> None:
     names = ["small", "", "large", "also small", "attention", "experts", "small"]
     with pytest.MonkeyPatch.context() as patch:

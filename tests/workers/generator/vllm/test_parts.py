@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,12 @@ def test_adapters_that_vllm_would_serve_wrong_are_refused(tmp_path: Path, kind: 
     with pytest.raises(NotServable, match=word):
         convert("a", saved(tmp_path / "a", **kind), tmp_path / "out", CONFIG, LIMITS)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters_of_a_family_whose_names_vllm_may_not_know_are_refused(tmp_path: Path) -> None:
+    mixtral = replace(CONFIG, architecture="MixtralForCausalLM")
+    with pytest.raises(NotServable, match="of a MixtralForCausalLM; it was tried with adapters of Qwen3ForCausalLM"):
+        convert("a", saved(tmp_path / "a"), tmp_path / "out", mixtral, LIMITS)
 
 
 def test_adapters_that_nobody_can_serve_are_refused_otherwise(tmp_path: Path) -> None:

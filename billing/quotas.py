@@ -1,0 +1,122 @@
+"""What one organisation may keep here at a time: bytes, runs, sessions, archives, losses.
+
+The server's settings have the defaults (`store.settings.Limits`), the organisation's row what the operator has set
+otherwise (`weftd org quota`). Who adds to one of them checks in the write that adds, in the lock of the organisation,
+so that many at once cannot pass it together. Results are the exception: the oldest go
+(`scheduler.journal.ending.results`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from sqlalchemy import func, or_, select
+from sqlalchemy.orm import Session
+
+from store import tables
+from store.settings import Limits
+
+#: Losses of a session that is over are kept for so long.
+LOSSES_LAST = timedelta(hours=24)
+
+
+class QuotaReached(Exception):
+    """An organisation would have more than it may; the message says of what, and what helps."""
+
+
+@dataclass(frozen=True)
+class Quota:
+    """`default` names its setting; `remedy` is what its owner can do."""
+
+    default: str
+    what: str
+    used: Callable[[Session, str], int] | None  # None: it is not in the database, and counted by who adds to it
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`adds` more of what `quota` counts; `default` is the limit where the operator has set none."""
+
+    quota: str
+    default: int
+    adds: int = 1
+
+
+def claim(limits: Limits, quota: str, adds: int = 1) -> Claim:
+    return Claim(quota, getattr(limits, QUOTAS[quota].default), adds)
+
+
+def check(session: Session, org_id: str, claim: Claim, coming: int = 0) -> None:
+    """Raise QuotaReached unless the organisation may have that much more, beside what is `coming` and not in the
+    database yet. In its lock."""
+    quota = QUOTAS[claim.quota]
+    limit, used = limit_of(session, org_id, claim), coming + (quota.used(session, org_id) if quota.used else 0)
+    if used + claim.adds > limit:
+        raise QuotaReached(
+            f"the organisation's quota {claim.quota} is {limit}: {used} {quota.what}, and this would be {claim.adds} "
+            f"more; {quota.remedy}, or ask the operator for more (weftd org quota)"
+        )
+
+
+def limit_of(session: Session, org_id: str, claim: Claim) -> int:
+    own = session.scalar(select(tables.Organisation.quotas).where(tables.Organisation.id == org_id)) or {}
+    return int(own.get(claim.quota, claim.default))
+
+
+def stored_bytes(session: Session, org_id: str) -> int:
+    """Of checkpoints and samplers, and of saves that are queued."""
+    span, op = tables.StorageSpan, tables.Operation
+    stored = select(func.sum(span.size_bytes)).where(span.org_id == org_id, span.ended_at.is_(None))
+    coming = select(func.sum(op.stores_bytes)).where(op.org_id == org_id, op.state == "queued")
+    return int(session.scalar(stored) or 0) + int(session.scalar(coming) or 0)
+
+
+def _runs(session: Session, org_id: str) -> int:
+    return session.scalar(select(func.count()).select_from(tables.Run).filter_by(org_id=org_id, state="live")) or 0
+
+
+def _sessions(session: Session, org_id: str) -> int:
+    return (
+        session.scalar(select(func.count()).select_from(tables.Session).filter_by(org_id=org_id, state="active")) or 0
+    )
+
+
+def _losses(session: Session, org_id: str) -> int:
+    op, owner = tables.Operation, tables.Session
+    kept = or_(owner.state == "active", owner.ended_at > datetime.now(UTC) - LOSSES_LAST)
+    query = select(func.count()).select_from(owner).join(op, op.lane == owner.id + ":loss")
+    return session.scalar(query.where(owner.org_id == org_id, kept)) or 0
+
+
+def _result_bytes(session: Session, org_id: str) -> int:
+    op = tables.Operation
+    kept = select(func.sum(op.result_bytes)).where(op.org_id == org_id, op.result_bytes.is_not(None))
+    return int(session.scalar(kept) or 0)
+
+
+QUOTAS: Mapping[str, Quota] = {
+    "stored_bytes": Quota(
+        "stored_bytes_per_org",
+        "bytes are stored or about to be",
+        stored_bytes,
+        "delete checkpoints, give them a time to live, or end sessions whose samplers you do not need",
+    ),
+    "runs": Quota("runs_per_org", "runs are live", _runs, "end sessions whose runs are done"),
+    "sessions": Quota("sessions_per_org", "sessions are active", _sessions, "end some that are done"),
+    "custom_losses": Quota(
+        "custom_losses_per_org",
+        "uploaded losses are kept",
+        _losses,
+        "upload a loss once for each session, and end sessions that are done: theirs go a day later",
+    ),
+    "archive_bytes": Quota(
+        "archive_bytes_per_org",
+        "bytes of checkpoints are packed for downloads",
+        None,
+        "wait until older downloads are over: an archive goes two hours after it was last asked for",
+    ),
+    "result_bytes": Quota("result_bytes_per_org", "bytes of results are kept", _result_bytes, "fetch them"),
+}

@@ -1,0 +1,68 @@
+"""The `weft` command as scripts use it: names for runs, exit codes by kind, its version."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+from starlette.responses import JSONResponse
+from weft.cli import main
+from weft.version import __version__
+
+from tests.client_sdk.stub_server import Stub
+
+RUN = {
+    "base_model": "m",
+    "model_owner": "acme",
+    "is_lora": True,
+    "last_request_time": "2026-11-21T08:00:00Z",
+}
+
+
+def weft(stub: Stub, *arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(main, ["--base-url", stub.base_url, "--api-key", "tml-x", *arguments])
+    return done.exit_code, done.output
+
+
+@pytest.fixture
+def runs(stub: Stub) -> None:
+    metadata = [{"name": "night"}, {"name": "twin"}, {"name": "twin", "continued_from": "tinker://s:train:0/weights/w"}]
+    found = [{**RUN, "training_run_id": f"s:train:{i}", "user_metadata": given} for i, given in enumerate(metadata)]
+    stub.replies["GET /training_runs"] = {
+        "training_runs": found,
+        "cursor": {"offset": 0, "limit": 1000, "total_count": 3},
+    }
+    stub.replies["GET /weft/usage"] = {"rows": [], "total_nusd": 0, "total_usd": "0", "price_version": "v1"}
+
+
+@pytest.mark.usefixtures("runs")
+def test_a_run_is_named_by_its_name_or_its_id(stub: Stub) -> None:
+    for given in ("night", "s:train:0"):
+        assert weft(stub, "cost", given)[0] == 0
+        assert stub.asked[-1].query == {"run_id": "s:train:0"}
+    code, said = weft(stub, "usage", "--run", "twin")
+    assert (code, "s:train:1, s:train:2" in said) == (2, True)
+    code, said = weft(stub, "cost", "nobody")
+    assert (code, "weft runs" in said) == (4, True)
+
+
+@pytest.mark.usefixtures("runs")
+def test_runs_show_names_and_what_they_go_on_from(stub: Stub) -> None:
+    said = weft(stub, "runs")[1]
+    assert "night" in said
+    assert "tinker://s:train:0/weights/w" in said
+
+
+@pytest.mark.parametrize(("status", "code"), [(401, 3), (403, 3), (404, 4), (410, 4), (402, 5), (503, 6), (400, 1)])
+def test_exit_codes_say_what_kind_of_failure(stub: Stub, status: int, code: int) -> None:
+    stub.replies["GET /weft/balance"] = JSONResponse({"detail": "no"}, status, {"retry-after": "9"})
+    assert weft(stub, "balance")[0] == code
+
+
+def test_a_server_that_is_not_there_has_a_code_of_its_own(stub: Stub) -> None:
+    stub.base_url = "http://127.0.0.1:1"
+    code, said = weft(stub, "balance")
+    assert (code, "cannot reach http://127.0.0.1:1" in said) == (6, True)
+
+
+def test_version(stub: Stub) -> None:
+    assert weft(stub, "--version") == (0, f"weft {__version__}\n")

@@ -1,0 +1,70 @@
+"""Beginnings and ends of a program of its own: a server that is not there, a last line that nobody waits for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.client_sdk.stub_server import SESSION, Stub, serve
+
+ROOT = Path(__file__).parents[2]
+
+OPEN = """
+import weft
+service = weft.ServiceClient(base_url={url!r}, api_key="tml-x")
+service.create_sampling_client(base_model="org/tiny").result()
+"""
+
+
+def start(script: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "client_sdk")}
+    return subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.parametrize("last_line", ["service.close()", "service.close('errored', detail='late')"])
+def test_a_last_line_that_nobody_awaits_ends_the_session(stub: Stub, last_line: str) -> None:
+    done = start(OPEN.format(url=stub.base_url.replace("127.0.0.1", "localhost")) + last_line)
+    assert done.wait(60) == 0, done.stderr
+    assert stub.paths().count(f"/sessions/{SESSION}/finish") == 1
+
+
+def test_the_end_waits_for_nothing_where_nothing_is_closed(stub: Stub) -> None:
+    done = start(OPEN.format(url=stub.base_url))
+    assert done.wait(60) == 0, done.stderr
+    assert f"/sessions/{SESSION}/finish" not in stub.paths()
+
+
+def test_a_server_that_is_not_there_is_named_at_once_and_given_up_soon() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    began = time.monotonic()
+    done = start(OPEN.format(url=url))
+    assert done.stderr is not None
+    assert done.stderr.readline().startswith(f"cannot reach {url} (")
+    assert done.stderr.read().splitlines()[-1].startswith(f"weft.errors.APIConnectionError: cannot reach {url}: ")
+    assert done.wait() == 1
+    assert time.monotonic() - began < 60  # of a budget of 300
+
+
+def test_a_server_that_starts_meanwhile_is_waited_for(stub: Stub) -> None:
+    port = free_port()
+    done = start(OPEN.format(url=f"http://127.0.0.1:{port}") + "service.close()")
+    assert done.stderr is not None
+    assert "retrying" in done.stderr.readline()
+    late = Stub()
+    server = serve(late, port)
+    assert done.wait(60) == 0, done.stderr.read()
+    assert "answers again" in done.stderr.read()
+    assert late.paths().count(f"/sessions/{SESSION}/finish") == 1
+    server.should_exit = True

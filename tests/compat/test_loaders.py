@@ -1,0 +1,23 @@
+"""A download in other versions of transformers and PEFT: right, or known to be wrong, and verify.py says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.compat.loaders import IN_CI, Pair, build, loads, make_adapter
+from tests.e2e.conftest import Weftd
+
+pytestmark = [pytest.mark.server, pytest.mark.compat]
+
+
+@pytest.fixture(scope="module")
+def adapter(weftd: Weftd, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_adapter(weftd, tmp_path_factory.mktemp("loaders") / "adapter")
+
+
+@pytest.mark.parametrize("pair", IN_CI, ids=lambda pair: f"transformers {pair.transformers}, peft {pair.peft}")
+def test_a_download_loads_as_the_table_says(pair: Pair, adapter: Path) -> None:
+    outcome, said = loads(build(pair), adapter)
+    assert outcome == IN_CI[pair], said

@@ -1,0 +1,62 @@
+"""Every block of docs/rl.md runs, in order and in one program, with fewer steps; and the example learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weft import rl
+from weft.rl.loops import train as loop
+
+from tests.e2e.conftest import Weftd
+
+pytestmark = pytest.mark.server
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = "<!-- needs packages: tests/rl_packages -->\n"
+
+
+def blocks() -> list[str]:
+    page = (ROOT / "docs" / "rl.md").read_text()
+    return re.findall(r"(?<!rl_packages -->\n)```python\n(.*?)```", page, re.S)
+
+
+def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = blocks()
+    assert len(found) >= 9
+    assert (ROOT / "docs" / "rl.md").read_text().count(ELSEWHERE) == 1
+    monkeypatch.setenv("WEFT_BASE_URL", weftd.url)
+    monkeypatch.setenv("WEFT_API_KEY", weftd.key("reader"))
+    whole, reports = loop.Recipe, []
+
+    def short(**recipe: Any) -> loop.Recipe:
+        return whole(**{**recipe, "steps": min(recipe.get("steps", 100), 3)})
+
+    def kept(*args: Any, **options: Any) -> rl.Report:
+        reports.append(loop.train(*args, **options))
+        return reports[-1]
+
+    monkeypatch.setattr(loop, "Recipe", short)
+    monkeypatch.setattr(rl, "train", kept)
+    names: dict[str, Any] = {"__name__": "docs"}
+    for block in found:
+        exec(compile(block.replace("/tmp/", f"{tmp_path}/"), "docs/rl.md", "exec"), names)
+    names["service"].close().result(60)
+    assert len(reports) == 6
+    assert all(report.steps for report in reports)
+    assert max(reports[4].curve("lag/max")) <= 1
+    assert len((tmp_path / "sums-1.jsonl").read_text().splitlines()) >= 3
+
+
+def test_the_example_learns(weftd: Weftd) -> None:
+    environment = os.environ | {"WEFT_BASE_URL": weftd.url, "WEFT_API_KEY": weftd.key("example")}
+    command = [sys.executable, str(ROOT / "examples" / "rl_agent.py"), "--steps", "20"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    rewards = json.loads(done.stdout.splitlines()[-1].removeprefix("reward "))
+    assert sum(rewards[-4:]) > 1.6 * sum(rewards[:4]), rewards

@@ -1,0 +1,72 @@
+"""Run in that environment, against the server of WEFT_BASE_URL: each loop prints its steps as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+import verifiers as vf
+import weft
+from datasets import Dataset
+from renderers import DefaultRenderer
+from weft import rl
+
+SMALL = rl.Groups(batch=6, size=6)
+
+
+def questions() -> Any:
+    rng = random.Random(0)
+    asked = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(32)]
+    return Dataset.from_list([{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in asked])
+
+
+def exact(completion: Any, answer: str, **_: Any) -> float:
+    said = completion[-1]
+    content = said["content"] if isinstance(said, dict) else said.content
+    return float((content or "").strip() == answer)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+class Twice(vf.MultiTurnEnv):
+    """Asks the same again."""
+
+    async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
+        return [{"role": "user", "content": state["prompt"][0]["content"]}]
+
+
+def environment(kind: str) -> Any:
+    rubric = vf.Rubric(funcs=[exact])
+    if kind == "single":
+        return vf.SingleTurnEnv(dataset=questions(), rubric=rubric)
+    if kind == "multi":
+        return Twice(dataset=questions(), rubric=rubric, max_turns=2)
+    return vf.ToolEnv(dataset=questions(), rubric=rubric, tools=[add], max_turns=3)
+
+
+def loop(service: weft.ServiceClient, kind: str) -> rl.Report:
+    run = service.create_lora_training_client("weft/tiny-moe", rank=8, seed=0)
+    more: dict[str, Any] = {}
+    if kind == "gym":
+        env: Any = rl.reasoning_gym("basic_arithmetic", 64, max_tokens=12, min_terms=2, max_terms=2, max_digits=1)
+    elif kind == "renderer":
+        env = rl.prompts([{"prompt": "What is 2 + 3?"}], lambda text, task: float("5" in text), max_tokens=6)
+        more["renderer"] = DefaultRenderer(run.get_tokenizer())
+    else:
+        env = rl.verifiers(environment(kind), sampling={"max_tokens": 8})
+    return rl.train(run, env, steps=3, groups=SMALL, learning_rate=1e-3, sinks=[], **more)
+
+
+if __name__ == "__main__":
+    with weft.ServiceClient() as service:
+        print(json.dumps(loop(service, sys.argv[1]).steps))

@@ -1,0 +1,57 @@
+"""Tests test the checkout that they lie in: whatever is installed, from wherever they are started, each file alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[1]
+#: One of each room, and the client.
+PACKAGES = ("api", "billing", "migrations", "scheduler", "store", "workers", "weft", "tests")
+
+NAMES = f"""
+from importlib.util import find_spec
+for name in {PACKAGES}:
+    print(find_spec(name).origin)
+"""
+
+
+def place_of(package: str) -> Path:
+    found = find_spec(package)
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_are_this_checkout_s(package: str) -> None:
+    assert place_of(package).is_relative_to(CHECKOUT)
+
+
+def test_processes_import_the_same(tmp_path: Path) -> None:
+    """From any folder, as servers and workers are started."""
+    ran = subprocess.run([sys.executable, "-c", NAMES], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert [Path(line) for line in ran.stdout.split()] == [place_of(package) for package in PACKAGES]
+
+
+def test_no_folder_of_tests_is_a_package_of_the_house() -> None:
+    """`tests/scheduler` with an `__init__.py` is `scheduler` to whoever has `tests` on their path."""
+    houses = {path.name for path in CHECKOUT.iterdir() if (path / "__init__.py").is_file()} | {"client_sdk"}
+    assert [
+        str(path) for path in (CHECKOUT / "tests").iterdir() if path.name in houses and (path / "__init__.py").is_file()
+    ] == []
+
+
+@pytest.mark.parametrize("folder", [".", "tests", "/"])
+def test_a_file_alone_from_any_folder(folder: str) -> None:
+    """Without what this process has in its environment."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and "PYTEST" not in name}
+    file = CHECKOUT / "tests" / "test_checkout.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-k", "packages_are", str(file)]
+    ran = subprocess.run(command, cwd=CHECKOUT / folder, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
