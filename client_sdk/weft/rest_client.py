@@ -54,6 +54,7 @@ from weft.wire.sessions import (
     WhoamiResponse,
 )
 from weft.wire.training import ModelID
+from weft.wire.turns import TurnsResponse
 from weft.wire.usage import Stats, UsageResponse
 from weft.wire.weights import CopyWeightsRequest, CopyWeightsResponse, WeightsInfoRequest, WeightsInfoResponse
 
@@ -323,6 +324,11 @@ class RestClient(AdminClient):
     def get_run_health(self, run_id: str, window_s: float = 3600) -> APIFuture[RunHealthResponse]:
         """How the loop of a run is doing: who waits, tokens per second, acceptance, staleness, what it waits for."""
         return self._get(f"/weft/runs/{run_id}/health", RunHealthResponse, window_s=str(window_s))
+
+    def get_turns(self, session: str, after: int = 0, limit: int = 64) -> APIFuture[TurnsResponse]:
+        """What was sampled under `X-Session-ID: session` (docs/openai.md): the turns of `limit` requests after `after`,
+        which is 0 or the `next` of the answer before."""
+        return self._get(f"/weft/turns/{quote(session)}", TurnsResponse, after=str(after), limit=str(limit))
 
     def get_stats(self) -> APIFuture[Stats]:
         """How the server is doing: passes, shared passes, slot occupancy, queue."""

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import weft
+import weft.rl as rl
 from weft.types import ModelInput, SamplingParams
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
@@ -116,3 +117,31 @@ def test_what_was_sampled_in_a_session_can_be_read(weftd: Weftd, http: httpx.Cli
     assert [turn["tokens"] for turn in rest["turns"]] == drawn[2:]
     stranger = {"X-API-Key": weftd.key("strangers"), "Authorization": ""}
     assert http.get("/api/v1/weft/turns/a/b", headers=stranger).status_code == 404
+
+
+def test_five_turns_with_a_break_are_two_data(weftd: Weftd, http: httpx.Client) -> None:
+    """An agent that keeps its history for three turns, then rewrites it, and goes on."""
+    history, texts = list(PROMPT), []
+    for turn in range(5):
+        if turn == 3:
+            history = [90, 91, 92]
+        drawn = generate(http, history, "five")["choices"][0]
+        texts.append((list(history), drawn["token_ids"], [e["logprob"] for e in drawn["logprobs"]["content"]]))
+        history += [*drawn["token_ids"], 80 + turn]
+    with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("vllm")) as service:
+        rollout = rl.trajectories("five", service)
+        with pytest.raises(weft.NotFoundError):
+            rl.trajectories("never", service)
+    assert [(list(turn.prompt), list(turn.tokens)) for turn in rollout.turns] == [text[:2] for text in texts]
+    data = rl.data_of(rollout, advantage=1.0)
+    assert len(data) == 2
+    for datum, last, members in zip(data, (texts[2], texts[4]), (texts[:3], texts[3:]), strict=True):
+        whole = last[0] + last[1]
+        assert datum.model_input.to_ints() == whole[:-1]
+        mask = np.asarray(datum.loss_fn_inputs["mask"].values)
+        logprobs = np.asarray(datum.loss_fn_inputs["logprobs"].values)
+        assert mask.sum() == sum(len(tokens) for _, tokens, _ in members)
+        for prompt, tokens, drawn in members:
+            place = slice(len(prompt) - 1, len(prompt) - 1 + len(tokens))
+            assert mask[place].all()
+            np.testing.assert_allclose(logprobs[place], drawn, atol=1e-6)

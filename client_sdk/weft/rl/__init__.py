@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from weft.rl.envs.environment import function as function
     from weft.rl.envs.environment import prompts as prompts
     from weft.rl.envs.reasoning_gym import reasoning_gym as reasoning_gym
+    from weft.rl.envs.trajectories import trajectories as trajectories
+    from weft.rl.envs.trajectories import trajectories_async as trajectories_async
     from weft.rl.envs.verifiers import verifiers as verifiers
     from weft.rl.loops.batch import Batch as Batch
     from weft.rl.loops.checkpoint import Checkpoints as Checkpoints
@@ -72,6 +74,7 @@ _HOMES = {
     "chat.render": "TemplateRenderer ToolCall",
     "envs.environment": "Reward function prompts",
     "envs.reasoning_gym": "reasoning_gym",
+    "envs.trajectories": "trajectories trajectories_async",
     "envs.verifiers": "verifiers",
     "loops.batch": "Batch",
     "loops.checkpoint": "Checkpoints",
