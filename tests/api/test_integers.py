@@ -33,8 +33,6 @@ def models() -> Iterator[type[BaseModel]]:
     while waiting:
         model = waiting.pop()
         waiting += model.__subclasses__()
-        if model.__module__.startswith("api.routes.openai"):
-            continue  # they become a SampleRequest
         if model.__module__.startswith(("weft.wire", "api.")) and not issubclass(model, Response):
             yield model
 

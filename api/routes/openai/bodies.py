@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
+from weft.wire.base import Count, Integer, Positive
 
 from api.errors import quote
 from api.routes.openai.errors import Refused
@@ -37,8 +38,9 @@ UNUSED = {
     *("include_reasoning", "request_id", "chat_template_kwargs"),
 }
 
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+
+#: Folded into a sampler's seed; it comes to no database.
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 
 
 class Sampling(BaseModel):
@@ -50,14 +52,14 @@ class Sampling(BaseModel):
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     n: Positive | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    seed: Seed | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: Count | None = None
     return_token_ids: bool | None = None
     return_routed_experts: bool | None = None
     max_staleness: Count | None = None
@@ -120,8 +122,8 @@ class GenerateParams(BaseModel):
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: int | None = None
-    seed: int | None = None
+    top_k: Integer | None = None
+    seed: Seed | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None
     logprobs: Count | None = None
