@@ -25,10 +25,11 @@ def test_what_a_token_says() -> None:
 
 
 def test_a_token_never_outlives_its_secret() -> None:
-    soon = NOW + timedelta(seconds=60)
-    assert tokens.read(tokens.issue(Claims(7, "org", soon), NOW)).expires_at == soon
-    later = NOW + timedelta(days=1)
-    assert tokens.read(tokens.issue(Claims(7, "org", later), NOW)).expires_at == NOW + timedelta(seconds=900)
+    now = datetime.now(UTC).replace(microsecond=0)
+    soon = now + timedelta(seconds=60)
+    assert tokens.read(tokens.issue(Claims(7, "org", soon), now)).expires_at == soon
+    later = now + timedelta(days=1)
+    assert tokens.read(tokens.issue(Claims(7, "org", later), now)).expires_at == now + timedelta(seconds=900)
 
 
 def test_an_expired_token() -> None:
