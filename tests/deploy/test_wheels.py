@@ -80,7 +80,8 @@ class Environment:
 
     def install(self, *what: str) -> None:
         pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, "--no-index", "--no-warn-script-location", *what], check=True, env=CLEAN)
+        pip += ["--no-index", "--no-warn-script-location", "--ignore-installed"]  # what is borrowed is no installation
+        subprocess.run([*pip, *what], check=True, env=CLEAN)
 
     def run(self, program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [str(self.bin / program), *arguments]
