@@ -68,9 +68,11 @@ class RequestProgress:
         sequence.scores = answer.get("prompt_logprobs")
 
     def finished(self) -> Finished:
-        """The request's result so far. The prompt counts as computed by its first sequence, for all of them."""
+        """The request's result so far. The prompt counts as computed by its first sequence, for all of them; where none
+        draws a token, the others need no copy of it."""
         request, first = self.request, self.sequences[0]
         started = sum(sequence.started for sequence in self.sequences)
+        started = started if request.sampling.max_tokens != 0 else min(started, 1)
         length, hit, scores = len(request.prompt), first.prompt_hit, first.scores
         facts = Facts(
             prefill=length - hit if started else 0,

@@ -28,7 +28,8 @@ from .conftest import LIMITS, MakeEngine
 pytestmark = pytest.mark.vllm
 
 #: They look at single steps, or say how much a step computes, or sample at a temperature that vLLM refuses, or know how
-#: small the other engines' model is; their like is below and in test_engine.py, or it is vLLM's own affair.
+#: small the other engines' model is, or go on with a seed, which vLLM begins anew in each request; their like is below
+#: and in test_engine.py, or it is vLLM's own affair.
 NOT_LIKE_THIS = {
     "test_a_bad_request_fails_alone",
     "test_prompt_logprobs_come_when_asked",
@@ -36,6 +37,7 @@ NOT_LIKE_THIS = {
     "test_a_long_queue_of_prompts_does_not_stop_decoding",
     "test_cancel_gives_the_tokens_so_far",
     "test_free_slots_count_what_waits",
+    "test_a_resumed_sample_goes_on_as_the_first_would_have",
     "test_many_one_token_samples_through_one_slot",
     "test_swap_takes_effect_while_others_keep_generating",
 }
