@@ -61,12 +61,13 @@ def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 def test_a_job_that_is_out_of_money_goes_on_after_a_top_up(prepaid: Weftd) -> None:
     import tinker
 
-    service = tinker.ServiceClient(base_url=prepaid.url, api_key=prepaid.key())
-    run = service.create_lora_training_client(BASE_MODEL, rank=4).result()  # costs nothing
     data = supervised()
     tokens = sum(datum.model_input.length for datum in data)
     step_nusd = tokens * 400
+    key = prepaid.key()
     operator(prepaid, "credit", "grant", "--org", "acme", "--usd", f"{step_nusd / 10**9:.9f}")
+    service = tinker.ServiceClient(base_url=prepaid.url, api_key=key)
+    run = service.create_lora_training_client(BASE_MODEL, rank=4).result()  # costs nothing, but takes a balance
 
     def train() -> list[float]:
         losses = []
