@@ -16,9 +16,15 @@ from functools import cache
 from typing import Any
 
 import httpx
+import weft
 import zstandard
+from weft import types
+
+from bench.serving import BASE_MODEL
 
 MIB = 1 << 20
+#: Optimizer steps in one attack.
+STEPS = 399
 JSON = {"content-type": "application/json"}
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
@@ -156,6 +162,34 @@ def half_sent_bodies(target: Target) -> list[int]:
     return []
 
 
+def many_steps(target: Target) -> list[int]:
+    """Hundreds of dimuon steps of rank 128, without a token, sent at once and not waited for."""
+    run = new_run(target.url, target.key, BASE_MODEL, rank=128, optimizer="dimuon")
+    params = {"type": "dimuon", "learning_rate": 1e-4}
+    bodies = [
+        json.dumps({"model_id": run, "seq_id": seq, "optimizer_params": params}).encode() for seq in range(1, STEPS + 1)
+    ]
+    return [target.post("optim_step", body, JSON) for body in bodies]
+
+
+def slow_losses(target: Target) -> list[int]:
+    """Uploaded losses of many nodes over many short data."""
+    with weft.ServiceClient(base_url=target.url, api_key=target.key) as service:
+        loss = service.create_custom_loss(_sorting, {"logprobs": 1, "weights": 1}).result()
+        run = service.create_lora_training_client(BASE_MODEL, rank=8).result()
+        inputs = {"target_tokens": [20], "weights": [1.0]}
+        data = [types.Datum(types.ModelInput.from_ints([21]), inputs) for _ in range(512)]
+        with suppress(weft.errors.WeftError):
+            run.forward_backward_custom(data, loss).result()
+    return []
+
+
+def _sorting(logprobs: Any, weights: Any) -> Any:
+    for _ in range(100):
+        logprobs = logprobs.sort(dim=0)[0]
+    return (logprobs * weights).sum(), {}
+
+
 #: By name; what a result is called, and a test's id.
 ATTACKS: dict[str, Attack] = {
     attack.__name__: attack
@@ -175,9 +209,11 @@ ATTACKS: dict[str, Attack] = {
         half_sent_bodies,
     )
 }
+#: What is accepted, and is to be weighed: these take the machines' time, not the front's.
+WORK: dict[str, Attack] = {attack.__name__: attack for attack in (many_steps, slow_losses)}
 
 
-def new_run(url: str, key: str, base_model: str, rank: int = 8) -> str:
+def new_run(url: str, key: str, base_model: str, rank: int = 8, optimizer: str = "adamw") -> str:
     """A run of who attacks, for attacks that need one."""
     with httpx.Client(base_url=f"{url}/api/v1", headers={"x-api-key": key}, timeout=60) as http:
 
@@ -190,7 +226,12 @@ def new_run(url: str, key: str, base_model: str, rank: int = 8) -> str:
 
         session = ask("create_session", sdk_version="attack")["session_id"]
         made = ask(
-            "create_model", session_id=session, model_seq_id=0, base_model=base_model, lora_config={"rank": rank}
+            "create_model",
+            session_id=session,
+            model_seq_id=0,
+            base_model=base_model,
+            lora_config={"rank": rank},
+            optimizer_config={"type": optimizer},
         )
         ask("retrieve_future", request_id=made["request_id"])
         return str(made["model_id"])

@@ -31,10 +31,11 @@ import httpx
 import tinker
 from tinker import types
 
-from bench.attacks import ATTACKS, Target, new_run
+from bench.attacks import ATTACKS, WORK, Target, new_run
 from bench.probe import forget_peak, peak, slowest_healthz
 from bench.serving import BASE_MODEL, claim, machine, make_key, percentile, serve
 
+EVERY = ATTACKS | WORK
 AT_ONCE = 10
 PASS_TOKENS = 4096
 MOST_TIMES, MOST_HEALTHZ_S, MOST_GROWTH_MB = 3.0, 0.5, 300.0
@@ -89,7 +90,7 @@ def attack(name: str, target: Target, begun: Any, ended: Any) -> None:
     def again(_: int) -> None:
         while not ended.is_set():
             with suppress(httpx.HTTPError, OSError):
-                ATTACKS[name](target)
+                EVERY[name](target)
             begun.set()
 
     os.nice(5)
@@ -136,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--only", action="append", choices=list(ATTACKS), help="this attack (may be given again)")
+    parser.add_argument("--only", action="append", choices=list(EVERY), help="this attack (may be given again)")
     args = parser.parse_args()
     times = 20 if args.quick else 100
     with serve() as (url, data_dir):
@@ -146,7 +147,7 @@ def main() -> None:
         small.p95_s(5)
         pass_s = min(timed(small.one_pass, 3))
         alone_s = small.p95_s(times)
-        found = {name: beside(name, small, target, pid, times) for name in args.only or ATTACKS}
+        found = {name: beside(name, small, target, pid, times) for name in args.only or EVERY}
     result = {
         "bench": "neighbour",
         "compares": "a small tenant beside an attack, ten at once, with the same tenant alone; all on the same cores",
