@@ -24,7 +24,7 @@ from bench.serving import BASE_MODEL
 
 MIB = 1 << 20
 #: Optimizer steps in one attack.
-STEPS = 399
+STEPS = 100
 JSON = {"content-type": "application/json"}
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
