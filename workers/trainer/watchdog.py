@@ -1,14 +1,16 @@
 """Ends this process when something takes longer than it may, whatever it is doing.
 
-The timer is a thread of C that needs no interpreter: it prints where Python is and leaves, also while an operation of
-torch or of Python holds everything else up. What the trainer held is rebuilt by its successor, and whose work it was
-the server knows (`scheduler.links.messages.InLoss`).
+The timer is the kernel's and needs no interpreter: its signal prints where the main thread is and ends the process,
+also while an operation of torch or of Python holds everything else up. (A second thread that prints the stack of a
+running one, as `faulthandler.dump_traceback_later` does, reads frames that change under it and can crash.) What the
+trainer held is rebuilt by its successor, and whose work it was the server knows (`scheduler.links.messages.InLoss`).
 """
 
 from __future__ import annotations
 
 import faulthandler
 import math
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,8 @@ class Watchdog:
 
     def __init__(self) -> None:
         self._until = math.inf
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        faulthandler.register(signal.SIGALRM, all_threads=False, chain=True)
 
     @contextmanager
     def limit(self, seconds: float) -> Iterator[None]:
@@ -31,10 +35,7 @@ class Watchdog:
 
     def _set(self, until: float) -> None:
         self._until = until
-        if until == math.inf:
-            faulthandler.cancel_dump_traceback_later()
-        else:
-            faulthandler.dump_traceback_later(max(1e-3, until - time.monotonic()), exit=True)
+        signal.setitimer(signal.ITIMER_REAL, 0 if until == math.inf else max(1e-3, until - time.monotonic()))
 
 
 @contextmanager

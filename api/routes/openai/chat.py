@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -21,7 +22,8 @@ from api.routes.openai.bodies import ChatBody, ChatTokensBody, CompletionBody, S
 from api.routes.openai.chunks import chunks
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import Target, target_of
-from api.state.service import ServiceDep
+from api.state.service import Service, ServiceDep
+from api.who.principal import Principal
 
 router = APIRouter(route_class=OpenAIRoute)
 
@@ -37,10 +39,7 @@ async def chat_completions(request: Request, service: ServiceDep, who: Principal
     target = await target_of(service, who, body.model)
     options = body.template_options
     prompt = await run_in_threadpool(lambda: target.text.render(body.messages, body.shown_tools, **options))
-    form = _chat_form(body, target)
-    asked = await ask(service, who, request, priority, target, prompt, params_of(body, body.most, target), body.n or 1,
-                      **_options(body, form))  # fmt: skip
-    return await answered(asked, form, body)
+    return await _chat(request, service, who, priority, body, target, prompt)
 
 
 @router.post("/v1/chat/completions/tokens", **SAMPLES)
@@ -49,10 +48,7 @@ async def chat_tokens(request: Request, service: ServiceDep, who: PrincipalDep, 
     body = await read_json(request, ChatTokensBody)
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
-    form = _chat_form(body, target)
-    asked = await ask(service, who, request, priority, target, body.tokens, params_of(body, body.most, target),
-                      body.n or 1, **_options(body, form))  # fmt: skip
-    return await answered(asked, form, body)
+    return await _chat(request, service, who, priority, body, target, body.tokens)
 
 
 @router.post("/v1/completions", **SAMPLES)
@@ -74,8 +70,16 @@ async def completions(request: Request, service: ServiceDep, who: PrincipalDep, 
     return await answered(asked, form, body)
 
 
-def _chat_form(body: ChatBody, target: Target) -> Form:
-    return Form(
+async def _chat(
+    request: Request,
+    service: Service,
+    who: Principal,
+    priority: str,
+    body: ChatBody,
+    target: Target,
+    prompt: Sequence[int],
+) -> Response:
+    form = Form(
         target.text,
         chat=True,
         logprobs=bool(body.logprobs),
@@ -85,6 +89,9 @@ def _chat_form(body: ChatBody, target: Target) -> Form:
         tools=bool(body.shown_tools),
         spelled=(body.model_extra or {}).get("skip_special_tokens") is False,
     )
+    asked = await ask(service, who, request, priority, target, prompt, params_of(body, body.most, target), body.n or 1,
+                      **_options(body, form))  # fmt: skip
+    return await answered(asked, form, body)
 
 
 def stops_of(body: Sampling) -> tuple[str, ...]:

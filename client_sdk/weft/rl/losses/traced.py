@@ -39,8 +39,9 @@ def _result(loss: Tensor, lp: Tensor, q: Tensor, m: Tensor, masked: Tensor | Non
     return (m * loss).sum(), metrics
 
 
-def _with_old(name: str, body: Callable[..., Any], old: bool) -> Loss:
-    """`body(lp, q, old, A, m)` as a loss that reads `old`, or takes the trainer of this moment for it."""
+def _with_old(name: str, body: Callable[..., Any], old: bool, sampler: bool = False) -> Loss:
+    """`body(lp, q, old, A, m)` as a loss that reads `old`, or takes for it the trainer of this moment, or with
+    `sampler` what was sampled from."""
     if old:
 
         def fn(logprobs: Tensor, q: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Any:
@@ -49,7 +50,7 @@ def _with_old(name: str, body: Callable[..., Any], old: bool) -> Loss:
         return Loss(name, _named(fn, name))
 
     def now(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
-        return body(logprobs, q, logprobs.detach(), advantages, mask)
+        return body(logprobs, q, q if sampler else logprobs.detach(), advantages, mask)
 
     return Loss(name, _named(now, name))
 
@@ -168,13 +169,14 @@ def gspo(low: float = 3e-4, high: float = 4e-4, old: bool = False) -> Loss:
         s = torch.exp((on * (lp - to)).sum() / on.sum())
         return _result(-_clip(s, a, low, high), lp, q, m, _outside(s, 1 - low, 1 + high))
 
-    if old:
-        return _with_old("gspo_sequence", body, True)
+    return _with_old("gspo_sequence", body, old, sampler=True)
 
-    def fn(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
-        return body(logprobs, q, q, advantages, mask)
 
-    return Loss("gspo_sequence", _named(fn, "gspo_sequence"))
+def _kept(lp: Tensor, q: Tensor, signal: Tensor, m: Tensor, drop: Tensor, kl: float) -> Any:
+    """-(1 - drop) signal rho + kl (log rho)^2."""
+    log_rho = lp - q
+    term = -(1 - drop) * signal * _torch().exp(log_rho) + kl * log_rho * log_rho
+    return _result(term, lp, q, m, drop)
 
 
 def dppo_kl(low: float = 0.2, high: float = 0.2, kl: float = 1e-3) -> Loss:
@@ -186,9 +188,7 @@ def dppo_kl(low: float = 0.2, high: float = 0.2, kl: float = 1e-3) -> Loss:
         torch = _torch()
         moved = (torch.exp(logprobs) - torch.exp(q)).detach()
         drop = (((advantages > 0) & (moved > high)) | ((advantages <= 0) & (moved < -low))).float()
-        log_rho = logprobs - q
-        term = -(1 - drop) * advantages * torch.exp(log_rho) + kl * log_rho * log_rho
-        return _result(term, logprobs, q, mask, drop)
+        return _kept(logprobs, q, advantages, mask, drop, kl)
 
     return Loss("dppo_kl", _named(fn, "dppo_kl"))
 
@@ -199,9 +199,7 @@ def ipo(width: float = 0.1, kl: float = 1e-3) -> Loss:
     def fn(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
         torch = _torch()
         drop = (torch.abs(torch.exp(logprobs) - torch.exp(q)) > width).float().detach()
-        log_rho = logprobs - q
-        term = -(1 - drop) * advantages * torch.exp(log_rho) + kl * log_rho * log_rho
-        return _result(term, logprobs, q, mask, drop)
+        return _kept(logprobs, q, advantages, mask, drop, kl)
 
     return Loss("ipo", _named(fn, "ipo"))
 
@@ -218,9 +216,7 @@ def ref_kl(low: float = 0.2, kl: float = 1e-3) -> Loss:
 def _towards(lp: Tensor, q: Tensor, ref: Tensor, m: Tensor, low: float, kl: float) -> Any:
     torch = _torch()
     drop = (torch.exp(lp) - torch.exp(q) < -low).float().detach()
-    log_rho = lp - q
-    term = -(1 - drop) * (ref - lp).detach() * torch.exp(log_rho) + kl * log_rho * log_rho
-    return _result(term, lp, q, m, drop)
+    return _kept(lp, q, (ref - lp).detach(), m, drop, kl)
 
 
 def sapo(above: float = 1.0, below: float = 1.05, old: bool = False) -> Loss:
@@ -247,13 +243,7 @@ def opsm(most: float = 1e-4, old: bool = False) -> Loss:
         drop = apart.float().detach()
         return _result(-(1 - drop) * torch.exp(lp - old) * a, lp, q, m, drop)
 
-    if old:
-        return _with_old("opsm", body, True)
-
-    def fn(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
-        return body(logprobs, q, q, advantages, mask)
-
-    return Loss("opsm", _named(fn, "opsm"))
+    return _with_old("opsm", body, old, sampler=True)
 
 
 def mixed(rl: float = 1.0, ce: float = 0.0, ref: float = 0.0) -> Loss:
@@ -263,15 +253,12 @@ def mixed(rl: float = 1.0, ce: float = 0.0, ref: float = 0.0) -> Loss:
     policy = dppo_kl().fn
     assert policy is not None
 
-    def body(lp: Tensor, q: Tensor, a: Tensor, m: Tensor) -> Any:
-        loss, metrics = policy(lp, q, a, m)
-        return rl * loss - ce * (m * lp).sum(), metrics
-
     def plain(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
-        return body(logprobs, q, advantages, mask)
+        loss, metrics = policy(logprobs, q, advantages, mask)
+        return rl * loss - ce * (mask * logprobs).sum(), metrics
 
     def taught(logprobs: Tensor, q: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor) -> Any:
-        loss, metrics = body(logprobs, q, advantages, mask)
+        loss, metrics = plain(logprobs, q, advantages, mask)
         return loss + weight * _towards(logprobs, q, ref, mask, 0.2, 1e-3)[0], metrics
 
     weight = ref
