@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +36,7 @@ def fails(run: Any, loss_id: str) -> str:
 
 def ended(server: Weftd) -> int:
     """Trainers that have ended themselves."""
-    return server.log().count(f"trainer exited with code {-signal.SIGALRM}")
+    return server.log().count("trainer was killed by SIGALRM")
 
 
 def rows(server: Weftd, question: str) -> list[Any]:
