@@ -84,8 +84,9 @@ class TorchEngine:
         self._cache = KVCache(
             layers=config.num_layers,
             pages=pages,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            kv_heads=config.num_kv_heads if config.latent is None else 1,
+            head_dim=config.head_dim if config.latent is None else config.latent.kept,
+            values_within=0 if config.latent is None else config.latent.kv_rank,
             mixture_layers=len(config.mixture_layers),
             choices=config.experts_per_token,
             dtype=weight.dtype,
@@ -301,8 +302,9 @@ class TorchEngine:
 
 
 def _decoding(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> Callable[[forward.DecodePlan], Tensor]:
-    """How to `forward.decode` here: on a CUDA device by steps that are captured and replayed."""
-    if cache.device.type != "cuda":
+    """How to `forward.decode` here: on a CUDA device by steps that are captured and replayed, but of latent
+    attention, whose steps are launched piece by piece."""
+    if cache.device.type != "cuda" or cache.latent:
         return partial(forward.decode, decoder, cache)
     from workers.generator.gpu.steps import DecodeSteps  # Triton: only a GPU needs it
 
