@@ -225,6 +225,8 @@ class Settings(_Section):
     redis_url: str = ""
     #: Flush every commit and every blob to the disk: safe against power loss, not only against kill -9.
     durable: bool = False
+    #: Where trainer and generators of this host keep one copy of a base's weights on a CPU; empty: each its own.
+    base_dir: str = "/dev/shm"
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     limits: Limits = Field(default_factory=Limits)
