@@ -109,6 +109,11 @@ def _result_bytes(session: Session, org_id: str) -> int:
     return int(session.scalar(kept) or 0)
 
 
+def _turn_bytes(session: Session, org_id: str) -> int:
+    turn = tables.SessionTurn
+    return int(session.scalar(select(func.sum(turn.size_bytes)).where(turn.org_id == org_id)) or 0)
+
+
 QUOTAS: Mapping[str, Quota] = {
     "stored_bytes": Quota(
         "stored_bytes_per_org",
@@ -129,6 +134,12 @@ QUOTAS: Mapping[str, Quota] = {
         "bytes of checkpoints are packed for downloads",
         None,
         "wait until older downloads are over: an archive goes two hours after it was last asked for",
+    ),
+    "turn_bytes": Quota(
+        "turn_bytes_per_org",
+        "bytes of turns are kept or being sampled",
+        _turn_bytes,
+        "sample without X-Session-ID, or wait: turns go after a day",
     ),
     "result_bytes": Quota("result_bytes_per_org", "bytes of results are kept", _result_bytes, "fetch them"),
 }

@@ -16,7 +16,7 @@ from weft.wire.codec import WireError, decode_train_request
 
 from api.checks.batches import check_batch, costs, slices
 from api.checks.custom_losses import uploaded_loss
-from api.checks.provenance import with_recorded_logprobs
+from api.checks.provenance import named_sequences, with_recorded_logprobs
 from api.errors import Invalid, Unreadable, quote
 from api.http.access import declare
 from api.http.auth import PrincipalDep
@@ -109,7 +109,8 @@ def _check(service: Service, message: pb.ForwardBackwardRequest, body: bytes, ru
         batch, recorded = with_recorded_logprobs(batch, run.session_id, service.blobs)
     lengths = check_batch(batch, service.limits, run.base_model, custom)
     cuts = slices(costs(batch, lengths, custom), service.settings.trainer.slice_tokens)
-    return Checked(ForwardBackward(tuple(cuts)), sum(lengths), _completed(body, recorded) if recorded else None)
+    plan = ForwardBackward(tuple(cuts), {} if message.forward_only else named_sequences(batch))
+    return Checked(plan, sum(lengths), _completed(body, recorded) if recorded else None)
 
 
 def _completed(body: bytes, logprobs: Mapping[int, Any]) -> bytes:

@@ -8,13 +8,17 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zstandard
 from sqlalchemy import select
 
+from api.routes.openai.turns import PAGE_BYTES
+from api.state.coming_turns import ComingTurn
 from billing.quotas import QUOTAS
 from billing.storage import meter
 from store import people, tables
-from tests.api.conftest import World
+from tests.api.conftest import MODEL, World
 from tests.api.test_custom_loss import body as loss
 from tests.api.test_money_cli import run as weftd
 from tests.tenancy.conftest import org_id_of
@@ -183,6 +187,48 @@ def test_a_span_that_was_left_open_ends_with_its_samplers(world: World) -> None:
     world.database.write_now(end)
     meter(world.database, world.service.prices, datetime.now(UTC))
     assert open_spans(world) == {}
+
+
+def test_turns_of_sessions_that_clients_name(world: World) -> None:
+    """Those that are kept, and those under way at the most that they can be; what is refused is not sampled."""
+    org_id = org_id_of(world)
+
+    def keep(number: int, size_bytes: int) -> None:
+        row = tables.SessionTurn(
+            org_id=org_id, name="mine", request_id=f"r{number}", ref=f"turns/x/r{number}", size_bytes=size_bytes,
+            created_at=datetime.now(UTC),
+        )  # fmt: skip
+        turn = {"request_id": f"r{number}", "choice": 0, "model": "m", "at": 0.0, "prompt": [1], "tokens": [2]}
+        turn |= {"logprobs": [-1.0], "versions": [], "stop_reason": "stop"}
+        world.service.blobs.put(row.ref, zstandard.compress(msgspec.msgpack.encode([turn])))
+        world.database.write_now(lambda session: session.add(row))
+
+    def ask(**body: Any) -> Any:
+        asked = {"model": MODEL, "prompt": [1, 2], "max_tokens": 4, **body}
+        headers = {"x-api-key": world.key, "x-session-id": "mine"}
+        return world.http.post("/v1/completions", json=asked, headers=headers)
+
+    keep(1, 3000)
+    set_quota(world, turn_bytes=5000)
+    reply = ask(n=2)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (429, "quota_reached")
+    told = reply.json()["error"]["message"]
+    assert "quota turn_bytes is 5000: 3000 bytes of turns are kept or being sampled, and this would be 2" in told
+    assert "sample without X-Session-ID" in told
+    set_quota(world, turn_bytes=3000 + 1200)
+    world.service.turns_coming.add(ComingTurn(org_id, 500))
+    assert "3500 bytes of turns" in ask().json()["error"]["message"]
+    assert len(world.service.turns_coming) == 1, "what was refused is not coming"
+    assert ask(temperature=-1).status_code == ask(model="nobody's").status_code - 4 == 400
+    # An answer that lists them has so many bytes, and says where the next begins.
+    keep(2, PAGE_BYTES)
+    keep(3, PAGE_BYTES)
+    after, seen = 0, []
+    while after is not None:
+        page = world.get(f"weft/turns/mine?after={after}")
+        seen.append([turn["request_id"] for turn in page["turns"]])
+        after = page["next"]
+    assert seen == [["r1"], ["r2"], ["r3"]]
 
 
 def test_archives(world: World) -> None:
