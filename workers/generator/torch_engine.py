@@ -65,15 +65,18 @@ class TorchEngine:
         prefill_tokens: int = DEFAULT_PREFILL_TOKENS,
         adapter_bytes: int = DEFAULT_ADAPTER_BYTES,
         prefix_bytes: int = DEFAULT_PREFIX_BYTES,
+        packed: bool = True,
         decode_text: DecodeText | None = None,
     ) -> None:
         """`slots` sequences at a time, each of at most `context` tokens, all together of `kv_tokens` (enough for
         `slots` of full length when None; never less than one of full length needs). `prefill_tokens` caps the prompt
         tokens of a step; a longer prompt takes several. `adapter_bytes` and `prefix_bytes` limit the adapters and the
-        prompts' keys and values that are kept after use; with `prefix_bytes` 0 no prompts are."""
+        prompts' keys and values that are kept after use; with `prefix_bytes` 0 no prompts are. `packed`: see
+        `Decoder.pack`."""
         config = decoder.config
         self._decoder = decoder
-        decoder.pack()
+        if packed:
+            decoder.pack()
         self._eos_token_ids = eos_token_ids
         self._decode_text = decode_text
         self._adapters = AdapterCache(self._load, adapter_bytes)

@@ -87,5 +87,15 @@ def numel(config: DecoderConfig) -> int:
     return embeddings + d + c.num_layers * (2 * d + attention) + mlps
 
 
+def kept_bytes(config: DecoderConfig) -> int:
+    """Bytes that autograd keeps of one token in one layer, approximately: inputs and outputs of norms and linears,
+    queries, keys and values before and after norm and rotation, and the inside of the MLP; float32."""
+    attention = 7 * config.q_size + 6 * config.kv_size
+    dense = 5 * config.intermediate_size
+    experts = config.experts_per_token * (2 * config.moe_intermediate_size + 16) + 3 * config.num_experts
+    experts += 5 * config.shared_intermediate_size
+    return 4 * (6 * config.hidden_size + attention + (experts if config.num_experts else dense))
+
+
 def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
