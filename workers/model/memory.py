@@ -6,6 +6,7 @@ layer again in the backward (a third more work); and, on a device, keep those in
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def kept_bytes(config: DecoderConfig) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be allocated now."""
+    """Memory that can be allocated now; of a host's, the share of one of the ranks of a trainer that are on it."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -61,7 +62,7 @@ def free_bytes(device: torch.device) -> int:
         free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     except (OSError, ValueError):
         pass
-    return max(0, free)
+    return max(0, free) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's
 
 
 def _meminfo_bytes() -> int:
