@@ -40,8 +40,15 @@ class TrainerBounds(msgspec.Struct, frozen=True):
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, tag=True):
+    """`ranks` processes on each of `nodes` machines, which meet at `rendezvous` (HOST:PORT of one of them), are one
+    trainer and share the base: over all of them, or with `shard` "node" over those of a node."""
+
     basics: Basics
     bounds: TrainerBounds = TrainerBounds()
+    ranks: int = 1
+    nodes: int = 1
+    rendezvous: str = ""
+    shard: str = "all"
 
 
 class TorchConfig(msgspec.Struct, frozen=True, tag=True):

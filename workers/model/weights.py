@@ -52,7 +52,7 @@ def copy_weights(decoder: Decoder, files: Sequence[Path]) -> None:
     is missing or has no place is found before anything is read."""
     try:
         stored = Stored(files)
-        for name, place in _matched(decoder, stored, files[0].parent):
+        for name, place in matched(decoder, stored, files[0].parent):
             _copy(stored, name, place)
     except KeyError as error:
         raise ModelWeightsError(f"{files[0].parent}: tensor {error.args[0]} is missing") from None
@@ -60,9 +60,9 @@ def copy_weights(decoder: Decoder, files: Sequence[Path]) -> None:
         raise error if isinstance(error, ModelWeightsError) else ModelWeightsError(str(error)) from None
 
 
-def _matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, Place]]:
+def matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, Place]]:
     """Each tensor that is used, and its place."""
-    config, places, fused = decoder.config, dict(_places(decoder)), dict(_fused_places(decoder))
+    config, single, fused = decoder.config, dict(places(decoder)), dict(_fused_places(decoder))
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     beyond = range(config.num_layers, config.num_layers + config.prediction_layers)
     unused = tuple(f"model.layers.{layer}." for layer in beyond)
@@ -71,12 +71,12 @@ def _matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, 
     for name in stored.names():
         if name in ignored or name.startswith(unused) or name.endswith(IGNORED_SUFFIXES):
             continue
-        names, place = fused.get(name) or ([name], places.get(name))
+        names, place = fused.get(name) or ([name], single.get(name))
         if place is None or not filled.isdisjoint(names):
             raise ModelWeightsError(f"{stored.file(name)}: tensor {name} has no place in a {config.architecture}")
         matched.append((name, place))
         filled.update(names)
-    missing = sorted(places.keys() - filled)
+    missing = sorted(single.keys() - filled)
     if missing:
         raise ModelWeightsError(f"{folder}: {len(missing)} tensors are missing, first {missing[:3]}")
     return matched
@@ -91,7 +91,7 @@ def _copy(stored: Stored, name: str, place: Place) -> None:
     place.target.copy_(arranged)
 
 
-def _places(decoder: Decoder) -> Iterator[tuple[str, Place]]:
+def places(decoder: Decoder) -> Iterator[tuple[str, Place]]:
     """Checkpoint name -> the (part of a) parameter it fills."""
     c = decoder.config
     layout = FAMILIES[c.architecture].layout
