@@ -81,6 +81,8 @@ def _basics(settings: Settings, worker: TrainerSettings | GeneratorSettings, mod
         dtype=worker.dtype,
         durable=settings.durable,
         redis_url=settings.redis_url,
+        blob_url=settings.blob_url,
+        blob_cache_bytes=settings.blob_cache_bytes,
     )
 
 

@@ -12,7 +12,8 @@ import msgspec
 class Basics(msgspec.Struct, frozen=True):
     """What workers of both kinds are told. `models` are the folders of the base models by name. `device` and `dtype`
     are what the operator wrote, `auto` too: the worker knows its machine. With `redis_url` it works for the API
-    replicas on that Redis instead of whoever holds the other end of its link."""
+    replicas on that Redis instead of whoever holds the other end of its link. Blobs are in `data_dir`, or at
+    `blob_url`; then up to `blob_cache_bytes` of what was read are kept in `data_dir`."""
 
     data_dir: str
     models: dict[str, str]
@@ -21,6 +22,8 @@ class Basics(msgspec.Struct, frozen=True):
     dtype: str = "auto"
     durable: bool = False
     redis_url: str = ""
+    blob_url: str = ""
+    blob_cache_bytes: int = 0
 
 
 class TrainerBounds(msgspec.Struct, frozen=True):

@@ -28,7 +28,7 @@ import torch
 from scheduler.links.configs import TrainerConfig
 from scheduler.links.messages import Drain, Pass, PullPass
 from scheduler.links.sockets import WorkerLink
-from store.blobs import Blobs
+from store.opening import open_blobs
 from workers.leave import leave
 from workers.model.decoder import Decoder
 from workers.model.device import ModelDevice, device_of
@@ -92,7 +92,9 @@ def main(config: TrainerConfig, server: WorkerLink) -> int:
     torch.set_num_threads(basics.threads)
     where = device_of(basics.device, basics.dtype)
     models = load_models(basics.models, where, data_dir / "isolation")
-    blobs = Blobs(data_dir / "blobs", durable=basics.durable)
+    blobs = open_blobs(
+        Path(basics.data_dir), durable=basics.durable, url=basics.blob_url, cache_bytes=basics.blob_cache_bytes
+    )
     signal.signal(signal.SIGTERM, stop.set)
     _log(f"loaded on {where}, with {torch.get_num_threads()} threads")
     watchdog = Watchdog()
