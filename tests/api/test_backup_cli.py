@@ -160,3 +160,13 @@ def test_tables_and_backups_of_another_version_are_refused(backup: Path, databas
         assert len(refused.stderr.splitlines()) == 1
     with create_engine(database.url).connect() as connection:
         assert inspect(connection).get_table_names()  # as they were
+
+
+@pytest.mark.parametrize("command", ["backup", "restore"])
+def test_what_is_in_a_bucket_is_not_copied(command: str, tmp_path: Path) -> None:
+    config = tmp_path / "weft.toml"
+    config.write_text('blob_url = "s3://weights/weft"\n')
+    refused = run(command, tmp_path / "backup", "--data-dir", tmp_path / "data", "--config", config)
+    assert refused.exit_code != 0
+    assert "the files are in s3://weights/weft, not in the data folder" in refused.stderr
+    assert not (tmp_path / "backup").exists()
