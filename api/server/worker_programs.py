@@ -90,6 +90,7 @@ def _basics(settings: Settings, worker: TrainerSettings | GeneratorSettings, mod
         dtype=worker.dtype,
         durable=settings.durable,
         redis_url=settings.redis_url,
+        base_dir=settings.base_dir,
     )
 
 

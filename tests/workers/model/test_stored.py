@@ -57,7 +57,7 @@ def test_a_checkpoint_of_mxfp4_loads_as_the_same_one_dequantised(tmp_path: Path)
     rows_are_those_of_the_whole(folder)
 
 
-@pytest.mark.parametrize("family", ["moe-wide", "qwen3"])
+@pytest.mark.parametrize("family", ["moe-wide", "qwen3", "deepseek"])
 def test_a_checkpoint_of_block_fp8_loads_as_the_same_one_dequantised(family: str, tmp_path: Path) -> None:
     model, plain = reference(family), tmp_path / "plain"
     ours(model, plain)
@@ -65,7 +65,7 @@ def test_a_checkpoint_of_block_fp8_loads_as_the_same_one_dequantised(family: str
     scales: dict[str, Tensor] = {}
     stored = dict(tensors)
     for name, weight in tensors.items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(("_proj.weight", "_mqa.weight")):
             rows, columns = (-(-size // 128) for size in weight.shape)
             scales[name + "_scale_inv"] = scale = torch.rand(rows, columns) + 0.01
             stored[name] = weight.to(torch.float8_e4m3fn)
@@ -77,7 +77,7 @@ def test_a_checkpoint_of_block_fp8_loads_as_the_same_one_dequantised(family: str
     equal(load_decoder(plain), load_decoder(folder))
     rows_are_those_of_the_whole(folder)
     missing = sharded(tmp_path / "bad", plain, method, [stored])
-    with pytest.raises(ModelWeightsError, match=r"_proj\.weight_scale_inv is missing"):
+    with pytest.raises(ModelWeightsError, match=r"_(proj|with_mqa)\.weight_scale_inv is missing"):
         load_decoder(missing)
 
 
