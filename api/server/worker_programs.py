@@ -83,6 +83,7 @@ def _basics(settings: Settings, worker: TrainerSettings | GeneratorSettings, mod
         redis_url=settings.redis_url,
         blob_url=settings.blob_url,
         blob_cache_bytes=settings.blob_cache_bytes,
+        base_dir=settings.base_dir,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.model.card import weight_files
-from workers.model.config import DecoderConfig
+from workers.model.config import DecoderConfig, LatentConfig
 from workers.model.decoder import Decoder
 from workers.model.families.read import read_config
 from workers.model.families.table import FAMILIES
@@ -110,6 +110,9 @@ def _places(decoder: Decoder) -> Iterator[tuple[str, Place]]:
 
 
 def _attention_places(at: str, layer: nn.Module, c: DecoderConfig) -> Iterator[tuple[str, Place]]:
+    if c.latent:
+        yield from _latent_places(at, layer, c.latent)
+        return
     yield from _by_head(at, "weight", _param(layer, "attn.qkv"), c)
     yield at + "o_proj.weight", Place(_param(layer, "attn.o"))
     if c.qkv_bias:
@@ -121,6 +124,19 @@ def _attention_places(at: str, layer: nn.Module, c: DecoderConfig) -> Iterator[t
         yield at + "k_norm.weight", Place(_param(layer, "attn.k_norm"))
     if c.sinks:
         yield at + "sinks", Place(_param(layer, "attn.sinks"))
+
+
+def _latent_places(at: str, layer: nn.Module, c: LatentConfig) -> Iterator[tuple[str, Place]]:
+    down = _param(layer, "attn.down")
+    queries, keys = torch.split(down, [len(down) - c.kept, c.kept])
+    yield at + ("q_a_proj.weight" if c.q_rank else "q_proj.weight"), Place(queries)
+    yield at + "kv_a_proj_with_mqa.weight", Place(keys)
+    if c.q_rank:
+        yield at + "q_a_layernorm.weight", Place(_param(layer, "attn.q_norm"))
+        yield at + "q_b_proj.weight", Place(_param(layer, "attn.q_up"))
+    yield at + "kv_a_layernorm.weight", Place(_param(layer, "attn.kv_norm"))
+    yield at + "kv_b_proj.weight", Place(_param(layer, "attn.kv_up"))
+    yield at + "o_proj.weight", Place(_param(layer, "attn.o"))
 
 
 def _by_head(at: str, kind: str, qkv: Tensor, c: DecoderConfig) -> Iterator[tuple[str, Place]]:

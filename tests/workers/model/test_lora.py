@@ -47,7 +47,13 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
             f"model.layers.{i}.",
             {k.rpartition(".")[2]: t for k, t in adapter.views.items() if f"layers.{i}." in k and "shared." not in k},
         )
-        if shape.train_attn:
+        if shape.train_attn and shape.config.latent:
+            queries = "q_a" if shape.config.latent.q_rank else "q"
+            modules = f"{queries}_proj", "kv_a_proj_with_mqa"
+            for module, b, a in zip(modules, (f"{queries}_B", "kv_a_B"), v["latent_A"].split(r), strict=True):
+                add(f"{at}self_attn.{module}.weight", v[b], a)
+            add(at + "self_attn.o_proj.weight", v["o_B"], v["o_A"])
+        elif shape.train_attn:
             for part, a in zip("qkv", v["qkv_A"].split(r), strict=True):
                 add(f"{at}self_attn.{part}_proj.weight", v[f"{part}_B"], a)
             add(at + "self_attn.o_proj.weight", v["o_B"], v["o_A"])

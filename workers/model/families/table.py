@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from workers.model.config import DecoderConfig
-from workers.model.families import dense, mixtures
+from workers.model.families import dense, latent, mixtures
 from workers.model.families.fields import Fields
 
 
@@ -39,6 +39,11 @@ class Family:
 
 
 _GROUPED = "grouped-query, rotary"
+_LATENT = "latent, queries too where the config has it so"
+_SIGMOID = (
+    "sigmoid scores with a correction, by groups, normalised and scaled, of SwiGLU experts; shared experts; "
+    "the first layers dense"
+)
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
@@ -105,9 +110,24 @@ FAMILIES: dict[str, Family] = {
             "GLM-4.5, GLM-4.6",
             ("zai-org/GLM-4.5-Air", "zai-org/GLM-4.6"),
             "grouped-query, rotary over half of a head, biases on q, k and v, q/k norm where the config has it",
-            "sigmoid scores with a correction, by groups, normalised and scaled, of SwiGLU experts; shared experts; "
-            "the first layers dense",
+            _SIGMOID,
             mixtures.glm4_moe,
+        ),
+        Family(
+            "DeepseekV3ForCausalLM",
+            "DeepSeek-V3, Kimi-K2",
+            ("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-R1", "moonshotai/Kimi-K2-Instruct"),
+            f"{_LATENT}, rotary (YaRN)",
+            _SIGMOID,
+            latent.deepseek_v3,
+        ),
+        Family(
+            "Glm4MoeLiteForCausalLM",
+            "GLM-4.7-Flash",
+            ("zai-org/GLM-4.7-Flash",),
+            f"{_LATENT}, rotary",
+            _SIGMOID,
+            latent.glm4_moe_lite,
         ),
         Family(
             "GptOssForCausalLM",
