@@ -72,7 +72,7 @@ def _backup(settings: Settings, target: Path) -> tuple[About, int]:
     from scheduler.journal.ending.references import needed_files
     from store.commit_mark import CommitMark
 
-    _in_the_folder(settings)
+    _no_bucket(settings)
     url = settings.effective_database_url
     if is_empty(url):
         raise BadBackup(f"there is no database to back up: {settings.data_dir} has not been served yet")
@@ -101,14 +101,6 @@ def _backup(settings: Settings, target: Path) -> tuple[About, int]:
     return about, len(sums)
 
 
-def _in_the_folder(settings: Settings) -> None:
-    if settings.blob_url:
-        raise BadBackup(
-            f"the files are in {settings.blob_url}, not in the data folder: keep them by the store's own versions or "
-            "replication, the database by pg_dump, taken first, and the server's secret apart"
-        )
-
-
 @click.command()
 @where
 @click.argument("source", type=click.Path(path_type=Path))
@@ -125,7 +117,7 @@ def _restore(settings: Settings, source: Path) -> About:
     from api.server.serve import only_one
     from migrations.upgrade import refuse_unknown
 
-    _in_the_folder(settings)
+    _no_bucket(settings)
     sums, about = read_sums(source), _about(source)
     url, data_dir = settings.effective_database_url, settings.data_dir
     refuse_unknown(about.revision, f"the backup {source}")
@@ -150,6 +142,14 @@ def _restore(settings: Settings, source: Path) -> About:
             f"the restored database is not the one that was saved: {', '.join(wrong)} have other numbers of rows"
         )
     return about
+
+
+def _no_bucket(settings: Settings) -> None:
+    if settings.blob_url:
+        raise BadBackup(
+            f"blob_url: blobs are in {settings.blob_url}, which this command does not copy: back up the database "
+            "(pg_dump), then the bucket with the store's own means"
+        )
 
 
 def _about(source: Path) -> About:
