@@ -37,17 +37,23 @@ Weights are read from safetensors, one file or shards, experts one by one or fus
 Block FP8 (128 x 128, as of DeepSeek and Qwen) and MXFP4 (gpt-oss) become bfloat16 tensor by tensor as they are read,
 so they take the memory of bfloat16. What a checkpoint holds for predicting several tokens at once is not loaded.
 
+A gated delta rule keeps a state of each sequence in place of keys and values, in float32 (`weftd model check` says how
+large); the prefix cache keeps it at some block ends, so a prompt may continue later than its first common tokens would
+allow. On a GPU these layers run torch's own operations.
+
 ## What is trained
 
 | flag | linears |
 |---|---|
-| `train_attn` | `self_attn.q_proj`, `k_proj`, `v_proj`, `o_proj` |
+| `train_attn` | `self_attn.q_proj`, `k_proj`, `v_proj`, `o_proj`; `linear_attn.in_proj_*`, `out_proj` |
 | `train_mlp` | `gate_proj`, `up_proj`, `down_proj`: of a dense MLP, of every expert, of shared experts |
 | `train_unembed` | `lm_head`, also where it is tied to the embedding (which stays as it is) |
 
-Routers, norms, biases and embeddings are frozen. All experts of a layer share the factor on the hidden side
-(`docs/design.md`). Exports name modules as transformers 5 does (`mlp.experts.N.gate_proj`), in every family; adapters
-with the names of Mixtral's checkpoints (`block_sparse_moe.experts.N.w1`) are imported as well.
+Of a gated delta rule (`linear_attn`) every projection of the checkpoint is trained: `in_proj_qkvz` and `in_proj_ba` in
+Qwen3-Next. Where attention has an output gate, `q_proj` projects it, too. Routers, norms, biases, embeddings,
+convolutions, decays and the gates of shared experts are frozen. All experts of a layer share the factor on the hidden
+side (`docs/design.md`). Exports name modules as transformers 5 does (`mlp.experts.N.gate_proj`), in every family;
+adapters with the names of Mixtral's checkpoints (`block_sparse_moe.experts.N.w1`) are imported as well.
 
 ## How it is held
 

@@ -31,6 +31,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests.e2e.conftest import BIN, Weftd
@@ -51,6 +53,13 @@ SIZES = {
 }
 
 
+DELTA = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
 
 
@@ -76,6 +85,9 @@ def models(tmp_path: Path) -> dict[str, Any]:
         ),
         "openai/gpt-oss-tiny": GptOssForCausalLM(
             GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=16, rope_parameters=ROPE)
+        ),
+        "Qwen/Qwen3-Next-tiny": Qwen3NextForCausalLM(
+            Qwen3NextConfig(**SIZES, **DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
         ),
     }
 

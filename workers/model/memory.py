@@ -42,7 +42,9 @@ def choose_saving(config: DecoderConfig, tokens: int, device: torch.device, budg
 def kept_bytes(config: DecoderConfig) -> int:
     """Bytes that autograd keeps of one token in one layer, approximately: inputs and outputs of norms and linears,
     queries, keys and values before and after norm and rotation, and the inside of the MLP; float32."""
-    attention = 7 * config.q_size + 6 * config.kv_size
+    attention = 7 * config.q_size + 6 * config.kv_size + 3 * (config.query_size - config.q_size)
+    if config.delta is not None:
+        attention = max(attention, 12 * config.delta.mixed_size + 12 * config.delta.value_size)
     dense = 5 * config.intermediate_size
     experts = config.experts_per_token * (2 * config.moe_intermediate_size + 16) + 3 * config.num_experts
     experts += 5 * config.shared_intermediate_size

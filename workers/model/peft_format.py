@@ -39,12 +39,15 @@ _LONG_NAMES = {short: name for name, short in _EXPERT_NAMES.items()}
 _SHORT = re.compile(r"(\.experts\.(?:\d+\.)?)(w[123])")
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 _EXPERT = re.compile(r"(?P<mlp>.+\.mlp\.experts)\.(?P<expert>\d+)\.(?P<name>gate_proj|up_proj|down_proj)")
-_PART = r"(?P<part>self_attn|mlp\.experts|mlp\.shared_experts|mlp)"
+_PART = r"(?P<part>self_attn|linear_attn|mlp\.experts|mlp\.shared_experts?|mlp)"
 _LAYER = re.compile(rf"model\.(?P<layer>layers\.\d+)\.{_PART}\.(?P<name>\w+)")
 #: What Mixtral's checkpoints call a mixture, and so adapters that were trained on it.
 _MIXTRAL = ".block_sparse_moe."
 _PARTS = {"self_attn": "q_proj k_proj v_proj o_proj", "mlp": "gate_proj up_proj down_proj"}
-_PARTS["mlp.experts"] = _PARTS["mlp.shared_experts"] = _PARTS["mlp"]
+_PARTS["mlp.experts"] = _PARTS["mlp.shared_experts"] = _PARTS["mlp.shared_expert"] = _PARTS["mlp"]
+#: The projections into a gated delta rule, in the order in which they are fused: of Qwen3-Next, and of Qwen3.5.
+_DELTA = (("qkvz", "ba"), ("qkv", "z", "b", "a"))
+_PARTS["linear_attn"] = " ".join(f"in_proj_{name}" for names in _DELTA for name in names) + " out_proj"
 #: The factors on the hidden side of experts.
 _OUTER = (("gate_proj", "A"), ("up_proj", "A"), ("down_proj", "B"))
 
@@ -113,10 +116,20 @@ def _pairs(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
             for part, part_a in zip("qkv", np.split(a, 3), strict=True):
                 yield f"{module}{part}_proj", part_a, tensors[f"{at}{part}_B"]
             yield f"{module}o_proj", tensors[f"{at}o_A"], tensors[f"{at}o_B"]
-        elif name.endswith((".mlp.gate_up_A", ".mlp.shared.gate_up_A")):
+        elif name.endswith(".attn.in_A"):
+            yield from _delta_pairs(name.removesuffix("in_A"), tensors)
+        elif name.endswith((".mlp.gate_up_A", ".mlp.shared.gate_up_A", ".mlp.shared_expert.gate_up_A")):
             yield from _mlp_pairs(name.removesuffix("gate_up_A"), tensors)
         elif name.endswith(".mlp.each_gate_up_A"):
             yield from _each_pairs(name.removesuffix("each_gate_up_A"), tensors)
+
+
+def _delta_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
+    module = f"model.{at.removesuffix('attn.')}linear_attn."
+    names = next(names for names in _DELTA if f"{at}{names[0]}_B" in tensors)
+    for name, a in zip(names, np.split(tensors[f"{at}in_A"], len(names)), strict=True):
+        yield f"{module}in_proj_{name}", a, tensors[f"{at}{name}_B"]
+    yield f"{module}out_proj", tensors[f"{at}out_A"], tensors[f"{at}out_B"]
 
 
 def _mlp_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
@@ -189,12 +202,16 @@ def read_layout(found: Mapping[str, Array]) -> dict[str, Array]:
         groups.setdefault((at["layer"], at["part"]), {})[at["name"]] = pair
     shared = all(_share(pairs) for (_, part), pairs in groups.items() if part == "mlp.experts")
     for (layer, part), pairs in groups.items():
+        if part == "linear_attn":
+            tensors.update(_delta(layer, pairs))
+            continue
         if pairs.keys() != set(_PARTS[part].split()):
             raise PeftFormatError(f"{layer}.{part}: has {', '.join(sorted(pairs))}, needs {_PARTS[part]}")
         if part == "self_attn":
             tensors.update(_attn(layer, pairs))
-        elif part == "mlp.shared_experts":
-            tensors.update(_mlp(f"{layer}.mlp.shared.", pairs, experts=False))
+        elif part in ("mlp.shared_experts", "mlp.shared_expert"):
+            own = {"mlp.shared_experts": "shared", "mlp.shared_expert": "shared_expert"}[part]
+            tensors.update(_mlp(f"{layer}.mlp.{own}.", pairs, experts=False))
         elif part == "mlp" or shared:
             tensors.update(_mlp(f"{layer}.mlp.", pairs, experts=part == "mlp.experts"))
         else:
@@ -237,6 +254,16 @@ def _attn(layer: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Arr
     found = {f"{at}qkv_A": _concatenate(layer, [pairs[f"{x}_proj"]["A"] for x in "qkv"])}
     found |= {f"{at}{x}_B": pairs[f"{x}_proj"]["B"] for x in "qkv"}
     return found | {f"{at}o_A": pairs["o_proj"]["A"], f"{at}o_B": pairs["o_proj"]["B"]}
+
+
+def _delta(layer: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
+    at = f"{layer}.attn."
+    for names in _DELTA:
+        if pairs.keys() == {"out_proj", *(f"in_proj_{name}" for name in names)}:
+            found = {f"{at}in_A": _concatenate(layer, [pairs[f"in_proj_{name}"]["A"] for name in names])}
+            found |= {f"{at}{name}_B": pairs[f"in_proj_{name}"]["B"] for name in names}
+            return found | {f"{at}out_A": pairs["out_proj"]["A"], f"{at}out_B": pairs["out_proj"]["B"]}
+    raise PeftFormatError(f"{layer}.linear_attn: has {', '.join(sorted(pairs))}, needs every in_proj and out_proj")
 
 
 def _mlp(at: str, pairs: Mapping[str, Mapping[str, Array]], *, experts: bool) -> dict[str, Array]:

@@ -9,19 +9,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from workers.model.config import DecoderConfig
-from workers.model.families import dense, mixtures
+from workers.model.families import dense, hybrids, mixtures
 from workers.model.families.fields import Fields
 
 
 @dataclass(frozen=True)
 class Layout:
     """What published checkpoints of a family call their tensors, where families differ: the mixture, its router and
-    gate, up and down of an expert. `interleaved`: the experts are one tensor, in which gate and up alternate."""
+    gate, up and down of an expert. `interleaved`: the experts are one tensor, in which gate and up alternate.
+    `centred_norms`: the factors of norms are stored less one. `root` is what names of the text model begin with;
+    tensors that begin with one of `unused` are not loaded."""
 
     mixture: str = "mlp"
     router: str = "gate"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     interleaved: bool = False
+    centred_norms: bool = False
+    root: str = "model."
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,10 @@ class Family:
 
 
 _GROUPED = "grouped-query, rotary"
+_HYBRID = (
+    "three layers in four (as the config says) gated delta rule with a short convolution and a gated norm, the others "
+    "grouped-query with an output gate, rotary over a quarter of a head, q/k norm by head; zero-centred norms"
+)
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
@@ -117,6 +126,15 @@ FAMILIES: dict[str, Family] = {
             "softmax of the chosen logits, router bias, of clamped SwiGLU experts with biases",
             mixtures.gpt_oss,
             Layout(router="router", interleaved=True),
+        ),
+        Family(
+            "Qwen3NextForCausalLM",
+            "Qwen3-Next",
+            ("Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3-Next-80B-A3B-Thinking"),
+            _HYBRID,
+            "softmax top-k of SwiGLU experts; a shared expert with a gate; some layers dense where the config says so",
+            hybrids.qwen3_next,
+            Layout(centred_norms=True, unused=("mtp.",)),
         ),
     )
 }
