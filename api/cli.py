@@ -20,6 +20,7 @@ from api.commands.places import refuse, settings_of, where
 COMMANDS = {
     "adapter": "adapter",
     "audit": "audit",
+    "backup": "backup",
     "billing": "credit",
     "budget": "credit",
     "credit": "credit",
@@ -31,6 +32,7 @@ COMMANDS = {
     "payments": "payments",
     "project": "project",
     "repair": "repair",
+    "restore": "backup",
     "simulate": "simulate",
     "tco": "tco",
     "user": "user",

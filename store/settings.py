@@ -139,6 +139,8 @@ class Limits(_Section):
     archive_bytes_per_org: Positive = 64 << 30
     #: Results that are kept of one organisation, all together; beyond, those go that were fetched, then the oldest.
     result_bytes_per_org: Positive = 1 << 30
+    #: Turns of sessions that clients name themselves (`X-Session-ID`), unpacked; they go after a day.
+    turn_bytes_per_org: Positive = 1 << 30
     #: Telemetry that is kept of one organisation in one day, and for how many days; what is beyond is dropped.
     telemetry_bytes_per_day: Positive = 16 * 1024 * 1024
     telemetry_days: Positive = 14
@@ -225,6 +227,8 @@ class Settings(_Section):
     redis_url: str = ""
     #: Flush every commit and every blob to the disk: safe against power loss, not only against kill -9.
     durable: bool = False
+    #: Where trainer and generators of this host keep one copy of a base's weights on a CPU; empty: each its own.
+    base_dir: str = "/dev/shm"
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     limits: Limits = Field(default_factory=Limits)

@@ -20,6 +20,9 @@ from api.errors import Invalid, quote
 from scheduler.links.messages import stability_ref
 from store.blobs import BadRef, Blobs
 
+#: Sequences of one operation that are remembered, and characters of the name of one.
+MAX_NAMED, MAX_NAME = 4096, 72
+
 Floats = npt.NDArray[np.float32]
 
 
@@ -39,6 +42,19 @@ def with_recorded_logprobs(batch: TrainBatch, session_id: str, blobs: Blobs) -> 
         for index, datum in enumerate(batch.data)
     ]
     return replace(batch, data=data), found
+
+
+def named_sequences(batch: TrainBatch) -> dict[str, int]:
+    """The sequences that the targets say they were sampled in, and how many of them; the first of very many. Whether
+    they are the run's is for whoever counts them."""
+    named: dict[str, int] = {}
+    for datum in batch.data:
+        for span in datum.loss_fn_input_spans or ():
+            if not isinstance(span, SampledProvenanceSpan) or len(span.sequence_id) > MAX_NAME:
+                continue
+            if span.sequence_id in named or len(named) < MAX_NAMED:
+                named[span.sequence_id] = named.get(span.sequence_id, 0) + span.length
+    return named
 
 
 def _recorded(index: int, datum: ArrayDatum, session_id: str, blobs: Blobs, kept: dict[str, Floats]) -> Floats:

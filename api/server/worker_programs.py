@@ -81,6 +81,7 @@ def _basics(settings: Settings, worker: TrainerSettings | GeneratorSettings, mod
         dtype=worker.dtype,
         durable=settings.durable,
         redis_url=settings.redis_url,
+        base_dir=settings.base_dir,
     )
 
 

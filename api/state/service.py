@@ -15,6 +15,7 @@ from weft.wire import LimitsResponse
 from api.checks.adapter_sizes import sizes_of
 from api.checks.limits import limits_of
 from api.state.afterwards import Afterwards
+from api.state.coming_turns import ComingTurn
 from api.state.fetched import Fetched
 from api.state.large_bodies import LargeBodies
 from api.state.last_used import LastUsed
@@ -53,6 +54,7 @@ class Service:
     afterwards: Afterwards = field(default_factory=Afterwards)
     rates: Rates = field(default_factory=LocalRates)
     misses: Misses = field(default_factory=Misses)
+    turns_coming: set[ComingTurn] = field(default_factory=set)
 
     @cached_property
     def limits(self) -> LimitsResponse:

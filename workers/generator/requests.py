@@ -118,16 +118,18 @@ def answer(pending: PendingSample, finished: Finished) -> Done | Declined:
         SampleUsage(facts.prefill, facts.cached_prefill, facts.sample),
     )
     counts = {"prefill": facts.prefill, "cached_prefill": facts.cached_prefill, "sample": facts.sample}
-    return Done(finished.id, payload=payload, facts=counts, drawn=_drawn(finished) if pending.op.run_id else {})
+    return Done(finished.id, payload=payload, facts=counts, drawn=_drawn(finished) if pending.op.run_id else ())
 
 
-def _drawn(finished: Finished) -> dict[int, int]:
-    """Its tokens by policy version."""
-    counts = Counter[int]()
+def _drawn(finished: Finished) -> tuple[dict[int, int], ...]:
+    """The tokens of each sequence by policy version."""
+    drawn: list[dict[int, int]] = []
     for sequence in finished.sequences:
+        counts = Counter[int]()
         for span in sequence.policy:
             counts[span.version] += span.length
-    return dict(counts)
+        drawn.append(dict(counts))
+    return tuple(drawn)
 
 
 def _refusal(op_id: str, error: RequestError) -> Done | Declined:

@@ -107,7 +107,7 @@ def choose(decoder: Decoder) -> Isolation:
 def _shapes(decoder: Decoder) -> list[Tensor]:
     """One weight [out, in] of every distinct shape; experts share theirs."""
     found: dict[tuple[int, ...], Tensor] = {}
-    for weight in [decoder.embed, *decoder.products()]:
+    for weight in [decoder.embed, *decoder.products(), *decoder.parts_of_products()]:
         flat = weight[0] if weight.ndim == 3 else weight
         found.setdefault(tuple(flat.shape), flat)
     return list(found.values())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.model.card import weight_files
-from workers.model.config import DecoderConfig
+from workers.model.config import DecoderConfig, LatentConfig
 from workers.model.decoder import Decoder
 from workers.model.families.read import read_config
 from workers.model.families.table import FAMILIES
@@ -75,7 +75,7 @@ def _matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, 
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     beyond = range(config.num_layers, config.num_layers + config.prediction_layers)
     layout = FAMILIES[config.architecture].layout
-    unused = (*(f"{layout.root}layers.{layer}." for layer in beyond), *layout.unused)
+    unused = (*(f"model.layers.{layer}." for layer in beyond), *layout.unused)
     filled: set[str] = set()
     matched = []
     for name in stored.names():
@@ -105,18 +105,18 @@ def _places(decoder: Decoder) -> Iterator[tuple[str, Place]]:
     """Checkpoint name -> the (part of a) parameter it fills."""
     c, layout = decoder.config, FAMILIES[decoder.config.architecture].layout
     norm = _centred if layout.centred_norms else _as_it_is
-    yield f"{layout.root}embed_tokens.weight", Place(decoder.embed)
-    yield f"{layout.root}norm.weight", Place(decoder.norm, norm)
+    yield f"model.{layout.embedding}.weight", Place(decoder.embed)
+    yield "model.norm.weight", Place(decoder.norm, norm)
     if not c.tie_embeddings:
         yield "lm_head.weight", Place(decoder.head)
     for i in range(c.num_layers):
-        at, layer = f"{layout.root}layers.{i}.", decoder.layers[i]
+        at, layer = f"model.layers.{i}.", decoder.layers[i]
         yield at + "input_layernorm.weight", Place(_param(layer, "attn_norm"), norm)
         yield at + "post_attention_layernorm.weight", Place(_param(layer, "mlp_norm"), norm)
         if i in c.delta_layers:
             yield from _delta_places(at + "linear_attn.", layer, c)
         else:
-            yield from _attention_places(at + "self_attn.", layer, c, norm)
+            yield from _attention_places(f"{at}{layout.attention}.", layer, c, norm)
         if c.is_moe(i):
             yield from _mixture_places(at, layer, c)
         else:
@@ -138,17 +138,37 @@ def _delta_places(at: str, layer: nn.Module, c: DecoderConfig) -> Iterator[tuple
 def _attention_places(
     at: str, layer: nn.Module, c: DecoderConfig, norm: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Place]]:
-    yield from _by_head(at, "weight", _param(layer, "attn.qkv"), c)
-    yield at + "o_proj.weight", Place(_param(layer, "attn.o"))
+    if c.latent:
+        yield from _latent_places(at, layer, c.latent)
+        return
+    layout = FAMILIES[c.architecture].layout
+    if layout.qkv:
+        yield f"{at}{layout.qkv}.weight", Place(_param(layer, "attn.qkv"))
+    else:
+        yield from _by_head(at, "weight", _param(layer, "attn.qkv"), c)
+    yield f"{at}{layout.output}.weight", Place(_param(layer, "attn.o"))
     if c.qkv_bias:
         yield from _by_head(at, "bias", _param(layer, "attn.qkv_bias"), c)
     if c.o_bias:
         yield at + "o_proj.bias", Place(_param(layer, "attn.o_bias"))
     if c.qk_norm:
-        yield at + "q_norm.weight", Place(_param(layer, "attn.q_norm"), norm)
-        yield at + "k_norm.weight", Place(_param(layer, "attn.k_norm"), norm)
+        for name, own in zip(layout.norms, ("q_norm", "k_norm"), strict=True):
+            yield f"{at}{name}.weight", Place(_param(layer, f"attn.{own}"), norm)
     if c.sinks:
         yield at + "sinks", Place(_param(layer, "attn.sinks"))
+
+
+def _latent_places(at: str, layer: nn.Module, c: LatentConfig) -> Iterator[tuple[str, Place]]:
+    down = _param(layer, "attn.down")
+    queries, keys = torch.split(down, [len(down) - c.kept, c.kept])
+    yield at + ("q_a_proj.weight" if c.q_rank else "q_proj.weight"), Place(queries)
+    yield at + "kv_a_proj_with_mqa.weight", Place(keys)
+    if c.q_rank:
+        yield at + "q_a_layernorm.weight", Place(_param(layer, "attn.q_norm"))
+        yield at + "q_b_proj.weight", Place(_param(layer, "attn.q_up"))
+    yield at + "kv_a_layernorm.weight", Place(_param(layer, "attn.kv_norm"))
+    yield at + "kv_b_proj.weight", Place(_param(layer, "attn.kv_up"))
+    yield at + "o_proj.weight", Place(_param(layer, "attn.o"))
 
 
 def _by_head(at: str, kind: str, qkv: Tensor, c: DecoderConfig) -> Iterator[tuple[str, Place]]:
@@ -163,7 +183,7 @@ def _mixture_places(at: str, layer: nn.Module, c: DecoderConfig) -> Iterator[tup
     if c.router.bias:
         yield f"{at}{layout.router}.bias", Place(_param(layer, "mlp.router.bias"))
     if c.router.correction:
-        yield f"{at}{layout.router}.e_score_correction_bias", Place(_param(layer, "mlp.router.correction"))
+        yield f"{at}{layout.router}.{layout.correction}", Place(_param(layer, "mlp.router.correction"))
     if layout.interleaved:
         yield from _interleaved_places(f"{at}experts.", layer)
         return
@@ -207,7 +227,7 @@ def _fused_places(decoder: Decoder) -> Iterator[tuple[str, tuple[list[str], Plac
     if layout.interleaved:
         return
     for i in filter(c.is_moe, range(c.num_layers)):
-        at, layer = f"{layout.root}layers.{i}.{layout.mixture}.experts.", decoder.layers[i]
+        at, layer = f"model.layers.{i}.{layout.mixture}.experts.", decoder.layers[i]
         gates = [f"{at}{e}.{part}.weight" for e in range(c.num_experts) for part in (gate, up)]
         yield at + "gate_up_proj", (gates, Place(_param(layer, "mlp.gate_up")))
         downs = [f"{at}{e}.{down}.weight" for e in range(c.num_experts)]

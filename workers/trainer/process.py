@@ -33,7 +33,7 @@ from workers.leave import leave
 from workers.model.decoder import Decoder
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
-from workers.model.weights import load_decoder
+from workers.model.shared_base import base_decoder
 from workers.trainer.trainer import Trainer
 from workers.trainer.watchdog import Watchdog
 
@@ -73,13 +73,13 @@ def serve(trainer: Trainer, link: Link, stop: StopFlag) -> None:
     trainer.drain(link.send)
 
 
-def load_models(models: Mapping[str, str], where: ModelDevice, findings: Path) -> dict[str, Decoder]:
+def load_models(models: Mapping[str, str], where: ModelDevice, base_dir: str, findings: Path) -> dict[str, Decoder]:
     """Decoders by name, from their folders. `findings`: the folder of the isolation probe's findings."""
     decoders: dict[str, Decoder] = {}
     for name, path in models.items():
         began = time.monotonic()
-        decoders[name] = load_decoder(Path(path), where.dtype, where.device)
-        _log(f"loaded {name} in {time.monotonic() - began:.1f} s")
+        decoders[name], how = base_decoder(Path(path), where, Path(base_dir) if base_dir else None)
+        _log(f"{name}: {how}, in {time.monotonic() - began:.1f} s")
         _log(f"{name}: tenants are computed {probe(decoders[name], findings)}")
     return decoders
 
@@ -91,7 +91,7 @@ def main(config: TrainerConfig, server: WorkerLink) -> int:
     signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))  # it has nothing to finish yet
     torch.set_num_threads(basics.threads)
     where = device_of(basics.device, basics.dtype)
-    models = load_models(basics.models, where, data_dir / "isolation")
+    models = load_models(basics.models, where, basics.base_dir, data_dir / "isolation")
     blobs = Blobs(data_dir / "blobs", durable=basics.durable)
     signal.signal(signal.SIGTERM, stop.set)
     _log(f"loaded on {where}, with {torch.get_num_threads()} threads")

@@ -375,11 +375,13 @@ def test_samples_go_to_free_slots_and_come_back_when_the_generator_dies(folder: 
             again: SampleWork = await service.ask(link, PullSamples(["m"], 100))
             assert sorted(op.op_id for op in again.ops) == sorted(ids)
             for op in again.ops:
-                link.send(Done(op.op_id, b"text", {"prefill": 4, "cached_prefill": 4, "sample": 9}, drawn={3: 8, 4: 1}))
+                link.send(
+                    Done(op.op_id, b"text", {"prefill": 4, "cached_prefill": 4, "sample": 9}, drawn=({3: 8, 4: 1},))
+                )
             assert [(await outcome(service, i)).payload for i in ids] == [b"text"] * 3
         assert sum(e.quantity for e in service.rows(tables.UsageEvent) if e.kind == "sample") == 27
         assert {e.run_id for e in service.rows(tables.UsageEvent)} == {RUN}
-        assert [row.policy for row in service.rows(tables.Operation)] == [{"drawn": {"3": 8, "4": 1}}] * 3
+        assert [row.policy for row in service.rows(tables.Operation)] == [{"drawn": [{"3": 8, "4": 1}]}] * 3
 
     go(scenario())
 

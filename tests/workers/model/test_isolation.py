@@ -54,7 +54,7 @@ def test_after_settling_any_width_is_exact(width: int, threads: int, family: str
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("family", ["moe", "moe-mixed", "llama-tied"])
+@pytest.mark.parametrize("family", ["moe", "moe-mixed", "llama-tied", "deepseek"])
 def test_group_by_group_agrees_with_packed_and_is_exact(family: str, tmp_path: Path) -> None:
     decoder = ours(reference(family), tmp_path)
     tenants = [

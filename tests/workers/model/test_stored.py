@@ -56,7 +56,7 @@ def test_a_checkpoint_of_mxfp4_loads_as_the_same_one_dequantised(tmp_path: Path)
     equal(load_decoder(plain), load_decoder(folder))
 
 
-@pytest.mark.parametrize("family", ["moe-wide", "qwen3"])
+@pytest.mark.parametrize("family", ["moe-wide", "qwen3", "deepseek"])
 def test_a_checkpoint_of_block_fp8_loads_as_the_same_one_dequantised(family: str, tmp_path: Path) -> None:
     model, plain = reference(family), tmp_path / "plain"
     ours(model, plain)
@@ -64,7 +64,7 @@ def test_a_checkpoint_of_block_fp8_loads_as_the_same_one_dequantised(family: str
     scales: dict[str, Tensor] = {}
     stored = dict(tensors)
     for name, weight in tensors.items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(("_proj.weight", "_mqa.weight")):
             rows, columns = (-(-size // 128) for size in weight.shape)
             scales[name + "_scale_inv"] = scale = torch.rand(rows, columns) + 0.01
             stored[name] = weight.to(torch.float8_e4m3fn)
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_block_fp8_loads_as_the_same_one_dequantised(family: str
     folder = sharded(tmp_path / "fp8", plain, method, [stored, scales])
     equal(load_decoder(plain), load_decoder(folder))
     missing = sharded(tmp_path / "bad", plain, method, [stored])
-    with pytest.raises(ModelWeightsError, match=r"_proj\.weight_scale_inv is missing"):
+    with pytest.raises(ModelWeightsError, match=r"_(proj|with_mqa)\.weight_scale_inv is missing"):
         load_decoder(missing)
 
 
