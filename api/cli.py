@@ -77,6 +77,7 @@ def _models(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...
 @click.option("--port", type=int, help="Port to listen on (default 8000); 0 takes a free one.")
 @click.option("--model", "models", metavar="NAME=PATH", callback=_models, multiple=True, help="A local model (repeat).")
 @click.option("--engine", multiple=True, type=click.Choice(["torch", "vllm"]), help="A generator (repeat for more).")
+@click.option("--trainers", type=int, help="How many trainers (default 1).")
 def serve(
     data_dir: Path | None,
     config: Path | None,
@@ -84,6 +85,7 @@ def serve(
     port: int | None,
     models: dict[str, Path],
     engine: tuple[str, ...],
+    trainers: int | None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. Without --model it serves a tiny model that comes with Weft."""
     from api.server import serve as server
@@ -92,7 +94,9 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    settings = settings_of(config, data_dir, host=host, port=port, models=models or None, engine=engine)
+    settings = settings_of(
+        config, data_dir, host=host, port=port, models=models or None, engine=engine, trainers=trainers
+    )
     try:
         code = server.serve(settings)
     except (server.CannotServe, PriceError) as error:

@@ -46,6 +46,8 @@ class _Section(BaseModel):
 
 
 class TrainerSettings(_Section):
+    #: How many trainers, each a process with the base models in its memory; every run lives on one of them.
+    replicas: Positive = 1
     threads: Positive = Field(default_factory=_half_the_cores)
     device: Device = "auto"
     dtype: Dtype = "auto"
@@ -58,7 +60,7 @@ class TrainerSettings(_Section):
     #: A run's whole state is written after this many tokens of training, which bounds what a lost trainer replays.
     snapshot_every_tokens: Positive = 65_536
     #: Memory for the states of runs (weights, moments, gradient), on the device if the trainer has one; the others are
-    #: paged out. 0: half of what is free when the trainer starts.
+    #: paged out. 0: half of what is free when the trainer starts, and of that its part, where this server has several.
     resident_bytes: Annotated[int, Field(ge=0)] = 0
     #: With a device: memory of the host for runs that are paged out of it; beyond, they are in files. 0: half.
     host_bytes: Annotated[int, Field(ge=0)] = 0
@@ -265,9 +267,13 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
     values = _environment()
     if config_file is not None:
         values = _over(values, _read(config_file))
-    values.update({name: value for name, value in overrides.items() if value is not None and name != "engine"})
+    values.update(
+        {name: value for name, value in overrides.items() if value is not None and name not in ("engine", "trainers")}
+    )
     if overrides.get("engine"):
         values["generator"] = {**values.get("generator", {}), "replicas": list(overrides["engine"])}
+    if overrides.get("trainers") is not None:
+        values["trainer"] = {**values.get("trainer", {}), "replicas": overrides["trainers"]}
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:

@@ -1,9 +1,9 @@
 """The trainer process (`python -m workers trainer`), from the moment that it has its config.
 
 The server holds the other end of its link. It pulls passes and executes them until it is told to drain
-(by message, or by SIGTERM after the pass in progress), then snapshots its runs and exits 0. When the server is gone it
-exits 1: whatever it held can be rebuilt from the journal. SIGINT is ignored, because a terminal's Ctrl-C reaches every
-process of the group and the supervisor alone decides how to stop.
+(by message, or by SIGTERM after the pass in progress), then says that it leaves, snapshots its runs and exits 0. When
+the server is gone it exits 1: whatever it held can be rebuilt from the journal. SIGINT is ignored, because a
+terminal's Ctrl-C reaches every process of the group and the supervisor alone decides how to stop.
 
 With a Redis in its config it works for whichever API replica leads (`scheduler.links`), one after the other with
 empty hands, until SIGTERM.
@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from scheduler.links.configs import TrainerConfig
-from scheduler.links.messages import Drain, Pass, PullPass
+from scheduler.links.messages import Drain, Leaving, Pass, PullPass
 from scheduler.links.sockets import WorkerLink
 from store.blobs import Blobs
 from workers.leave import leave
@@ -62,7 +62,7 @@ class StopFlag:
 def serve(trainer: Trainer, link: Link, stop: StopFlag) -> None:
     """Pull and execute passes until drained. EOFError when the server is gone."""
     while not stop.is_set:
-        link.send(PullPass(sorted(trainer.models)))
+        link.send(PullPass(sorted(trainer.models), trainer.residency.budget_bytes))
         message = None
         while message is None and not stop.is_set:
             message = link.recv(IDLE_POLL_S)
@@ -70,6 +70,7 @@ def serve(trainer: Trainer, link: Link, stop: StopFlag) -> None:
             trainer.execute(message, link.send)
         elif isinstance(message, Drain):
             break
+    link.send(Leaving())
     trainer.drain(link.send)
 
 
@@ -97,7 +98,7 @@ def main(config: TrainerConfig, server: WorkerLink) -> int:
     _log(f"loaded on {where}, with {torch.get_num_threads()} threads")
     watchdog = Watchdog()
     if not basics.redis_url:
-        pages_dir = data_dir / "pages"
+        pages_dir = data_dir / config.pages
         shutil.rmtree(pages_dir, ignore_errors=True)  # of a lost trainer: the journal rebuilds what was in them
         trainer = Trainer(models, blobs, config.bounds, pages_dir, watchdog.limit)
         return 0 if work(trainer, server, stop) else 1
