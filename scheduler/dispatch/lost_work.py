@@ -34,7 +34,7 @@ def _suspect(training: Training, lane: RunLane, units: list[Unit], loss: InLoss 
     for op in {u.op.id: u.op for u in units if u.op is not None and not u.send.replay}.values():
         if op.outcome is not None:
             continue
-        op.running, op.alone = False, True
+        op.alone = True
         op.attempts += 1
         training.note_attempts(op)
         mine = loss is not None and loss.op_id == op.id

@@ -68,10 +68,8 @@ class Residents:
 
     def even_out(self) -> list[tuple[str, str]]:
         """Trainers that are to hand over a run, and that run."""
-        if len(self._there) == 1:
-            return []
-        at_home = [lane for lane in self._training.runs.values() if self._homes.home(lane.run_id) is not None]
-        moves = self._homes.even_out([self._claim(lane) for lane in at_home])
+        at_home = (lane for lane in self._training.runs.values() if self._homes.home(lane.run_id) is not None)
+        moves = self._homes.even_out(map(self._claim, at_home))
         self._moving.update((move.run_id, move.source) for move in moves)
         return [(move.source, move.run_id) for move in moves]
 

@@ -171,6 +171,7 @@ class TrainerDesk:
             self.wake()
         elif isinstance(message, Leaving):
             self._leaves(trainer)
+            _give_back(trainer)  # it does nothing of what is on its way to it
         elif isinstance(message, PullPass):
             self._got_on(trainer, _end(trainer))
             if not trainer.leaving:
@@ -212,14 +213,10 @@ class TrainerDesk:
         """A trainer is gone, and with it the state of each run that lived there: queue again what rebuilds them."""
         self.stats["lost"] += 1
         loss, overran = trainer.overdue.loss, trainer.overdue.overran
-        held, trainer.models = _end(trainer), None
+        held, trainer.models = _give_back(trainer), None
         self._residents.retire(trainer.key)
         await self._training.flush()
-        if not trainer.leaving:
-            suspect(self._training, held, loss, overran=overran)
-        for unit in held:
-            if unit.op is not None:
-                unit.op.running = False
+        suspect(self._training, held, loss, overran=overran)
         await self._training.flush()
         del self._trainers[trainer.key]
         self._residents.gone(trainer.key)
@@ -229,6 +226,15 @@ class TrainerDesk:
 def _cut_off(name: str, link: Link) -> None:
     log.error("%s has exceeded its time and has not ended: its link is closed", name)
     link.hang_up()
+
+
+def _give_back(trainer: _Trainer) -> list[Unit]:
+    """What was in the trainer's hands, and is in nobody's."""
+    held = _end(trainer)
+    for unit in held:
+        if unit.op is not None:
+            unit.op.running = False
+    return held
 
 
 def _end(trainer: _Trainer) -> list[Unit]:

@@ -122,12 +122,13 @@ class Homes:
             found[claim.run_id] = least
         return found
 
-    def even_out(self, residents: Sequence[Claim]) -> list[Move]:
+    def even_out(self, residents: Iterable[Claim]) -> list[Move]:
         """Have runs live elsewhere where that pays now, of these, which are all that are at home."""
         now = self._clock()
         if len(self._trainers) < 2 or now - self._looked < LOOK_S:
             return []
         self._looked = now
+        residents = list(residents)
         demands = self._demands(residents)
         loads, used = self._loads(demands), self._used()
         rested = (c for c in residents if now - self._moved.get(c.run_id, -math.inf) >= STAY_S)
