@@ -29,6 +29,7 @@ COMMANDS = {
     "model": "model",
     "org": "org",
     "payments": "payments",
+    "plan": "plan",
     "project": "project",
     "repair": "repair",
     "simulate": "simulate",

@@ -409,6 +409,7 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
         prefill_tokens = 18
         adapter_cache_bytes = 19
         prefix_cache_bytes = 20
+        packed = false
         """
     )
     settings, models = load_settings(config, data_dir=tmp_path), {"m": Path("/m")}
@@ -417,11 +418,11 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
     training = Basics(**place, threads=3, device="cuda:1", dtype="float32")
     sampling = Basics(**place, threads=4, device="cpu", dtype="bfloat16")
     assert trainer.config == TrainerConfig(training, TrainerBounds(11, 12, 13, 14, 2.5))
-    assert generator.config == GeneratorConfig(sampling, 15, 16, TorchConfig(17, 18, 19, 20))
+    assert generator.config == GeneratorConfig(sampling, 15, 16, TorchConfig(17, 18, 19, 20, False))
     shared = load_settings(config, data_dir=tmp_path, redis_url="redis://r")
     there = Basics(**place, threads=4, device="cpu", dtype="bfloat16", redis_url="redis://r")
     assert lone_worker(shared, models, "generator").config == GeneratorConfig(
-        there, 15, 16, TorchConfig(17, 18, 19, 20)
+        there, 15, 16, TorchConfig(17, 18, 19, 20, False)
     )
 
 

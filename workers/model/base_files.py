@@ -80,7 +80,7 @@ def remove_unused(folder: Path, but: str = "") -> None:
                     os.close(descriptor)
 
 
-def kept_bytes(folder: Path) -> int:
+def stored_bytes(folder: Path) -> int:
     """What the files take that are there already."""
     with suppress(CannotShare, OSError):
         return sum(path.stat().st_size for path in _own(folder).iterdir())

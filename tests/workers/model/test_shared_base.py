@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.memory import TINY, Host, forget_pages, make_model, pair, taken
+from bench.memory import TINY, Host, forget_pages, make_model, pair, planned, taken
 from tests.workers.model.models import packed, random_adapter, reference
 from workers.model.base_files import CannotShare, hold, leave_files, remove_unused
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
@@ -184,6 +184,7 @@ def test_workers_take_one_copy_and_a_restart_reads_none(tmp_path: Path, folder: 
     with pair(host) as (trainer, generator):
         together = trainer.pss_bytes + generator.pss_bytes
         assert 0.9 * weights < together - fixed < 1.15 * weights
+        assert 0.7 * planned(model, 2) < together < planned(model, 2)
         assert trainer.read_bytes > 0.9 * weights
         before, sampled = host.train(trainer), host.sample(generator)
         assert "loaded, for all" in trainer.end(signal.SIGKILL)
