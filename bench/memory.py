@@ -47,7 +47,7 @@ from scheduler.links.messages import (
     SampleWork,
     TrainOp,
 )
-from store.blobs import Blobs
+from store.folder_blobs import FolderBlobs
 from workers.model.base_files import remove_unused
 from workers.model.card import config_card
 from workers.model.check import check_model
@@ -202,8 +202,8 @@ class Host:
         return generator.done(1)[0].payload
 
     @property
-    def _blobs(self) -> Blobs:
-        return Blobs(self.data_dir / "blobs")
+    def _blobs(self) -> FolderBlobs:
+        return FolderBlobs(self.data_dir / "blobs")
 
 
 def forget_pages(folder: Path) -> None:

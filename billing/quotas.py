@@ -23,7 +23,12 @@ LOSSES_LAST = timedelta(hours=24)
 
 
 class QuotaReached(Exception):
-    """An organisation would have more than it may; the message says of what, and what helps."""
+    """An organisation would have more than it may; the message says of what, and what helps. `ever` is false for what
+    is larger than the whole quota, which no deleting makes room for."""
+
+    def __init__(self, message: str, ever: bool) -> None:
+        super().__init__(message)
+        self.ever = ever
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,17 @@ def check(session: Session, org_id: str, claim: Claim, coming: int = 0) -> None:
     database yet. In its lock."""
     quota = QUOTAS[claim.quota]
     limit, used = limit_of(session, org_id, claim), coming + (quota.used(session, org_id) if quota.used else 0)
+    more = "ask the operator for more (weftd org quota)"
+    if claim.adds > limit:
+        raise QuotaReached(
+            f"the organisation's quota {claim.quota} is {limit}, and this alone would be {claim.adds}: {more}",
+            ever=False,
+        )
     if used + claim.adds > limit:
         raise QuotaReached(
             f"the organisation's quota {claim.quota} is {limit}: {used} {quota.what}, and this would be {claim.adds} "
-            f"more; {quota.remedy}, or ask the operator for more (weftd org quota)"
+            f"more; {quota.remedy}, or {more}",
+            ever=True,
         )
 
 
@@ -97,6 +109,11 @@ def _result_bytes(session: Session, org_id: str) -> int:
     return int(session.scalar(kept) or 0)
 
 
+def _turn_bytes(session: Session, org_id: str) -> int:
+    turn = tables.SessionTurn
+    return int(session.scalar(select(func.sum(turn.size_bytes)).where(turn.org_id == org_id)) or 0)
+
+
 QUOTAS: Mapping[str, Quota] = {
     "stored_bytes": Quota(
         "stored_bytes_per_org",
@@ -117,6 +134,12 @@ QUOTAS: Mapping[str, Quota] = {
         "bytes of checkpoints are packed for downloads",
         None,
         "wait until older downloads are over: an archive goes two hours after it was last asked for",
+    ),
+    "turn_bytes": Quota(
+        "turn_bytes_per_org",
+        "bytes of turns are kept or being sampled",
+        _turn_bytes,
+        "sample without X-Session-ID, or wait: turns go after a day",
     ),
     "result_bytes": Quota("result_bytes_per_org", "bytes of results are kept", _result_bytes, "fetch them"),
 }

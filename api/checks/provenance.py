@@ -6,7 +6,6 @@ what the sampler recorded (`record_stability_info`). Recordings belong to the se
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +18,9 @@ from weft.wire.codec import ArrayDatum, TrainBatch
 from api.errors import Invalid, quote
 from scheduler.links.messages import stability_ref
 from store.blobs import BadRef, Blobs
+
+#: Sequences of one operation that are remembered, and characters of the name of one.
+MAX_NAMED, MAX_NAME = 4096, 72
 
 Floats = npt.NDArray[np.float32]
 
@@ -39,6 +41,19 @@ def with_recorded_logprobs(batch: TrainBatch, session_id: str, blobs: Blobs) -> 
         for index, datum in enumerate(batch.data)
     ]
     return replace(batch, data=data), found
+
+
+def named_sequences(batch: TrainBatch) -> dict[str, int]:
+    """The sequences that the targets say they were sampled in, and how many of them; the first of very many. Whether
+    they are the run's is for whoever counts them."""
+    named: dict[str, int] = {}
+    for datum in batch.data:
+        for span in datum.loss_fn_input_spans or ():
+            if not isinstance(span, SampledProvenanceSpan) or len(span.sequence_id) > MAX_NAME:
+                continue
+            if span.sequence_id in named or len(named) < MAX_NAMED:
+                named[span.sequence_id] = named.get(span.sequence_id, 0) + span.length
+    return named
 
 
 def _recorded(index: int, datum: ArrayDatum, session_id: str, blobs: Blobs, kept: dict[str, Floats]) -> Floats:
@@ -66,7 +81,7 @@ def _read(index: int, sequence: str, session_id: str, blobs: Blobs) -> Floats:
         if "/" in sequence:
             raise BadRef(sequence)
         data = blobs.get(ref)
-        os.utime(blobs.path(ref))  # recordings are kept for a day after their last use
+        blobs.touch(ref)  # recordings are kept for a day after their last use
     except (BadRef, OSError):
         raise Invalid(
             f"datum {index}: nothing is recorded of sequence {quote(sequence)} in this session: sample it with "

@@ -48,10 +48,12 @@ def plan_on(
     asked |= {generator.dtype} if samples else set()
     dtypes = {default if dtype == "auto" else dtype for dtype in asked} or {default}
     models = [check_model(card, max(dtypes)) for card in cards.values()]
+    known = _known(device)
     wanted = Wanted(
-        trainer=trains,
+        trainers=(trainer.ranks if device.name == "cpu" else 1) if trains else 0,
         generators=generator.kinds.count("torch") if samples else 0,
         one_base=device.kind == "cpu" and bool(settings.base_dir) and len(dtypes) == 1,
+        spread=not known,
         slots=generator.slots,
         context_tokens=generator.context_tokens,
         kv_tokens=generator.kv_tokens,
@@ -68,7 +70,8 @@ def plan_on(
 
 
 def devices_here(settings: Settings) -> list[Device]:
-    """Those that trainer and generators are to compute on; of devices that are not there the workers will speak."""
+    """Those that trainer and generators are to compute on, of a trainer's ranks the first; of devices that are not
+    there the workers will speak."""
     cuda = {f"cuda:{number}": size for number, size in enumerate(cuda_bytes())}
     found = []
     for name in dict.fromkeys(_place(worker.device, bool(cuda)) for worker in (settings.trainer, settings.generator)):
@@ -76,16 +79,22 @@ def devices_here(settings: Settings) -> list[Device]:
             files = stored_bytes(Path(settings.base_dir)) if settings.base_dir else 0  # they may be mapped, or will go
             found.append(Device(name, free_bytes() + files))
         elif name in cuda:
-            found.append(Device(name, cuda[name]))
+            trainer = settings.trainer
+            parts = trainer.ranks * (trainer.nodes if trainer.shard == "all" else 1)
+            found.append(Device(name, cuda[name], parts))
     return found
 
 
 def _who(device: Device, settings: Settings, alone: str) -> tuple[bool, bool]:
     """Whether the trainer is on the device, and whether the generators are. Both are on a device that is not here."""
     here = [_place(worker.device, device.kind == "cuda") for worker in (settings.trainer, settings.generator)]
-    known = device.name == "cpu" or device.name.startswith("cuda:")
-    trains, samples = (here[0] == device.name, here[1] == device.name) if known else (True, True)
+    trains, samples = (here[0] == device.name, here[1] == device.name) if _known(device) else (True, True)
     return trains and alone != "generator", samples and alone != "trainer"
+
+
+def _known(device: Device) -> bool:
+    """Whether it is of this machine."""
+    return device.name == "cpu" or device.name.startswith("cuda:")
 
 
 def _place(asked: str, cuda: bool) -> str:

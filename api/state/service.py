@@ -15,6 +15,7 @@ from weft.wire import LimitsResponse
 from api.checks.adapter_sizes import sizes_of
 from api.checks.limits import limits_of
 from api.state.afterwards import Afterwards
+from api.state.coming_turns import ComingTurn
 from api.state.fetched import Fetched
 from api.state.large_bodies import LargeBodies
 from api.state.last_used import LastUsed
@@ -27,7 +28,7 @@ from api.who.signing import Signer
 from api.who.tokens import Tokens
 from store.blobs import Blobs
 from store.db import Database
-from store.secret import server_secret
+from store.secret import secret_of, server_secret
 from store.settings import Settings
 from workers.model.card import ModelCard
 
@@ -53,6 +54,7 @@ class Service:
     afterwards: Afterwards = field(default_factory=Afterwards)
     rates: Rates = field(default_factory=LocalRates)
     misses: Misses = field(default_factory=Misses)
+    turns_coming: set[ComingTurn] = field(default_factory=set)
 
     @cached_property
     def limits(self) -> LimitsResponse:
@@ -66,7 +68,8 @@ class Service:
 
     @cached_property
     def secret(self) -> bytes:
-        return server_secret(self.settings.data_dir)
+        given = self.settings.server_secret
+        return server_secret(self.settings.data_dir) if given is None else secret_of(given.get_secret_value())
 
     @cached_property
     def signer(self) -> Signer:

@@ -655,6 +655,7 @@ def upgrade() -> None:
         sa.Column("project_id", sa.String(64), nullable=True),
         sa.Column("name", sa.String(128), nullable=False),
         sa.Column("ref", sa.String(256), nullable=False),
+        sa.Column("size_bytes", BIG, nullable=False),
         sa.Column("created_at", AT, nullable=False),
         sa.ForeignKeyConstraint(["org_id"], ["organisations.id"], name=op.f("fk_session_turns_org_id")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_session_turns")),

@@ -120,14 +120,14 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """One operation is finished: `payload` is the encoded result (protobuf for forward, forward_backward and sample;
     JSON for optim_step; empty for create, save and load), `facts` are counts for metering and storage:
     `tokens` trained, `size_bytes` written, the policy `version` after an optim_step, or, of a sample, `prefill`,
-    `cached_prefill` and `sample` tokens. `drawn` counts the tokens of a sample by the version of its run's policy that
-    they were drawn from."""
+    `cached_prefill` and `sample` tokens. `drawn` counts the tokens of each sequence of a sample by the version of its
+    run's policy that they were drawn from."""
 
     op_id: str
     payload: bytes = b""
     facts: dict[str, int] = {}
     failure: Failure | None = None
-    drawn: dict[int, int] = {}
+    drawn: tuple[dict[int, int], ...] = ()
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag=True):

@@ -47,10 +47,12 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     source: Source
 
 
-class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
-    """forward and forward_backward: `slices` cover all data of the body, in their order."""
+class ForwardBackward(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """forward and forward_backward: `slices` cover all data of the body, in their order. `sequences` are the sampled
+    sequences that the data say they come from, with their tokens among the targets."""
 
     slices: tuple[Slice, ...]
+    sequences: dict[str, int] = {}
 
 
 class Save(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

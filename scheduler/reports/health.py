@@ -2,8 +2,9 @@
 
 Computed from the journal's rows of a recent window, so it is the same on every replica and after a restart. A run's
 samples are those of its samplers. Staleness is counted in tokens: a row says which version of the policy each was drawn
-from (`scheduler.journal.samples.versions`), and the version that it was trained by is taken to be that of the first
-forward_backward accepted after the sample had ended.
+from (`scheduler.journal.samples.versions`). Training data may name the sequences that they come from; then it is known
+which tokens were trained, by which version, and which were not. Where none does, a sample is taken to be trained by the
+first forward_backward accepted after it had ended.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from billing.ownership import covered_s
-from scheduler.journal.rows import num_samples
+from scheduler.journal.rows import num_samples, sequences
 from scheduler.links.messages import OpKind
 from scheduler.order.operations import SAMPLE
 from store import tables
@@ -57,7 +58,10 @@ class Health:
     """`trainer_wait` is the share of the window (from the run's first operation in it) in which the trainer computed
     nothing for this run; `sequences_in_flight` the mean number of its sequences in generators; `acceptance` trained
     tokens for each sampled one (more than 1 where prompts are trained on); `staleness` counts sampled tokens by the
-    optimizer steps between what drew and what trained them."""
+    optimizer steps between what drew and what trained them.
+
+    `named`: its training names sequences. Then `acceptance` is the share of sampled tokens that were trained on, and
+    `untrained_tokens` are those that had been sampled when the latest named batch came, and none has named."""
 
     window_s: float
     trainer_wait: float
@@ -68,6 +72,8 @@ class Health:
     trained_tokens_per_s: float
     acceptance: float
     staleness: dict[int, int]
+    named: bool
+    untrained_tokens: int | None
     queue_p50_s: float
     queue_p95_s: float
     stall: Stall
@@ -84,7 +90,8 @@ class _Row:
     begun: float | None  # seconds after acceptance
     spans: list[tuple[float, float]]
     sequences: int
-    drawn: dict[int, int]  # a sample's tokens by the version of the policy
+    drawn: list[dict[int, int]]  # a sample's tokens by the version of the policy, of each sequence
+    named: dict[str, int]  # sequences that a training operation names, and their tokens in it
     version: int | None  # of the policy after it
 
 
@@ -101,6 +108,7 @@ def health_of(session: Session, run: tables.Run, now: datetime, window: timedelt
     flying_s = sum(
         row.sequences * sum(end - start for start, end in _after(since, row.spans)) for row in samples if row.spans
     )
+    use = _use(training, samples)
     queued = sorted(row.begun for row in rows if row.begun is not None)
     return Health(
         window_s=seconds,
@@ -110,8 +118,10 @@ def health_of(session: Session, run: tables.Run, now: datetime, window: timedelt
         trained_tokens=trained,
         sampled_tokens_per_s=sampled / seconds,
         trained_tokens_per_s=trained / seconds,
-        acceptance=trained / sampled if sampled else 0.0,
-        staleness=_staleness(training, samples),
+        acceptance=use.acceptance if use is not None else trained / sampled if sampled else 0.0,
+        staleness=use.staleness if use is not None else _inferred_staleness(training, samples),
+        named=use is not None,
+        untrained_tokens=None if use is None else use.untrained,
         queue_p50_s=_quantile(queued, 0.5),
         queue_p95_s=_quantile(queued, 0.95),
         stall=_stall(training, samples, now),
@@ -132,6 +142,7 @@ def _rows(session: Session, run: tables.Run, since: datetime) -> list[_Row]:
         operation.timings,
         operation.policy,
         num_samples.label("num_samples"),  # the rest of a plan can be long
+        sequences.label("sequences"),
     ).where(operation.org_id == run.org_id, operation.lane.in_([run.id, *samplers]), recent)
     latest = session.execute(query.order_by(operation.accepted_at.desc()).limit(MAX_ROWS)).all()
     return [_read(row) for row in reversed(latest)]
@@ -151,7 +162,8 @@ def _read(row: SqlRow[Any]) -> _Row:
         stretches[0][1] / 1e6 if stretches else None,
         [(accepted_s + start / 1e6, accepted_s + end / 1e6) for _, start, end, *_ in stretches],
         (row.num_samples or 1) if row.kind == SAMPLE else 0,
-        {int(version): tokens for version, tokens in policy.get("drawn", {}).items()},
+        [{int(version): tokens for version, tokens in one.items()} for one in policy.get("drawn", ())],
+        row.sequences or {},
         policy.get("version"),
     )
 
@@ -170,33 +182,66 @@ def _after(since_s: float, spans: Sequence[tuple[float, float]]) -> list[tuple[f
     return [(max(start, since_s), end) for start, end in spans if end > since_s]
 
 
-def _staleness(training: Sequence[_Row], samples: Sequence[_Row]) -> dict[int, int]:
-    batches = sorted(_trained_by(training))
+@dataclass(frozen=True)
+class _Use:
+    """What became of sampled tokens, by what training has named."""
+
+    staleness: dict[int, int]
+    acceptance: float
+    untrained: int
+
+
+def _use(training: Sequence[_Row], samples: Sequence[_Row]) -> _Use | None:
+    """None where no training operation names any sequence."""
+    naming = [row for row in training if row.named]
+    if not naming:
+        return None
+    drawn = {f"{row.id}:{index}": one for row in samples for index, one in enumerate(row.drawn)}
+    used: Counter[str] = Counter()
+    for row in naming:
+        for name in row.named.keys() & drawn.keys():
+            used[name] = max(used[name], min(row.named[name], sum(drawn[name].values())))
+    counts: Counter[int] = Counter()
+    for row, version in _trained_by(training):
+        for name in row.named.keys() & drawn.keys():
+            left = row.named[name]
+            for old, tokens in sorted(drawn[name].items()):
+                counts[max(0, version - old)] += min(tokens, left)
+                left -= min(tokens, left)
+    latest = max(row.accepted for row in naming)
+    due = [row for row in samples if row.finished is not None and row.finished <= latest]
+    had, all_drawn = (sum(sum(one.values()) for row in rows for one in row.drawn) for rows in (due, samples))
+    trained = sum(used.values())
+    staleness = {steps: tokens for steps, tokens in sorted(counts.items()) if tokens}
+    return _Use(staleness, trained / all_drawn if all_drawn else 0.0, max(0, had - trained))
+
+
+def _inferred_staleness(training: Sequence[_Row], samples: Sequence[_Row]) -> dict[int, int]:
+    batches = sorted((row.accepted, version) for row, version in _trained_by(training))
     counts: Counter[int] = Counter()
     for sample in samples:
         place = bisect_left(batches, (sample.finished, 0)) if sample.finished is not None else len(batches)
         if place < len(batches):
-            for version, tokens in sample.drawn.items():
+            for version, tokens in (pair for one in sample.drawn for pair in one.items()):
                 counts[max(0, batches[place][1] - version)] += tokens
     return dict(sorted(counts.items()))
 
 
-def _trained_by(training: Sequence[_Row]) -> Iterator[tuple[datetime, int]]:
-    """When each forward_backward was accepted, and the version of the policy that it is computed on: where the
-    operations before it left it or, before the first that tells, where that one found it. Without those of which none
-    tells."""
-    version, waiting = None, list[datetime]()
+def _trained_by(training: Sequence[_Row]) -> Iterator[tuple[_Row, int]]:
+    """Each forward_backward, and the version of the policy that it is computed on: where the operations before it left
+    it or, before the first that tells, where that one found it. Without those of which none tells."""
+    version, waiting = None, list[_Row]()
     for row in sorted(training, key=lambda row: row.seq):
         if row.version is not None:
             found = row.version - (row.kind == OpKind.OPTIM_STEP)
-            yield from ((accepted, found) for accepted in waiting if row.kind != OpKind.LOAD_STATE)
+            yield from ((before, found) for before in waiting if row.kind != OpKind.LOAD_STATE)
             version, waiting = row.version, []
         elif row.kind == OpKind.OPTIM_STEP and row.open and version is not None:
             version += 1
         elif row.kind == OpKind.FORWARD_BACKWARD and version is not None:
-            yield row.accepted, version
+            yield row, version
         elif row.kind == OpKind.FORWARD_BACKWARD:
-            waiting.append(row.accepted)
+            waiting.append(row)
 
 
 def _stall(training: Sequence[_Row], samples: Sequence[_Row], now: datetime) -> Stall:

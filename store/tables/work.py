@@ -88,7 +88,8 @@ class Sampler(Base):
 
 
 class SessionTurn(Base):
-    """A request that was sampled under its client's own session id `name`; the blob `ref` has prompt and tokens."""
+    """A request that was sampled under its client's own session id `name`; the blob `ref` has prompt and tokens,
+    `size_bytes` when it is unpacked."""
 
     __tablename__ = "session_turns"
     __table_args__ = (Index("ix_session_turns_name", "org_id", "name", "id"),)
@@ -98,6 +99,7 @@ class SessionTurn(Base):
     project_id: Mapped[str | None] = mapped_column(String(64))
     name: Mapped[str] = mapped_column(String(128))
     ref: Mapped[str] = mapped_column(String(256))
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[datetime] = mapped_column(index=True)
 
 

@@ -8,13 +8,17 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zstandard
 from sqlalchemy import select
 
+from api.routes.openai.turns import PAGE_BYTES
+from api.state.coming_turns import ComingTurn
 from billing.quotas import QUOTAS
 from billing.storage import meter
 from store import people, tables
-from tests.api.conftest import World
+from tests.api.conftest import MODEL, World
 from tests.api.test_custom_loss import body as loss
 from tests.api.test_money_cli import run as weftd
 from tests.tenancy.conftest import org_id_of
@@ -114,6 +118,24 @@ def test_stored_bytes_count_what_is_queued_and_what_has_no_name(world: World) ->
     world.post("copy_weights", copy)
 
 
+def test_a_save_larger_than_the_quota_fails_for_good_and_spends_its_number(world: World) -> None:
+    run = world.run()
+    body = {"model_id": run, "seq_id": 1, "path": "x"}
+    set_quota(world, stored_bytes=10)
+    reply = world.call("POST", "save_weights_external", json=body)
+    assert (reply.status_code, reply.json()["code"]) == (413, "quota_reached"), reply.text
+    assert "retry-after" not in reply.headers
+    told = reply.json()["detail"]
+    assert told.startswith("the organisation's quota stored_bytes is 10, and this alone would be ")
+    assert "weftd org quota" in told
+    set_quota(world, stored_bytes=None)
+    again = world.post("save_weights_external", body)["request_id"]  # it has its outcome
+    assert world.outcome(again).json()["error"] == told
+    saved = world.post("save_weights_external", body | {"seq_id": 2})["request_id"]
+    world.finish(saved, size_bytes=10)
+    assert world.outcome(saved).json()["path"]
+
+
 def unnamed(run: str, seq: int, **fields: Any) -> dict[str, Any]:
     return {"model_id": run, "seq_id": seq, "sampling_session_seq_id": seq, **fields}
 
@@ -167,6 +189,48 @@ def test_a_span_that_was_left_open_ends_with_its_samplers(world: World) -> None:
     assert open_spans(world) == {}
 
 
+def test_turns_of_sessions_that_clients_name(world: World) -> None:
+    """Those that are kept, and those under way at the most that they can be; what is refused is not sampled."""
+    org_id = org_id_of(world)
+
+    def keep(number: int, size_bytes: int) -> None:
+        row = tables.SessionTurn(
+            org_id=org_id, name="mine", request_id=f"r{number}", ref=f"turns/x/r{number}", size_bytes=size_bytes,
+            created_at=datetime.now(UTC),
+        )  # fmt: skip
+        turn = {"request_id": f"r{number}", "choice": 0, "model": "m", "at": 0.0, "prompt": [1], "tokens": [2]}
+        turn |= {"logprobs": [-1.0], "versions": [], "stop_reason": "stop"}
+        world.service.blobs.put(row.ref, zstandard.compress(msgspec.msgpack.encode([turn])))
+        world.database.write_now(lambda session: session.add(row))
+
+    def ask(**body: Any) -> Any:
+        asked = {"model": MODEL, "prompt": [1, 2], "max_tokens": 4, **body}
+        headers = {"x-api-key": world.key, "x-session-id": "mine"}
+        return world.http.post("/v1/completions", json=asked, headers=headers)
+
+    keep(1, 3000)
+    set_quota(world, turn_bytes=5000)
+    reply = ask(n=2)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (429, "quota_reached")
+    told = reply.json()["error"]["message"]
+    assert "quota turn_bytes is 5000: 3000 bytes of turns are kept or being sampled, and this would be 2" in told
+    assert "sample without X-Session-ID" in told
+    set_quota(world, turn_bytes=3000 + 1200)
+    world.service.turns_coming.add(ComingTurn(org_id, 500))
+    assert "3500 bytes of turns" in ask().json()["error"]["message"]
+    assert len(world.service.turns_coming) == 1, "what was refused is not coming"
+    assert ask(temperature=-1).status_code == ask(model="nobody's").status_code - 4 == 400
+    # An answer that lists them has so many bytes, and says where the next begins.
+    keep(2, PAGE_BYTES)
+    keep(3, PAGE_BYTES)
+    after, seen = 0, []
+    while after is not None:
+        page = world.get(f"weft/turns/mine?after={after}")
+        seen.append([turn["request_id"] for turn in page["turns"]])
+        after = page["next"]
+    assert seen == [["r1"], ["r2"], ["r3"]]
+
+
 def test_archives(world: World) -> None:
     run = world.run()
     path = world.checkpoint(run, 1)
@@ -177,8 +241,8 @@ def test_archives(world: World) -> None:
     url = path.replace("tinker://", "training_runs/").replace("/weights/", "/checkpoints/weights/") + "/archive"
     set_quota(world, archive_bytes=1)
     reply = world.call("GET", url, follow_redirects=False)
-    assert (reply.status_code, reply.json()["code"]) == (429, "quota_reached")
-    assert "an archive goes two hours after" in reply.json()["detail"]
+    assert (reply.status_code, reply.json()["code"]) == (413, "quota_reached")
+    assert "this alone would be 7" in reply.json()["detail"]
     set_quota(world, archive_bytes=None)
     assert world.call("GET", url, follow_redirects=False).status_code == 302
     set_quota(world, archive_bytes=1)

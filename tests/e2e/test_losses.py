@@ -110,6 +110,41 @@ def test_stable_reinforce_takes_the_samplers_logprobs_from_the_data_or_from_its_
         stranger.forward_backward(data, "stable_reinforce").result()
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_what_was_drawn_at_a_temperature_is_on_policy_there(official: Official, temperature: float) -> None:
+    run = official().create_lora_training_client(BASE_MODEL, rank=4, seed=3).result()
+    run.forward_backward(supervised(), "cross_entropy").result()
+    run.optim_step(ADAM).result()
+    sampler = run.save_weights_and_get_sampling_client().result()
+    start, before = prompt(), prompt().length - 1
+    params = types.SamplingParams(max_tokens=40, temperature=temperature, seed=5, stop=[])
+
+    def datum(sequence: Any, **more: Any) -> types.Datum:
+        tokens = list(sequence.tokens)
+        inputs = {
+            "target_tokens": [0] * before + tokens,
+            "advantages": [0.0] * before + [1.0] * len(tokens),
+            "logprobs": [0.0] * before + list(sequence.logprobs),
+        }
+        whole = start.append(types.EncodedTextChunk(tokens=tokens[:-1]))
+        return types.Datum(model_input=whole, loss_fn_inputs=inputs | more)
+
+    drawn = sampler.sample(start, 4, params).result().sequences
+    told = [datum(sequence, sampling_temperature=np.float32([temperature])) for sequence in drawn]
+    metrics = run.forward_backward(told, "importance_sampling").result().metrics
+    assert metrics["ratio:mean"] == pytest.approx(1, abs=1e-6)
+    assert abs(metrics["mismatch_kl:mean"]) <= 1e-8
+    untold = run.forward([datum(sequence) for sequence in drawn], "importance_sampling").result()
+    assert untold.metrics["mismatch_kl:mean"] > 1e-3
+    at_one = [datum(sequence, sampling_temperature=np.ones(before + 40, np.float32)) for sequence in drawn]
+    same = run.forward(at_one, "importance_sampling").result()
+    for one, other in zip(same.loss_fn_outputs, untold.loss_fn_outputs, strict=True):
+        np.testing.assert_array_equal(one["logprobs"].to_numpy(), other["logprobs"].to_numpy())
+    for bad, says in (([0.0], "above 0"), ([1.0, 1.0], "one value, or one for each position")):
+        with pytest.raises(tinker.RequestFailedError, match=says):
+            run.forward([datum(drawn[0], sampling_temperature=np.float32(bad))], "ppo").result()
+
+
 def test_dimuon_is_fixed_at_creation_and_survives_a_checkpoint(official: Official) -> None:
     service = official()
     run = service.create_lora_training_client(

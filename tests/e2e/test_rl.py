@@ -70,10 +70,18 @@ async def twice(task: Any, chat: rl.Chat) -> rl.Reward:
     return rl.Reward(sum(good) / 2, {"first": good[0]})
 
 
-def test_turns_of_own_code_join_and_are_on_policy_to_the_last_digit(service: weft.ServiceClient) -> None:
-    run = fresh(service)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+def test_turns_of_own_code_join_and_are_on_policy_to_the_last_digit(
+    service: weft.ServiceClient, temperature: float
+) -> None:
     report = rl.train(
-        run, rl.function(twice, sums()), steps=3, groups=rl.Groups(batch=6, size=6), learning_rate=1e-3, sinks=[]
+        fresh(service),
+        rl.function(twice, sums()),
+        steps=2,
+        groups=rl.Groups(batch=6, size=6),
+        sampling=SamplingParams(temperature=temperature),
+        learning_rate=1e-3,
+        sinks=[],
     )
     for step in report.steps:
         assert step["turns/rollout"] == 2
@@ -90,6 +98,7 @@ def test_no_token_is_older_than_the_lag_by_what_the_server_reported(service: wef
 
     run = fresh(service)
     trained: list[int] = []
+    drawn: list[int] = []
 
     async def loop() -> None:
         rollouts = rl.Rollouts(
@@ -103,6 +112,7 @@ def test_no_token_is_older_than_the_lag_by_what_the_server_reported(service: wef
                 oldest = [s.version for r in batch.rollouts for t in r.turns for s in t.versions]
                 trained.extend(now - version for version in oldest)
                 assert batch.lags
+                drawn.append(sum(rollout.sampled for rollout in batch.rollouts))
                 data = batch.data(lambda rewards: [1.0] * len(rewards), loss)
                 loss.forward_backward(run, data, None)
                 await rollouts.step(run.optim_step(AdamParams(learning_rate=1e-4)))
@@ -116,6 +126,11 @@ def test_no_token_is_older_than_the_lag_by_what_the_server_reported(service: wef
     asyncio.run(loop())
     assert max(trained) <= 2
     assert max(trained) >= 1, "nothing was sampled while the trainer worked"
+    health = service.create_rest_client().get_run_health(run.get_info().model_id).result(60)
+    assert health.named, "the data say which sequences they are of"
+    assert max(health.staleness) == max(trained)
+    assert sum(health.staleness.values()) == sum(drawn)
+    assert 0 < health.acceptance <= 1
 
 
 @pytest.mark.parametrize(
@@ -345,8 +360,9 @@ def test_an_answer_can_be_ended_while_it_is_drawn(service: weft.ServiceClient) -
 def test_what_would_be_off_policy_unseen_is_refused_and_what_collapses_is_warned_of(
     service: weft.ServiceClient,
 ) -> None:
-    with pytest.raises(ValueError, match=r"temperature 1 .* got temperature=0.7"):
-        rl.train(fresh(service), ONE_TURN, sampling=SamplingParams(temperature=0.7), sinks=[])
+    for params, says in ((SamplingParams(top_p=0.8), "top_p=0.8"), (SamplingParams(temperature=0), "temperature=0")):
+        with pytest.raises(ValueError, match=rf"drawn from all tokens.* got {says}"):
+            rl.train(fresh(service), ONE_TURN, sampling=params, sinks=[])
     with pytest.warns(UserWarning, match="bounds no ratio, and tokens may be 3 steps old"):
         rl.train(
             fresh(service),

@@ -125,7 +125,7 @@ def test_five_turns_with_a_break_are_two_data(weftd: Weftd, http: httpx.Client) 
     for turn in range(5):
         if turn == 3:
             history = [90, 91, 92]
-        drawn = generate(http, history, "five")["choices"][0]
+        drawn = generate(http, history, "five", temperature=0.7 if turn == 4 else 1.0)["choices"][0]
         texts.append((list(history), drawn["token_ids"], [e["logprob"] for e in drawn["logprobs"]["content"]]))
         history += [*drawn["token_ids"], 80 + turn]
     with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("vllm")) as service:
@@ -135,6 +135,11 @@ def test_five_turns_with_a_break_are_two_data(weftd: Weftd, http: httpx.Client) 
     assert [(list(turn.prompt), list(turn.tokens)) for turn in rollout.turns] == [text[:2] for text in texts]
     data = rl.data_of(rollout, advantage=1.0)
     assert len(data) == 2
+    assert "sampling_temperature" not in data[0].loss_fn_inputs
+    told = data[1].loss_fn_inputs["sampling_temperature"].to_numpy()
+    assert (told == np.float32(0.7)).sum() == len(texts[4][1])
+    named = {span.sequence_id: span.length for span in data[0].loss_fn_input_spans if type(span).__name__[0] == "S"}
+    assert named == {turn.sequence_id: len(turn.tokens) for turn in rollout.turns[:3]}
     for datum, last, members in zip(data, (texts[2], texts[4]), (texts[:3], texts[3:]), strict=True):
         whole = last[0] + last[1]
         assert datum.model_input.to_ints() == whole[:-1]

@@ -179,7 +179,12 @@ def things(world: World, admin: str | None = None) -> Ids:
         project_of = reading.get_one(tables.Session, session).project_id
 
     def write(writing: Any) -> str:
-        turn = {"request_id": f"of {org_id} {project_of}", "ref": "turns/xx/none", "created_at": datetime.now(UTC)}
+        turn = {
+            "request_id": f"of {org_id} {project_of}",
+            "ref": "turns/xx/none",
+            "size_bytes": 1,
+            "created_at": datetime.now(UTC),
+        }
         writing.add(tables.SessionTurn(org_id=org_id, project_id=project_of, name=f"talk {session}", **turn))
         people.add_member(writing, org_id, "boss@example.com", "owner")
         if admin is None:

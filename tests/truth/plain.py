@@ -2,7 +2,8 @@
 optimizers. It imports nothing of ours, and knows of us only what docs/ publish: the files of an export, the formulas.
 
 One `Plain` is one run, trained alone and patiently: no passes, no slices, no paging, no neighbours. A datum is a
-dictionary of lists or arrays: `tokens` [T], `target_tokens` [T] or [T, targets], and the other inputs of its loss.
+dictionary of lists or arrays: `tokens` [T], `target_tokens` [T] or [T, targets], and the other inputs of its loss;
+logits are divided by `sampling_temperature` [1] or [T].
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ LOSSES: dict[str, Loss] = {
 
 def loss_of(datum: Datum, lp: Tensor, loss_fn: str, config: Mapping[str, float] | None = None) -> Tensor:
     """The loss of one datum whose targets have these log-probabilities."""
-    names = datum.keys() - {"tokens", "target_tokens"}
+    names = datum.keys() - {"tokens", "target_tokens", "sampling_temperature"}
     inputs = {name: torch.as_tensor(datum[name], dtype=lp.dtype) for name in names}
     return LOSSES[loss_fn](lp, inputs, config or {})
 
@@ -227,7 +228,12 @@ class Plain:
         found = []
         for logits_TV, unsure_T, datum, size in zip(out.logits, unsure_NT, batch, sizes, strict=True):
             targets = torch.as_tensor(datum["target_tokens"], dtype=torch.int64)
-            lp = torch.log_softmax(logits_TV[:size], -1).gather(1, targets.view(size, -1)).view(targets.shape)
+            temperature = torch.as_tensor(datum.get("sampling_temperature", [1.0]), dtype=logits_TV.dtype)
+            lp = (
+                torch.log_softmax(logits_TV[:size] / temperature.view(-1, 1), -1)
+                .gather(1, targets.view(size, -1))
+                .view(targets.shape)
+            )
             found.append((lp, unsure_T[:size]))
         return found
 

@@ -146,7 +146,9 @@ class Twin:
 
 
 def sent(datum: Datum) -> types.Datum:
-    inputs = {name: list(values) for name, values in datum.items() if name != "tokens"}
+    inputs: dict[str, Any] = {name: list(values) for name, values in datum.items() if name != "tokens"}
+    if "sampling_temperature" in inputs:  # not a name for which the SDK takes a list
+        inputs["sampling_temperature"] = torch.tensor(inputs["sampling_temperature"])
     return types.Datum(model_input=types.ModelInput.from_ints(list(datum["tokens"])), loss_fn_inputs=inputs)
 
 
@@ -166,9 +168,12 @@ def words(sizes: Sequence[int], seed: int) -> list[Datum]:
 
 def rollouts(plain: Plain, sizes: Sequence[int], seed: int) -> list[Datum]:
     """For RL: a prompt without advantage and q, as the cookbook makes it; then a q that is not far from the truth, with
-    advantages of either sign, and some that are 0."""
+    advantages of either sign, and some that are 0. The first were sampled at another temperature than 1: one of them
+    at one for each position."""
     draw = random.Random(seed)
     data = [dict(datum) for datum in words(sizes, seed)]
+    data[0]["sampling_temperature"] = [draw.choice((0.7, 1.3))]
+    data[1]["sampling_temperature"] = [draw.uniform(0.5, 2.0) for _ in data[1]["tokens"]]
     truth = plain.forward(data, "cross_entropy").logprobs
     for datum, lp in zip(data, truth, strict=True):
         size, prompt = len(lp), len(lp) // 4

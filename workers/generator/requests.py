@@ -45,7 +45,7 @@ def read_sample(op: SampleOp, blobs: Blobs) -> PendingSample:
         num_samples=body.num_samples,
         tenant=op.org_id,
         adapter=policy_name(op),
-        adapter_folder=blobs.path(op.adapter_ref) if op.adapter_ref else None,
+        adapter_folder=blobs.at(op.adapter_ref) if op.adapter_ref else None,
         prompt_logprobs=bool(body.prompt_logprobs),
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
         topk_prompt_logprobs=body.topk_prompt_logprobs,
@@ -118,16 +118,18 @@ def answer(pending: PendingSample, finished: Finished) -> Done | Declined:
         SampleUsage(facts.prefill, facts.cached_prefill, facts.sample),
     )
     counts = {"prefill": facts.prefill, "cached_prefill": facts.cached_prefill, "sample": facts.sample}
-    return Done(finished.id, payload=payload, facts=counts, drawn=_drawn(finished) if pending.op.run_id else {})
+    return Done(finished.id, payload=payload, facts=counts, drawn=_drawn(finished) if pending.op.run_id else ())
 
 
-def _drawn(finished: Finished) -> dict[int, int]:
-    """Its tokens by policy version."""
-    counts = Counter[int]()
+def _drawn(finished: Finished) -> tuple[dict[int, int], ...]:
+    """The tokens of each sequence by policy version."""
+    drawn: list[dict[int, int]] = []
     for sequence in finished.sequences:
+        counts = Counter[int]()
         for span in sequence.policy:
             counts[span.version] += span.length
-    return dict(counts)
+        drawn.append(dict(counts))
+    return tuple(drawn)
 
 
 def _refusal(op_id: str, error: RequestError) -> Done | Declined:

@@ -89,7 +89,8 @@ def stored_bytes(folder: Path) -> int:
 
 def _let_go(descriptor: int) -> None:
     """Unlock it, too: a mapping has a duplicate, which would keep the lock."""
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 

@@ -26,10 +26,11 @@ def target_logprobs(
     targets_P: Tensor,
     lora: LoraRows | None = None,
     chunk: int = 1024,
+    temperature_T: Tensor | None = None,
 ) -> Tensor:
-    """lp_P = log_softmax(logits(hidden[rows]))[targets], float32. `rows_P` ascends, with a row repeated for each of its
-    targets; `lora` counts the rows of `hidden_TD`. Differentiable in hidden; the gradient of an unembed adapter goes to
-    `lora.grads`."""
+    """lp_P = log_softmax(logits(hidden[rows]) / temperature[rows])[targets], float32. `rows_P` ascends, with a row
+    repeated for each of its targets; `lora` counts the rows of `hidden_TD`. Differentiable in hidden; the gradient of
+    an unembed adapter goes to `lora.grads`. A temperature of 1 changes no bit."""
     lora = lora if lora is not None else LoraRows([0, len(hidden_TD)], [None])
     if len(rows_P) != len(targets_P) or len(lora) != len(hidden_TD):
         counts = f"{len(rows_P)} rows, {len(targets_P)} targets; {len(hidden_TD)} hidden rows, {len(lora)} of adapters"
@@ -39,7 +40,8 @@ def target_logprobs(
     rows_U, row_of_P = torch.unique_consecutive(rows_P, return_inverse=True)
     selected = lora.select(rows_U)
     trigger = selected.trigger(selected.groups(decoder.unembed.a))
-    head = _Head(decoder, selected, chunk, row_of_P)
+    divisor_U = None if temperature_T is None else temperature_T.index_select(0, rows_U)
+    head = _Head(decoder, selected, chunk, row_of_P, divisor_U)
     hidden_UD = hidden_TD.index_select(0, rows_U)
     return cast(Tensor, _TargetLogprobs.apply(hidden_UD, trigger, targets_P, head))  # type: ignore[no-untyped-call]
 
@@ -57,10 +59,12 @@ class _Cut:
 
 
 class _Head:
-    """The unembedding of one call: how its rows are cut, and the products of one cut."""
+    """The unembedding of one call: how its rows are cut, the products of a cut; `divisor_U` divides the logits."""
 
-    def __init__(self, decoder: Decoder, rows: LoraRows, chunk: int, row_of_P: Tensor) -> None:
-        self.weight, self.site = decoder.head, decoder.unembed
+    def __init__(
+        self, decoder: Decoder, rows: LoraRows, chunk: int, row_of_P: Tensor, divisor_U: Tensor | None
+    ) -> None:
+        self.weight, self.site, self.divisor_U = decoder.head, decoder.unembed, divisor_U
         pieces = list(rows.slices(chunk))
         ends = torch.tensor([b for _, b, _ in pieces], device=row_of_P.device, dtype=row_of_P.dtype)
         at: list[int] = [0, *torch.searchsorted(row_of_P, ends).tolist()]
@@ -68,17 +72,23 @@ class _Head:
             _Cut(a, b, at[i], at[i + 1], row_of_P[at[i] : at[i + 1]] - a, of) for i, (a, b, of) in enumerate(pieces)
         ]
 
-    def logits(self, hidden_RD: Tensor, rows: LoraRows) -> tuple[Tensor, Tensor | None]:
+    def logits(self, hidden_RD: Tensor, cut: _Cut) -> tuple[Tensor, Tensor | None]:
         """The logits of one cut, and x A^T of its adapters, which the backward needs."""
-        logits_RV, products = base_mm(hidden_RD, self.weight), products_of(rows, self.site.a, self.weight)
-        return logits_RV, add_adapters(logits_RV, hidden_RD, self.site, products) if products is not None else None
+        logits_RV, products = base_mm(hidden_RD, self.weight), products_of(cut.rows, self.site.a, self.weight)
+        u = add_adapters(logits_RV, hidden_RD, self.site, products) if products is not None else None
+        return self._divided(logits_RV, cut), u
 
-    def backward(self, dlogits_RV: Tensor, hidden_RD: Tensor, u: Tensor | None, rows: LoraRows) -> Tensor:
+    def backward(self, dlogits_RV: Tensor, hidden_RD: Tensor, u: Tensor | None, cut: _Cut) -> Tensor:
+        dlogits_RV = self._divided(dlogits_RV, cut)
         dhidden_RD = base_mm(dlogits_RV, self.weight, transposed=True)
-        products = products_of(rows, self.site.a, self.weight)
+        products = products_of(cut.rows, self.site.a, self.weight)
         if products is not None and u is not None:
             adapters_backward(dlogits_RV, hidden_RD, dhidden_RD, u, self.site, products)
         return dhidden_RD
+
+    def _divided(self, of_RV: Tensor, cut: _Cut) -> Tensor:
+        """In place: the logits, and d lp / d logits, which has the same factor."""
+        return of_RV if self.divisor_U is None else of_RV.div_(self.divisor_U[cut.a : cut.b, None])
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -86,7 +96,7 @@ class _TargetLogprobs(torch.autograd.Function):
     def forward(ctx: Any, hidden_UD: Tensor, trigger: Tensor | None, targets_P: Tensor, head: _Head) -> Tensor:
         logprobs_P = hidden_UD.new_empty(len(targets_P))
         for cut in head.cuts:
-            logits_RV, _ = head.logits(hidden_UD[cut.a : cut.b], cut.rows)
+            logits_RV, _ = head.logits(hidden_UD[cut.a : cut.b], cut)
             all_RV = torch.log_softmax(logits_RV, dim=-1)
             logprobs_P[cut.p : cut.q] = all_RV[cut.row_of, targets_P[cut.p : cut.q]]
         ctx.save_for_backward(hidden_UD, targets_P)
@@ -99,11 +109,11 @@ class _TargetLogprobs(torch.autograd.Function):
         hidden_UD, targets_P = ctx.saved_tensors
         dhidden_UD = torch.empty_like(hidden_UD)
         for cut in ctx.head.cuts:
-            logits_RV, u = ctx.head.logits(hidden_UD[cut.a : cut.b], cut.rows)
+            logits_RV, u = ctx.head.logits(hidden_UD[cut.a : cut.b], cut)
             dlogprobs, targets = dlogprobs_P[cut.p : cut.q], targets_P[cut.p : cut.q]
-            # d lp / d logits = onehot(target) - softmax, added up over the targets of a row
+            # d lp / d (divided logits) = onehot(target) - softmax, added up over the targets of a row
             total_R = dlogprobs.new_zeros(cut.b - cut.a).index_add_(0, cut.row_of, dlogprobs)
             dlogits_RV = torch.softmax(logits_RV, dim=-1).mul_(-total_R[:, None])
             dlogits_RV.view(-1).index_add_(0, cut.row_of * logits_RV.shape[1] + targets, dlogprobs)
-            dhidden_UD[cut.a : cut.b] = ctx.head.backward(dlogits_RV, hidden_UD[cut.a : cut.b], u, cut.rows)
+            dhidden_UD[cut.a : cut.b] = ctx.head.backward(dlogits_RV, hidden_UD[cut.a : cut.b], u, cut)
         return dhidden_UD, None, None, None

@@ -52,11 +52,14 @@ class Device:
 @dataclass(frozen=True)
 class Wanted:
     """Settings of these names (`store.settings`), 0 where the plan chooses; and who is on the device. `packed` None: as
-    memory allows. `one_base`: all workers map one copy. `tenants` runs of `rank` are what is planned for."""
+    memory allows. `trainers` are processes: ranks, where there are several. `one_base`: workers map one copy, except
+    ranks. `spread`: a base that no device holds whole may be spread for sampling. `tenants` runs of `rank` are what is
+    planned for."""
 
-    trainer: bool = True
+    trainers: int = 1
     generators: int = 1
     one_base: bool = False
+    spread: bool = False
     slots: int = 0
     context_tokens: int = 8192
     kv_tokens: int = 0
@@ -154,17 +157,18 @@ def _weights(models: Sequence[Check], device: Device, wanted: Wanted, room: _Roo
     """Whether the generators, too, hold parts of a base that no device could hold whole."""
     whole = sum(model.weight_bytes for model in models)
     must, way_out = f"models: {', '.join(model.card.name for model in models)}", "more devices, or fewer models"
-    if wanted.one_base:
-        note = f"one copy for {wanted.trainer + wanted.generators} workers"
+    if wanted.one_base and wanted.trainers <= 1:
+        note = f"one copy for {wanted.trainers + wanted.generators} workers"
         room.take("weights", whole, note, must=must, way_out=way_out)
         return False
-    if wanted.trainer:
+    if wanted.trainers:
         gathered = max(map(_gathered_bytes, models)) if device.count > 1 else 0
         note = f"a part of {device.count}, and what is gathered of it" if device.count > 1 else ""
         room.take("weights of the trainer", -(-whole // device.count) + gathered, note, must=must, way_out=way_out)
-    spread = device.count > 1 and whole * wanted.generators > room.left_bytes * (1 - 2 * SPARE)
+    copies = min(1, wanted.generators) if wanted.one_base else wanted.generators
+    spread = wanted.spread and device.count > 1 and whole * copies > room.left_bytes * (1 - 2 * SPARE)
     note = f"a part of {device.count}: only vLLM does that" if spread else ""
-    size = -(-whole // device.count) if spread else whole * wanted.generators
+    size = -(-whole // device.count) if spread else whole * copies
     room.take("weights of the generator", size, note, must=must, way_out=way_out)
     return spread
 
@@ -177,7 +181,7 @@ def _gathered_bytes(model: Check) -> int:
 
 
 def _processes(device: Device, wanted: Wanted, room: _Room) -> None:
-    workers = wanted.trainer + wanted.generators
+    workers = wanted.trainers + wanted.generators
     size = workers * PROCESS_BYTES[device.kind]
     if device.kind == "cpu":
         size += SERVER_BYTES + workers * SUCCESSOR_BYTES
@@ -188,17 +192,16 @@ def _computed(models: Sequence[Check], wanted: Wanted, room: _Room) -> None:
     """The largest model's, for one is computed at a time. The trainer keeps everything of a forward where that takes a
     small part of the memory; else the layers' inputs, with the inside of one layer (`memory.py`)."""
     configs = [model.card.config for model in models]
-    if wanted.trainer:
+    if wanted.trainers:
         tokens = wanted.microbatch_tokens
         logits = max(LOGIT_COPIES * LOGIT_ROWS * c.vocab_size * 4 for c in configs)
         all_of_it = max(2 * tokens * c.num_layers * kept_bytes(c) for c in configs)
         inputs = max(tokens * (c.num_layers * c.hidden_size * 4 + 2 * kept_bytes(c)) for c in configs)
-        kept = all_of_it <= room.free_bytes // 8
+        kept = all_of_it <= room.free_bytes // 8 // wanted.trainers
         note = f"{tokens:,} tokens, {'kept' if kept else 'layers computed again'}"
         must, way_out = f"trainer.microbatch_tokens = {tokens:,}", "set less, at least the longest sequence"
-        room.take(
-            "activations of the trainer", (all_of_it if kept else inputs) + logits, note, must=must, way_out=way_out
-        )
+        size = wanted.trainers * ((all_of_it if kept else inputs) + logits)
+        room.take("activations of the trainer", size, note, must=must, way_out=way_out)
     if wanted.generators:
         tokens = wanted.prefill_tokens
         size = wanted.generators * max(tokens * kept_bytes(c) for c in configs)
@@ -251,7 +254,7 @@ def _keys_and_values(
         room.take("keys and values", least * each, must=f"generator.context_tokens = {longest:,}", way_out=way_out)
     slots = wanted.slots or MOST_SLOTS[device.kind]
     full = slots * (least + PAGE_TOKENS)
-    fits = room.free_bytes // 2 // each if wanted.trainer else room.free_bytes // each
+    fits = room.free_bytes // 2 // each if wanted.trainers else room.free_bytes // each
     kv_tokens = wanted.kv_tokens or max(least, min(full, fits) // PAGE_TOKENS * PAGE_TOKENS)
     if not wanted.slots:
         slots = max(1, min(slots, kv_tokens // min(USUAL_TOKENS, longest)))
@@ -271,15 +274,15 @@ def _runs(models: Sequence[Check], device: Device, wanted: Wanted, room: _Room) 
     """Memory for the states of runs, and what is paged of those that are planned for: of the largest model, all of it
     trained."""
     each = max(TRAINING_BYTES * AdapterShape(model.card.config, wanted.rank).numel for model in models)
-    if not wanted.trainer:
+    if not wanted.trainers:
         return wanted.resident_bytes, Part("runs paged out", 0)
-    chosen = room.free_bytes if device.kind == "cuda" else room.free_bytes // 2
-    resident = wanted.resident_bytes or max(chosen, min(each, room.left_bytes))
+    chosen = (room.free_bytes if device.kind == "cuda" else room.free_bytes // 2) // wanted.trainers
+    resident = wanted.resident_bytes or max(chosen, min(each, room.left_bytes // wanted.trainers))
     note = f"{resident // each:,} of rank {wanted.rank}, {gib(each)} each"
     must = f"trainer.resident_bytes = {resident:,}" if wanted.resident_bytes else ""
     way_out = f"at most {room.left_bytes:,} fit; or set 0, and the server chooses"
-    room.take("runs in training", resident, note, must=must, way_out=way_out)
-    there = min(wanted.tenants, resident // each)
+    room.take("runs in training", wanted.trainers * resident, note, must=must, way_out=way_out)
+    there = min(wanted.tenants, wanted.trainers * (resident // each))
     where = "to the host's memory, then to the disk" if device.kind == "cuda" else "to the disk"
     return resident, Part("runs paged out", (wanted.tenants - there) * each, f"of {wanted.tenants}, {where}")
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from weft.wire.checks.custom_shapes import CustomLossError
-from weft.wire.checks.losses import LOSSES, ROUTES, THRESHOLDS, clip_of
+from weft.wire.checks.losses import LOSSES, ROUTES, TEMPERATURE, THRESHOLDS, clip_of
 from weft.wire.codec import ArrayDatum
 
 from workers.model.decoder import FREE, Decoder, LoraRows, PackedAttend
@@ -48,7 +48,9 @@ def run_microbatch(decoder: Decoder, parts: Sequence[Part], *, trains: bool) -> 
             counter.on_route,
             packed.replay_MTK,
         )
-        lp_P = target_logprobs(decoder, hidden_TD, packed.rows_P, packed.targets_P, packed.lora)
+        lp_P = target_logprobs(
+            decoder, hidden_TD, packed.rows_P, packed.targets_P, packed.lora, temperature_T=packed.temperature_T
+        )
     results = []
     for part, lp_p in zip(parts, torch.split(lp_P, packed.positions), strict=True):
         with part.progress.in_loss(part):
@@ -72,6 +74,7 @@ class _Packed:
     targets_P: Tensor
     positions: list[int]  # target positions of each part
     replay_MTK: Tensor | None  # the experts to choose; None when no datum names any
+    temperature_T: Tensor | None  # what was sampled at; None when no datum says so
 
 
 def _pack(parts: Sequence[Part], device: torch.device) -> _Packed:
@@ -97,6 +100,7 @@ def _pack(parts: Sequence[Part], device: torch.device) -> _Packed:
         targets_P=tensor([array.reshape(-1) for array in targets]),
         positions=[sum(datum.inputs["target_tokens"].size for datum in part.data) for part in parts],
         replay_MTK=_replay(data, device),
+        temperature_T=_temperature(data, device),
     )
 
 
@@ -108,6 +112,16 @@ def _replay(data: Sequence[ArrayDatum], device: torch.device) -> Tensor | None:
     free = (np.full((len(datum.tokens), *example.shape[1:]), FREE) for datum in data)
     rows = [given if array is None else array for array, given in zip(routes, free, strict=True)]
     return torch.from_numpy(np.concatenate(rows).astype(np.int64)).to(device).transpose(0, 1).contiguous()
+
+
+def _temperature(data: Sequence[ArrayDatum], device: torch.device) -> Tensor | None:
+    """float32, 1 for data that do not say; a datum of one value was sampled at it everywhere."""
+    if all(TEMPERATURE not in datum.inputs for datum in data):
+        return None
+    one = np.ones(1, np.float32)
+    given = [(datum.inputs.get(TEMPERATURE, one), len(datum.tokens)) for datum in data]
+    rows = [np.broadcast_to(values.reshape(-1).astype(np.float32), length) for values, length in given]
+    return torch.from_numpy(np.concatenate(rows)).to(device)
 
 
 @dataclass(frozen=True)

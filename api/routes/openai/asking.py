@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,17 +21,19 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from weft.wire import ModelInput, SampleRequest, SamplingParams
 from weft.wire.sample_codec import SampleResult
+from weft.wire.turns import Turn
 
 from api.errors import Invalid
 from api.operations.streaming import drawn, sampled
 from api.operations.submit import accept
 from api.routes.openai.errors import Refused
 from api.routes.openai.models import Target
-from api.routes.openai.turns import check_session, record
+from api.routes.openai.turns import make_room, record
 from api.routes.sampling import checked_sample
+from api.state.coming_turns import ComingTurn
 from api.state.service import Service
 from api.who.principal import Principal
-from scheduler.links.messages import DrawnTokens
+from scheduler.links.messages import DrawnTokens, sequence_id
 from scheduler.order.operations import Waiting
 from store import tables
 
@@ -50,8 +53,10 @@ class Asked:
     request: Request
     target: Target
     prompt: list[int]
+    params: SamplingParams
     request_id: str
     session: str | None
+    turn: ComingTurn | None
     keep: bool
 
     async def result(self) -> SampleResult:
@@ -98,11 +103,41 @@ class Asked:
                 journal.cancel(org_id, self.request_id)
             if not isinstance(await journal.outcome(org_id, self.request_id, STOP_AGAIN_S), Waiting):
                 break
-        await self._record(await sampled(self.service, self.who, self.request_id))
+        try:
+            await self._record(await sampled(self.service, self.who, self.request_id))
+        finally:
+            self._free()
 
     async def _record(self, result: SampleResult) -> None:
-        if self.session is not None:
-            await record(self.service, self.who, self.session, self.target, self.request_id, self.prompt, result)
+        try:
+            if self.session is not None and result.sequences:
+                await record(self.service, self.who, self.session, self.target, self._turns(result))
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        if self.turn is not None:
+            self.service.turns_coming.discard(self.turn)
+
+    def _turns(self, result: SampleResult) -> list[Turn]:
+        return [
+            Turn(
+                request_id=self.request_id,
+                choice=choice,
+                model=self.target.name,
+                at=time.time(),
+                prompt=self.prompt,
+                tokens=sequence.tokens.tolist(),
+                logprobs=sequence.logprobs.tolist() if sequence.logprobs is not None else [],
+                versions=[(span.version, span.length) for span in sequence.policy],
+                stop_reason=sequence.stop_reason,
+                temperature=self.params.temperature,
+                top_p=self.params.top_p,
+                top_k=self.params.top_k,
+                sequence_id=sequence_id(self.request_id, choice),
+            )
+            for choice, sequence in enumerate(result.sequences)
+        ]
 
 
 async def disconnected(request: Request) -> None:
@@ -131,19 +166,32 @@ async def ask(
             "context_length_exceeded",
         )
     session, key = request.headers.get(SESSION), request.headers.get(IDEMPOTENCY)
+    turn = None
     if session is not None:
-        await check_session(service, who, session)
-    seq = FIRST_SEQ + (_number(who, key) if key else secrets.randbits(61))
-    lane = await service.read(lambda reading: _lane(reading, target, seq)) if key else None
+        most = min(params.max_tokens if params.max_tokens is not None else longest, longest - len(prompt))
+        turn = await make_room(service, who, session, len(prompt), most, num_samples)
     body = SampleRequest(
         prompt=ModelInput.from_ints(list(prompt)), sampling_params=params, num_samples=num_samples, **options
     )
+    try:
+        request_id = await _accepted(service, who, target, priority, key, body)
+    except BaseException:
+        if turn is not None:
+            service.turns_coming.discard(turn)
+        raise
+    return Asked(service, who, request, target, list(prompt), params, request_id, session, turn, keep=key is not None)
+
+
+async def _accepted(
+    service: Service, who: Principal, target: Target, priority: str, key: str | None, body: SampleRequest
+) -> str:
+    seq = FIRST_SEQ + (_number(who, key) if key else secrets.randbits(61))
+    lane = await service.read(lambda reading: _lane(reading, target, seq)) if key else None
     sampler = target.sampler
     if lane is not None and lane != sampler.id:  # an earlier try, from weights that were the newest then
         sampler = await service.read(lambda reading: reading.get_one(tables.Sampler, lane))
     new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority)
-    request_id = await accept(service, target.submitter, new, repeat=lane is not None)
-    return Asked(service, who, request, target, list(prompt), request_id, session, keep=key is not None)
+    return await accept(service, target.submitter, new, repeat=lane is not None)
 
 
 def _number(who: Principal, key: str) -> int:

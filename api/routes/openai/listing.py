@@ -17,7 +17,7 @@ from api.http.access import LOOKING, WORKING, declare
 from api.http.auth import PrincipalDep
 from api.routes.openai.errors import OpenAIRoute
 from api.routes.openai.models import target_of
-from api.routes.openai.turns import read_turns, turns_of
+from api.routes.openai.turns import page_of, read_turns, turns_of
 from api.state.service import ServiceDep
 from store import tables
 from workers.model.card import ModelCard
@@ -64,7 +64,8 @@ async def get_turns(
         raise NotFound(f"no turns of a session {quote(session)}; they are kept for a day")
 
     def turns() -> list[Turn]:
-        return [turn for one in rows for turn in read_turns(service, one.ref)]
+        return [turn for one in page for turn in read_turns(service, one.ref)]
 
-    more = rows[-1].id if len(rows) == limit else None
+    page = page_of(rows)
+    more = page[-1].id if len(page) < len(rows) or len(rows) == limit else None
     return TurnsResponse(session=session, turns=await run_in_threadpool(turns), next=more)

@@ -1,36 +1,60 @@
 """What was sampled under a client's own session id (`X-Session-ID`): prompts, tokens, logprobs and policy versions, in
-order, so that the conversations of any program can be trained on. Kept for a day and for a number of turns."""
+order, so that the conversations of any program can be trained on. Kept for a day; a session has at most so many, and an
+organisation at most so many bytes of them (quota `turn_bytes`)."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import accumulate
 
 import msgspec
 import zstandard
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
-from weft.wire.sample_codec import SampleResult
+from starlette.concurrency import run_in_threadpool
 from weft.wire.turns import Turn
 
-from api.errors import Invalid
+from api.errors import Invalid, OverQuota
 from api.routes.openai.models import Target
+from api.state.coming_turns import ComingTurn
 from api.state.service import Service
 from api.who.principal import Principal
+from billing.quotas import QuotaReached, check, claim
 from store import tables
 
 #: Turns of one session, and sessions' names.
 MAX_TURNS = 4096
 MAX_NAME = 128
+#: Bytes of an answer that lists turns; the first request's are always in it.
+PAGE_BYTES = 16 << 20
+#: The most that a turn takes, packed, for each prompt token, each sampled token with its logprob, and besides.
+PER_READ, PER_DRAWN, PER_TURN = 5, 14, 1024
 
 
-async def check_session(service: Service, who: Principal, name: str) -> None:
-    """Raises Invalid for a name that is none, and for a session that has as many turns as it may."""
+async def make_room(service: Service, who: Principal, name: str, read: int, drawn: int, choices: int) -> ComingTurn:
+    """Takes room for a turn of `read` + at most `drawn` tokens, of so many choices. Raises Invalid for a name that is
+    none, and for a session that has as many turns as it may; OverQuota where it could be more than the organisation's
+    quota allows."""
     if not 1 <= len(name) <= MAX_NAME or not (name.isascii() and name.isprintable()):
         raise Invalid(f"x-session-id: must be 1 to {MAX_NAME} printable ASCII characters, got {len(name)}")
     count = await service.read(lambda session: session.scalar(select(func.count()).where(*turns_of(who, name))))
     if (count or 0) >= MAX_TURNS:
         raise Invalid(f"x-session-id: this session has {count} turns, the limit is {MAX_TURNS}; begin another one")
+    turn = ComingTurn(who.org_id, choices * (read * PER_READ + drawn * PER_DRAWN + PER_TURN))
+    coming = sum(other.size_bytes for other in service.turns_coming if other.org_id == who.org_id)
+    asked = claim(service.settings.limits, "turn_bytes", turn.size_bytes)
+    service.turns_coming.add(turn)
+    try:
+        await service.read(lambda session: check(session, who.org_id, asked, coming))
+    except BaseException as error:
+        service.turns_coming.discard(turn)
+        if isinstance(error, QuotaReached):
+            raise OverQuota(error) from None
+        raise
+    return turn
 
 
 def turns_of(who: Principal, name: str) -> tuple[ColumnElement[bool], ...]:
@@ -40,51 +64,37 @@ def turns_of(who: Principal, name: str) -> tuple[ColumnElement[bool], ...]:
     return own if who.project_id is None else (*own, row.project_id == who.project_id)
 
 
-async def record(
-    service: Service,
-    who: Principal,
-    name: str,
-    target: Target,
-    request_id: str,
-    prompt: list[int],
-    result: SampleResult,
-) -> None:
-    """Keep a turn: a repeat is known by its request."""
-    now = datetime.now(UTC)
-    turns = [
-        Turn(
-            request_id=request_id,
-            choice=choice,
-            model=target.name,
-            at=now.timestamp(),
-            prompt=prompt,
-            tokens=sequence.tokens.tolist(),
-            logprobs=sequence.logprobs.tolist() if sequence.logprobs is not None else [],
-            versions=[(span.version, span.length) for span in sequence.policy],
-            stop_reason=sequence.stop_reason,
-        )
-        for choice, sequence in enumerate(result.sequences)
-    ]
+async def record(service: Service, who: Principal, name: str, target: Target, turns: Sequence[Turn]) -> None:
+    """Keep the turns of one request: a repeat is known by it."""
+    now, request_id = datetime.now(UTC), turns[0].request_id
     ref = f"turns/{request_id[:2]}/{request_id}"
-    written = zstandard.compress(msgspec.msgpack.encode([turn.model_dump() for turn in turns]))
+    packed = msgspec.msgpack.encode([turn.model_dump() for turn in turns])
+    written = zstandard.compress(packed)
     row = tables.SessionTurn(
         request_id=request_id,
         org_id=who.org_id,
         project_id=target.submitter.project_id,
         name=name,
         ref=ref,
+        size_bytes=len(packed),
         created_at=now,
     )
 
     def write(session: Session) -> None:
         if session.scalar(select(tables.SessionTurn.id).filter_by(request_id=request_id)) is None:
-            service.blobs.put(ref, written)
             session.add(row)
 
+    await run_in_threadpool(service.blobs.put, ref, written)  # of a repeat, the same
     try:
         await service.database.write(write)
     except IntegrityError:  # another replica has just recorded it
         return
+
+
+def page_of(rows: Sequence[tables.SessionTurn]) -> Sequence[tables.SessionTurn]:
+    """As many of the first as may be in one answer."""
+    size = list(accumulate(row.size_bytes for row in rows))
+    return rows[: max(1, bisect_right(size, PAGE_BYTES))]
 
 
 def read_turns(service: Service, ref: str) -> list[Turn]:

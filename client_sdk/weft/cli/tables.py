@@ -150,6 +150,7 @@ def health(answer: RunHealthResponse) -> Table:
         ("sampled", f"{answer.sampled_tokens:,} ({answer.sampled_tokens_per_s:,.1f}/s)"),
         ("trained", f"{answer.trained_tokens:,} ({answer.trained_tokens_per_s:,.1f}/s)"),
         ("trained / sampled", f"{answer.acceptance:.2f}"),
+        ("sampled, not trained", "not known" if answer.untrained_tokens is None else f"{answer.untrained_tokens:,}"),
         ("staleness, steps: tokens", staleness or "none yet"),
         ("queued, p50 and p95", f"{answer.queue_p50_s:.2f} s, {answer.queue_p95_s:.2f} s"),
         ("now", answer.stall.sentence),

@@ -9,19 +9,28 @@ datum. Several conversations of one rollout (agents, sub-agents) are told apart 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from weft.wire.arrays import Array
-from weft.wire.inputs import Datum, ModelInput
+from weft.wire.checks.losses import TEMPERATURE
+from weft.wire.inputs import Datum, ModelInput, PromptProvenanceSpan, ProvenanceSpans, SampledProvenanceSpan
 from weft.wire.sample_codec import PolicySpan
+
+
+def off_policy(temperature: float, top_p: float, top_k: int) -> str:
+    """What keeps tokens that were drawn so from being trained on; "" if nothing does. A temperature is told to the
+    trainer. A cut is not: the logprobs are those before it, so its bias would not even show."""
+    cuts = (("temperature", temperature, temperature == 0), ("top_p", top_p, top_p < 1), ("top_k", top_k, top_k > 0))
+    return ", ".join(f"{name}={value}" for name, value, wrong in cuts if wrong)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One sample: the ids that it continued, the ids that were drawn with their logprobs, and by which versions."""
+    """One sample: the ids that it continued, the ids that were drawn with their logprobs, by which versions, and how.
+    `sequence_id` is the server's name of it."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -30,6 +39,10 @@ class Turn:
     stop_reason: str = "stop"
     stale: bool = False
     agent: str = ""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    sequence_id: str = ""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
@@ -94,17 +107,36 @@ class Group:
 
 @dataclass
 class Joined:
-    """Turns that extend each other, laid end to end; `drawn` says which tokens were sampled."""
+    """Turns that extend each other, laid end to end; `drawn` says which tokens were sampled, `temperatures` at what,
+    and `spans` in which sequences."""
 
-    tokens: list[int]
-    logprobs: list[float]
-    drawn: list[bool]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    drawn: list[bool] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=list)
+    spans: ProvenanceSpans = field(default_factory=list)
 
     def add(self, turn: Turn) -> None:
-        read = turn.prompt[len(self.tokens) :]
-        self.tokens += [*read, *turn.tokens]
+        before = len(self.tokens)
+        read, drawn = turn.prompt[before:], turn.tokens
+        self.tokens += [*read, *drawn]
         self.logprobs += [0.0] * len(read) + list(turn.logprobs)
-        self.drawn += [False] * len(read) + [True] * len(turn.tokens)
+        self.drawn += [False] * len(read) + [True] * len(drawn)
+        self.temperatures += [1.0] * len(read) + [turn.temperature] * len(drawn)
+        self.spans.append(PromptProvenanceSpan(turn.sequence_id, before, len(read)))
+        self.spans.append(SampledProvenanceSpan(turn.sequence_id, 0, len(drawn)))
+
+    def spans_of(self, start: int, stop: int) -> ProvenanceSpans | None:
+        """Of the tokens [start, stop); None where a server has not named its sequences."""
+        if not all(span.sequence_id for span in self.spans):
+            return None
+        cut, at = ProvenanceSpans(), 0
+        for span in self.spans:
+            first, last = max(start - at, 0), min(stop - at, span.length)
+            if first < last:
+                cut.append(replace(span, offset=span.offset + first, length=last - first))
+            at += span.length
+        return cut
 
 
 def join(turns: Sequence[Turn]) -> list[Joined]:
@@ -114,17 +146,22 @@ def join(turns: Sequence[Turn]) -> list[Joined]:
         extended = [s for s in sequences if list(turn.prompt[: len(s.tokens)]) == s.tokens]
         target = max(extended, key=lambda s: len(s.tokens), default=None)
         if target is None:
-            target = Joined([], [], [])
+            target = Joined()
             sequences.append(target)
         target.add(turn)
     return sequences
 
 
 def data_of(rollout: Rollout, advantage: float) -> list[Datum]:
-    """The rollout as training data, of all inputs that a loss of this package reads but `old` and `ref`.
+    """The rollout as training data, of all inputs that a loss of this package reads but `old` and `ref`, and with the
+    temperatures and the names of the sequences that it was drawn in.
 
-    Position i of the input predicts target i. What was read, not drawn, has advantage, logprob and mask 0.
+    Position i of the input predicts target i. What was read, not drawn, has advantage, logprob and mask 0. Raises
+    ValueError for turns that were drawn after a cut (`off_policy`).
     """
+    for turn in rollout.turns:
+        if wrong := off_policy(turn.temperature, turn.top_p, turn.top_k):
+            raise ValueError(f"a turn was drawn with {wrong}; what is trained on is drawn from all tokens, above 0")
     return [_datum(each, advantage) for each in join(rollout.turns) if any(each.drawn)]
 
 
@@ -137,4 +174,8 @@ def _datum(joined: Joined, advantage: float) -> Datum:
         "advantages": drawn * np.float32(advantage),
         "mask": drawn,
     }
-    return Datum(ModelInput.from_ints(joined.tokens[:-1]), inputs)
+    if any(temperature != 1 for temperature in joined.temperatures):
+        inputs[TEMPERATURE] = np.asarray(joined.temperatures[1:], np.float32)
+    last = len(joined.tokens) - 1
+    spans = joined.spans_of(0, last), joined.spans_of(1, last + 1)
+    return Datum(ModelInput.from_ints(joined.tokens[:-1]), inputs, *spans)

@@ -22,6 +22,7 @@ from weft.runs.run import Run
 from weft.runs.session import Session
 from weft.transport.http import encode, parse
 from weft.transport.poll import fetch_result
+from weft.wire.checks.losses import OF_THE_FORWARD
 from weft.wire.inputs import Datum
 from weft.wire.losses import CreateCustomLossRequest, CreateCustomLossResponse
 from weft.wire.service import UntypedAPIFuture
@@ -72,7 +73,7 @@ async def run_custom(run: Run, data: Sequence[Datum], loss_fn: CustomLoss) -> Fo
 
 
 def forward_datum(datum: Datum) -> Datum:
-    """Only the targets, and weights of the same shape, which the forward pass does not use."""
+    """The targets, weights of the same shape, which the forward pass does not use, and what changes the logprobs."""
     targets = _targets(datum)
     shape = targets.to_numpy().shape
     weights = datum.loss_fn_inputs.get("weights") or TensorData.from_dense(np.zeros(shape, np.float32))
@@ -88,6 +89,7 @@ def _targets(datum: Datum) -> TensorData:
 
 def _replace(datum: Datum, targets: TensorData, weights: TensorData) -> Datum:
     inputs = {"target_tokens": targets, "weights": weights}
+    inputs |= {name: datum.loss_fn_inputs[name] for name in OF_THE_FORWARD if name in datum.loss_fn_inputs}
     return Datum(datum.model_input, inputs, datum.model_input_spans, datum.loss_fn_input_spans)
 
 

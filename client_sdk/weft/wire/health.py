@@ -24,7 +24,8 @@ class RunHealthResponse(Response):
     """Over the last `window_s` seconds. `trainer_wait` is the share of them in which the trainer computed nothing for
     this run, `generator_occupancy` the share of the server's slots busy with anybody's work, `acceptance` trained
     tokens for each sampled one, and `staleness` how many sampled tokens were that many optimizer steps old when trained
-    on."""
+    on. `named`: training data name their sequences, so these two are known, not inferred, and so are the
+    `untrained_tokens`, sampled before the latest batch and in none."""
 
     run_id: str
     window_s: float
@@ -37,6 +38,8 @@ class RunHealthResponse(Response):
     trained_tokens_per_s: float
     acceptance: float
     staleness: dict[int, int]
+    named: bool = False
+    untrained_tokens: int | None = None
     queue_p50_s: float
     queue_p95_s: float
     stall: StallReport

@@ -154,6 +154,7 @@ LIST_DTYPES: dict[str, TensorDtype] = {
     "clip_low_threshold": "float32",
     "clip_high_threshold": "float32",
     "sequence_ratio_mask": "float32",
+    "sampling_temperature": "float32",
 }
 
 #: Mostly-zero [tokens, targets] inputs that go as CSR when handed over as torch tensors.

@@ -8,8 +8,8 @@ __all__ = ["Turn", "TurnsResponse"]
 
 
 class Turn(Response):
-    """One sampled answer: `tokens` behind `prompt`, the logprob of each, and which policy version drew how many
-    (version, count). `choice` is its number in a request for several; `at` is in seconds since 1970."""
+    """One sampled answer: `tokens` behind `prompt`, the logprob of each, which policy version drew how many (version,
+    count), and how. `choice` is its number in a request for several; `at` is in seconds since 1970."""
 
     request_id: str
     choice: int
@@ -20,6 +20,10 @@ class Turn(Response):
     logprobs: list[float]
     versions: list[tuple[int, int]]
     stop_reason: str
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    sequence_id: str = ""
 
 
 class TurnsResponse(Response):

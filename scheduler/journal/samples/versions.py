@@ -18,10 +18,10 @@ _BEGINS = (OpKind.CREATE, OpKind.LOAD_STATE)
 
 
 def row_of(done: Done) -> dict[str, Any] | None:
-    """For the operation's row: {"drawn": {version: tokens}} of a sample; {"version"}, that of the policy after it, of
-    steps, loads and saves."""
+    """For the operation's row: {"drawn": [{version: tokens} of each sequence]} of a sample; {"version"}, that of the
+    policy after it, of steps, loads and saves."""
     if done.drawn:
-        return {"drawn": {str(version): tokens for version, tokens in done.drawn.items()}}
+        return {"drawn": [{str(version): n for version, n in sequence.items()} for sequence in done.drawn]}
     return {"version": done.facts["version"]} if "version" in done.facts else None
 
 

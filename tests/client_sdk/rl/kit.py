@@ -25,6 +25,7 @@ class Said:
         self.tokens, self.stop_reason, self.stale = tokens, stop_reason, stale
         self.tokens_np = tokens
         self.logprobs = [-0.5 - i for i in range(len(tokens))]
+        self.sequence_id = "op:0"
         self.policy_versions = [PolicySpan(version, len(tokens))]
 
 

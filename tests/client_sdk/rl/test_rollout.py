@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from weft.rl import losses
 from weft.rl.rollout import Rollout, Turn, data_of, join
+from weft.wire.inputs import PromptProvenanceSpan, SampledProvenanceSpan
 from weft.wire.sample_codec import PolicySpan
 
 
@@ -33,6 +37,37 @@ def test_five_turns_with_a_break_make_two_data() -> None:
     assert second.loss_fn_inputs["mask"].to_numpy().tolist() == [0, 0, 0, 1, 0, 1, 1]
     assert rollout.sampled == 7
     assert rollout.read == 4 + 5
+
+
+def test_data_say_at_what_and_in_which_sequence_their_tokens_were_drawn() -> None:
+    one = Turn((1, 2), (10, 11), (-1.0, -1.0), temperature=0.7, sequence_id="op:0")
+    two = Turn((1, 2, 10, 11, 3), (12,), (-1.0,), temperature=1.3, sequence_id="op:1")
+    (datum,) = data_of(Rollout([one, two]), 1.0)
+    told = datum.loss_fn_inputs["sampling_temperature"].to_numpy()
+    np.testing.assert_allclose(told, [1, 0.7, 0.7, 1, 1.3], rtol=1e-6)
+    assert datum.model_input_spans == [
+        PromptProvenanceSpan("op:0", 0, 2),
+        SampledProvenanceSpan("op:0", 0, 2),
+        PromptProvenanceSpan("op:1", 4, 1),
+    ]
+    assert datum.loss_fn_input_spans == [
+        PromptProvenanceSpan("op:0", 1, 1),
+        SampledProvenanceSpan("op:0", 0, 2),
+        PromptProvenanceSpan("op:1", 4, 1),
+        SampledProvenanceSpan("op:1", 0, 1),
+    ]
+    for loss in (losses.ppo(), losses.stable_reinforce()):
+        sent = loss.datum(datum, 0.5)
+        assert sent.loss_fn_inputs.keys() == {"target_tokens", "logprobs", "advantages", "sampling_temperature"}
+        assert sent.loss_fn_input_spans == datum.loss_fn_input_spans
+    assert "sampling_temperature" not in data_of(Rollout([turn([1], [2])]), 1.0)[0].loss_fn_inputs
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.0}], ids=str)
+def test_what_was_drawn_after_a_cut_is_refused_by_name(cut: dict[str, Any]) -> None:
+    (name,) = cut
+    with pytest.raises(ValueError, match=f"drawn with {name}="):
+        data_of(Rollout([Turn((1,), (2,), (-1.0,), **cut)]), 1.0)
 
 
 def test_two_agents_that_take_turns_make_two_data() -> None:

@@ -39,8 +39,8 @@ from scheduler.links.sockets import ServerLink, WorkerLink
 from scheduler.order.operations import Draining, NewOperation, Outcome, QueueFull, RunClosed, SequenceReused, Waiting
 from scheduler.order.plans import BODY_ONLY, Create, Plan, Sample, Save
 from store import tables
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from store.room import Room
 from tests import rows
 
@@ -54,7 +54,7 @@ class Service:
     def __init__(self, folder: Path, max_queued: int = 100, room: Room | None = None) -> None:
         self.database = Database(f"sqlite:///{folder / 'weft.db'}")
         migrate(self.database)
-        self.blobs = Blobs(folder / "blobs")
+        self.blobs = FolderBlobs(folder / "blobs")
         self.journal = Journal(self.database, self.blobs, load_prices(), max_queued, room=room)
         self.trainer = TrainerDesk(self.journal.training, pass_tokens=100)
         self.generator = SampleDesk(self.journal)
@@ -375,11 +375,13 @@ def test_samples_go_to_free_slots_and_come_back_when_the_generator_dies(folder: 
             again: SampleWork = await service.ask(link, PullSamples(["m"], 100))
             assert sorted(op.op_id for op in again.ops) == sorted(ids)
             for op in again.ops:
-                link.send(Done(op.op_id, b"text", {"prefill": 4, "cached_prefill": 4, "sample": 9}, drawn={3: 8, 4: 1}))
+                link.send(
+                    Done(op.op_id, b"text", {"prefill": 4, "cached_prefill": 4, "sample": 9}, drawn=({3: 8, 4: 1},))
+                )
             assert [(await outcome(service, i)).payload for i in ids] == [b"text"] * 3
         assert sum(e.quantity for e in service.rows(tables.UsageEvent) if e.kind == "sample") == 27
         assert {e.run_id for e in service.rows(tables.UsageEvent)} == {RUN}
-        assert [row.policy for row in service.rows(tables.Operation)] == [{"drawn": {"3": 8, "4": 1}}] * 3
+        assert [row.policy for row in service.rows(tables.Operation)] == [{"drawn": [{"3": 8, "4": 1}]}] * 3
 
     go(scenario())
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from sqlalchemy.orm import Session
 
-from scheduler.order.plans import Sample
+from scheduler.order.plans import ForwardBackward, Sample
 from scheduler.reports.health import Health, Stall, health_of
 from store import tables
 from store.db import Database
@@ -62,6 +62,7 @@ class Rows:
         ended: float | None = None,
         n: int = 1,
         policy: Any = None,
+        names: dict[str, int] | None = None,
     ) -> str:
         self._seq += 1
         name = f"{lane}-{kind}-{self._seq}"
@@ -72,7 +73,9 @@ class Rows:
             tables.Operation(
                 id=name, org_id="org", session_id="s", lane=lane, seq=self._seq, kind=kind, base_model="m",
                 state="done" if ended else "queued", tokens=1, body_ref="", body_sha256="",
-                plan=msgspec.to_builtins(Sample(n, 1, "interactive")),
+                plan=msgspec.to_builtins(
+                    Sample(n, 1, "interactive") if kind == "sample" else ForwardBackward((), names or {})
+                ),
                 accepted_at=at(accepted), finished_at=at(ended) if ended else None,
                 timings={"stretches": stretches} if ended else None, policy=policy,
             )
@@ -93,10 +96,10 @@ def health(database: Database, fill: Callable[[Session, Rows], Any], now_s: floa
 def loop(session: Session, rows: Rows) -> None:
     """Two steps: sample for 60 s, train for 20 s; the second step samples the first one's weights."""
     sampler(session, "first", 0)
-    rows.add("first", "sample", 0, 10, 60, n=4, policy={"drawn": {"0": 40}})
+    rows.add("first", "sample", 0, 10, 60, n=4, policy={"drawn": [{"0": 40}]})
     rows.add(RUN, "forward_backward", 60, 60, 79)
     rows.add(RUN, "optim_step", 60, 79, 80, policy={"version": 1})
-    rows.add("first", "sample", 80, 80, 140, n=4, policy={"drawn": {"0": 50}})
+    rows.add("first", "sample", 80, 80, 140, n=4, policy={"drawn": [{"0": 50}]})
     rows.add(RUN, "forward_backward", 140, 140, 159)
     rows.add(RUN, "optim_step", 140, 159, 160, policy={"version": 2})
 
@@ -117,10 +120,10 @@ def test_tokens_that_a_swap_made_fresher_count_as_they_were_drawn(database: Data
     def fill(session: Session, rows: Rows) -> None:
         sampler(session, "follows", 0, "inflight")
         rows.add(RUN, "save_sampler", 0, 0, 1, policy={"version": 5})
-        rows.add("follows", "sample", 10, 10, 20, policy={"drawn": {"5": 30, "6": 8, "7": 2}})
+        rows.add("follows", "sample", 10, 10, 20, policy={"drawn": [{"5": 30, "6": 8, "7": 2}]})
         for at in (11, 12):
             rows.add(RUN, "optim_step", at, at, at + 1, policy={"version": at - 5})
-        rows.add("follows", "sample", 22, 22, 40, policy={"drawn": {"7": 100}})
+        rows.add("follows", "sample", 22, 22, 40, policy={"drawn": [{"7": 100}]})
         rows.add(RUN, "forward_backward", 30, 30, 31)
         rows.add(RUN, "optim_step", 30, 31, 32, policy={"version": 8})
         rows.add(RUN, "forward_backward", 41)
@@ -128,17 +131,37 @@ def test_tokens_that_a_swap_made_fresher_count_as_they_were_drawn(database: Data
     assert health(database, fill, 42).staleness == {0: 2, 1: 108, 2: 30}
 
 
+def test_named_sequences_say_what_was_trained_by_which_version_and_what_was_not(database: Database) -> None:
+    """The first batch leaves one sequence out and keeps another for the second, which trains one again."""
+
+    def fill(session: Session, rows: Rows) -> None:
+        sampler(session, "follows", 0, "inflight")
+        drawn = [{"0": 10}, {"0": 20}, {"0": 30}, {"0": 3, "1": 4}]
+        one = rows.add("follows", "sample", 0, 0, 10, n=4, policy={"drawn": drawn})
+        rows.add(RUN, "forward_backward", 20, 20, 21, names={f"{one}:0": 10, "another's:0": 5})
+        rows.add(RUN, "optim_step", 20, 21, 22, policy={"version": 1})
+        rows.add(RUN, "forward_backward", 30, 30, 31, names={f"{one}:0": 10, f"{one}:1": 20, f"{one}:3": 7})
+        rows.add(RUN, "optim_step", 30, 31, 32, policy={"version": 2})
+        rows.add("follows", "sample", 31, 31, 40, policy={"drawn": [{"2": 63}]})
+
+    found = health(database, fill, 50)
+    assert found.named
+    assert found.staleness == {0: 10 + 4, 1: 10 + 20 + 3}
+    assert found.acceptance == pytest.approx((10 + 20 + 7) / (67 + 63))
+    assert found.untrained_tokens == 30
+
+
 def test_training_is_by_the_version_that_its_place_in_the_run_gives_it(database: Database) -> None:
     """Also behind a step that has not ended, and behind a load, whatever was there before."""
 
     def fill(session: Session, rows: Rows) -> None:
         sampler(session, "first", 0)
-        rows.add("first", "sample", 0, 0, 10, policy={"drawn": {"3": 1}})
+        rows.add("first", "sample", 0, 0, 10, policy={"drawn": [{"3": 1}]})
         rows.add(RUN, "forward_backward", 20, 20, 21)
         rows.add(RUN, "load_state", 21, 21, 22, policy={"version": 3})
-        rows.add("first", "sample", 22, 22, 24, policy={"drawn": {"3": 10}})
+        rows.add("first", "sample", 22, 22, 24, policy={"drawn": [{"3": 10}]})
         rows.add(RUN, "forward_backward", 25, 25, 26)
-        rows.add("first", "sample", 25, 25, 27, policy={"drawn": {"3": 100}})
+        rows.add("first", "sample", 25, 25, 27, policy={"drawn": [{"3": 100}]})
         rows.add("first", "sample", 25, 25, 27)  # from before versions were kept
         rows.add(RUN, "optim_step", 28)
         rows.add(RUN, "forward_backward", 28)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -128,6 +129,14 @@ def test_no_room_is_said_and_costs_a_copy(tmp_path: Path, folder: Path, monkeypa
     (folder / f"weft-{os.geteuid()}").chmod(0o755)  # as another user might have made it
     decoder, how = base_decoder(tmp_path / "model", where, folder)
     assert "not a folder of this user alone" in how
+    (folder / f"weft-{os.geteuid()}").chmod(0o700)
+
+    def no_locks(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("workers.model.base_files.fcntl.flock", no_locks)
+    decoder, how = base_decoder(tmp_path / "model", where, folder)
+    assert "No locks available" in how
     assert torch.equal(decoder.embed, load_decoder(tmp_path / "model").embed)
 
 

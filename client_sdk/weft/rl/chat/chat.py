@@ -192,6 +192,10 @@ class Chat:
             sequence.stop_reason,
             sequence.stale,
             self.name,
+            self.params.temperature,
+            self.params.top_p,
+            self.params.top_k,
+            sequence.sequence_id,
         )
         self.recorded.append(turn)
         if sequence.stale:

@@ -33,4 +33,14 @@ async def _fetch(session: str, service: ServiceClient, reward: float) -> Rollout
 
 def _turn(turn: WireTurn) -> Turn:
     spans = tuple(PolicySpan(version, length) for version, length in turn.versions)
-    return Turn(tuple(turn.prompt), tuple(turn.tokens), tuple(turn.logprobs), spans, turn.stop_reason)
+    return Turn(
+        tuple(turn.prompt),
+        tuple(turn.tokens),
+        tuple(turn.logprobs),
+        spans,
+        turn.stop_reason,
+        temperature=turn.temperature,
+        top_p=turn.top_p,
+        top_k=turn.top_k,
+        sequence_id=turn.sequence_id,
+    )

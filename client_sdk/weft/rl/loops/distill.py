@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,9 @@ class _Distill(Loop):
         teacher: SamplingClient,
         hint: Callable[[Any], Sequence[Message]] | None,
     ) -> None:
+        if recipe.sampling is not None and recipe.sampling.temperature != 1:
+            asked = recipe.sampling.temperature
+            raise ValueError(f"a teacher's logprobs are those at temperature 1; the policy would draw at {asked}")
         super().__init__(run, env, recipe)
         self.teacher, self.hint = teacher, hint
         self._gaps: list[float] = []
@@ -90,4 +94,4 @@ class _Distill(Loop):
 
 def _taught(loss: Loss, datum: Datum, ref: Any, gap: Any, weight: float) -> Datum:
     inputs = {**datum.loss_fn_inputs, "advantages": gap}
-    return loss.datum(Datum(datum.model_input, inputs), weight, ref=ref)
+    return loss.datum(replace(datum, loss_fn_inputs=inputs), weight, ref=ref)

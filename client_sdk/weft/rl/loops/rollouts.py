@@ -24,7 +24,7 @@ from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.chat.render import Renderer, TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward
 from weft.rl.loops.batch import Batch
-from weft.rl.rollout import Group, Rollout
+from weft.rl.rollout import Group, Rollout, off_policy
 from weft.rl.schedule.concurrency import Concurrency
 from weft.rl.schedule.pacer import Pacer
 from weft.rl.schedule.schedules import Partial, Schedule, Sync
@@ -317,16 +317,7 @@ def _envs(
 
 
 def _on_policy(params: SamplingParams) -> SamplingParams:
-    """The trainer computes logprobs of the uncut distribution at temperature 1; any other is off-policy, unseen."""
-    wrong = [
-        f"{name}={value}"
-        for name, value, plain in (
-            ("temperature", params.temperature, 1.0),
-            ("top_p", params.top_p, 1.0),
-            ("top_k", params.top_k, -1),
-        )
-        if value != plain
-    ]
+    wrong = off_policy(params.temperature, params.top_p, params.top_k)
     if wrong:
-        raise ValueError(f"rollouts to train on are drawn at temperature 1 from all tokens; got {', '.join(wrong)}")
+        raise ValueError(f"rollouts to train on are drawn from all tokens, at a temperature above 0; got {wrong}")
     return params

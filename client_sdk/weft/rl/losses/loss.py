@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from weft.future import APIFuture
 from weft.loss_handle import LossHandle
 from weft.training_client import TrainingClient
+from weft.wire.checks.losses import OF_THE_FORWARD
 from weft.wire.inputs import Datum
 from weft.wire.tensor import TensorData
 from weft.wire.training import ForwardBackwardOutput
@@ -57,9 +58,10 @@ class Loss:
         missing = [name for name in self.reads if name not in given]
         if missing:
             raise ValueError(f"the loss {self.name!r} reads {missing[0]!r}, which the data do not have")
-        inputs = {"target_tokens": datum.loss_fn_inputs["target_tokens"]}
+        kept = ("target_tokens", *OF_THE_FORWARD)
+        inputs = {name: datum.loss_fn_inputs[name] for name in kept if name in datum.loss_fn_inputs}
         inputs |= {name: TensorData.from_numpy(np.asarray(given[name], np.float32)) for name in self.reads}
-        return Datum(datum.model_input, inputs)
+        return replace(datum, loss_fn_inputs=inputs)
 
     def forward_backward(
         self, run: TrainingClient, data: Sequence[Datum], handle: LossHandle | None

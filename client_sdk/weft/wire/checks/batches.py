@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from weft.wire.arrays import Array
-from weft.wire.checks.losses import CUSTOM, RATIO_MASK, ROUTES, THRESHOLDS, loss_id_of
+from weft.wire.checks.losses import CUSTOM, OF_THE_FORWARD, RATIO_MASK, ROUTES, TEMPERATURE, THRESHOLDS, loss_id_of
 from weft.wire.checks.problem import Problem
 from weft.wire.checks.provenance import span_problems
 from weft.wire.limits import LimitsResponse, LossLimits, ModelLimits
@@ -81,6 +81,8 @@ def batch_problems(batch: TrainBatch, rules: BatchRules) -> Iterator[Found]:
     yield from _numbers(data, loss, reads)
     for index, datum in enumerate(data):
         for problem in _routes(datum, model) if ROUTES in datum.inputs else ():
+            yield index, problem
+        for problem in _temperatures(datum, loss) if TEMPERATURE in datum.inputs else ():
             yield index, problem
         for problem in span_problems(datum, loss, batch.loss_fn):
             yield index, problem
@@ -204,7 +206,7 @@ def _datum(datum: ArrayDatum, batch: TrainBatch, loss: LossLimits, reads: Reads 
     if loss.other_inputs:
         return
     for name, values in inputs.items():
-        if values.shape != targets.shape and name != ROUTES:
+        if values.shape != targets.shape and name not in OF_THE_FORWARD:
             what = f"{name!r} has shape {values.shape}, {TARGETS} has {targets.shape}"
             yield Problem(_input(name), what, targets.shape, values.shape)
     if LOW in inputs or HIGH in inputs:
@@ -280,6 +282,25 @@ def _thresholds(inputs: Mapping[str, Array], loss: LossLimits, config: Mapping[s
     comparable = not low.ndim or not high.ndim or low.shape == high.shape
     if comparable and (low.astype(np.float64) > high.astype(np.float64)).any():
         yield Problem("loss_fn_inputs", f"{LOW!r} is above {HIGH!r} at some positions")
+
+
+def _temperatures(datum: ArrayDatum, loss: LossLimits) -> Iterator[Problem]:
+    """Problems of what a datum was sampled at: one value, or one for each of its T positions."""
+    values, where, length = datum.inputs[TEMPERATURE], _input(TEMPERATURE), len(datum.tokens)
+    if values.size != 1 and values.shape != (length,):
+        what = f"{TEMPERATURE!r} has shape {values.shape}; it needs one value, or one for each position ({length},)"
+        yield Problem(where, what, (length,), values.shape)
+        return
+    numbers = values.reshape(-1).astype(np.float64)
+    known = np.isfinite(numbers) | (not loss.other_inputs)  # of other losses, `_numbers` tells what is not finite
+    bad = np.flatnonzero((numbers <= 0) | ~known)
+    if bad.size:
+        value = float(numbers[bad[0]])
+        what = (
+            f"{TEMPERATURE!r} is {value} at element {int(bad[0])}; it must be a finite number above 0 (tokens drawn at "
+            "0 are the likeliest ones, not a sample)"
+        )
+        yield Problem(where, what, "> 0", value)
 
 
 def _routes(datum: ArrayDatum, model: ModelLimits | None) -> Iterator[Problem]:

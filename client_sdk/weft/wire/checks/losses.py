@@ -18,6 +18,12 @@ RATIO_MASK = "sequence_ratio_mask"
 #: The experts that each input token must choose, [T, mixture layers, choices]: rollout routing replay.
 ROUTES = "routed_experts"
 
+#: What the tokens of a datum were sampled at: one value, or one for each position. Log-probabilities are taken there.
+TEMPERATURE = "sampling_temperature"
+
+#: Inputs that every loss takes, for they are the forward's: their shapes are not those of the targets.
+OF_THE_FORWARD = (ROUTES, TEMPERATURE)
+
 _RL = ["target_tokens", "logprobs", "advantages"]
 
 
@@ -29,7 +35,7 @@ def _rl(config: Mapping[str, float] | None = None, *more: str, recorded: bool = 
     """`weights` and `mask` are accepted because published RL data carry them; the formulas do not use them. A position
     is taken out of an RL loss by a zero advantage."""
     config = config or {}
-    optional = {"weights", "mask", ROUTES, *(name for name in THRESHOLDS if name in config)}
+    optional = {"weights", "mask", *OF_THE_FORWARD, *(name for name in THRESHOLDS if name in config)}
     return LossLimits(
         required=[*_RL, *more],
         optional=sorted(optional),
@@ -40,7 +46,9 @@ def _rl(config: Mapping[str, float] | None = None, *more: str, recorded: bool = 
 
 #: docs/losses.md says where each default comes from.
 LOSSES: dict[str, LossLimits] = {
-    "cross_entropy": LossLimits(required=["target_tokens", "weights"], optional=[ROUTES], multi_target=True),
+    "cross_entropy": LossLimits(
+        required=["target_tokens", "weights"], optional=list(OF_THE_FORWARD), multi_target=True
+    ),
     "importance_sampling": _rl(),
     "ppo": _rl(_clip(0.8, 1.2)),
     "cispo": _rl(_clip(0.0, 4.0)),
