@@ -28,6 +28,7 @@ from store import audit, tables
 from store.backup.files import digest_of, write_sums
 from store.blobs import Blobs, Damaged, files_of
 from store.keys import revoke_row
+from store.opening import blobs_of
 from store.owned import DELETED, rows_of
 from store.people import PeopleError
 from store.tables import Checkpoint, Operation, Organisation, Run, Sampler, SessionTurn
@@ -51,14 +52,15 @@ def export(data_dir: Path | None, config: Path | None, name: str, target: Path) 
     settings = settings_of(config, data_dir)
     if target.exists():
         refuse(f"{target} is there already: name a new folder")
-    blobs = Blobs(settings.blobs_dir)
+    blobs = blobs_of(settings)
     with database_of(config, data_dir) as database, database.read() as session:
         try:
             org = organisation(session, name)
         except PeopleError as error:
             refuse(str(error))
         rows = _export_rows(session, org.id, target / "tables")
-        missing = sum(not _copy(blobs, ref, target / place) for ref, place in _files(session, org.id))
+        missing = sum(not _copy_folder(blobs, ref, target / place) for ref, place in _folders(session, org.id))
+        missing += sum(not _copy_file(blobs, ref, target / place) for ref, place in _files(session, org.id))
     for file in settings.data_dir.glob(f"telemetry/*/{org.id}.jsonl"):
         _write(target / "telemetry" / f"{file.parent.name}.jsonl", file.read_bytes())
     (target / "README").write_text(_README.format(name=name, at=datetime.now(UTC).isoformat(timespec="seconds")))
@@ -82,10 +84,14 @@ def _as_json(value: Any) -> str:
     return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
-def _files(session: Session, org_id: str) -> Iterator[tuple[str, str]]:
-    """(blob, its place in the export), of everything that rows name."""
+def _folders(session: Session, org_id: str) -> Iterator[tuple[str, str]]:
+    """(folder blob, its place in the export) of every checkpoint."""
     for row in session.scalars(select(Checkpoint).filter_by(org_id=org_id)):
         yield row.ref, f"checkpoints/{row.run_id}/{row.kind}/{row.name}"
+
+
+def _files(session: Session, org_id: str) -> Iterator[tuple[str, str]]:
+    """(file blob, its place in the export) of what operations were sent and answered."""
     for op in session.scalars(select(Operation).filter_by(org_id=org_id)):
         if op.body_ref:
             yield op.body_ref, f"operations/{op.id}.body"
@@ -93,15 +99,21 @@ def _files(session: Session, org_id: str) -> Iterator[tuple[str, str]]:
             yield op.result_ref, f"operations/{op.id}.result"
 
 
-def _copy(blobs: Blobs, ref: str, target: Path) -> bool:
-    """False when the blob is not there, or not whole."""
+def _copy_folder(blobs: Blobs, ref: str, target: Path) -> bool:
+    """False when it is not there, or not whole."""
     try:
-        if not blobs.path(ref).is_dir():
-            _write(target, blobs.get(ref))
-            return True
-        blobs.check_folder(ref)
-        for name in blobs.files(ref):
-            _write(target / name, (blobs.path(ref) / name).read_bytes())
+        with blobs.reading(ref) as folder:
+            for name in files_of(folder):
+                _write(target / name, (folder / name).read_bytes())
+    except (FileNotFoundError, Damaged):
+        return False
+    return True
+
+
+def _copy_file(blobs: Blobs, ref: str, target: Path) -> bool:
+    """False when it is not there, or not whole."""
+    try:
+        _write(target, blobs.get(ref))
     except (FileNotFoundError, Damaged):
         return False
     return True
@@ -132,7 +144,7 @@ def delete(data_dir: Path | None, config: Path | None, name: str, confirm: str) 
     if confirm != name:
         refuse(f"--confirm must be the name again, {name!r}")
     settings = settings_of(config, data_dir)
-    blobs = Blobs(settings.blobs_dir)
+    blobs = blobs_of(settings)
     gone = change(data_dir, config, lambda session: _delete(session, organisation(session, name), blobs))
     for ref in gone.trees:
         blobs.delete_tree(ref)
@@ -182,7 +194,7 @@ def _trees(session: Session, org_id: str, blobs: Blobs) -> list[str]:
         found += session.scalars(select(column).where(Operation.org_id == org_id)).all()
     found += session.scalars(select(SessionTurn.ref).filter_by(org_id=org_id)).all()
     for session_id in session.scalars(select(tables.Session.id).filter_by(org_id=org_id)):
-        found += [path.relative_to(blobs.root).as_posix() for path in blobs.root.glob(f"losses/{session_id}:*")]
+        found += blobs.listed(f"losses/{session_id}:*")
         found.append(f"stability/{session_id}")
     return [ref for ref in found if ref]
 

@@ -134,6 +134,14 @@ def test_a_backup_lies_over_nothing(backup: Path, tmp_path: Path) -> None:
     assert "has not been served yet" in run("backup", tmp_path / "two", "--data-dir", tmp_path / "nothing").stderr
 
 
+def test_a_bucket_is_not_copied_and_that_is_said(backup: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_BLOB_URL", "s3://bucket/prefix")
+    for command in (("backup", tmp_path / "two"), ("restore", backup)):
+        refused = run(*command, "--data-dir", tmp_path / "new")
+        assert refused.exit_code != 0
+        assert "s3://bucket/prefix" in refused.stderr
+
+
 def test_files_that_are_missing_at_home_are_named(database: Database, tmp_path: Path) -> None:
     fill(database, tmp_path)
     FolderBlobs(tmp_path / "blobs").delete_tree("weights/one")

@@ -102,9 +102,10 @@ def choose(decoder: Decoder, shapes: list[Tensor] | None = None) -> Isolation:
 def _shapes(decoder: Decoder) -> list[Tensor]:
     """One weight [out, in] of every distinct shape; experts share theirs. A sharded one is gathered for it."""
     found: dict[tuple[int, ...], Tensor] = {}
-    for weight in [decoder.embed, *decoder.products(), *decoder.parts_of_products()]:
+    gathered = hasattr(decoder.embed, "full_tensor")  # such a decoder trains: it multiplies with no parts
+    for weight in [decoder.embed, *decoder.products(), *(() if gathered else decoder.parts_of_products())]:
         if tuple(weight.shape[-2:]) not in found:
-            whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+            whole = weight.full_tensor() if gathered else weight
             found[tuple(weight.shape[-2:])] = whole[0] if whole.ndim == 3 else whole
     return list(found.values())
 

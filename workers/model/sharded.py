@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from workers.model.card import weight_files
 from workers.model.config import DecoderConfig
-from workers.model.decoder import Decoder, PackedAttend
+from workers.model.decoder import Decoder, PackedAttend, rotary_of
 from workers.model.families.read import read_config
-from workers.model.parts.rotary import Rotary
 from workers.model.stored import Stored
 from workers.model.weights import ModelWeightsError, Place, matched
 
@@ -90,7 +89,7 @@ def empty(config: DecoderConfig, dtype: torch.dtype, device: torch.device, mesh:
     """A decoder whose weights are to be copied in. One unit at a time is whole, and is not written."""
     decoder = Decoder(config, dtype, "meta")
     with torch.device(device):
-        decoder.rotary = Rotary(config.rope, config.head_dim, config.context_length)
+        decoder.rotary = rotary_of(config)
     for layer in decoder.layers:
         layer.to_empty(device=device)
         fully_shard(layer, mesh=mesh)
