@@ -177,13 +177,18 @@ class Busy(ApiError):
 
 class OverQuota(ApiError):
     """The organisation has as much of something as it may: the text names the quota and what makes room. Clients wait
-    and send the same request again."""
+    and send the same request again, unless this alone is more than the quota."""
 
     status = 429
     code = "quota_reached"
 
     def __init__(self, why: QuotaReached) -> None:
-        super().__init__(str(why), headers={"retry-after": "10", "x-weft-limit-scope": "organisation"})
+        super().__init__(str(why), headers={"x-weft-limit-scope": "organisation"})
+        self.for_ever = not why.ever
+        if self.for_ever:
+            self.status = TooLarge.status
+        else:
+            self.headers["retry-after"] = "10"
 
 
 class RateLimited(ApiError):

@@ -152,6 +152,30 @@ def ledger() -> str:
     return taken(found) + "\n\n" + grid(("", "SQLite", "PostgreSQL", "goal"), rows)
 
 
+def neighbour() -> str:
+    found = read("neighbour")
+    alone = found["alone_p95_s"]
+    most = {operation: max(3.0, 1 + found["pass_s"] / alone[operation]) for operation in alone}
+    rows = [
+        (
+            f"`{name}`",
+            *(number(each["p95_s"][operation] / alone[operation]) for operation in ("forward_backward", "sample")),
+            number(each["healthz_s"]),
+            number(max(0.0, each["growth_mb"])),
+        )
+        for name, each in found["attacks"].items()
+    ]
+    head = (
+        "attack, ten at once",
+        "p95 of forward_backward / alone",
+        "of sample / alone",
+        "longest /healthz, s",
+        "MB more",
+    )
+    goal = ("allowed", number(most["forward_backward"]), number(most["sample"]), "0.5", "300")
+    return taken(found) + "\n\n" + grid(head, [*rows, goal])
+
+
 def simulated() -> str:
     head = ("tenants", "order", "slots busy", "trainer waits", "tokens/s", "half-way, Mtok", "$/Mtok")
     rows = []
@@ -177,6 +201,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm": vllm,
     "backfill": backfill,
     "ledger": ledger,
+    "neighbour": neighbour,
     "simulated": simulated,
 }
 

@@ -20,6 +20,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -105,7 +106,7 @@ def attacked(name: str, target: Target) -> Iterator[None]:
     attacker = context.Process(target=attack, args=(name, target, begun, ended))
     attacker.start()
     try:
-        begun.wait(120)  # it has done it once
+        begun.wait(20)  # most often it has done it once
         yield
     finally:
         ended.set()
@@ -118,7 +119,9 @@ def beside(name: str, small: Small, target: Target, pid: int, times: int) -> dic
     before = forget_peak(pid)
     with slowest_healthz(target.url) as worst, attacked(name, target):
         p95_s = small.p95_s(times)
-    return {"p95_s": p95_s, "healthz_s": worst[0], "growth_mb": (peak(pid) - before) / 1e6}
+    found = {"p95_s": p95_s, "healthz_s": worst[0], "growth_mb": (peak(pid) - before) / 1e6}
+    print(f"{name}: {found}", file=sys.stderr, flush=True)
+    return found
 
 
 def claims_of(name: str, found: dict[str, Any], alone_s: dict[str, float], pass_s: float) -> list[dict[str, Any]]:

@@ -23,7 +23,12 @@ LOSSES_LAST = timedelta(hours=24)
 
 
 class QuotaReached(Exception):
-    """An organisation would have more than it may; the message says of what, and what helps."""
+    """An organisation would have more than it may; the message says of what, and what helps. `ever` is false for what
+    is larger than the whole quota, which no deleting makes room for."""
+
+    def __init__(self, message: str, ever: bool) -> None:
+        super().__init__(message)
+        self.ever = ever
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,17 @@ def check(session: Session, org_id: str, claim: Claim, coming: int = 0) -> None:
     database yet. In its lock."""
     quota = QUOTAS[claim.quota]
     limit, used = limit_of(session, org_id, claim), coming + (quota.used(session, org_id) if quota.used else 0)
+    more = "ask the operator for more (weftd org quota)"
+    if claim.adds > limit:
+        raise QuotaReached(
+            f"the organisation's quota {claim.quota} is {limit}, and this alone would be {claim.adds}: {more}",
+            ever=False,
+        )
     if used + claim.adds > limit:
         raise QuotaReached(
             f"the organisation's quota {claim.quota} is {limit}: {used} {quota.what}, and this would be {claim.adds} "
-            f"more; {quota.remedy}, or ask the operator for more (weftd org quota)"
+            f"more; {quota.remedy}, or {more}",
+            ever=True,
         )
 
 

@@ -26,9 +26,14 @@ _LOCK = 0x77656674
 _HERE = Path(__file__).parent
 
 
+class UnknownRevision(RuntimeError):
+    """The tables are of a revision that this program does not know; the message says what to do."""
+
+
 def migrate(database: Database) -> None:
     """Bring the tables up to date; nothing happens when they are. Safe when two processes start at once. Raises
-    LostCommits when this is not the newest state that the database has had."""
+    LostCommits when this is not the newest state that the database has had, and UnknownRevision when another version of
+    Weft made it."""
     database.refuse_lost_commits()
     upgrade(database.url)
 
@@ -44,18 +49,34 @@ def alembic_config(connection: Connection | None = None) -> Config:
 
 
 @cache
+def revisions() -> tuple[str, ...]:
+    """Those that this program knows: their files are named by number, and each follows the one before."""
+    return tuple(sorted(file.name.partition("_")[0] for file in _HERE.glob("versions/[0-9]*_*.py")))
+
+
 def head() -> str:
-    """The newest revision that this program knows: their files are named by number, and each follows the one before."""
-    return max(file.name.partition("_")[0] for file in _HERE.glob("versions/[0-9]*_*.py"))
+    """The newest of them."""
+    return revisions()[-1]
 
 
-def is_at_head(engine: Engine) -> bool:
-    """Whether nothing is to be done."""
+def revision_of(engine: Engine) -> str | None:
+    """The revision of a database; None when there are no tables at all, and what reads worse the upgrade will tell."""
     with engine.connect() as connection:
         try:
-            return bool(connection.scalar(text("SELECT version_num FROM alembic_version")) == head())
-        except DatabaseError:  # there are no tables at all, or what reads worse will be told by the upgrade
-            return False
+            found = connection.scalar(text("SELECT version_num FROM alembic_version"))
+        except DatabaseError:
+            return None
+    return None if found is None else str(found)
+
+
+def refuse_unknown(revision: str | None, what: str) -> None:
+    """Raise UnknownRevision for `what` that this program has no tables for."""
+    if revision is not None and revision not in revisions():
+        raise UnknownRevision(
+            f"{what} is of revision {revision[:32]}, and this weftd knows revisions up to {head()}: another version "
+            "of Weft, most likely a newer one, made it. Use that version; or go back to a backup of before the upgrade "
+            "(docs/operating.md)"
+        )
 
 
 def upgrade(url: str) -> None:
@@ -64,8 +85,10 @@ def upgrade(url: str) -> None:
     try:
         if engine.dialect.name == "sqlite":
             _own_transactions(engine)
-        if is_at_head(engine):
+        found = revision_of(engine)
+        if found == head():
             return
+        refuse_unknown(found, "the database")
         from alembic import command
 
         with engine.connect() as connection, connection.begin():

@@ -33,8 +33,7 @@ def protect(connection: Connection) -> None:
     """Put every table under its policies. Nothing happens on SQLite, whose file has one owner anyway."""
     if connection.dialect.name != "postgresql":
         return
-    for role in (APP_ROLE, SERVICE_ROLE):
-        _make_role(connection, role)
+    make_roles(connection)
     schema = inspect(connection)
     for table in schema.get_table_names():
         if table in _OTHERS:
@@ -46,6 +45,12 @@ def protect(connection: Connection) -> None:
     connection.execute(text(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {roles}"))
     for table in set(SERVER_ONLY) & set(schema.get_table_names()):
         connection.execute(text(f"REVOKE ALL ON {table} FROM {APP_ROLE}"))
+
+
+def make_roles(connection: Connection) -> None:
+    """Both roles, with the login as a member."""
+    for role in (APP_ROLE, SERVICE_ROLE):
+        _make_role(connection, role)
 
 
 def _make_role(connection: Connection, role: str) -> None:

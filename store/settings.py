@@ -9,9 +9,9 @@ import ipaddress
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -23,7 +23,12 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 #: Settings that hold passwords, and may be left out of the file.
-FROM_ENVIRONMENT = {"database_url": "WEFT_DATABASE_URL", "redis_url": "WEFT_REDIS_URL"}
+FROM_ENVIRONMENT = {
+    "database_url": "WEFT_DATABASE_URL",
+    "redis_url": "WEFT_REDIS_URL",
+    "blob_url": "WEFT_BLOB_URL",
+    "server_secret": "WEFT_SERVER_SECRET",
+}
 
 
 class SettingsError(ValueError):
@@ -46,6 +51,14 @@ class _Section(BaseModel):
 
 
 class TrainerSettings(_Section):
+    #: Processes that are one trainer and keep a part of the base each: one for each GPU (docs/production.md).
+    ranks: Positive = 1
+    #: Machines with so many ranks each, which meet at HOST:PORT of one of them; a worker is started on each.
+    nodes: Positive = 1
+    rendezvous: str = ""
+    #: The base is kept in parts over all ranks, or whole on each node.
+    shard: Literal["all", "node"] = "all"
+    #: Of each rank.
     threads: Positive = Field(default_factory=_half_the_cores)
     device: Device = "auto"
     dtype: Dtype = "auto"
@@ -67,6 +80,14 @@ class TrainerSettings(_Section):
     #: Seconds that an uploaded loss may take for each 1,024 of its cost: then the trainer is ended, and its operation
     #: fails. What is measured is some 0.05.
     loss_limit_s: Annotated[float, Field(gt=0)] = 10.0
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.ranks > 1 and ":" in self.device:
+            raise ValueError(f"device is {self.device}, but each of {self.ranks} ranks has a GPU of its own: use cuda")
+        if self.nodes > 1 and not self.rendezvous:
+            raise ValueError(f"{self.nodes} nodes need a rendezvous, HOST:PORT of one of them")
+        return self
 
 
 EngineKind = Literal["torch", "vllm"]
@@ -222,11 +243,23 @@ class Settings(_Section):
     models: dict[str, Path] = {}
     #: Empty: SQLite in the data folder. `postgresql+psycopg://...` in production.
     database_url: str = ""
-    #: Several API replicas and workers on this Redis, `redis://...`, with one PostgreSQL and one folder for all
-    #: (docs/production.md). Empty: the embedded service.
+    #: Several API replicas and workers on this Redis, `redis://...`, with one PostgreSQL and one place for
+    #: blobs (docs/production.md). Empty: the embedded service.
     redis_url: str = ""
+    #: Bodies, results and weights in an S3-compatible store, s3://BUCKET/PREFIX, whose endpoint, region and credentials
+    #: are in the usual environment (docs/production.md). Empty: in the data folder.
+    blob_url: Annotated[str, Field(pattern=r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/?)?$")] = ""
+    #: Of what a process reads there, so much stays in its data folder for the next time.
+    blob_cache_bytes: Positive = 16 << 30
+    #: Downloads go straight to the store, by links that are good for minutes: clients must reach it.
+    blob_links: bool = False
+    #: What tokens and links are signed with, at least 32 characters: replicas that share no folder need the same one.
+    #: Without it each data folder has its own.
+    server_secret: Annotated[SecretStr, Field(min_length=32)] | None = None
     #: Flush every commit and every blob to the disk: safe against power loss, not only against kill -9.
     durable: bool = False
+    #: Where trainer and generators of this host keep one copy of a base's weights on a CPU; empty: each its own.
+    base_dir: str = "/dev/shm"
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     limits: Limits = Field(default_factory=Limits)
@@ -252,10 +285,6 @@ class Settings(_Section):
     drain_s: Annotated[float, Field(ge=0)] = 30.0
 
     @property
-    def blobs_dir(self) -> Path:
-        return self.data_dir / "blobs"
-
-    @property
     def effective_database_url(self) -> str:
         return self.database_url or f"sqlite:///{self.data_dir / 'weft.db'}"
 
@@ -267,7 +296,10 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
     values = _environment()
     if config_file is not None:
         values = _over(values, _read(config_file))
-    values.update({name: value for name, value in overrides.items() if value is not None and name != "engine"})
+    within = ("engine", "trainer_ranks")  # of a section
+    values.update({name: value for name, value in overrides.items() if value is not None and name not in within})
+    if overrides.get("trainer_ranks"):
+        values["trainer"] = {**values.get("trainer", {}), "ranks": overrides["trainer_ranks"]}
     if overrides.get("engine"):
         values["generator"] = {**values.get("generator", {}), "replicas": list(overrides["engine"])}
     try:

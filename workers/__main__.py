@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     gc.disable()  # what is imported stays: looking through it again and again takes a tenth of the time
     program = importlib.import_module(f"workers.{args.role}.process")
     from scheduler.links.sockets import WorkerLink
+    from workers.model.base_files import leave_files
 
     gc.freeze()
     gc.enable()
@@ -40,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     _rename(f"weft-{args.role}")
     code: int = program.main(config, link)
+    if config.basics.base_dir:
+        leave_files(Path(config.basics.base_dir))
     return code
 
 

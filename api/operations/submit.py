@@ -133,21 +133,30 @@ async def submit(
             return run, submitter, repeat, Checked(), error
 
     run, submitter, repeat, checked, refused = await run_in_threadpool(examine)
-    new = NewOperation(
-        org_id=who.org_id,
-        session_id=run.session_id,
-        lane=run.id,
-        seq=seq,
-        kind=kind,
-        base_model=run.base_model,
-        tokens=checked.tokens,
-        body=body if checked.body is None else checked.body,
-        sent=body,
-        plan=checked.plan,
-        stores_bytes=checked.stores_bytes,
-        refused=refused.detail if refused is not None else None,
-    )
-    request_id = await accept(service, submitter, new, repeat=repeat)
+
+    def operation(checked: Checked, refused: ApiError | None) -> NewOperation:
+        return NewOperation(
+            org_id=who.org_id,
+            session_id=run.session_id,
+            lane=run.id,
+            seq=seq,
+            kind=kind,
+            base_model=run.base_model,
+            tokens=checked.tokens,
+            body=body if checked.body is None else checked.body,
+            sent=body,
+            plan=checked.plan,
+            stores_bytes=checked.stores_bytes,
+            refused=refused.detail if refused is not None else None,
+        )
+
+    try:
+        request_id = await accept(service, submitter, operation(checked, refused), repeat=repeat)
+    except OverQuota as error:
+        if not error.for_ever:
+            raise
+        refused = error
+        request_id = await accept(service, submitter, operation(Checked(), refused))
     if refused is not None:
         refused.request_id = request_id
     return UntypedAPIFuture(request_id=request_id, model_id=run.id), refused

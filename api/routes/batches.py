@@ -21,6 +21,7 @@ from api.errors import Invalid, Unreadable, quote
 from api.http.access import declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import parse, parse_protobuf, read_body
+from api.http.body_sizes import ROOM_KEY
 from api.http.json_forms import PROTOBUF, train_body
 from api.operations.submit import Address, Checked, submit
 from api.state.service import Service, ServiceDep
@@ -46,7 +47,7 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
     chunk only after the others were answered, and would wait for ever for one that was answered with an error."""
     form = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if form == "application/json":
-        return await _submit_json(service, who, await read_body(request), forward_only=False)
+        return await _submit_json(request, service, who, forward_only=False)
     if form != PROTOBUF:
         raise Unreadable(f"forward_backward takes {PROTOBUF} or application/json, not {quote(form)}")
     body = await read_body(request)
@@ -57,7 +58,8 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
     def check(run: tables.Run) -> Checked:
         return _check(service, message, body, run)
 
-    future, _ = await submit(service, who, address, kind, body, check)
+    future, refused = await submit(service, who, address, kind, body, check)
+    request.scope[ROOM_KEY].refused = refused is not None
     return future
 
 
@@ -68,11 +70,12 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
 )
 async def forward(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     """The JSON form of a forward_backward that is `forward_only`, which has an address of its own."""
-    return await _submit_json(service, who, await read_body(request), forward_only=True)
+    return await _submit_json(request, service, who, forward_only=True)
 
 
-async def _submit_json(service: Service, who: Principal, raw: bytes, forward_only: bool) -> UntypedAPIFuture:
+async def _submit_json(request: Request, service: Service, who: Principal, forward_only: bool) -> UntypedAPIFuture:
     """The operation of a JSON body, which is kept and executed in its protobuf form."""
+    raw = await read_body(request)
 
     def check(run: tables.Run) -> Checked:
         body = train_body(raw, forward_only)
@@ -81,7 +84,8 @@ async def _submit_json(service: Service, who: Principal, raw: bytes, forward_onl
 
     address = await parse(raw, Address)
     kind = OpKind.FORWARD if forward_only else OpKind.FORWARD_BACKWARD
-    future, _ = await submit(service, who, address, kind, raw, check)
+    future, refused = await submit(service, who, address, kind, raw, check)
+    request.scope[ROOM_KEY].refused = refused is not None
     return future
 
 

@@ -200,7 +200,7 @@ async def archive(
         if row.ref not in there:
             saved = tables.Checkpoint
             own = select(saved.ref, saved.size_bytes).where(saved.org_id == who.org_id, saved.ref.in_(there))
-            packed = sum(dict(session.execute(own).tuples().all()).values())  # copies share an archive
+            packed = sum({ref: size for ref, size in session.execute(own)}.values())  # copies share an archive
             need_room(session, who.org_id, service.settings.limits, "archive_bytes", row.size_bytes, packed)
         return row
 

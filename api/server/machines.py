@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Protocol
 
 from api.checks.adapter_sizes import sizes_of
@@ -21,6 +22,7 @@ from scheduler.links.sockets import ServerLink
 from store.blobs import Blobs
 from store.db import Database
 from store.settings import Settings
+from workers.model.base_files import remove_unused
 from workers.model.card import ModelCard
 
 #: What has ended has this long to be stored when the server stops. What cannot be is done again after the start.
@@ -97,6 +99,8 @@ class EmbeddedMachines:
     async def stop(self) -> None:
         self.drain()
         await self._supervisor.stop(self._settings.drain_s)
+        if self._settings.base_dir:
+            remove_unused(Path(self._settings.base_dir))  # of workers that were killed
         await self.journal.stop(STORE_WITHIN_S)
 
     def stats(self) -> dict[str, Any]:

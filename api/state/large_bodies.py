@@ -4,25 +4,33 @@ While a body is received, it counts against its organisation alone: how long tha
 slow one must not hold up others. Once it is there, it is worked on (unpacked, checked, stored), which takes several
 times its size in memory, and counts against all; that takes as long as the server takes.
 
-Who finds no room waits in line, first come first served, and is told to come again after a while. Lives in the event
-loop. Guards of routes that take data hold the room for as long as the request lasts (`api.http.access`).
+Who finds no room waits in line, first come first served, and is told to come again after a while. To find out what is
+wrong with a large body costs everybody: the interpreter does nothing else. So an organisation whose body was refused
+rests: its next ones wait several times as long as that one took. Lives in the event loop. Guards of routes that take
+data hold the room for as long as the request lasts (`api.http.access`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from api.errors import RateLimited
+from api.errors import ApiError, RateLimited
 
 #: Bodies that are not larger need no room.
 SMALL_BYTES = 65_536
 #: How many bodies of the largest size are worked on at the same time.
 AT_A_TIME = 2
 WAIT_S = 10.0
+#: An organisation rests this many times as long as it took to refuse its body, and at most so long.
+REST_TIMES = 9
+MOST_REST_S = 5.0
+#: The refusals that only reading the body could find.
+_WRONG = frozenset({400, 404, 413, 422})
 
 
 class Line:
@@ -34,10 +42,16 @@ class Line:
         self._wait_s = wait_s
         self._held = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self.rests_until = 0.0
 
     @property
     def empty(self) -> bool:
         return not self._held and not self._waiting
+
+    def rest(self, seconds: float) -> None:
+        """Let nobody in for a while; a rest that was begun grows by it, within MOST_REST_S."""
+        now = asyncio.get_running_loop().time()
+        self.rests_until = min(max(self.rests_until, now) + seconds, now + MOST_REST_S)
 
     async def enter(self, size_bytes: int) -> None:
         """Raises RateLimited after a while without room."""
@@ -62,6 +76,10 @@ class Line:
 
     def _admit(self) -> None:
         """The first keeps its place until there is room, or smaller bodies would keep a large one out for ever."""
+        loop = asyncio.get_running_loop()
+        if self._waiting and loop.time() < self.rests_until:
+            loop.call_at(self.rests_until, self._admit)
+            return
         while self._waiting and self._held + self._waiting[0][0] <= self._most:
             size_bytes, admitted = self._waiting.popleft()
             self._held += size_bytes
@@ -83,13 +101,16 @@ class Room:
 
     server: Line
     size_bytes: int
-    working: bool = False
+    #: When work on the body began.
+    began_s: float | None = None
+    #: The body was refused, which the exception need not tell: what is wrong with data is told through the future.
+    refused: bool = False
 
     async def work(self) -> None:
         """The body is there. Raises RateLimited."""
-        if not self.working and self.size_bytes > SMALL_BYTES:
+        if self.began_s is None and self.size_bytes > SMALL_BYTES:
             await self.server.enter(self.size_bytes)
-            self.working = True
+            self.began_s = time.monotonic()
 
 
 class LargeBodies:
@@ -111,9 +132,24 @@ class LargeBodies:
         await line.enter(size_bytes)
         try:
             yield room
+        except ApiError as error:
+            room.refused = room.refused or error.status in _WRONG
+            raise
         finally:
-            if room.working:
+            if room.began_s is not None:
                 self._server.leave(size_bytes)
+                if room.refused:
+                    line.rest(REST_TIMES * (time.monotonic() - room.began_s))
             line.leave(size_bytes)
-            if line.empty:
-                self._orgs.pop(org_id, None)
+            self._forget(org_id)
+
+    def _forget(self, org_id: str) -> None:
+        """Drop the line of an organisation that has nothing to do with it any more."""
+        line = self._orgs.get(org_id)
+        if line is None or not line.empty:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < line.rests_until:
+            loop.call_at(line.rests_until, self._forget, org_id)
+        else:
+            del self._orgs[org_id]

@@ -12,7 +12,9 @@ import msgspec
 class Basics(msgspec.Struct, frozen=True):
     """What workers of both kinds are told. `models` are the folders of the base models by name. `device` and `dtype`
     are what the operator wrote, `auto` too: the worker knows its machine. With `redis_url` it works for the API
-    replicas on that Redis instead of whoever holds the other end of its link."""
+    replicas on that Redis instead of whoever holds the other end of its link. Weights of the bases are shared with the
+    other workers of the host in `base_dir` ("": each holds its own). Blobs are in `data_dir`, or at `blob_url`; then up
+    to `blob_cache_bytes` of what was read are kept in `data_dir`."""
 
     data_dir: str
     models: dict[str, str]
@@ -21,6 +23,9 @@ class Basics(msgspec.Struct, frozen=True):
     dtype: str = "auto"
     durable: bool = False
     redis_url: str = ""
+    base_dir: str = ""
+    blob_url: str = ""
+    blob_cache_bytes: int = 0
 
 
 class TrainerBounds(msgspec.Struct, frozen=True):
@@ -38,19 +43,28 @@ class TrainerBounds(msgspec.Struct, frozen=True):
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, tag=True):
+    """`ranks` processes on each of `nodes` machines, which meet at `rendezvous` (HOST:PORT of one of them), are one
+    trainer and share the base: over all of them, or with `shard` "node" over those of a node."""
+
     basics: Basics
     bounds: TrainerBounds = TrainerBounds()
+    ranks: int = 1
+    nodes: int = 1
+    rendezvous: str = ""
+    shard: str = "all"
 
 
 class TorchConfig(msgspec.Struct, frozen=True, tag=True):
     """Our own engine. `kv_tokens` are kept of all running sequences (0: as many as full slots take), and up to
     `prefill_tokens` of prompts are computed between two decode steps. `adapter_bytes` and `prefix_bytes` are kept of
-    adapters and of prompts after their use, for each base model."""
+    adapters and of prompts after their use, for each base model. `packed`: with a second copy of the weights, which
+    makes products faster on a CPU."""
 
     kv_tokens: int = 0
     prefill_tokens: int = 2048
     adapter_bytes: int = 2 << 30
     prefix_bytes: int = 512 << 20
+    packed: bool = True
 
 
 class VllmConfig(msgspec.Struct, frozen=True, tag=True):

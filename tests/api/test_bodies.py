@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 import zstandard
@@ -17,7 +17,7 @@ from api.http.bodies import MAX_RATIO, RATIO_FLOOR_BYTES, unpack_zstd
 from api.http.body_sizes import SIZES
 from api.http.structure import HARMLESS_BYTES, MAX_FIELDS, check_json, check_protobuf
 from api.server.app import front
-from api.state.large_bodies import AT_A_TIME, SMALL_BYTES, LargeBodies
+from api.state.large_bodies import AT_A_TIME, REST_TIMES, SMALL_BYTES, LargeBodies
 from tests.api.conftest import World
 from tests.tenancy.conftest import Route, member, routes_of
 from tests.tenancy.conftest import settings as settings
@@ -248,3 +248,29 @@ class TestRoom:
             return order
 
         assert asyncio.run(scene()) == [0, 1, 2, 3, 4]
+
+    def test_who_was_refused_rests_and_nobody_else(self) -> None:
+        async def scene() -> None:
+            bodies = LargeBodies(self.MOST, wait_s=5)
+            with suppress(Invalid):
+                async with bodies.room("a", self.MOST) as room:
+                    await room.work()
+                    await asyncio.sleep(0.05)
+                    raise Invalid("wrong")
+            told = time.monotonic()
+            async with asyncio.timeout(0.2), bodies.room("b", self.MOST), bodies.room("a", SMALL_BYTES):
+                pass
+            async with bodies.room("a", self.MOST) as room:
+                assert time.monotonic() - told >= 0.9 * REST_TIMES * 0.05
+                await room.work()
+            begun = time.monotonic()
+            async with bodies.room("a", self.MOST) as room:  # that one was well
+                await room.work()
+                await asyncio.sleep(0.05)
+                room.refused = True  # and this one is told through its future
+            async with bodies.room("a", self.MOST):
+                assert time.monotonic() - begun >= 0.9 * REST_TIMES * 0.05
+            await asyncio.sleep(0.1)
+            assert not bodies._orgs, "an organisation that has rested is forgotten"
+
+        asyncio.run(scene())

@@ -118,6 +118,24 @@ def test_stored_bytes_count_what_is_queued_and_what_has_no_name(world: World) ->
     world.post("copy_weights", copy)
 
 
+def test_a_save_larger_than_the_quota_fails_for_good_and_spends_its_number(world: World) -> None:
+    run = world.run()
+    body = {"model_id": run, "seq_id": 1, "path": "x"}
+    set_quota(world, stored_bytes=10)
+    reply = world.call("POST", "save_weights_external", json=body)
+    assert (reply.status_code, reply.json()["code"]) == (413, "quota_reached"), reply.text
+    assert "retry-after" not in reply.headers
+    told = reply.json()["detail"]
+    assert told.startswith("the organisation's quota stored_bytes is 10, and this alone would be ")
+    assert "weftd org quota" in told
+    set_quota(world, stored_bytes=None)
+    again = world.post("save_weights_external", body)["request_id"]  # it has its outcome
+    assert world.outcome(again).json()["error"] == told
+    saved = world.post("save_weights_external", body | {"seq_id": 2})["request_id"]
+    world.finish(saved, size_bytes=10)
+    assert world.outcome(saved).json()["path"]
+
+
 def unnamed(run: str, seq: int, **fields: Any) -> dict[str, Any]:
     return {"model_id": run, "seq_id": seq, "sampling_session_seq_id": seq, **fields}
 
@@ -223,8 +241,8 @@ def test_archives(world: World) -> None:
     url = path.replace("tinker://", "training_runs/").replace("/weights/", "/checkpoints/weights/") + "/archive"
     set_quota(world, archive_bytes=1)
     reply = world.call("GET", url, follow_redirects=False)
-    assert (reply.status_code, reply.json()["code"]) == (429, "quota_reached")
-    assert "an archive goes two hours after" in reply.json()["detail"]
+    assert (reply.status_code, reply.json()["code"]) == (413, "quota_reached")
+    assert "this alone would be 7" in reply.json()["detail"]
     set_quota(world, archive_bytes=None)
     assert world.call("GET", url, follow_redirects=False).status_code == 302
     set_quota(world, archive_bytes=1)

@@ -374,7 +374,7 @@ def test_workers_die_with_a_server_that_is_killed() -> None:
 def test_the_embedded_workers_of_the_defaults(tmp_path: Path) -> None:
     settings = load_settings(None, data_dir=tmp_path)
     trainer, generator = embedded_workers(settings, {"a/b": Path("/models/b")})
-    basics = Basics(str(tmp_path), {"a/b": "/models/b"}, threads=settings.trainer.threads)
+    basics = Basics(str(tmp_path), {"a/b": "/models/b"}, threads=settings.trainer.threads, base_dir="/dev/shm")
     assert trainer.command[3:] == ["workers", "trainer"]
     assert generator.command[3:] == ["workers", "generator"]
     assert trainer.environment["OMP_NUM_THREADS"] == str(settings.trainer.threads)
@@ -389,6 +389,7 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
     config.write_text(
         """
         durable = true
+        base_dir = "/b"
         [trainer]
         threads = 3
         device = "cuda:1"
@@ -412,7 +413,7 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
     )
     settings, models = load_settings(config, data_dir=tmp_path), {"m": Path("/m")}
     trainer, generator = embedded_workers(settings, models)
-    place = {"data_dir": str(tmp_path), "models": {"m": "/m"}, "durable": True}
+    place = {"data_dir": str(tmp_path), "models": {"m": "/m"}, "durable": True, "base_dir": "/b"}
     training = Basics(**place, threads=3, device="cuda:1", dtype="float32")
     sampling = Basics(**place, threads=4, device="cpu", dtype="bfloat16")
     assert trainer.config == TrainerConfig(training, TrainerBounds(11, 12, 13, 14, 2.5))

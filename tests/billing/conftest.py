@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from billing.accounts import OutOfMoney, Payer
 from billing.charges import Charge, settle
 from billing.prices import KINDS, PriceList, load_prices
+from billing.quotas import Claim
 from billing.reconcile import check
 from billing.wallets import Mode, set_mode
 from scheduler.journal.accepting.acceptance import Taking, insert_all
@@ -40,8 +41,9 @@ class Till:
         at: datetime | None = None,
         op_id: str | None = None,
         run_id: str = "r",
+        stores: Claim | None = None,
     ) -> str:
-        """The id of an operation that is queued. Raises OutOfMoney."""
+        """The id of an operation that is queued. Raises OutOfMoney and QuotaReached."""
         op_id = op_id or f"op{next(self.numbers)}"
         row = {
             "id": op_id,
@@ -61,8 +63,10 @@ class Till:
             "body_sha256": "",
             "plan": {},
             "accepted_at": at or datetime.now(UTC),
+            "stores_bytes": stores.adds if stores else 0,
         }
-        self.database.write_batched_now(insert_all, Taking(row), lock=payer.org_id)
+        taking = Taking(row, claims=(stores,) if stores else ())
+        self.database.write_batched_now(insert_all, taking, lock=payer.org_id)
         return op_id
 
     def end(self, op_id: str, now: datetime | None = None, **used: int) -> int:

@@ -1,7 +1,10 @@
 """A process that spends: `python -m tests.billing.spender URL THREADS TIMES AMOUNT`.
 
 Each of its threads accepts TIMES operations of project "p" and key 1 that cost AMOUNT, and ends those that were
-accepted: most with their whole cost, some with less, some failed. Prints what it has spent."""
+accepted: most with their whole cost, some with less, some failed. Prints what it has spent.
+
+With QUOTA as a fifth argument they cost nothing, store AMOUNT bytes each within that quota, and stay queued. Prints
+what is to be stored."""
 
 from __future__ import annotations
 
@@ -11,22 +14,27 @@ import threading
 import uuid
 
 from billing.accounts import OutOfMoney, Payer
+from billing.quotas import Claim, QuotaReached
 from store.db import Database
 from tests.billing.conftest import Till
 
 PAYER = Payer("a", "p", 1)
 
 
-def main(url: str, threads: int, times: int, amount: int) -> None:
+def main(url: str, threads: int, times: int, amount: int, quota: int = 0) -> None:
     database = Database(url)
     till = Till(database, numbers=iter(random.Random().sample(range(10**15), 10**5)))
     spent: list[int] = []
+    stores = Claim("stored_bytes", quota, amount) if quota else None
 
     def spend() -> None:
         for turn in range(times):
             try:
-                op = till.accept(amount, PAYER, op_id=uuid.uuid4().hex, run_id=uuid.uuid4().hex)
-            except OutOfMoney:
+                op = till.accept(0 if stores else amount, PAYER, None, uuid.uuid4().hex, uuid.uuid4().hex, stores)
+            except (OutOfMoney, QuotaReached):
+                continue
+            if stores:
+                spent.append(amount)
                 continue
             used = {} if turn % 7 == 6 else {"train": amount - 1 if turn % 5 == 4 else amount}
             spent.append(till.end(op, **used))

@@ -21,9 +21,9 @@ PAYER = Payer("a", "p", 1)
 LIMIT = 10_000
 
 
-def spenders(till: Till, processes: int, threads: int, times: int, amount: int) -> list[subprocess.Popen[str]]:
+def spenders(till: Till, processes: int, threads: int, times: int, *numbers: int) -> list[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tests.billing.spender", till.database.url]
-    command += [str(number) for number in (threads, times, amount)]
+    command += [str(number) for number in (threads, times, *numbers)]
     return [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
 
 
@@ -54,7 +54,7 @@ def limit(till: Till, by: str) -> None:
 @pytest.mark.parametrize("by", ["wallet", "project", "key"])
 def test_200_threads_in_4_processes_do_not_overspend(till: Till, by: str) -> None:
     limit(till, by)
-    processes = spenders(till, 4, threads=50, times=4, amount=17)
+    processes = spenders(till, 4, 50, 4, 17)
     spent = sum(int(process.communicate(timeout=120)[0]) for process in processes)
     assert [process.returncode for process in processes] == [0] * 4
     wallet = till.wallet()
@@ -66,13 +66,20 @@ def test_200_threads_in_4_processes_do_not_overspend(till: Till, by: str) -> Non
     assert till.agrees()
 
 
+def test_40_threads_in_2_processes_do_not_pass_a_quota(till: Till) -> None:
+    """Two replicas of the API, each with its own connections."""
+    stored = sum(int(process.communicate(timeout=120)[0]) for process in spenders(till, 2, 20, 20, 17, 1000))
+    assert stored == sum(row.stores_bytes for row in till.rows(tables.Operation))
+    assert 1000 - 17 < stored <= 1000  # all that could be stored is to be
+
+
 @pytest.mark.search
 def test_nothing_stays_held_after_kill_9(till: Till) -> None:
     """Processes are killed at any moment of their work; what they had accepted is then ended by another."""
     limit(till, "key")
     luck = chance(3)
     for _ in range(4):
-        (process,) = spenders(till, 1, threads=20, times=10_000, amount=1)
+        (process,) = spenders(till, 1, 20, 10_000, 1)
         before = count(till)
         deadline = time.monotonic() + 60
         while count(till) < before + 20 and time.monotonic() < deadline:

@@ -15,8 +15,12 @@ import tinker
 import torch
 from tinker import types
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -35,6 +39,7 @@ from transformers import (
 
 from tests.e2e.conftest import BIN, Weftd
 from tests.e2e.data import ADAM, prompt, supervised
+from tests.workers.model.models import reference
 from workers.model.tiny import TINY_PATH
 
 pytestmark = pytest.mark.server
@@ -51,6 +56,19 @@ SIZES = {
 }
 
 
+LATENT = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "n_routed_experts": 32,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
 
 
@@ -74,6 +92,13 @@ def models(tmp_path: Path) -> dict[str, Any]:
         "zai-org/GLM-tiny": Glm4MoeForCausalLM(
             Glm4MoeConfig(**SIZES, n_routed_experts=32, moe_intermediate_size=32, num_experts_per_tok=4)
         ),
+        "deepseek-ai/DeepSeek-tiny": DeepseekV3ForCausalLM(
+            DeepseekV3Config(
+                **LATENT, first_k_dense_replace=1, rope_parameters={**ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}
+            )
+        ),
+        "zai-org/GLM-Flash-tiny": Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**LATENT)),
+        "inclusionAI/Ling-tiny": reference("bailing", vocab_size=1560, max_position_embeddings=512),
         "openai/gpt-oss-tiny": GptOssForCausalLM(
             GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=16, rope_parameters=ROPE)
         ),

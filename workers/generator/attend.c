@@ -1,7 +1,8 @@
 /* Attention of a decode step over paged keys and values: every row attends to its own sequence, from where it lies.
  *
  * Pages hold `page` positions. Keys lie turned, [pages, heads, dim, page], so that the scores of neighbouring positions
- * are computed side by side; values [pages, heads, page, dim]. `table` [rows, width] names the pages of each row.
+ * are computed side by side; values [pages, heads, page, dim], or, of latents, the first numbers of a key. `table`
+ * [rows, width] names the pages of each row.
  *
  * What a row gets depends on its own query, keys and values alone, bit for bit: every sum has one order, fixed by the
  * row's length, wherever its pages lie. No fast-math: the order is written out.
@@ -81,6 +82,31 @@ static inline __attribute__((always_inline)) void add_values(
         for (int c = 0; c < width; c++) store(out[g] + c * LANES, total[g][c]);
 }
 
+/* sums += p K for the first `dim` numbers of the turned keys of one page, vector by vector: what lies in one is added up
+ * at the end, by `across`. Weights beyond the last position are zero. */
+static inline __attribute__((always_inline)) void add_latents(
+    const int count, int64_t dim, int64_t page, const float *k, const float *const *p, float *const *sums) {
+    for (int64_t at = 0; at < page; at += 2 * LANES) {
+        vec low[4], high[4];
+        for (int g = 0; g < count; g++) low[g] = load(p[g] + at), high[g] = load(p[g] + at + LANES);
+        for (int64_t d = 0; d < dim; d++) {
+            const vec a = load(k + d * page + at), b = load(k + d * page + at + LANES);
+            for (int g = 0; g < count; g++) {
+                float *sum = sums[g] + d * LANES;
+                store(sum, load(sum) + low[g] * a + high[g] * b);
+            }
+        }
+    }
+}
+
+static void across(const float *sums, int64_t dim, float *out) {
+    for (int64_t d = 0; d < dim; d++) {
+        float total = 0.0f;
+        for (int i = 0; i < LANES; i++) total += sums[d * LANES + i];
+        out[d] = total;
+    }
+}
+
 /* Turn the scores from `skip` to `length` into weights that add up to one, together with that of `sink` where there is
  * one; what is before and beyond them, up to whole vectors, into zeros. */
 static void softmax(float *s, int64_t skip, int64_t length, int64_t room, const float *sink) {
@@ -111,6 +137,7 @@ static void softmax(float *s, int64_t skip, int64_t length, int64_t room, const 
 struct shape {
     int64_t rows, groups, heads, dim, page, width, threads; /* `groups` queries share each of `heads` */
     int64_t window;                                         /* positions that a row attends to; 0: all */
+    int64_t latent; /* the first numbers of a key that are the value, of one head; 0: values lie apart */
 };
 
 /* `count` of the queries of one row that share a head, over `length` positions in `pages` but for the first `skip`. */
@@ -120,18 +147,31 @@ static inline __attribute__((always_inline)) void attend_some(
     const float *next) {
     const int64_t dim = sh->dim, page = sh->page, tile = dim * page;
     const int64_t used = (length + page - 1) / page, room = used * page;
+    const int64_t wide = sh->latent ? sh->latent : dim;
     const float *qs[4];
     float *ss[4], *outs[4];
-    for (int g = 0; g < count; g++) qs[g] = q + g * dim, outs[g] = out + g * dim;
+    for (int g = 0; g < count; g++) qs[g] = q + g * dim, outs[g] = out + g * wide;
     for (int64_t n = 0; n < used; n++) {
         for (int g = 0; g < count; g++) ss[g] = scratch + g * room + n * page;
         const float *after = n + 1 < used ? keys + (pages[n + 1] * sh->heads + head) * tile
-                                          : values + (pages[0] * sh->heads + head) * tile;
+                                          : (sh->latent ? keys : values) + (pages[0] * sh->heads + head) * tile;
         score_page(count, dim, page, keys + (pages[n] * sh->heads + head) * tile, qs, scale, ss, after);
     }
     for (int g = 0; g < count; g++) {
         softmax(scratch + g * room, skip, length, room, sinks ? sinks + g : NULL);
-        memset(outs[g], 0, dim * sizeof *out);
+        memset(outs[g], 0, wide * sizeof *out);
+    }
+    if (sh->latent) {
+        const float *ps[4];
+        float *sums[4];
+        for (int g = 0; g < count; g++) sums[g] = scratch + 4 * room + g * wide * LANES;
+        memset(sums[0], 0, count * wide * LANES * sizeof *out);
+        for (int64_t n = 0; n < used; n++) {
+            for (int g = 0; g < count; g++) ps[g] = scratch + g * room + n * page;
+            add_latents(count, wide, page, keys + (pages[n] * sh->heads + head) * tile, ps, sums);
+        }
+        for (int g = 0; g < count; g++) across(sums[g], wide, outs[g]);
+        return;
     }
     for (int64_t n = 0; n < used; n++) {
         const int64_t here = length - n * page < page ? length - n * page : page;
@@ -153,13 +193,14 @@ static inline __attribute__((always_inline)) void attend_some(
 }
 
 /* Store each row's new key and value [rows, heads, dim] at `position` of its sequence, and attend to all up to there:
- * out [rows, heads * groups, dim] of q. `sinks` [heads * groups] or NULL. Row strides are in floats. `dim` and `page` are multiples of 16 and 32. Returns
+ * out [rows, heads * groups, dim] of q. `sinks` [heads * groups] or NULL. Row strides are in floats. `page` is a multiple
+ * of 32, `dim` of 16 unless these are latents, which have no `v` and `values`, and out [rows, groups, latent]. Returns
  * nonzero when memory ran out. */
 int weft_attend(
     const struct shape *sh, const int32_t *table, const int64_t *position, const float *q, int64_t q_stride,
     const float *k, int64_t k_stride, const float *v, int64_t v_stride, const float *sinks, float *keys, float *values,
     float *out) {
-    const int64_t dim = sh->dim, page = sh->page, tile = dim * page;
+    const int64_t dim = sh->dim, page = sh->page, tile = dim * page, wide = sh->latent ? sh->latent : dim;
     const float scale = 1.0f / sqrtf((float)dim);
     int failed = 0;
 #pragma omp parallel for schedule(dynamic, 4) num_threads(sh->threads) if (sh->threads > 1)
@@ -168,13 +209,13 @@ int weft_attend(
         const int32_t *pages = table + row * sh->width;
         const int64_t at = position[row] % page, last = pages[position[row] / page] * sh->heads + head;
         for (int64_t d = 0; d < dim; d++) keys[last * tile + d * page + at] = k[row * k_stride + head * dim + d];
-        memcpy(values + last * tile + at * dim, v + row * v_stride + head * dim, dim * sizeof *v);
+        if (!sh->latent) memcpy(values + last * tile + at * dim, v + row * v_stride + head * dim, dim * sizeof *v);
         /* Pages that lie before the window are not read. */
         const int64_t low = sh->window && length > sh->window ? length - sh->window : 0;
         const int32_t *mine = pages + low / page;
         const int64_t skip = low % page, seen = length - low / page * page;
         const int64_t room = (seen + page - 1) / page * page;
-        float *scratch = malloc(4 * room * sizeof *scratch);
+        float *scratch = malloc(4 * (room + sh->latent * LANES) * sizeof *scratch);
         if (!scratch) {
             failed = 1;
             continue;
@@ -185,7 +226,7 @@ int weft_attend(
             const int64_t first = head * sh->groups + g;
             const float *from = q + row * q_stride + first * dim;
             const float *sink = sinks ? sinks + first : NULL;
-            float *to = out + (row * sh->heads * sh->groups + first) * dim;
+            float *to = out + (row * sh->heads * sh->groups + first) * wide;
             switch (sh->groups - g) {
             case 1: attend_some(1, sh, mine, skip, seen, head, from, sink, keys, values, scale, to, scratch, next); break;
             case 2: attend_some(2, sh, mine, skip, seen, head, from, sink, keys, values, scale, to, scratch, next); break;

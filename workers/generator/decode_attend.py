@@ -3,8 +3,9 @@
 A row's attention must not depend on the other rows of the step, bit for bit. In float32 on the CPU a kernel in C
 (attend.c) reads every row's pages in place and adds in an order that follows from the row's length. Elsewhere, and
 without a C compiler, pages are gathered first, and rows whose lengths round up to the same multiple of `LENGTH_QUANTUM`
-share a product, so that its shape per row follows from the row's own length, too. On a CUDA device the engine attends
-by gpu/attend.py.
+share a product, so that its shape per row follows from the row's own length, too (but on a CPU each row that attends to
+latents has a product of its own: with all heads in it, it is so large that threads part it by its rows). On a CUDA
+device the engine attends by gpu/attend.py.
 
 Shapes: R rows, W pages of the longest row at most, H query heads, K kv heads, D head dim, N rows of a call, B = N * K,
 G = H / K queries that share a kv head, L length.
@@ -39,13 +40,15 @@ _LANES = 16
 def native_kernel(cache: KVCache) -> ctypes.CDLL | None:
     """attend.c, compiled at the first call; None where it cannot serve this cache."""
     sample = cache.k_NKDP[0]
-    fits = sample.dtype == torch.float32 and sample.device.type == "cpu" and sample.shape[2] % _LANES == 0
-    return library(_SOURCE) if fits else None
+    fits = cache.latent or sample.shape[2] % _LANES == 0
+    return library(_SOURCE) if fits and sample.dtype == torch.float32 and sample.device.type == "cpu" else None
 
 
 class DecodeAttend:
     """The `Attend` of one decode step: row i stores its new key and value at `positions[i]` of the sequence with the
     pages `table_RW[i]`, and attends to every position up to it."""
+
+    latent = True
 
     def __init__(self, cache: KVCache, table_RW: npt.NDArray[np.int32], positions: Sequence[int]) -> None:
         self._cache, self._table_RW, self._positions_R = cache, table_RW, np.asarray(positions, dtype=np.int64)
@@ -58,9 +61,10 @@ class DecodeAttend:
         cache, (rows, heads, dim) = self._cache, q_THD.shape
         kv_heads = k_TKD.shape[1]
         q, k, v = (tensor.reshape(rows, -1) for tensor in (q_THD, k_TKD, v_TKD))
-        out_THD = torch.empty(rows, heads, dim)
+        out_THD = torch.empty(rows, heads, v_TKD.shape[2])
         width, threads = self._table_RW.shape[1], torch.get_num_threads()
-        shape = _Shape(rows, heads // kv_heads, kv_heads, dim, PAGE_TOKENS, width, threads, reach.window)
+        latent = v_TKD.shape[2] if cache.latent else 0
+        shape = _Shape(rows, heads // kv_heads, kv_heads, dim, PAGE_TOKENS, width, threads, reach.window, latent)
         arguments: list[object] = [_pointer(self._table_RW.ctypes.data), _pointer(self._positions_R.ctypes.data)]
         for tensor in (q, k, v):
             arguments += [_pointer(tensor.data_ptr()), ctypes.c_int64(tensor.stride(0))]
@@ -76,7 +80,8 @@ class _Shape(ctypes.Structure):
     """`shape` of attend.c."""
 
     _fields_ = tuple(
-        (name, ctypes.c_int64) for name in ["rows", "groups", "heads", "dim", "page", "width", "threads", "window"]
+        (name, ctypes.c_int64)
+        for name in ["rows", "groups", "heads", "dim", "page", "width", "threads", "window", "latent"]
     )
 
 
@@ -103,10 +108,10 @@ class _Gathered:
         self._pages_R = torch.from_numpy(table_RW[rows_R, positions_R // PAGE_TOKENS].astype(np.int64)).to(device)
         self._offsets_R = torch.from_numpy(positions_R % PAGE_TOKENS).to(device)
         rounded_R = (positions_R // LENGTH_QUANTUM + 1) * LENGTH_QUANTUM
-        self._buckets = [
-            self._bucket(np.flatnonzero(rounded_R == length), int(length), table_RW, positions_R)
-            for length in np.unique(rounded_R)
-        ]
+        together = [np.flatnonzero(rounded_R == length) for length in np.unique(rounded_R)]
+        if cache.latent and device.type == "cpu":
+            together = list(rows_R[:, None])
+        self._buckets = [self._bucket(rows, int(rounded_R[rows[0]]), table_RW, positions_R) for rows in together]
 
     def _bucket(
         self,
@@ -137,7 +142,7 @@ class _Gathered:
         cache.v_NKPD[layer][self._pages_R, :, self._offsets_R] = v_TKD
         if len(self._buckets) == 1:
             return self._attend_bucket(self._buckets[0], layer, q_THD, reach)
-        out_THD = torch.empty_like(q_THD)
+        out_THD = q_THD.new_empty(*q_THD.shape[:2], v_TKD.shape[2])
         for bucket in self._buckets:
             out_THD[bucket.rows_N] = self._attend_bucket(bucket, layer, q_THD, reach)
         return out_THD
@@ -148,12 +153,12 @@ class _Gathered:
         k_MKDP, v_MKPD = (
             pool[layer].index_select(0, bucket.pages) for pool in (self._cache.k_NKDP, self._cache.v_NKPD)
         )
-        kv_heads = k_MKDP.shape[1]
+        kv_heads, value_dim = k_MKDP.shape[1], v_MKPD.shape[3]
         k_BDL = k_MKDP.view(rows, -1, kv_heads, head_dim, PAGE_TOKENS).permute(0, 2, 3, 1, 4).flatten(3).flatten(0, 1)
-        v_BLD = v_MKPD.view(rows, -1, kv_heads, PAGE_TOKENS, head_dim).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        v_BLD = v_MKPD.view(rows, -1, kv_heads, PAGE_TOKENS, value_dim).transpose(1, 2).flatten(2, 3).flatten(0, 1)
         q_BGD = q_NHD.reshape(rows * kv_heads, -1, head_dim)
         if not reach.window and reach.sinks_H is None:
-            return _weighted_values(q_BGD, k_BDL, v_BLD, bucket.bias_B1L).reshape(rows, heads, head_dim)
+            return _weighted_values(q_BGD, k_BDL, v_BLD, bucket.bias_B1L).reshape(rows, heads, value_dim)
         bias_B1L = bucket.bias_B1L
         if reach.window:
             lost_NL = torch.arange(k_BDL.shape[2], device=q_BGD.device) <= bucket.positions_N[:, None] - reach.window
@@ -161,7 +166,7 @@ class _Gathered:
         scores_BGL = torch.baddbmm(bias_B1L.float(), q_BGD.float(), k_BDL.float(), alpha=head_dim**-0.5)
         scores_KGNL = scores_BGL.view(rows, kv_heads, *scores_BGL.shape[1:]).permute(1, 2, 0, 3)
         weights_BGL = softmax_beside(scores_KGNL, reach.sinks_H).permute(2, 0, 1, 3).flatten(0, 1)
-        return torch.bmm(weights_BGL, v_BLD.float()).to(q_THD.dtype).reshape(rows, heads, head_dim)
+        return torch.bmm(weights_BGL, v_BLD.float()).to(q_THD.dtype).reshape(rows, heads, value_dim)
 
 
 def _weighted_values(q_BGD: Tensor, k_BDL: Tensor, v_BLD: Tensor, bias_B1L: Tensor) -> Tensor:

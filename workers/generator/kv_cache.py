@@ -2,9 +2,11 @@
 
 The pool is allocated once (untouched pages cost nothing on a CPU); `PagePool` and `seating` know who holds a page. Keys
 are stored transposed, [pages, kv_heads, head_dim, page], as the product with a query reads them; values [pages,
-kv_heads, page, head_dim]. `routes`, the experts that each position was routed to, are recorded on request
-(`record_routes`). Positions beyond a sequence's length in its last page hold values of earlier holders. They are
-masked, so they must only be finite, since 0 * nan is nan: `clear` wipes pages of a sequence that was not.
+kv_heads, page, head_dim]. Of latent attention one latent is kept for all heads, whose first
+`values_within` numbers are the value too: values are a view of the keys. `routes`, the experts that each position was
+routed to, are recorded on request (`record_routes`). Positions beyond a sequence's length in its last page hold values
+of earlier holders. They are masked, so they must only be finite, since 0 * nan is nan: `clear` wipes pages of a
+sequence that was not.
 
 Shapes: N pages, K kv heads, D head dim, P positions of a page, T new positions, L length; of routes M mixture layers, C
 choices.
@@ -75,6 +77,7 @@ class KVCache:
         pages: int,
         kv_heads: int,
         head_dim: int,
+        values_within: int = 0,
         mixture_layers: int = 0,
         choices: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -85,7 +88,13 @@ class KVCache:
         self.scratch = pages
         keys, values = (pages + 1, kv_heads, head_dim, PAGE_TOKENS), (pages + 1, kv_heads, PAGE_TOKENS, head_dim)
         self.k_NKDP = [zeros(keys, dtype, torch.device(device)) for _ in range(layers)]
-        self.v_NKPD = [zeros(values, dtype, torch.device(device)) for _ in range(layers)]
+        self.v_NKPD = [
+            self.k_NKDP[layer][:, :, :values_within].transpose(2, 3)
+            if values_within
+            else zeros(values, dtype, torch.device(device))
+            for layer in range(layers)
+        ]
+        self.latent = values_within > 0
         self.routes_NPMC = zeros((pages, PAGE_TOKENS, mixture_layers, choices), torch.int16, torch.device(device))
 
     @property
@@ -94,7 +103,8 @@ class KVCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*self.k_NKDP, *self.v_NKPD, self.routes_NPMC]
+        """All that is kept, each number once."""
+        return [*self.k_NKDP, *([] if self.latent else self.v_NKPD), self.routes_NPMC]
 
     def write(self, layer: int, pages: Sequence[int], start: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Store keys and values of consecutive positions of a sequence with these pages; `start` is the first of a

@@ -38,6 +38,8 @@ class Piece:
 class PrefillAttend:
     """The `Attend` of one prefill; the pieces follow each other in T."""
 
+    latent = True
+
     def __init__(self, cache: KVCache, pieces: Sequence[Piece]) -> None:
         self._cache = cache
         self._pieces = pieces
@@ -45,7 +47,7 @@ class PrefillAttend:
         self._ahead_NN = ahead_NN.triu_(1).to(cache.k_NKDP[0].dtype)
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, reach: Reach = ALL) -> Tensor:
-        out_THD = torch.empty_like(q_THD)
+        out_THD = q_THD.new_empty(*q_THD.shape[:2], v_TKD.shape[2])
         at = 0
         for piece in self._pieces:
             rows = slice(at, at + piece.stop - piece.start)

@@ -23,6 +23,7 @@ import torch
 from scheduler.links.configs import GeneratorConfig, TorchConfig
 from scheduler.links.sockets import WorkerLink
 from store.blobs import Blobs
+from workers.blobs import blobs_of
 from workers.generator.stop import text_decoder
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.vllm.process import vllm_engine
@@ -31,7 +32,7 @@ from workers.leave import leave
 from workers.model.card import read_card
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
-from workers.model.weights import load_decoder
+from workers.model.shared_base import base_decoder
 
 if TYPE_CHECKING:
     from scheduler.links.sample_link import SampleLink
@@ -48,7 +49,7 @@ def main(config: GeneratorConfig, server: WorkerLink) -> int:
         signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))
     torch.set_num_threads(basics.threads)
     where = device_of(basics.device, basics.dtype)
-    blobs = Blobs(Path(basics.data_dir, "blobs"), durable=basics.durable)
+    blobs = blobs_of(basics)
     engines = {name: _engine(name, Path(path), config, where) for name, path in basics.models.items()}
     shared = _shared(basics.redis_url, blobs) if basics.redis_url else None
     generator = Generator(engines, blobs, shared or server, slots=config.slots)
@@ -86,7 +87,8 @@ def _engine(name: str, path: Path, config: GeneratorConfig, where: ModelDevice) 
     if not isinstance(kind, TorchConfig):
         return vllm_engine(card, kind, where, context=context, slots=config.slots, threads=config.basics.threads)
     began = time.monotonic()
-    decoder = load_decoder(path, where.dtype, where.device)
+    base_dir = config.basics.base_dir
+    decoder, how = base_decoder(path, where, Path(base_dir) if base_dir else None)
     log.info("%s: tenants are computed %s", name, probe(decoder, Path(config.basics.data_dir, "isolation")))
     engine = TorchEngine(
         decoder,
@@ -97,7 +99,8 @@ def _engine(name: str, path: Path, config: GeneratorConfig, where: ModelDevice) 
         prefill_tokens=kind.prefill_tokens,
         adapter_bytes=kind.adapter_bytes,
         prefix_bytes=kind.prefix_bytes,
+        packed=kind.packed,
         decode_text=text_decoder(path),
     )
-    log.info("loaded %s in %.1f s", name, time.monotonic() - began)
+    log.info("%s: %s, in %.1f s", name, how, time.monotonic() - began)
     return engine

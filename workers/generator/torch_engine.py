@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from store.blobs import Weights
 from workers.generator import forward
 from workers.generator.adapters import AdapterCache
 from workers.generator.decode_attend import native_kernel
@@ -65,15 +66,18 @@ class TorchEngine:
         prefill_tokens: int = DEFAULT_PREFILL_TOKENS,
         adapter_bytes: int = DEFAULT_ADAPTER_BYTES,
         prefix_bytes: int = DEFAULT_PREFIX_BYTES,
+        packed: bool = True,
         decode_text: DecodeText | None = None,
     ) -> None:
         """`slots` sequences at a time, each of at most `context` tokens, all together of `kv_tokens` (enough for
         `slots` of full length when None; never less than one of full length needs). `prefill_tokens` caps the prompt
         tokens of a step; a longer prompt takes several. `adapter_bytes` and `prefix_bytes` limit the adapters and the
-        prompts' keys and values that are kept after use; with `prefix_bytes` 0 no prompts are."""
+        prompts' keys and values that are kept after use; with `prefix_bytes` 0 no prompts are. `packed`: see
+        `Decoder.pack`."""
         config = decoder.config
         self._decoder = decoder
-        decoder.pack()
+        if packed:
+            decoder.pack()
         self._eos_token_ids = eos_token_ids
         self._decode_text = decode_text
         self._adapters = AdapterCache(self._load, adapter_bytes)
@@ -84,8 +88,9 @@ class TorchEngine:
         self._cache = KVCache(
             layers=config.num_layers,
             pages=pages,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            kv_heads=config.num_kv_heads if config.latent is None else 1,
+            head_dim=config.head_dim if config.latent is None else config.latent.kept,
+            values_within=0 if config.latent is None else config.latent.kv_rank,
             mixture_layers=len(config.mixture_layers),
             choices=config.experts_per_token,
             dtype=weight.dtype,
@@ -151,7 +156,7 @@ class TorchEngine:
         progress = self._open.here.get(request_id)
         return [sequence.so_far for sequence in progress.sequences] if progress is not None else []
 
-    def swap_adapter(self, name: str, folder: Path) -> None:
+    def swap_adapter(self, name: str, folder: Weights) -> None:
         self._adapters.swap(name, folder)
 
     def run_moved(self, run: str, version: int) -> None:
@@ -301,8 +306,9 @@ class TorchEngine:
 
 
 def _decoding(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> Callable[[forward.DecodePlan], Tensor]:
-    """How to `forward.decode` here: on a CUDA device by steps that are captured and replayed."""
-    if cache.device.type != "cuda":
+    """How to `forward.decode` here: on a CUDA device by steps that are captured and replayed, but of latent
+    attention, whose steps are launched piece by piece."""
+    if cache.device.type != "cuda" or cache.latent:
         return partial(forward.decode, decoder, cache)
     from workers.generator.gpu.steps import DecodeSteps  # Triton: only a GPU needs it
 

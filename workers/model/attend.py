@@ -38,7 +38,11 @@ ALL = Reach()
 
 
 class Attend(Protocol):
-    """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim] -> out [tokens, heads, head_dim]."""
+    """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim] -> out [tokens, heads, head_dim]. `latent`: it
+    keeps keys and values, and those of latent attention by what they come of (parts/latent.py)."""
+
+    @property
+    def latent(self) -> bool: ...
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, reach: Reach = ALL) -> Tensor: ...
 
@@ -56,6 +60,8 @@ class PackedAttend:
     tensors on CUDA take one call for all.
     `on_kv(layer, k, v)` is called with the packed keys and values of every layer, for a prefill that keeps them.
     """
+
+    latent = False
 
     def __init__(self, lengths: Sequence[int], on_kv: OnKv | None = None) -> None:
         if any(length < 1 for length in lengths):

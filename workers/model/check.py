@@ -52,7 +52,7 @@ class Check:
 def check_model(card: ModelCard, dtype: str = "bfloat16") -> Check:
     """The weights in memory hold a few numbers in float32 (norms, biases), which are counted as `dtype`."""
     config = card.config
-    kv = 2 * config.num_layers * config.kv_size * ITEM_BYTES[dtype]
+    kv = config.num_layers * config.kept_size * ITEM_BYTES[dtype]
     adapters = {rank: AdapterShape(config, rank).num_parameters for rank in RANKS}
     return Check(card, dtype, numel(config), kv, adapters)
 
@@ -66,6 +66,11 @@ def trained(config: DecoderConfig) -> dict[str, list[str]]:
     if config.shared_intermediate_size:
         mlps += [f"mlp.shared_experts.{name}" for name in mlp]
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    if config.fused_qkv:
+        attention = ["attention.query_key_value", "attention.dense"]
+    if config.latent:
+        queries = "q_a_proj" if config.latent.q_rank else "q_proj"
+        attention = [f"self_attn.{name}" for name in (queries, "kv_a_proj_with_mqa", "o_proj")]
     return {"train_attn": attention, "train_mlp": mlps, "train_unembed": ["lm_head"]}
 
 
@@ -73,12 +78,23 @@ def numel(config: DecoderConfig) -> int:
     """Parameters of the decoder."""
     c, d = config, config.hidden_size
     embeddings = (1 if c.tie_embeddings else 2) * c.vocab_size * d
-    attention = 2 * d * (c.q_size + c.kv_size) + c.qkv_bias * (c.q_size + 2 * c.kv_size) + c.o_bias * d
+    attention = c.attention_size + c.qkv_bias * (c.q_size + 2 * c.kv_size) + c.o_bias * d
+    attention += c.latent.q_rank + c.latent.kv_rank if c.latent else 0
     attention += {"head": 2 * c.head_dim, "whole": c.q_size + c.kv_size, "": 0}[c.qk_norm] + c.sinks * c.num_heads
     expert = 3 * d * c.moe_intermediate_size + c.expert_bias * (2 * c.moe_intermediate_size + d)
     mixture = c.num_experts * (d + expert + c.router.bias + c.router.correction) + 3 * d * c.shared_intermediate_size
     mlps = sum(mixture if c.is_moe(layer) else 3 * d * c.intermediate_size for layer in range(c.num_layers))
     return embeddings + d + c.num_layers * (2 * d + attention) + mlps
+
+
+def kept_bytes(config: DecoderConfig) -> int:
+    """Bytes that autograd keeps of one token in one layer, approximately: inputs and outputs of norms and linears,
+    queries, keys and values before and after norm and rotation, and the inside of the MLP; float32."""
+    attention = 7 * config.q_size + 6 * config.kv_size
+    dense = 5 * config.intermediate_size
+    experts = config.experts_per_token * (2 * config.moe_intermediate_size + 16) + 3 * config.num_experts
+    experts += 5 * config.shared_intermediate_size
+    return 4 * (6 * config.hidden_size + attention + (experts if config.num_experts else dense))
 
 
 def _size(count: int) -> str:

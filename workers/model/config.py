@@ -61,13 +61,35 @@ class GateConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434). `kv_rank` numbers of a token give the keys (`plain_dim` each)
+    and values (`value_dim` each) of all heads; `rope_dim` more, which turn with the position, end the key of every
+    head. Queries come of `q_rank` numbers (0: of the hidden state). Scores are multiplied by `scale`. `interleaved`:
+    the two numbers of a plane that turns are neighbours."""
+
+    q_rank: int
+    kv_rank: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+    interleaved: bool = True
+
+    @property
+    def kept(self) -> int:
+        """Numbers that the cache keeps of a token in a layer."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """The whole shape of a decoder. `num_experts` 0 means every layer is dense; in a mixture-of-experts model
     `dense_layers` names the layers that are dense all the same. `intermediate_size` is the width of a dense MLP,
     `moe_intermediate_size` that of one expert, `shared_intermediate_size` that of the experts that every token has (0:
-    none). `qk_norm` is "head", "whole" (over all heads together) or "". Layers in `window_layers` attend to the last
-    `window` positions, the token's own included. A checkpoint may hold `prediction_layers` more layers, which are not
-    loaded."""
+    none). With `fused_qkv`, queries, keys and values are one linear, with one adapter. `qk_norm` is "head", "whole"
+    (over all heads together) or "". Layers in `window_layers` attend to the last `window` positions, the token's own
+    included. With `latent`, attention is that, and `head_dim` the width of a query. A checkpoint may hold
+    `prediction_layers` more layers, which are not loaded."""
 
     architecture: str
     vocab_size: int
@@ -82,6 +104,7 @@ class DecoderConfig:
     rope: RopeConfig = RopeConfig()
     tie_embeddings: bool = False
     qk_norm: str = "head"
+    fused_qkv: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     sinks: bool = False
@@ -97,6 +120,7 @@ class DecoderConfig:
     gate: GateConfig = GateConfig()
     expert_bias: bool = False
     prediction_layers: int = 0
+    latent: LatentConfig | None = None
 
     @property
     def mixture_layers(self) -> tuple[int, ...]:
@@ -119,6 +143,25 @@ class DecoderConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def out_size(self) -> int:
+        """What the heads of attention give together."""
+        return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
+
+    @property
+    def kept_size(self) -> int:
+        """Numbers that the cache keeps of a token in a layer."""
+        return self.latent.kept if self.latent else 2 * self.kv_size
+
+    @property
+    def attention_size(self) -> int:
+        """Parameters of the matrices of one layer's attention."""
+        c, d = self.latent, self.hidden_size
+        if c is None:
+            return 2 * d * (self.q_size + self.kv_size)
+        queries = (d + self.q_size) * c.q_rank if c.q_rank else d * self.q_size
+        return queries + d * c.kept + c.kv_rank * self.num_heads * (c.plain_dim + c.value_dim) + d * self.out_size
+
+    @property
     def mlp_widths(self) -> tuple[int, ...]:
         """The widths that its MLPs have."""
         dense = self.intermediate_size if len(self.mixture_layers) < self.num_layers else 0
@@ -131,10 +174,10 @@ class DecoderConfig:
         dense = self.num_layers - len(self.mixture_layers)
         chosen = self.experts_per_token * self.moe_intermediate_size + self.shared_intermediate_size
         experts = len(self.mixture_layers) * chosen
-        attention = self.num_layers * 2 * (self.q_size + self.kv_size)
+        attention = self.num_layers * self.attention_size
         mlp = 3 * (dense * self.intermediate_size + experts)
         router = len(self.mixture_layers) * self.num_experts
-        return self.hidden_size * (attention + mlp + router + self.vocab_size)
+        return attention + self.hidden_size * (mlp + router + self.vocab_size)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from workers.model.native.gemm import pack
 from workers.model.parts.attention import GroupedAttention
 from workers.model.parts.experts import Mixture, OnRoute
 from workers.model.parts.frozen import frozen
+from workers.model.parts.latent import LatentAttention
 from workers.model.parts.mlp import Mlp
 from workers.model.parts.rotary import Angles, Rotary
 from workers.model.parts.router import FREE
@@ -48,7 +49,7 @@ class Decoder(nn.Module):
             self.layers = nn.ModuleList(_Layer(config, layer, dtype) for layer in range(config.num_layers))
             self.norm = frozen(torch.float32, config.hidden_size)
             self.head = self.embed if config.tie_embeddings else frozen(dtype, config.vocab_size, config.hidden_size)
-            self.rotary = Rotary(config.rope, config.head_dim, config.context_length)
+            self.rotary = rotary_of(config)
         self.unembed = Site("unembed_A", ("unembed_B",), (config.vocab_size,))
 
     @property
@@ -64,6 +65,11 @@ class Decoder(nn.Module):
         """The weights that rows are multiplied with."""
         found = {name: w for name, w in self.named_parameters() if w.dim() > 1 and not name.endswith("bias")}
         return [w for w in found.values() if w is not self.embed or w is self.head]
+
+    def parts_of_products(self) -> list[Tensor]:
+        """The parts of them that rows are multiplied with by themselves."""
+        found = (module.by_head() for module in self.modules() if isinstance(module, LatentAttention))
+        return [part for parts in found for part in parts]
 
     def forward(
         self,
@@ -102,6 +108,11 @@ class Decoder(nn.Module):
         return lora.kept_apart() if lora is not None and self.isolation == "per-segment" else lora
 
 
+def rotary_of(config: DecoderConfig) -> Rotary:
+    turning = config.latent.rope_dim if config.latent else config.head_dim
+    return Rotary(config.rope, turning, config.context_length)
+
+
 class _Layer(nn.Module):
     """Attention and MLP, each behind its norm and beside a residual; which ones follows from the config."""
 
@@ -109,7 +120,7 @@ class _Layer(nn.Module):
         super().__init__()
         self.norm_eps = config.norm_eps
         self.attn_norm = frozen(torch.float32, config.hidden_size)
-        self.attn = GroupedAttention(config, layer, dtype)
+        self.attn = (LatentAttention if config.latent else GroupedAttention)(config, layer, dtype)
         self.mlp_norm = frozen(torch.float32, config.hidden_size)
         self.mlp = (
             Mixture(config, layer, dtype)

@@ -6,11 +6,13 @@ layer again in the backward (a third more work); and, on a device, keep those in
 
 from __future__ import annotations
 
+import os
 from enum import Enum
-from pathlib import Path
 
 import torch
 
+from workers.model import machine
+from workers.model.check import kept_bytes
 from workers.model.config import DecoderConfig
 
 #: Share of the free memory that activations may fill; gradients, logits and other work need the rest.
@@ -39,34 +41,9 @@ def choose_saving(config: DecoderConfig, tokens: int, device: torch.device, budg
     return Saving.RECOMPUTE if inputs <= budget_bytes or device.type == "cpu" else Saving.OFFLOAD
 
 
-def kept_bytes(config: DecoderConfig) -> int:
-    """Bytes that autograd keeps of one token in one layer, approximately: inputs and outputs of norms and linears,
-    queries, keys and values before and after norm and rotation, and the inside of the MLP; float32."""
-    attention = 7 * config.q_size + 6 * config.kv_size
-    dense = 5 * config.intermediate_size
-    experts = config.experts_per_token * (2 * config.moe_intermediate_size + 16) + 3 * config.num_experts
-    experts += 5 * config.shared_intermediate_size
-    return 4 * (6 * config.hidden_size + attention + (experts if config.num_experts else dense))
-
-
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be allocated now."""
+    """Memory that can be allocated now; of a host's, the share of one of the ranks of a trainer that are on it."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = _meminfo_bytes()
-    try:
-        # In a container the cgroup's limit applies as well.
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    except (OSError, ValueError):
-        pass
-    return max(0, free)
-
-
-def _meminfo_bytes() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 1 << 62  # not Linux: nothing is known, so nothing is recomputed
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 1 << 62)
+    return machine.free_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's

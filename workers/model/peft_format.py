@@ -39,12 +39,16 @@ _LONG_NAMES = {short: name for name, short in _EXPERT_NAMES.items()}
 _SHORT = re.compile(r"(\.experts\.(?:\d+\.)?)(w[123])")
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 _EXPERT = re.compile(r"(?P<mlp>.+\.mlp\.experts)\.(?P<expert>\d+)\.(?P<name>gate_proj|up_proj|down_proj)")
-_PART = r"(?P<part>self_attn|mlp\.experts|mlp\.shared_experts|mlp)"
+_PART = r"(?P<part>self_attn|attention|mlp\.experts|mlp\.shared_experts|mlp)"
 _LAYER = re.compile(rf"model\.(?P<layer>layers\.\d+)\.{_PART}\.(?P<name>\w+)")
 #: What Mixtral's checkpoints call a mixture, and so adapters that were trained on it.
 _MIXTRAL = ".block_sparse_moe."
-_PARTS = {"self_attn": "q_proj k_proj v_proj o_proj", "mlp": "gate_proj up_proj down_proj"}
-_PARTS["mlp.experts"] = _PARTS["mlp.shared_experts"] = _PARTS["mlp"]
+#: The modules of each part; attention's are those of one of its kinds.
+_MLP = ("gate_proj up_proj down_proj",)
+_LATENT = tuple(f"{queries} kv_a_proj_with_mqa o_proj" for queries in ("q_a_proj", "q_proj"))
+_PARTS = {"self_attn": ("q_proj k_proj v_proj o_proj", *_LATENT)}
+_PARTS["attention"] = ("query_key_value dense",)
+_PARTS |= dict.fromkeys(("mlp", "mlp.experts", "mlp.shared_experts"), _MLP)
 #: The factors on the hidden side of experts.
 _OUTER = (("gate_proj", "A"), ("up_proj", "A"), ("down_proj", "B"))
 
@@ -107,16 +111,31 @@ def _pairs(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
     for name, a in tensors.items():
         if name == "unembed_A":
             yield "lm_head", a, tensors["unembed_B"]
+        elif name.endswith(".attn.qkv_A") and name[:-1] + "B" in tensors:
+            at = name.removesuffix("qkv_A")
+            module = f"model.{at.removesuffix('attn.')}attention."
+            yield f"{module}query_key_value", a, tensors[f"{at}qkv_B"]
+            yield f"{module}dense", tensors[f"{at}o_A"], tensors[f"{at}o_B"]
         elif name.endswith(".attn.qkv_A"):
             at = name.removesuffix("qkv_A")
             module = f"model.{at.removesuffix('attn.')}self_attn."
             for part, part_a in zip("qkv", np.split(a, 3), strict=True):
                 yield f"{module}{part}_proj", part_a, tensors[f"{at}{part}_B"]
             yield f"{module}o_proj", tensors[f"{at}o_A"], tensors[f"{at}o_B"]
+        elif name.endswith(".attn.latent_A"):
+            yield from _latent_pairs(name.removesuffix("latent_A"), tensors)
         elif name.endswith((".mlp.gate_up_A", ".mlp.shared.gate_up_A")):
             yield from _mlp_pairs(name.removesuffix("gate_up_A"), tensors)
         elif name.endswith(".mlp.each_gate_up_A"):
             yield from _each_pairs(name.removesuffix("each_gate_up_A"), tensors)
+
+
+def _latent_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
+    module, queries = f"model.{at.removesuffix('attn.')}self_attn.", "q_a" if f"{at}q_a_B" in tensors else "q"
+    queries_a, latent_a = np.split(tensors[f"{at}latent_A"], 2)
+    yield f"{module}{queries}_proj", queries_a, tensors[f"{at}{queries}_B"]
+    yield f"{module}kv_a_proj_with_mqa", latent_a, tensors[f"{at}kv_a_B"]
+    yield f"{module}o_proj", tensors[f"{at}o_A"], tensors[f"{at}o_B"]
 
 
 def _mlp_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
@@ -184,15 +203,19 @@ def read_layout(found: Mapping[str, Array]) -> dict[str, Array]:
             tensors["unembed_A"], tensors["unembed_B"] = pair["A"], pair["B"]
             continue
         at = _LAYER.fullmatch(module)
-        if at is None or at["name"] not in _PARTS[at["part"]].split():
+        if at is None or not any(at["name"] in kind.split() for kind in _PARTS[at["part"]]):
             raise PeftFormatError(f"module {module} is not one that can be trained here")
         groups.setdefault((at["layer"], at["part"]), {})[at["name"]] = pair
     shared = all(_share(pairs) for (_, part), pairs in groups.items() if part == "mlp.experts")
     for (layer, part), pairs in groups.items():
-        if pairs.keys() != set(_PARTS[part].split()):
-            raise PeftFormatError(f"{layer}.{part}: has {', '.join(sorted(pairs))}, needs {_PARTS[part]}")
+        kind = max(_PARTS[part], key=lambda kind: len(pairs.keys() & set(kind.split())))
+        if pairs.keys() != set(kind.split()):
+            raise PeftFormatError(f"{layer}.{part}: has {', '.join(sorted(pairs))}, needs {kind}")
         if part == "self_attn":
             tensors.update(_attn(layer, pairs))
+        elif part == "attention":
+            tensors |= {f"{layer}.attn.qkv_{factor}": x for factor, x in pairs["query_key_value"].items()}
+            tensors |= {f"{layer}.attn.o_{factor}": x for factor, x in pairs["dense"].items()}
         elif part == "mlp.shared_experts":
             tensors.update(_mlp(f"{layer}.mlp.shared.", pairs, experts=False))
         elif part == "mlp" or shared:
@@ -233,10 +256,15 @@ def _stack_experts(modules: dict[str, dict[str, Array]]) -> dict[str, dict[str, 
 
 
 def _attn(layer: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
-    at = f"{layer}.attn."
-    found = {f"{at}qkv_A": _concatenate(layer, [pairs[f"{x}_proj"]["A"] for x in "qkv"])}
-    found |= {f"{at}{x}_B": pairs[f"{x}_proj"]["B"] for x in "qkv"}
-    return found | {f"{at}o_A": pairs["o_proj"]["A"], f"{at}o_B": pairs["o_proj"]["B"]}
+    at, output = f"{layer}.attn.", pairs["o_proj"]
+    found = {f"{at}o_A": output["A"], f"{at}o_B": output["B"]}
+    if latent := pairs.get("kv_a_proj_with_mqa"):
+        name = "q_a" if "q_a_proj" in pairs else "q"
+        queries = pairs[f"{name}_proj"]
+        found[f"{at}latent_A"] = _concatenate(layer, [queries["A"], latent["A"]])
+        return found | {f"{at}{name}_B": queries["B"], f"{at}kv_a_B": latent["B"]}
+    found |= {f"{at}qkv_A": _concatenate(layer, [pairs[f"{x}_proj"]["A"] for x in "qkv"])}
+    return found | {f"{at}{x}_B": pairs[f"{x}_proj"]["B"] for x in "qkv"}
 
 
 def _mlp(at: str, pairs: Mapping[str, Mapping[str, Array]], *, experts: bool) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""Which weight folders something still needs. Folders are shared by reference: a checkpoint, its copies, and samplers
+"""Which files something still needs. Weight folders are shared by reference: a checkpoint, its copies, and samplers
 on it all name one folder, so nobody may delete it before asking here.
 """
 
@@ -7,16 +7,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import Select, select
+from sqlalchemy import Select, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from scheduler.journal.rows import source_ref
-from scheduler.links.messages import SAVES, OpKind
+from scheduler.links.messages import MUTATING, SAVES, OpKind
 from store import tables
 from store.caller import unrestricted
 
 _LOADING = (OpKind.CREATE.value, OpKind.LOAD_STATE.value)
 _SAVING = sorted(kind.value for kind in SAVES)
+_REPLAYED = sorted(kind.value for kind in MUTATING)
 
 
 def in_use(session: Session, ref: str) -> bool:
@@ -29,6 +30,25 @@ def in_use(session: Session, ref: str) -> bool:
 def all_in_use(session: Session) -> set[str]:
     """Every folder that something needs."""
     return {ref for _, query in _queries() for ref in session.scalars(query.distinct())}
+
+
+def needed_files(session: Session) -> set[str]:
+    """All blobs that must be there for every run to go on and every answer to be had, as a backup has to hold them."""
+    op, run = tables.Operation, tables.Run
+    saving = select(op.id).where(op.kind.in_(_SAVING), op.state == "queued")
+    target = {f"weights/{op_id}" for op_id in session.scalars(saving)}  # which may be yet to be written
+    live = run.state == "live", run.broken.is_(None)
+    rebuilt = select(op.body_ref).join(run, run.id == op.lane).where(*live, op.state == "done", op.kind.in_(_REPLAYED))
+    since = or_(run.snapshot_seq.is_(None), op.seq > run.snapshot_seq)
+    queries: tuple[Select[Any], ...] = (
+        select(run.snapshot_ref).where(*live, run.snapshot_ref.is_not(None)),
+        select(op.body_ref).where(op.state == "queued"),
+        rebuilt.where(since),
+        select(op.result_ref).where(op.result_bytes.is_not(None), op.result_ref.is_not(None)),
+        select(tables.SessionTurn.ref),
+    )
+    files = {ref for query in queries for ref in session.scalars(query)}
+    return (files | all_in_use(session)) - target - {""}
 
 
 def _queries() -> Iterator[tuple[InstrumentedAttribute[str] | Any, Select[Any]]]:

@@ -67,6 +67,10 @@ def decoder(reference: Qwen3MoeForCausalLM, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="session")
 def adapters(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return four_adapters(decoder, tmp_path_factory)
+
+
+def four_adapters(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Four adapters that change the model a lot, of different ranks and targets: name -> folder."""
     kinds = [(4, True, True, True), (8, True, True, False), (2, False, True, False), (3, True, False, True)]
     folders: dict[str, Path] = {}

@@ -120,6 +120,32 @@ def test_a_row_is_the_same_bit_for_bit_in_any_company(path: str, threads: int) -
     torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_latents_of_a_real_width_are_exact_in_any_company(path: str, threads: int) -> None:
+    """64 heads over one latent of 512 numbers and 64 that turn: the first 512 are the value too, and kept once."""
+    wide, heads, generator = 512, 64, torch.Generator().manual_seed(1)
+    q, latents = (torch.randn(4, n, wide + 64, generator=generator) for n in (heads, 1))
+    positions, pages = [70, 3, 199, 64], table([0, 1, 2, 3])
+
+    def attended(rows: slice) -> tuple[Tensor, KVCache]:
+        cache = KVCache(layers=1, pages=PAGES, kv_heads=1, head_dim=wide + 64, values_within=wide)
+        cache.k_NKDP[0].normal_(generator=torch.Generator().manual_seed(0))
+        own = latents[rows]
+        return DecodeAttend(cache, pages[rows], positions[rows]).attend(0, q[rows], own, own[..., :wide]), cache
+
+    torch.set_num_threads(threads)
+    together, cache = attended(slice(4))
+    for row, position in enumerate(positions):
+        assert torch.equal(attended(slice(row, row + 1))[0][0], together[row])
+        k_KDL, v_KLD = cache.read(0, pages[row].tolist(), position + 1)
+        assert torch.equal(k_KDL[0, :, position], latents[row, 0])
+        scores_HL = q[row] @ k_KDL[0, :, : position + 1] / math.sqrt(wide + 64)
+        wanted = torch.softmax(scores_HL, -1) @ v_KLD[0, : position + 1]
+        torch.testing.assert_close(together[row], wanted, atol=1e-5, rtol=1e-5)
+    torch.set_num_threads(1)
+    assert sum(tensor.numel() for tensor in cache.tensors) == (PAGES + 1) * (wide + 64) * PAGE_TOKENS
+
+
 def test_what_is_not_finite_shows_and_stays_with_its_row(path: str) -> None:
     q, k, v = new_token(2)
     k[0, 0, 3] = math.nan

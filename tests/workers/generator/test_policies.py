@@ -97,6 +97,8 @@ def test_samples_that_start_from_an_older_prompt_begin_with_its_version(
 class GrowingAttend:
     """Attention over keys and values that other weights may have made."""
 
+    latent = False
+
     def __init__(self) -> None:
         self.k: dict[int, Tensor] = {}
         self.v: dict[int, Tensor] = {}

@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -27,6 +31,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tests.workers.model.bailing import BailingConfig, BailingMoeV2ForCausalLM
 from workers.model.adapter import Adapter, AdapterShape
 from workers.model.decoder import Decoder
 from workers.model.weights import load_decoder
@@ -64,6 +69,17 @@ GROUPS: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "routed_scaling_factor": 2.5,
 }
+#: Of widths that differ everywhere, and values wider than keys once.
+LATENT: dict[str, Any] = {
+    **GROUPS,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "head_dim": 8,
+}
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}),
@@ -95,6 +111,37 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": (OlmoeForCausalLM, OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 6, "head_dim": 16}),
     "glm4-moe": (Glm4MoeForCausalLM, Glm4MoeConfig, {**GROUPS, "attention_bias": True, "use_qk_norm": True}),
+    "deepseek": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {**LATENT, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}},
+    ),
+    "deepseek-plain": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {**LATENT, "q_lora_rank": None, "v_head_dim": 32, "rope_interleave": False, "n_group": 1, "topk_group": 1},
+    ),
+    "glm4-moe-lite": (
+        Glm4MoeLiteForCausalLM,
+        Glm4MoeLiteConfig,
+        {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+    ),
+    "bailing": (
+        BailingMoeV2ForCausalLM,
+        BailingConfig,
+        {
+            **{key: value for key, value in GROUPS.items() if not key.endswith("_experts")},
+            "num_experts": 32,
+            "num_shared_experts": 2,
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "use_qk_norm": True,
+            "norm_topk_prob": True,
+            "score_function": "sigmoid",
+            "tie_word_embeddings": False,
+        },
+    ),
     "gpt-oss": (
         GptOssForCausalLM,
         GptOssConfig,
@@ -124,7 +171,7 @@ def reference(family: str, seed: int = 0, **overrides: Any) -> Any:
         else:
             torch.nn.init.normal_(weight, std=1.0 / weight.shape[-1] ** 0.5)
     for name, buffer in model.named_buffers():
-        if "correction" in name:
+        if "correction" in name or "expert_bias" in name:
             buffer.uniform_(-0.2, 0.2)
     return model
 

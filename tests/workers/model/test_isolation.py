@@ -54,7 +54,7 @@ def test_after_settling_any_width_is_exact(width: int, threads: int, family: str
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("family", ["moe", "moe-mixed", "llama-tied"])
+@pytest.mark.parametrize("family", ["moe", "moe-mixed", "llama-tied", "deepseek"])
 def test_group_by_group_agrees_with_packed_and_is_exact(family: str, tmp_path: Path) -> None:
     decoder = ours(reference(family), tmp_path)
     tenants = [
@@ -119,7 +119,7 @@ def test_what_was_found_is_kept_for_the_same_weights_and_threads_only(
 ) -> None:
     trials: list[int] = []
 
-    def trial(decoder: Decoder) -> isolation.Isolation:
+    def trial(decoder: Decoder, shapes: list[torch.Tensor]) -> isolation.Isolation:
         trials.append(torch.get_num_threads())
         return isolation.Isolation("per-segment", 3, "a difference")
 

@@ -27,6 +27,8 @@ class PagedAttend:
     """An `Attend`: row i stores its new key and value at `positions_R[i]` of the sequence with the pages `table_RW[i]`,
     and attends to every position up to it. Both are read on the device each time a launch runs."""
 
+    latent = True
+
     def __init__(self, cache: KVCache, table_RW: Tensor, positions_R: Tensor) -> None:
         """`table_RW` int32, `positions_R` int64, contiguous, on the device of the cache."""
         self._cache, self._table_RW, self._positions_R = cache, table_RW, positions_R

@@ -76,5 +76,11 @@ def _attention_factor(factor: float, numbers: Mapping[str, Any]) -> float:
     return _mscale(factor, mscale) / _mscale(factor, over) if mscale and over else _mscale(factor, 1.0)
 
 
+def score_scale(fields: Fields) -> float:
+    """What YaRN makes scores larger by in latent attention, beside what cos and sin carry (DeepSeek-V2's code)."""
+    numbers = {**fields.get("rope_scaling", {}), **fields.get("rope_parameters", {})}
+    return _mscale(float(numbers.get("factor") or 1.0), float(numbers.get("mscale_all_dim") or 0.0)) ** 2
+
+
 def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

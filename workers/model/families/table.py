@@ -9,19 +9,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from workers.model.config import DecoderConfig
-from workers.model.families import dense, mixtures
+from workers.model.families import dense, latent, mixtures
 from workers.model.families.fields import Fields
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What published checkpoints of a family call their tensors, where families differ: the mixture, its router and
-    gate, up and down of an expert. `interleaved`: the experts are one tensor, in which gate and up alternate."""
+    """What published checkpoints of a family call their tensors, where families differ: the mixture, its router with
+    its correction, and gate, up and down of an expert; the embedding; attention, its norms of queries and keys, and its
+    products, where one is of queries, keys and values (`qkv`). `interleaved`: the experts are one tensor, in which gate
+    and up alternate."""
 
     mixture: str = "mlp"
     router: str = "gate"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     interleaved: bool = False
+    correction: str = "e_score_correction_bias"
+    embedding: str = "embed_tokens"
+    attention: str = "self_attn"
+    qkv: str = ""
+    output: str = "o_proj"
+    norms: tuple[str, str] = ("q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,11 @@ class Family:
 
 
 _GROUPED = "grouped-query, rotary"
+_LATENT = "latent, queries too where the config has it so"
+_SIGMOID = (
+    "sigmoid scores with a correction, by groups, normalised and scaled, of SwiGLU experts; shared experts; "
+    "the first layers dense"
+)
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
@@ -105,9 +118,40 @@ FAMILIES: dict[str, Family] = {
             "GLM-4.5, GLM-4.6",
             ("zai-org/GLM-4.5-Air", "zai-org/GLM-4.6"),
             "grouped-query, rotary over half of a head, biases on q, k and v, q/k norm where the config has it",
-            "sigmoid scores with a correction, by groups, normalised and scaled, of SwiGLU experts; shared experts; "
-            "the first layers dense",
+            _SIGMOID,
             mixtures.glm4_moe,
+        ),
+        Family(
+            "DeepseekV3ForCausalLM",
+            "DeepSeek-V3, Kimi-K2",
+            ("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-R1", "moonshotai/Kimi-K2-Instruct"),
+            f"{_LATENT}, rotary (YaRN)",
+            _SIGMOID,
+            latent.deepseek_v3,
+        ),
+        Family(
+            "Glm4MoeLiteForCausalLM",
+            "GLM-4.7-Flash",
+            ("zai-org/GLM-4.7-Flash",),
+            f"{_LATENT}, rotary",
+            _SIGMOID,
+            latent.glm4_moe_lite,
+        ),
+        Family(
+            "BailingMoeV2ForCausalLM",
+            "Ling 2, Ring 2",
+            ("inclusionAI/Ling-mini-2.0", "inclusionAI/Ling-flash-2.0", "inclusionAI/Ring-1T"),
+            "grouped-query, q, k and v one linear, rotary over half of a head, q/k norm by head",
+            _SIGMOID,
+            mixtures.bailing_moe_v2,
+            Layout(
+                correction="expert_bias",
+                embedding="word_embeddings",
+                attention="attention",
+                qkv="query_key_value",
+                output="dense",
+                norms=("query_layernorm", "key_layernorm"),
+            ),
         ),
         Family(
             "GptOssForCausalLM",

@@ -58,6 +58,11 @@ def turn(x_THD: Tensor, angles: Angles) -> Tensor:
     return out if turned == x_THD.shape[-1] else torch.cat((out, x_THD[..., turned:]), dim=-1)
 
 
+def pairs_apart(x_THD: Tensor) -> Tensor:
+    """For `turn`, of heads in which the two numbers of a plane are neighbours."""
+    return torch.cat((x_THD[..., ::2], x_THD[..., 1::2]), dim=-1)
+
+
 def frequencies(rope: RopeConfig, turned: int) -> Tensor:
     """Radians per position of each of the turned / 2 planes."""
     plain = 1.0 / (rope.theta ** (torch.arange(0, turned, 2, dtype=torch.int64).float() / turned))

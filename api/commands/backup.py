@@ -1,0 +1,177 @@
+"""`weftd backup` and `weftd restore`: all that a service is made of, copied while it runs, and put back elsewhere.
+
+A row is committed after the files that it names are written, so what a copy of the database names is in the data folder
+unless it was deleted since. Files are copied, then the database, then the files that came meanwhile; when what
+this copy of the database needs was deleted in between (a snapshot that another has replaced), it is copied again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+import click
+from sqlalchemy import text
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+from weft.version import __version__
+
+from api.commands.places import refuse, settings_of, where
+from store.backup.databases import file_name, is_empty, put_back, rows_of, saved
+from store.backup.files import BadBackup, copy_checked, copy_new, digest_of, read_sums, write_sums
+from store.settings import Settings
+
+T = TypeVar("T")
+
+#: Copies of the database that are taken before what is missing is believed to be missing in the data folder, too.
+ROUNDS = 5
+_ABOUT = "backup.json"
+
+
+@dataclass(frozen=True)
+class About:
+    """What a backup says of itself. `rows` are those of each table."""
+
+    weft: str
+    made_at: str
+    revision: str
+    database: str
+    rows: dict[str, int]
+    missing: list[str]
+
+
+@click.command()
+@where
+@click.argument("target", type=click.Path(path_type=Path))
+def backup(data_dir: Path | None, config: Path | None, target: Path) -> None:
+    """Copy database, blobs and secret into the folder TARGET, which must not be there; the service may run.
+
+    TARGET is there only once it is whole. Prints what is in it. Exit code 1: files that the database names were missing
+    in the data folder itself, and are listed; all else is in the backup."""
+    settings = settings_of(config, data_dir)
+    partial = target.with_name(f"{target.name}.partial")
+    if target.exists() or partial.exists():
+        refuse(f"{target if target.exists() else partial} is there already: name a new folder, or delete it first")
+    about, files = _told(lambda: _backup(settings, partial))
+    os.sync()
+    partial.rename(target)
+    click.echo(f"{target}\t{files} files\trevision {about.revision}\t{sum(about.rows.values())} rows\t{about.made_at}")
+    if about.missing:
+        click.echo(f"weftd: missing in the data folder, and so in the backup: {', '.join(about.missing)}", err=True)
+        raise SystemExit(1)
+
+
+def _backup(settings: Settings, target: Path) -> tuple[About, int]:
+    from migrations.upgrade import refuse_unknown
+    from scheduler.journal.ending.references import needed_files
+    from store.commit_mark import CommitMark
+
+    _no_bucket(settings)
+    url = settings.effective_database_url
+    if is_empty(url):
+        raise BadBackup(f"there is no database to back up: {settings.data_dir} has not been served yet")
+    mark = CommitMark.of(url)
+    if mark is not None:
+        mark.check()
+    target.mkdir(parents=True)
+    kept, sums = target / file_name(url), dict[str, str]()
+    for _ in range(ROUNDS):
+        copy_new(settings.data_dir, target, sums)
+        kept.unlink(missing_ok=True)
+        made_at = datetime.now(UTC).isoformat(timespec="seconds")
+        with saved(url, kept) as session:
+            needed, rows = needed_files(session), rows_of(session)
+            revision = _revision(session)
+        refuse_unknown(revision, "the database")
+        copy_new(settings.data_dir, target, sums)
+        missing = sorted(ref for ref in needed if not (target / "blobs" / ref).exists())
+        if not missing:
+            break
+    sums[kept.name] = digest_of(kept)
+    about = About(__version__, made_at, revision, kept.name, rows, missing)
+    (target / _ABOUT).write_text(json.dumps(asdict(about), indent=2) + "\n")
+    sums[_ABOUT] = digest_of(target / _ABOUT)
+    write_sums(target, sums)
+    return about, len(sums)
+
+
+@click.command()
+@where
+@click.argument("source", type=click.Path(path_type=Path))
+def restore(data_dir: Path | None, config: Path | None, source: Path) -> None:
+    """Put the backup SOURCE back into a new data folder (and a PostgreSQL without tables, where the settings name one).
+
+    Every file is checked against the SHA-256 that was written down, and every table's rows are counted."""
+    settings = settings_of(config, data_dir)
+    about = _told(lambda: _restore(settings, source))
+    click.echo(f"{settings.data_dir} is as of {about.made_at}\t{sum(about.rows.values())} rows")
+
+
+def _restore(settings: Settings, source: Path) -> About:
+    from api.server.serve import only_one
+    from migrations.upgrade import refuse_unknown
+
+    _no_bucket(settings)
+    sums, about = read_sums(source), _about(source)
+    url, data_dir = settings.effective_database_url, settings.data_dir
+    refuse_unknown(about.revision, f"the backup {source}")
+    if about.database != file_name(url):
+        raise BadBackup(
+            f"{source} holds {about.database}, and the settings name another kind of database: {file_name(url)}"
+        )
+    if data_dir.exists() and any(data_dir.iterdir()):
+        raise BadBackup(f"{data_dir} is not empty: name a new folder")
+    if not is_empty(url):
+        raise BadBackup("the database of the settings has tables already: name an empty one")
+    with only_one(data_dir):
+        copy_checked(source, data_dir / ".restoring", sums)
+        for found in ("blobs", "server.secret"):
+            if (data_dir / ".restoring" / found).exists():
+                (data_dir / ".restoring" / found).rename(data_dir / found)
+        rows = put_back(url, data_dir / ".restoring" / about.database)
+        shutil.rmtree(data_dir / ".restoring")
+    wrong = [name for name in about.rows if rows.get(name) != about.rows[name]]
+    if wrong:
+        raise BadBackup(
+            f"the restored database is not the one that was saved: {', '.join(wrong)} have other numbers of rows"
+        )
+    return about
+
+
+def _no_bucket(settings: Settings) -> None:
+    if settings.blob_url:
+        raise BadBackup(
+            f"blob_url: blobs are in {settings.blob_url}, which this command does not copy: back up the database "
+            "(pg_dump), then the bucket with the store's own means"
+        )
+
+
+def _about(source: Path) -> About:
+    try:
+        return About(**json.loads((source / _ABOUT).read_text()))
+    except (OSError, TypeError, ValueError) as error:
+        raise BadBackup(f"{source / _ABOUT} cannot be read: {error}") from None
+
+
+def _revision(session: Session) -> str:
+    return str(session.scalar(text("SELECT version_num FROM alembic_version")))
+
+
+def _told(work: Callable[[], T]) -> T:
+    """What goes wrong is one line for the operator."""
+    from api.server.serve import CannotServe
+    from migrations.upgrade import UnknownRevision
+    from store.commit_mark import LostCommits
+
+    try:
+        return work()
+    except (BadBackup, CannotServe, LostCommits, UnknownRevision) as error:
+        refuse(str(error))
+    except (OSError, SQLAlchemyError) as error:
+        refuse(str(getattr(error, "orig", error)).splitlines()[0])

@@ -1,0 +1,282 @@
+"""What trainer and generator of one host take of its memory together, and what a restart beside them reads.
+
+    python bench/memory.py [--megabytes 400] [--json] [--out FILE]
+
+Real worker processes on a model made for it, in float32. Both compute once, so that every weight was touched. Memory
+is the proportional set size (smaps_rollup): a page that two processes map counts half in each. What the processes take
+without a model is measured apart, with the built-in tiny model. The restart is that of the trainer, which had loaded
+the weights, killed; the checkpoint is dropped from the page cache before, so whoever reads it reads the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from weft.wire import ModelInput, SampleRequest, SamplingParams
+from weft.wire.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
+
+from scheduler.links.configs import Basics, GeneratorConfig, TorchConfig, TrainerBounds, TrainerConfig, WorkerConfig
+from scheduler.links.messages import (
+    Done,
+    FromGenerator,
+    FromTrainer,
+    OpKind,
+    Pass,
+    RunSpec,
+    SampleOp,
+    SampleWork,
+    TrainOp,
+)
+from store.folder_blobs import FolderBlobs
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ROOT / "workers" / "model" / "tiny" / "weights"
+MODEL = "m"
+TOKENS = 48
+CONTEXT = 128
+
+
+def make_model(folder: Path, megabytes: int) -> int:
+    """A dense model of about this size in float32, its tokenizer the built-in model's. Returns the weights' bytes."""
+    shape = json.loads((TINY / "config.json").read_text())
+    hidden, wide, heads, head_dim, vocab = 1024, 4096, 8, 64, shape["vocab_size"]
+    layer = hidden * (3 * wide + 4 * heads * head_dim)
+    layers = max(1, round((megabytes * 2**20 / 4 - 2 * vocab * hidden) / layer))
+    config = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": wide, "vocab_size": vocab,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": head_dim,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    for file in TINY.glob("*token*"):
+        shutil.copy(file, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    inner = heads * head_dim
+    shapes = {"model.embed_tokens": (vocab, hidden), "model.norm": (hidden,), "lm_head": (vocab, hidden)}
+    for at in (f"model.layers.{number}." for number in range(layers)):
+        shapes |= {at + f"self_attn.{name}_proj": (inner, hidden) for name in "qkv"}
+        shapes |= {at + "self_attn.o_proj": (hidden, inner), at + "mlp.down_proj": (hidden, wide)}
+        shapes |= {at + f"mlp.{name}_proj": (wide, hidden) for name in ("gate", "up")}
+        shapes |= {at + f"{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
+    numbers = torch.randn(hidden * wide, generator=torch.Generator().manual_seed(0)) / 32
+    tensors = {f"{name}.weight": _filled(numbers, shape) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _filled(numbers: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A weight of the first of these numbers, or one of a norm."""
+    return numbers[: math.prod(shape)].view(shape).clone() if len(shape) > 1 else torch.ones(shape)
+
+
+class Worker:
+    """One worker process, and the server's end of its link. Ready when the constructor returns."""
+
+    def __init__(self, role: str, config: WorkerConfig) -> None:
+        self._link, theirs = socket.socketpair()
+        self._link.settimeout(300)
+        self.began = time.monotonic()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "workers", role, "--link-fd", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        self.pid = self._process.pid
+        self.send(config)
+        self._recv()
+        self.ready_s = time.monotonic() - self.began
+
+    def send(self, message: msgspec.Struct) -> None:
+        payload = msgspec.msgpack.encode(message)
+        self._link.sendall(struct.pack("<I", len(payload)) + payload)
+
+    def done(self, count: int) -> list[Done]:
+        """The next results."""
+        found: list[Done] = []
+        while len(found) < count:
+            message = self._recv()
+            if isinstance(message, Done):
+                if message.failure is not None:
+                    raise RuntimeError(message.failure.message)
+                found.append(message)
+        return found
+
+    def _recv(self) -> Any:
+        (size,) = struct.unpack("<I", self._exactly(4))
+        return msgspec.msgpack.decode(self._exactly(size), type=FromTrainer | FromGenerator)
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            chunk = self._link.recv(size - len(data))
+            if not chunk:
+                raise EOFError("the worker is gone")
+            data += chunk
+        return data
+
+    @property
+    def pss_bytes(self) -> int:
+        lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+    @property
+    def read_bytes(self) -> int:
+        """From the disk."""
+        lines = Path(f"/proc/{self.pid}/io").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> str:
+        """End it, if it is there; what it has logged."""
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+            self._log = self._process.communicate()[1]
+            self._link.close()
+        return self._log
+
+
+@dataclass
+class Host:
+    """A trainer and a generator of one host. `base_dir` "": each holds its own base."""
+
+    model: Path
+    data_dir: Path
+    base_dir: str
+
+    @property
+    def _basics(self) -> Basics:
+        models = {MODEL: str(self.model)}
+        return Basics(str(self.data_dir), models, device="cpu", dtype="float32", base_dir=self.base_dir)
+
+    def trainer(self) -> Worker:
+        return Worker("trainer", TrainerConfig(self._basics, TrainerBounds(resident_bytes=1 << 26)))
+
+    def generator(self, packed: bool = False) -> Worker:
+        return Worker("generator", GeneratorConfig(self._basics, 4, CONTEXT, TorchConfig(packed=packed)))
+
+    def train(self, trainer: Worker) -> bytes:
+        """A run and its forward_backward; the bytes of its log-probabilities."""
+        ids = np.arange(TOKENS)
+        datum = ArrayDatum(ids.astype(np.int32), {"target_tokens": ids, "weights": np.ones(TOKENS, np.float32)})
+        body = encode_train_request(TrainBatch("r", 1, "cross_entropy", {}, False, [datum]))
+        self._blobs.put("train", body)
+        spec = RunSpec("r", MODEL, 2, 8.0, 0, True, False, False)
+        make = TrainOp("create", "r", 0, OpKind.CREATE, spec=spec)
+        trainer.send(Pass(1, MODEL, [make, TrainOp("fb", "r", 1, OpKind.FORWARD_BACKWARD, "train", stop=1)]))
+        outputs, _ = decode_train_output(trainer.done(2)[1].payload)
+        return outputs[0]["logprobs"].tobytes()
+
+    def sample(self, generator: Worker) -> bytes:
+        """A prompt and some tokens after it; the result."""
+        sampling = SamplingParams(stop=[], max_tokens=4, seed=0)
+        body = SampleRequest(prompt=ModelInput.from_ints(list(range(TOKENS))), sampling_params=sampling, num_samples=1)
+        self._blobs.put("sample", body.model_dump_json(exclude_none=True).encode())
+        generator.send(SampleWork([SampleOp("s", MODEL, "sample", 1)]))
+        return generator.done(1)[0].payload
+
+    @property
+    def _blobs(self) -> FolderBlobs:
+        return FolderBlobs(self.data_dir / "blobs")
+
+
+def forget_pages(folder: Path) -> None:
+    """Have the system drop a checkpoint from its page cache."""
+    for file in folder.glob("*.safetensors"):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+@contextmanager
+def pair(host: Host) -> Iterator[tuple[Worker, Worker]]:
+    """Both, after some work."""
+    trainer = host.trainer()
+    try:
+        generator = host.generator()
+        try:
+            host.train(trainer)
+            host.sample(generator)
+            yield trainer, generator
+        finally:
+            generator.end(signal.SIGKILL)
+    finally:
+        trainer.end(signal.SIGKILL)
+
+
+def taken(model: Path, folder: Path, base_dir: str) -> int:
+    """Proportional set size of both together."""
+    with pair(Host(model, folder, base_dir)) as both:
+        return sum(worker.pss_bytes for worker in both)
+
+
+def restarted(host: Host) -> dict[str, Any]:
+    """A trainer that died, and the one that comes after it while a generator goes on."""
+    trainer, generator = host.trainer(), host.generator()
+    first = {"read_mib": trainer.read_bytes >> 20, "ready_s": round(trainer.ready_s, 2)}
+    before = host.train(trainer)
+    trainer.end(signal.SIGKILL)
+    forget_pages(host.model)
+    again = host.trainer()
+    try:
+        second = {"read_mib": again.read_bytes >> 20, "ready_s": round(again.ready_s, 2)}
+        return {"first": first, "again": second, "same_bits": host.train(again) == before}
+    finally:
+        again.end(signal.SIGKILL)
+        generator.end(signal.SIGKILL)
+
+
+def main() -> None:
+    from serving import machine
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=400)
+    parser.add_argument("--json", action="store_true", help="write JSON to stdout, not only to --out")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found: dict[str, Any] = {"machine": machine()}
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as name:
+        folder = Path(name)
+        model, base_dir = folder / "model", folder / "base"
+        base_dir.mkdir()
+        weights = make_model(model, args.megabytes)
+        fixed = taken(TINY, folder / "tiny", "")
+        found |= {"weights_mib": weights >> 20, "processes_mib": fixed >> 20, "copies": {}}
+        for kind, where in (("one base", str(base_dir)), ("a copy each", "")):
+            found["copies"][kind] = round((taken(model, folder / kind, where) - fixed) / weights, 3)
+        forget_pages(model)
+        shutil.rmtree(base_dir)
+        base_dir.mkdir()
+        found["restart"] = restarted(Host(model, folder / "restart", str(base_dir)))
+    text = json.dumps(found, indent=2)
+    if args.out:
+        args.out.write_text(text + "\n")
+    if args.json or not args.out:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The database of a backup: a consistent copy, taken while others write; and put back.
+
+SQLite is copied with its backup API, into a file that is checked. PostgreSQL is dumped by pg_dump from an exported
+snapshot, in which the caller can still read: so what the rows need is asked of the very state that was saved.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from sqlalchemy import create_engine, func, inspect, make_url, select, table, text
+from sqlalchemy.orm import Session
+
+from store.backup.files import BadBackup
+from store.row_security import make_roles
+
+#: Of SQLite: a database. Of PostgreSQL: pg_dump's custom format.
+SQLITE_FILE, DUMP_FILE = "weft.db", "weft.dump"
+
+
+def is_sqlite(url: str) -> bool:
+    return make_url(url).get_backend_name() == "sqlite"
+
+
+def file_name(url: str) -> str:
+    return SQLITE_FILE if is_sqlite(url) else DUMP_FILE
+
+
+@contextmanager
+def saved(url: str, target: Path) -> Iterator[Session]:
+    """Save the database in `target`; yields a session on the state that was saved."""
+    if is_sqlite(url):
+        _copy_sqlite(Path(make_url(url).database or ""), target)
+        engine = create_engine(f"sqlite:///{target}")
+        try:
+            with Session(engine) as session:
+                yield session
+        finally:
+            engine.dispose()
+        return
+    engine = create_engine(url, isolation_level="REPEATABLE READ")
+    try:
+        with Session(engine) as session:
+            snapshot = session.scalar(text("SELECT pg_export_snapshot()"))
+            # Row-level security is obeyed instead of refused: the login sees all, as a member of weft_service.
+            options = ("--format=custom", "--no-owner", "--enable-row-security", f"--snapshot={snapshot}")
+            _postgres("pg_dump", url, *options, f"--file={target}")
+            yield session
+    finally:
+        engine.dispose()
+
+
+def _copy_sqlite(source: Path, target: Path) -> None:
+    with closing(sqlite3.connect(source)) as reading, closing(sqlite3.connect(target)) as writing:
+        reading.execute("PRAGMA busy_timeout=30000")
+        reading.backup(writing)  # in one step: in one read transaction, which no writer waits for
+        writing.execute("PRAGMA journal_mode=DELETE")
+    check_sqlite(target)
+
+
+def check_sqlite(file: Path) -> None:
+    try:
+        with closing(sqlite3.connect(file)) as reading:
+            (found,) = reading.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.DatabaseError as error:
+        found = str(error)
+    if found != "ok":
+        raise BadBackup(f"{file} is damaged: {found}")
+
+
+def rows_of(session: Session) -> dict[str, int]:
+    """How many rows each table has: written down in the backup, and counted again when it is restored."""
+    names = inspect(session.connection()).get_table_names()
+    return {name: session.scalar(select(func.count()).select_from(table(name))) or 0 for name in sorted(names)}
+
+
+def put_back(url: str, source: Path) -> dict[str, int]:
+    """Fill the database at `url`, which has no tables, from what was saved; returns `rows_of` it."""
+    if is_sqlite(url):
+        target = Path(make_url(url).database or "")
+        check_sqlite(source)
+        os.replace(source, target)
+    else:
+        engine = create_engine(url)
+        with engine.begin() as connection:
+            make_roles(connection)
+        engine.dispose()
+        _postgres("pg_restore", url, "--no-owner", "--exit-on-error", "--single-transaction", str(source))
+    engine = create_engine(url)
+    try:
+        with Session(engine) as session:
+            return rows_of(session)
+    finally:
+        engine.dispose()
+
+
+def is_empty(url: str) -> bool:
+    """Whether nothing is there that a restored database would lie over."""
+    if is_sqlite(url):
+        return not Path(make_url(url).database or "").exists()
+    engine = create_engine(url)
+    try:
+        return not inspect(engine).get_table_names()
+    finally:
+        engine.dispose()
+
+
+def _postgres(program: str, url: str, *options: str) -> None:
+    """Run one of PostgreSQL's programs on the database at `url`; its password is not on the command line."""
+    path = shutil.which(program)
+    if path is None:
+        raise BadBackup(
+            f"{program} is not installed: it comes with PostgreSQL's client (apt-get install postgresql-client)"
+        )
+    address = make_url(url)
+    environment = dict(os.environ)
+    if address.password is not None:
+        environment["PGPASSWORD"] = str(address.password)
+    plain = address.set(drivername="postgresql", password=None).render_as_string()
+    ran = subprocess.run([path, f"--dbname={plain}", *options], env=environment, capture_output=True, text=True)
+    if ran.returncode:
+        raise BadBackup(f"{program}: {' '.join(ran.stderr.split())[-1000:]}")

@@ -1,0 +1,170 @@
+"""`weftd backup` and `weftd restore`, in this process: both databases, and backups that must not be restored.
+`tests/e2e/test_backup.py` takes one of a real service under load."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from sqlalchemy import create_engine, func, inspect, select, text, update
+from sqlalchemy.exc import DBAPIError
+
+from api.cli import weftd
+from store import people
+from store.db import Database
+from store.folder_blobs import FolderBlobs
+from store.tables import AuditEntry, Checkpoint, Organisation
+from tests.rows import run_row, session_row
+from tests.servers import PostgresServer
+
+NOW = datetime.now(UTC)
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(weftd, [str(argument) for argument in arguments])
+
+
+def fill(database: Database, data_dir: Path) -> None:
+    """An organisation with an entry in the audit log and a checkpoint, whose folder is there."""
+    with FolderBlobs(data_dir / "blobs").new_folder("weights/one") as folder:
+        (folder / "adapter.bin").write_bytes(b"weights")
+
+    def write(session: object) -> None:
+        org = people.organisation_named(session, "acme")
+        people.set_status(session, org, "past_due")
+        session.add(session_row(org.id, NOW))
+        session.flush()
+        session.add(run_row(org.id, NOW, state="closed"))
+        session.flush()
+        kept = {"ref": "weights/one", "size_bytes": 7, "public": False, "user_metadata": {}, "created_at": NOW}
+        session.add(Checkpoint(id="c", org_id=org.id, run_id="s:train:0", kind="weights", name="one", **kept))
+
+    database.write_now(write)
+
+
+@pytest.fixture
+def backup(database: Database, tmp_path: Path) -> Path:
+    fill(database, tmp_path)
+    made = run("backup", tmp_path / "backup", "--data-dir", tmp_path)
+    assert made.exit_code == 0, made.stderr
+    return tmp_path / "backup"
+
+
+def test_sqlite_is_put_back_with_its_files(backup: Path, tmp_path: Path) -> None:
+    put = run("restore", backup, "--data-dir", tmp_path / "new")
+    assert put.exit_code == 0, put.stderr
+    FolderBlobs(tmp_path / "new" / "blobs").check_folder("weights/one")
+    database = Database(f"sqlite:///{tmp_path / 'new' / 'weft.db'}")
+    with database.read() as session:
+        assert session.scalars(select(Organisation.status)).all() == ["past_due"]
+    database.close()
+    assert not list((tmp_path / "new").glob(".restoring"))
+
+
+@pytest.fixture
+def own_postgres(
+    postgres: PostgresServer, migrated_postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], str]]:
+    """Empty databases by URL, each the one that the settings name; the login is no superuser, as in production.
+    A migrated database somewhere means that the roles are there."""
+    names: list[str] = []
+    postgres.execute("CREATE ROLE weft_login LOGIN")
+    postgres.execute("GRANT weft_app, weft_service TO weft_login")
+
+    def make() -> str:
+        names.append(postgres.create())
+        postgres.execute(f'ALTER DATABASE "{names[-1]}" OWNER TO weft_login')
+        url = postgres.url(names[-1], "weft_login")
+        monkeypatch.setenv("WEFT_DATABASE_URL", url)
+        return url
+
+    yield make
+    for name in names:
+        postgres.drop(name)
+    postgres.execute("DROP ROLE weft_login")
+
+
+def test_postgresql_is_put_back_with_its_policies_and_triggers(own_postgres: Callable[[], str], tmp_path: Path) -> None:
+    from migrations.upgrade import migrate
+
+    database = Database(own_postgres())
+    migrate(database)
+    fill(database, tmp_path / "data")
+    database.close()
+    made = run("backup", tmp_path / "backup", "--data-dir", tmp_path / "data")
+    assert made.exit_code == 0, made.stderr
+    assert run("restore", tmp_path / "backup", "--data-dir", tmp_path / "other").stderr.count("has tables already") == 1
+    url = own_postgres()
+    put = run("restore", tmp_path / "backup", "--data-dir", tmp_path / "new")
+    assert put.exit_code == 0, put.stderr
+    FolderBlobs(tmp_path / "new" / "blobs").check_folder("weights/one")
+    restored = Database(url)
+    migrate(restored)
+    with restored.read() as session:
+        assert session.scalar(select(func.count()).select_from(AuditEntry)) == 1
+        session.execute(text("SET LOCAL ROLE weft_app"))  # which sees nothing without its organisation
+        assert session.scalar(select(func.count()).select_from(Organisation)) == 0
+    with pytest.raises(DBAPIError, match="append-only"):
+        restored.write_now(lambda session: session.execute(update(AuditEntry).values(event="x")))
+    restored.close()
+
+
+def test_a_backup_that_is_not_whole_is_named_and_not_restored(backup: Path, tmp_path: Path) -> None:
+    weights = backup / "blobs" / "weights" / "one" / "adapter.bin"
+    for damage, said in ((lambda: weights.write_bytes(b"weightz"), "is damaged"), (weights.unlink, "is missing")):
+        damage()
+        put = run("restore", backup, "--data-dir", tmp_path / said)
+        assert put.exit_code == 2
+        assert "blobs/weights/one/adapter.bin" in put.stderr
+        assert said in put.stderr
+        assert not (tmp_path / said / "weft.db").exists()
+    (backup / "SHA256SUMS").unlink()
+    assert "is no backup of weftd" in run("restore", backup, "--data-dir", tmp_path / "third").stderr
+
+
+def test_a_backup_lies_over_nothing(backup: Path, tmp_path: Path) -> None:
+    assert "is there already" in run("backup", backup, "--data-dir", tmp_path).stderr
+    assert "is not empty" in run("restore", backup, "--data-dir", tmp_path).stderr
+    assert "has not been served yet" in run("backup", tmp_path / "two", "--data-dir", tmp_path / "nothing").stderr
+
+
+def test_a_bucket_is_not_copied_and_that_is_said(backup: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_BLOB_URL", "s3://bucket/prefix")
+    for command in (("backup", tmp_path / "two"), ("restore", backup)):
+        refused = run(*command, "--data-dir", tmp_path / "new")
+        assert refused.exit_code != 0
+        assert "s3://bucket/prefix" in refused.stderr
+
+
+def test_files_that_are_missing_at_home_are_named(database: Database, tmp_path: Path) -> None:
+    fill(database, tmp_path)
+    FolderBlobs(tmp_path / "blobs").delete_tree("weights/one")
+    made = run("backup", tmp_path / "backup", "--data-dir", tmp_path)
+    assert made.exit_code == 1
+    assert "weights/one" in made.stderr
+    assert json.loads((tmp_path / "backup" / "backup.json").read_text())["missing"] == ["weights/one"]
+
+
+def test_tables_and_backups_of_another_version_are_refused(backup: Path, database: Database, tmp_path: Path) -> None:
+    """Two ways into the same trouble: a new program's folder or backup, and an older program."""
+    about = json.loads((backup / "backup.json").read_text())
+    (backup / "backup.json").write_text(json.dumps(about | {"revision": "0999"}))
+    put = run("restore", backup, "--data-dir", tmp_path / "new")
+    with closing(sqlite3.connect(tmp_path / "weft.db")) as writing, writing:
+        writing.execute("update alembic_version set version_num = '0999'")
+    for refused in (
+        put,
+        run("org", "list", "--data-dir", tmp_path),
+        run("backup", tmp_path / "b", "--data-dir", tmp_path),
+    ):
+        assert refused.exit_code == 2
+        assert "is of revision 0999, and this weftd knows revisions up to 0001" in refused.stderr
+        assert len(refused.stderr.splitlines()) == 1
+    with create_engine(database.url).connect() as connection:
+        assert inspect(connection).get_table_names()  # as they were

@@ -1,0 +1,144 @@
+"""The files in which workers of one host keep a base's weights together: who may map one, who fills it, who removes it.
+
+A file lies in `FOLDER/weft-UID` and is named by all that decides its bytes (`shared_base.py`). Whoever maps it holds a
+shared lock on it, whoever fills or removes it an exclusive one; the kernel frees the locks of a process, however it
+ends. So whoever comes while it is filled waits; whoever dies leaves it to the others; and what a killed loader has
+left, a file without the mark that is written last, is filled again. A file that nobody maps is removed by the next
+process that starts or ends (`remove_unused`).
+
+No torch: the server removes what its workers leave.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+#: Behind the weights, once they are complete.
+_MARK = b"weft base, complete"
+
+#: Files that this process maps: descriptors, each with a lock, until `leave_files`.
+_held: list[int] = []
+
+
+class CannotShare(RuntimeError):
+    """The folder cannot hold the weights; the message says why, and what to do."""
+
+
+def hold(folder: Path, name: str, size_bytes: int, fill: Callable[[int], None]) -> tuple[int, bool]:
+    """A descriptor of the complete file of `size_bytes`, which nobody removes while this process lives, and whether
+    this call has had it filled: `fill` writes to the descriptor it is given. Raises CannotShare, and what `fill`
+    does."""
+    path = _own(folder) / name
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        filled = False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if not _complete(descriptor, size_bytes):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # others may have it in between: all is looked at again
+                if _is_at(descriptor, path) and not _complete(descriptor, size_bytes):
+                    with _removed_if_it_fails(path):
+                        _reserve(descriptor, folder, size_bytes)
+                        fill(descriptor)
+                        os.pwrite(descriptor, _MARK, size_bytes)
+                    filled = True
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if _is_at(descriptor, path) and _complete(descriptor, size_bytes):
+                _held.append(descriptor)
+                return descriptor, filled
+        except BaseException:
+            _let_go(descriptor)
+            raise
+        _let_go(descriptor)
+
+
+def leave_files(folder: Path) -> None:
+    """At the end of a process: let go of its files, and remove those that nobody maps. It may go on reading them."""
+    while _held:
+        _let_go(_held.pop())
+    remove_unused(folder)
+
+
+def remove_unused(folder: Path, but: str = "") -> None:
+    """Remove the files that no process maps, except `but` and what cannot be removed."""
+    with suppress(CannotShare, OSError):
+        for path in _own(folder).iterdir():
+            if path.name == but:
+                continue
+            with suppress(OSError):
+                descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if _is_at(descriptor, path):
+                        path.unlink()
+                finally:
+                    os.close(descriptor)
+
+
+def kept_bytes(folder: Path) -> int:
+    """What the files take that are there already."""
+    with suppress(CannotShare, OSError):
+        return sum(path.stat().st_size for path in _own(folder).iterdir())
+    return 0
+
+
+def _let_go(descriptor: int) -> None:
+    """Unlock it, too: a mapping has a duplicate, which would keep the lock."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def _own(folder: Path) -> Path:
+    """This user's folder in a folder that may be everybody's."""
+    own = folder / f"weft-{os.geteuid()}"
+    try:
+        with suppress(FileExistsError):
+            own.mkdir(mode=0o700)
+        found = own.lstat()
+    except OSError as error:
+        raise CannotShare(f"{folder} cannot be used ({error.strerror}); set base_dir") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise CannotShare(f"{own} is not a folder of this user alone; remove it, or set base_dir")
+    return own
+
+
+def _complete(descriptor: int, size_bytes: int) -> bool:
+    whole = size_bytes + len(_MARK)
+    return os.fstat(descriptor).st_size == whole and os.pread(descriptor, len(_MARK), size_bytes) == _MARK
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the file is still the one of that name."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    return False
+
+
+def _reserve(descriptor: int, folder: Path, size_bytes: int) -> None:
+    """Take the room before anything is written: a mapped file that finds none later would kill its writer."""
+    os.ftruncate(descriptor, 0)
+    whole, room = size_bytes + len(_MARK), os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
+    problem = (
+        f"{folder} has {free >> 20:,} MiB free and the base takes {whole >> 20:,}; make it larger, or set base_dir"
+    )
+    if whole > free:
+        raise CannotShare(problem)
+    try:
+        os.posix_fallocate(descriptor, 0, whole)
+    except OSError as error:
+        raise CannotShare(f"{problem} ({error.strerror})") from None
+
+
+@contextmanager
+def _removed_if_it_fails(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise

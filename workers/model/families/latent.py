@@ -1,0 +1,46 @@
+"""Families with latent attention: DeepSeek-V3 and those with its architecture, GLM-4.7-Flash."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from workers.model.config import DecoderConfig, LatentConfig
+from workers.model.families.dense import decoder
+from workers.model.families.fields import Fields
+from workers.model.families.mixtures import sigmoid_groups
+from workers.model.families.rope import score_scale
+
+
+def deepseek_v3(fields: Fields) -> DecoderConfig:
+    fields.only("moe_layer_freq", 1)
+    return _latent("DeepseekV3ForCausalLM", fields)
+
+
+def glm4_moe_lite(fields: Fields) -> DecoderConfig:
+    layers, dense = fields.need("num_hidden_layers"), fields.get("first_k_dense_replace", 1)
+    kinds = fields.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (layers - dense)
+    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+        fields.refuse(f"mlp_layer_types={kinds!r}", f"dense or sparse for each of {layers} layers")
+    config = _latent("Glm4MoeLiteForCausalLM", fields)
+    return replace(config, dense_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "dense"))
+
+
+def _latent(architecture: str, fields: Fields) -> DecoderConfig:
+    plain, turning = fields.need("qk_nope_head_dim"), fields.need("qk_rope_head_dim")
+    fields.only("num_key_value_heads", fields.need("num_attention_heads"))
+    fields.only("qk_head_dim", plain + turning)
+    fields.only("head_dim", turning)
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    fields.unset("attention_bias", "projections without bias in this family")
+    latent = LatentConfig(
+        q_rank=fields.need("q_lora_rank") if fields.get("q_lora_rank") is not None else 0,
+        kv_rank=fields.need("kv_lora_rank"),
+        plain_dim=plain,
+        rope_dim=turning,
+        value_dim=fields.need("v_head_dim"),
+        scale=(plain + turning) ** -0.5 * score_scale(fields),
+        interleaved=fields.flag("rope_interleave", True),
+    )
+    config = decoder(architecture, fields, qk_norm="", latent=latent, **sigmoid_groups(fields))
+    return replace(config, head_dim=plain + turning)

@@ -1,0 +1,58 @@
+"""The memory that this machine has, without torch: the server plans with it before a worker starts."""
+
+from __future__ import annotations
+
+import ctypes
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+#: Where nothing is known (not Linux).
+UNKNOWN_BYTES = 1 << 62
+
+
+def free_bytes() -> int:
+    """Of the host's memory, what can be allocated now. In a container the cgroup's limit applies as well."""
+    free = _meminfo_bytes("MemAvailable")
+    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+    return max(0, free if limit is None or used is None else min(free, limit - used))
+
+
+def total_bytes() -> int:
+    """Of the host's memory, what one could ever have."""
+    limit, total = _cgroup_bytes("memory.max"), _meminfo_bytes("MemTotal")
+    return total if limit is None else min(total, limit)
+
+
+def cuda_bytes() -> list[int]:
+    """The memory of each CUDA device that torch would find, from the driver; none where there is none, or a torch that
+    cannot use it."""
+    try:
+        if version("torch").endswith("+cpu"):
+            return []
+        cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    except (PackageNotFoundError, OSError):
+        return []
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    found = []
+    for number in range(count.value):
+        device, size = ctypes.c_int(), ctypes.c_size_t()
+        if cuda.cuDeviceGet(ctypes.byref(device), number) or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+            return []
+        found.append(size.value)
+    return found
+
+
+def _meminfo_bytes(name: str) -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return UNKNOWN_BYTES
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")), UNKNOWN_BYTES)
+
+
+def _cgroup_bytes(name: str) -> int | None:
+    try:
+        return int(Path("/sys/fs/cgroup", name).read_text())
+    except (OSError, ValueError):
+        return None
