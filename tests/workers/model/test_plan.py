@@ -107,7 +107,7 @@ def test_a_mixture_of_30_billion_on_one_gpu(folder_of: Any) -> None:
     assert once.kv_tokens > 2 * found.kv_tokens
     with pytest.raises(DoesNotFit, match=r"generator.kv_tokens = 262,144 takes 24.2 GiB .*: at most [\d,]+ tokens fit"):
         plan([model], gpu, Wanted(kv_tokens=262_144))
-    ranks = replace(Wanted(), trainers=4, one_base=True)
+    ranks = replace(Wanted(), trainers=4, ranks=4, one_base=True)
     assert sizes(plan([model], Device("cpu", 999 * GIB), ranks))["weights of the generator"] == model.weight_bytes
     with pytest.raises(DoesNotFit, match=r"models: 30B-A3B takes 56.9 GiB .* 80.0 GiB, of which 56.9 GiB are taken"):
         plan([model], Device("gpu", 80 * GIB), Wanted())
