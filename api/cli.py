@@ -24,6 +24,7 @@ COMMANDS = {
     "billing": "credit",
     "budget": "credit",
     "credit": "credit",
+    "doctor": "doctor",
     "jobs": "jobs",
     "key": "key",
     "migrate": "worker",
@@ -79,6 +80,7 @@ def _models(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...
 @click.option("--port", type=int, help="Port to listen on (default 8000); 0 takes a free one.")
 @click.option("--model", "models", metavar="NAME=PATH", callback=_models, multiple=True, help="A local model (repeat).")
 @click.option("--engine", multiple=True, type=click.Choice(["torch", "vllm"]), help="A generator (repeat for more).")
+@click.option("--trainer-ranks", type=int, help="Processes that are one trainer and share the base model (default 1).")
 def serve(
     data_dir: Path | None,
     config: Path | None,
@@ -86,6 +88,7 @@ def serve(
     port: int | None,
     models: dict[str, Path],
     engine: tuple[str, ...],
+    trainer_ranks: int | None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. Without --model it serves a tiny model that comes with Weft."""
     from api.server import serve as server
@@ -94,7 +97,8 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    settings = settings_of(config, data_dir, host=host, port=port, models=models or None, engine=engine)
+    given = {"models": models or None, "engine": engine, "trainer_ranks": trainer_ranks}
+    settings = settings_of(config, data_dir, host=host, port=port, **given)
     try:
         code = server.serve(settings)
     except (server.CannotServe, PriceError) as error:

@@ -9,9 +9,9 @@ import ipaddress
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -51,6 +51,14 @@ class _Section(BaseModel):
 
 
 class TrainerSettings(_Section):
+    #: Processes that are one trainer and keep a part of the base each: one for each GPU (docs/production.md).
+    ranks: Positive = 1
+    #: Machines with so many ranks each, which meet at HOST:PORT of one of them; a worker is started on each.
+    nodes: Positive = 1
+    rendezvous: str = ""
+    #: The base is kept in parts over all ranks, or whole on each node.
+    shard: Literal["all", "node"] = "all"
+    #: Of each rank.
     threads: Positive = Field(default_factory=_half_the_cores)
     device: Device = "auto"
     dtype: Dtype = "auto"
@@ -72,6 +80,14 @@ class TrainerSettings(_Section):
     #: Seconds that an uploaded loss may take for each 1,024 of its cost: then the trainer is ended, and its operation
     #: fails. What is measured is some 0.05.
     loss_limit_s: Annotated[float, Field(gt=0)] = 10.0
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.ranks > 1 and ":" in self.device:
+            raise ValueError(f"device is {self.device}, but each of {self.ranks} ranks has a GPU of its own: use cuda")
+        if self.nodes > 1 and not self.rendezvous:
+            raise ValueError(f"{self.nodes} nodes need a rendezvous, HOST:PORT of one of them")
+        return self
 
 
 EngineKind = Literal["torch", "vllm"]
@@ -280,7 +296,10 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
     values = _environment()
     if config_file is not None:
         values = _over(values, _read(config_file))
-    values.update({name: value for name, value in overrides.items() if value is not None and name != "engine"})
+    within = ("engine", "trainer_ranks")  # of a section
+    values.update({name: value for name, value in overrides.items() if value is not None and name not in within})
+    if overrides.get("trainer_ranks"):
+        values["trainer"] = {**values.get("trainer", {}), "ranks": overrides["trainer_ranks"]}
     if overrides.get("engine"):
         values["generator"] = {**values.get("generator", {}), "replicas": list(overrides["engine"])}
     try:

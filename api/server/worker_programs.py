@@ -57,7 +57,16 @@ def _trainer(settings: Settings, models: Mapping[str, Path]) -> TrainerConfig:
         host_bytes=trainer.host_bytes,
         loss_limit_s=trainer.loss_limit_s,
     )
-    return TrainerConfig(_basics(settings, trainer, models), bounds)
+    if trainer.nodes > 1 and not settings.redis_url:
+        raise SettingsError("trainer.nodes: several machines come to a Redis (docs/production.md), and there is none")
+    return TrainerConfig(
+        _basics(settings, trainer, models),
+        bounds,
+        ranks=trainer.ranks,
+        nodes=trainer.nodes,
+        rendezvous=trainer.rendezvous,
+        shard=trainer.shard,
+    )
 
 
 def _generator(
@@ -81,9 +90,9 @@ def _basics(settings: Settings, worker: TrainerSettings | GeneratorSettings, mod
         dtype=worker.dtype,
         durable=settings.durable,
         redis_url=settings.redis_url,
+        base_dir=settings.base_dir,
         blob_url=settings.blob_url,
         blob_cache_bytes=settings.blob_cache_bytes,
-        base_dir=settings.base_dir,
     )
 
 

@@ -12,9 +12,9 @@ import msgspec
 class Basics(msgspec.Struct, frozen=True):
     """What workers of both kinds are told. `models` are the folders of the base models by name. `device` and `dtype`
     are what the operator wrote, `auto` too: the worker knows its machine. With `redis_url` it works for the API
-    replicas on that Redis instead of whoever holds the other end of its link. Blobs are in `data_dir`, or at
-    `blob_url`; then up to `blob_cache_bytes` of what was read are kept in `data_dir`. Weights of the bases are shared
-    with the other workers of the host in `base_dir` ("": each holds its own)."""
+    replicas on that Redis instead of whoever holds the other end of its link. Weights of the bases are shared with the
+    other workers of the host in `base_dir` ("": each holds its own). Blobs are in `data_dir`, or at `blob_url`; then up
+    to `blob_cache_bytes` of what was read are kept in `data_dir`."""
 
     data_dir: str
     models: dict[str, str]
@@ -23,9 +23,9 @@ class Basics(msgspec.Struct, frozen=True):
     dtype: str = "auto"
     durable: bool = False
     redis_url: str = ""
+    base_dir: str = ""
     blob_url: str = ""
     blob_cache_bytes: int = 0
-    base_dir: str = ""
 
 
 class TrainerBounds(msgspec.Struct, frozen=True):
@@ -43,8 +43,15 @@ class TrainerBounds(msgspec.Struct, frozen=True):
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, tag=True):
+    """`ranks` processes on each of `nodes` machines, which meet at `rendezvous` (HOST:PORT of one of them), are one
+    trainer and share the base: over all of them, or with `shard` "node" over those of a node."""
+
     basics: Basics
     bounds: TrainerBounds = TrainerBounds()
+    ranks: int = 1
+    nodes: int = 1
+    rendezvous: str = ""
+    shard: str = "all"
 
 
 class TorchConfig(msgspec.Struct, frozen=True, tag=True):

@@ -23,7 +23,7 @@ import torch
 from scheduler.links.configs import GeneratorConfig, TorchConfig
 from scheduler.links.sockets import WorkerLink
 from store.blobs import Blobs
-from store.opening import open_blobs
+from workers.blobs import blobs_of
 from workers.generator.stop import text_decoder
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.vllm.process import vllm_engine
@@ -49,9 +49,7 @@ def main(config: GeneratorConfig, server: WorkerLink) -> int:
         signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))
     torch.set_num_threads(basics.threads)
     where = device_of(basics.device, basics.dtype)
-    blobs = open_blobs(
-        Path(basics.data_dir), durable=basics.durable, url=basics.blob_url, cache_bytes=basics.blob_cache_bytes
-    )
+    blobs = blobs_of(basics)
     engines = {name: _engine(name, Path(path), config, where) for name, path in basics.models.items()}
     shared = _shared(basics.redis_url, blobs) if basics.redis_url else None
     generator = Generator(engines, blobs, shared or server, slots=config.slots)

@@ -61,6 +61,28 @@ class Stored:
         tensor = self._tensor(name)
         return from_fp8(tensor, self._tensor(name + _INVERSE)) if tensor.dtype == torch.float8_e4m3fn else tensor
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor once it is dequantised."""
+        if name in self._files:
+            return tuple(self._slice(name).get_shape())
+        experts, out, groups, half = self._slice(name + _BLOCKS).get_shape()
+        return experts, groups * half * 2, out
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        """`read(name)[begin:end]`, of which no more is read than is needed."""
+        if name not in self._files:
+            return from_mxfp4(self._slice(name + _BLOCKS)[begin:end], self._slice(name + _SCALES)[begin:end])
+        whole = self._slice(name)
+        if whole.get_dtype() != "F8_E4M3":
+            rows: Tensor = whole[begin:end]
+            return rows
+        first = begin // FP8_BLOCK * FP8_BLOCK
+        scales = self._slice(name + _INVERSE)[first // FP8_BLOCK : -(-end // FP8_BLOCK)]
+        return from_fp8(whole[first:end], scales)[begin - first :]
+
+    def _slice(self, name: str) -> Any:
+        return self._open[self._files[name]].get_slice(name)
+
     def _tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._open[self._files[name]].get_tensor(name)
         return tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.workers.model.models import ours, reference
-from workers.model.stored import from_fp8, from_mxfp4
+from workers.model.stored import Stored, from_fp8, from_mxfp4
 from workers.model.weights import ModelWeightsError, load_decoder
 
 
@@ -54,6 +54,7 @@ def test_a_checkpoint_of_mxfp4_loads_as_the_same_one_dequantised(tmp_path: Path)
     scales = {name: quantised.pop(name) for name in list(quantised) if name.endswith("_scales")}
     folder = sharded(tmp_path / "mxfp4", plain, {"quant_method": "mxfp4"}, [quantised, rest | scales])
     equal(load_decoder(plain), load_decoder(folder))
+    rows_are_those_of_the_whole(folder)
 
 
 @pytest.mark.parametrize("family", ["moe-wide", "qwen3", "deepseek"])
@@ -74,9 +75,20 @@ def test_a_checkpoint_of_block_fp8_loads_as_the_same_one_dequantised(family: str
     method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     folder = sharded(tmp_path / "fp8", plain, method, [stored, scales])
     equal(load_decoder(plain), load_decoder(folder))
+    rows_are_those_of_the_whole(folder)
     missing = sharded(tmp_path / "bad", plain, method, [stored])
     with pytest.raises(ModelWeightsError, match=r"_(proj|with_mqa)\.weight_scale_inv is missing"):
         load_decoder(missing)
+
+
+def rows_are_those_of_the_whole(folder: Path) -> None:
+    """Whichever are read, within blocks too."""
+    stored = Stored(sorted(folder.glob("*.safetensors")))
+    for name in stored.names():
+        whole = stored.read(name)
+        assert stored.shape(name) == tuple(whole.shape)
+        for begin, end in ((0, 1), (len(whole) // 3, 2 * len(whole) // 3 + 1), (len(whole) - 1, len(whole))):
+            assert torch.equal(stored.rows(name, begin, end), whole[begin:end]), name
 
 
 def sharded(folder: Path, source: Path, method: dict[str, object], parts: list[dict[str, Tensor]]) -> Path:
