@@ -287,7 +287,7 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
         values = _over(values, _read(config_file))
     within = ("engine", "trainer_ranks")  # of a section
     values.update({name: value for name, value in overrides.items() if value is not None and name not in within})
-    if overrides.get("trainer_ranks"):
+    if overrides.get("trainer_ranks") is not None:
         values["trainer"] = {**values.get("trainer", {}), "ranks": overrides["trainer_ranks"]}
     if overrides.get("engine"):
         values["generator"] = {**values.get("generator", {}), "replicas": list(overrides["engine"])}
