@@ -24,6 +24,7 @@ COMMANDS = {
     "billing": "credit",
     "budget": "credit",
     "credit": "credit",
+    "doctor": "doctor",
     "jobs": "jobs",
     "key": "key",
     "migrate": "worker",

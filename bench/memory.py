@@ -47,7 +47,7 @@ from scheduler.links.messages import (
     SampleWork,
     TrainOp,
 )
-from store.blobs import Blobs
+from store.folder_blobs import FolderBlobs
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "workers" / "model" / "tiny" / "weights"
@@ -198,8 +198,8 @@ class Host:
         return generator.done(1)[0].payload
 
     @property
-    def _blobs(self) -> Blobs:
-        return Blobs(self.data_dir / "blobs")
+    def _blobs(self) -> FolderBlobs:
+        return FolderBlobs(self.data_dir / "blobs")
 
 
 def forget_pages(folder: Path) -> None:

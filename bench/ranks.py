@@ -30,7 +30,7 @@ from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
 from scheduler.links.messages import Done, FromTrainer, OpKind, Pass, PassOver, PullPass, RunSpec, TrainOp
-from store.blobs import Blobs
+from store.folder_blobs import FolderBlobs
 from workers.model.weights import places
 
 TENANTS, ADAPTER_RANK = 8, 8
@@ -48,7 +48,7 @@ class Trainer:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
         )
         theirs.close()
-        self.blobs = Blobs(folder / "blobs")
+        self.blobs = FolderBlobs(folder / "blobs")
         bounds = TrainerBounds(snapshot_every_tokens=1 << 40)
         self._send(TrainerConfig(Basics(str(folder), {"toy": str(model)}, device="cpu"), bounds, ranks=ranks))
         self._until(PullPass)

@@ -23,7 +23,12 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 #: Settings that hold passwords, and may be left out of the file.
-FROM_ENVIRONMENT = {"database_url": "WEFT_DATABASE_URL", "redis_url": "WEFT_REDIS_URL"}
+FROM_ENVIRONMENT = {
+    "database_url": "WEFT_DATABASE_URL",
+    "redis_url": "WEFT_REDIS_URL",
+    "blob_url": "WEFT_BLOB_URL",
+    "server_secret": "WEFT_SERVER_SECRET",
+}
 
 
 class SettingsError(ValueError):
@@ -238,9 +243,19 @@ class Settings(_Section):
     models: dict[str, Path] = {}
     #: Empty: SQLite in the data folder. `postgresql+psycopg://...` in production.
     database_url: str = ""
-    #: Several API replicas and workers on this Redis, `redis://...`, with one PostgreSQL and one folder for all
-    #: (docs/production.md). Empty: the embedded service.
+    #: Several API replicas and workers on this Redis, `redis://...`, with one PostgreSQL and one place for
+    #: blobs (docs/production.md). Empty: the embedded service.
     redis_url: str = ""
+    #: Bodies, results and weights in an S3-compatible store, s3://BUCKET/PREFIX, whose endpoint, region and credentials
+    #: are in the usual environment (docs/production.md). Empty: in the data folder.
+    blob_url: Annotated[str, Field(pattern=r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/?)?$")] = ""
+    #: Of what a process reads there, so much stays in its data folder for the next time.
+    blob_cache_bytes: Positive = 16 << 30
+    #: Downloads go straight to the store, by links that are good for minutes: clients must reach it.
+    blob_links: bool = False
+    #: What tokens and links are signed with, at least 32 characters: replicas that share no folder need the same one.
+    #: Without it each data folder has its own.
+    server_secret: Annotated[SecretStr, Field(min_length=32)] | None = None
     #: Flush every commit and every blob to the disk: safe against power loss, not only against kill -9.
     durable: bool = False
     #: Where trainer and generators of this host keep one copy of a base's weights on a CPU; empty: each its own.
@@ -268,10 +283,6 @@ class Settings(_Section):
     long_poll_s: Annotated[float, Field(gt=0)] = 30.0
     #: After SIGTERM, running operations may take this long before the workers are stopped.
     drain_s: Annotated[float, Field(ge=0)] = 30.0
-
-    @property
-    def blobs_dir(self) -> Path:
-        return self.data_dir / "blobs"
 
     @property
     def effective_database_url(self) -> str:

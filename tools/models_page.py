@@ -43,6 +43,7 @@ holds for predicting several tokens at once is not loaded.
 | flag | linears |
 |---|---|
 | `train_attn` | `self_attn.q_proj`, `k_proj`, `v_proj`, `o_proj` |
+| `train_attn`, Ling 2 | `attention.query_key_value` (one linear, one adapter), `attention.dense` |
 | `train_attn`, latent attention | `q_a_proj` (`q_proj` where queries have no latent), `kv_a_proj_with_mqa`, `o_proj` |
 | `train_mlp` | `gate_proj`, `up_proj`, `down_proj`: of a dense MLP, of every expert, of shared experts |
 | `train_unembed` | `lm_head`, also where it is tied to the embedding (which stays as it is) |
@@ -51,7 +52,8 @@ Routers, norms, biases and embeddings are frozen, and in latent attention `q_b_p
 count of parameters leaves out too (`get_lora_param_count` of its cookbook); an adapter that has them is refused by
 name. All experts of a layer share the factor on the hidden side (`docs/design.md`). Exports name modules as
 transformers 5 does (`mlp.experts.N.gate_proj`), in every family; adapters with the names of Mixtral's checkpoints
-(`block_sparse_moe.experts.N.w1`) are imported as well.
+(`block_sparse_moe.experts.N.w1`) are imported as well. Ling 2, for which transformers has no class, is named as in its
+checkpoints.
 
 ## What the cache keeps of a token
 
@@ -62,7 +64,8 @@ CUDA device decode steps of latent attention are launched piece by piece, not ca
 
 ## How it is held
 
-`tests/workers/test_families.py` runs every family against transformers' own code and peft, on a tiny random model
+`tests/workers/test_families.py` runs every family against transformers' own code (Ling 2 against plain torch after the
+code that its checkpoints carry, `tests/workers/model/bailing.py`) and peft, on a tiny random model
 that is saved as the family's checkpoints are: 200 greedy tokens with and without the prefix cache, log-probabilities
 of prompts and samples, five training steps on everything, an adapter from peft and one to it, and that a run's
 numbers are the same bits in any company. `tests/workers/model/test_decoder.py` holds logits to 2e-5,

@@ -20,12 +20,14 @@ def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | N
     """Work as ROLE until SIGTERM, which lets it finish what it has. Whatever supervises it starts it again."""
     from api.server.serve import CannotServe, read_cards
     from api.server.worker_programs import lone_worker
+    from store.opening import check_blobs
     from store.settings import SettingsError
 
     settings = settings_of(config, data_dir, redis_url=redis)
     if not settings.redis_url:
         refuse("there is no Redis to come to: give --redis URL, or redis_url in the settings")
     try:
+        check_blobs(settings)
         models = {name: card.path for name, card in read_cards(settings.models).items()}
         program = lone_worker(settings, models, role)
     except (CannotServe, SettingsError) as error:

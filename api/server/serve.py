@@ -42,6 +42,7 @@ def serve(settings: Settings) -> int:
     prices = load_prices(settings.prices)
     if settings.payments.enabled:
         check_payments(settings.payments)
+    check_store(settings)
     cards = read_cards(settings.models)
     programs = [] if settings.redis_url else worker_programs(settings, cards)
     alone = nullcontext() if settings.redis_url else only_one(settings.data_dir)
@@ -50,7 +51,7 @@ def serve(settings: Settings) -> int:
         from api.server.app import create_app
         from api.server.listener import Server
         from billing.wallets import set_default
-        from store.blobs import Blobs
+        from store.opening import blobs_of
 
         gc.freeze()
         gc.enable()
@@ -58,7 +59,7 @@ def serve(settings: Settings) -> int:
         database = open_database(settings)
         try:
             database.write_now(lambda session: set_default(session, settings.billing))
-            blobs = Blobs(settings.blobs_dir, durable=settings.durable)
+            blobs = blobs_of(settings)
             if not settings.redis_url:
                 blobs.clear_unfinished()
             app = create_app(settings, cards, database, blobs, prices)
@@ -77,6 +78,21 @@ def check_payments(settings: PaymentsSettings) -> None:
 
     try:
         stripe_secrets(settings)
+    except SettingsError as error:
+        raise CannotServe(str(error)) from None
+
+
+def check_store(settings: Settings) -> None:
+    """Raises CannotServe when the object store of the settings cannot be used, or not by several."""
+    from store.opening import check_blobs
+
+    if settings.blob_url and settings.redis_url and settings.server_secret is None:
+        raise CannotServe(
+            "server_secret: replicas that share no folder need one secret for the links and tokens that they sign: set "
+            "WEFT_SERVER_SECRET to the same for all, for example to what `openssl rand -hex 32` prints"
+        )
+    try:
+        check_blobs(settings)
     except SettingsError as error:
         raise CannotServe(str(error)) from None
 

@@ -91,6 +91,8 @@ def _basics(settings: Settings, worker: TrainerSettings | GeneratorSettings, mod
         durable=settings.durable,
         redis_url=settings.redis_url,
         base_dir=settings.base_dir,
+        blob_url=settings.blob_url,
+        blob_cache_bytes=settings.blob_cache_bytes,
     )
 
 

@@ -13,7 +13,8 @@ class Basics(msgspec.Struct, frozen=True):
     """What workers of both kinds are told. `models` are the folders of the base models by name. `device` and `dtype`
     are what the operator wrote, `auto` too: the worker knows its machine. With `redis_url` it works for the API
     replicas on that Redis instead of whoever holds the other end of its link. Weights of the bases are shared with the
-    other workers of the host in `base_dir` ("": each holds its own)."""
+    other workers of the host in `base_dir` ("": each holds its own). Blobs are in `data_dir`, or at `blob_url`; then up
+    to `blob_cache_bytes` of what was read are kept in `data_dir`."""
 
     data_dir: str
     models: dict[str, str]
@@ -23,6 +24,8 @@ class Basics(msgspec.Struct, frozen=True):
     durable: bool = False
     redis_url: str = ""
     base_dir: str = ""
+    blob_url: str = ""
+    blob_cache_bytes: int = 0
 
 
 class TrainerBounds(msgspec.Struct, frozen=True):

@@ -30,7 +30,7 @@ from scheduler.links.messages import ToTrainer
 from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, held, pooled
 from scheduler.links.redis_queue import reaching
 from scheduler.links.sample_link import BEAT_S, LEASE_S, worker_name
-from store.blobs import Blobs
+from store.blobs import Blobs, is_lasting
 
 log = logging.getLogger(__name__)
 
@@ -149,10 +149,24 @@ class LeaderLink:
                 continue
             if parcel is None:
                 continue
-            message, ref = await self._run(unpack, parcel, self._blobs)
+            message, ref = await self._unpack(parcel)
             yield message
             if ref:
-                self._blobs.delete(ref)
+                await self._run(self._delete, ref)
+
+    async def _unpack(self, parcel: bytes) -> tuple[Any, str]:
+        while True:
+            try:
+                return await self._run(unpack, parcel, self._blobs)  # type: ignore[no-any-return]
+            except OSError as error:
+                if is_lasting(error):
+                    raise
+                log.warning("a result cannot be read: %s; again in %.1f s", error, BEAT_S)
+            await asyncio.sleep(BEAT_S)
+
+    def _delete(self, ref: str) -> None:
+        with suppress(OSError):  # then the reaper finds it
+            self._blobs.delete(ref)
 
     def hang_up(self) -> None:
         self._threads.submit(self._give_up)

@@ -39,6 +39,7 @@ from transformers import (
 
 from tests.e2e.conftest import BIN, Weftd
 from tests.e2e.data import ADAM, prompt, supervised
+from tests.workers.model.models import reference
 from workers.model.tiny import TINY_PATH
 
 pytestmark = pytest.mark.server
@@ -97,6 +98,7 @@ def models(tmp_path: Path) -> dict[str, Any]:
             )
         ),
         "zai-org/GLM-Flash-tiny": Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**LATENT)),
+        "inclusionAI/Ling-tiny": reference("bailing", vocab_size=1560, max_position_embeddings=512),
         "openai/gpt-oss-tiny": GptOssForCausalLM(
             GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=16, rope_parameters=ROPE)
         ),

@@ -94,7 +94,7 @@ def test_devices_and_dtypes(tmp_path: Path) -> None:
 
 
 def test_the_page_for_operators_shows_every_setting_with_its_default() -> None:
-    """`[models]`, `prices` and Stripe's key have none; threads and the data folder depend on the machine."""
+    """`[models]`, `prices` and secrets have none; threads and the data folder depend on the machine."""
     page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text().partition("## Settings")[2]
     lines = takewhile(
         lambda line: not line or line.startswith("    "), dropwhile(lambda x: x[:4] != "    ", page.splitlines())
@@ -102,7 +102,7 @@ def test_the_page_for_operators_shows_every_setting_with_its_default() -> None:
     shown = flat(tomllib.loads("\n".join(line.removeprefix("    ") for line in lines)))
     known = flat(load_settings(None, data_dir=Path("data")).model_dump(mode="json"))
     known |= {"generator.vllm.program": "", "trainer.threads": 1, "generator.threads": 1, "data_dir": "data"}
-    for name in ("prices", "payments.secret_key"):
+    for name in ("prices", "payments.secret_key", "server_secret"):
         del known[name]
     del shown["models.Qwen/Qwen3-0.6B"]
     assert shown == known

@@ -28,7 +28,7 @@ from workers.model.peft_format import write_export
 
 #: One of each family; "qwen3-tied" and its like differ in nothing that is held here.
 EACH = ["qwen2", "qwen2-yarn", "qwen3", "llama", "mistral", "moe", "mixtral", "olmoe", "glm4-moe", "gpt-oss"]
-EACH += ["deepseek", "deepseek-plain", "glm4-moe-lite"]
+EACH += ["deepseek", "deepseek-plain", "glm4-moe-lite", "bailing"]
 CONTEXT = 256
 STEPS, RATE = 5, 3e-3
 
@@ -185,6 +185,8 @@ def modules(tiny: Tiny) -> list[str]:
     """What stock peft can wrap: linears; experts that lie in one tensor are none."""
     latent, mlp = tiny.decoder.config.latent, ["gate_proj", "up_proj", "down_proj"]
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    if tiny.decoder.config.fused_qkv:
+        attention = ["query_key_value", "dense"]
     if latent:
         attention = ["q_a_proj" if latent.q_rank else "q_proj", "kv_a_proj_with_mqa", "o_proj"]
     return attention + ([] if tiny.decoder.config.num_experts else mlp)

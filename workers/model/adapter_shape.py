@@ -56,6 +56,7 @@ class AdapterShape:
     """The tensors of an adapter, in order. r rank, d hidden, f MLP width, E experts, V vocabulary:
 
     | layers.i.attn.qkv_A [3r,d], q_B, k_B, v_B [out,r], o_A [r,q], o_B [d,r]                       | train_attn    |
+    | q, k and v one linear: qkv_A [r,d], qkv_B [out,r], o_A, o_B                                   | train_attn    |
     | latent attention: latent_A [2r,d], q_a_B or q_B, kv_a_B [out,r], o_A, o_B                     | train_attn    |
     | layers.i.mlp.gate_up_A [2r,d], gate_B, up_B [f,r], down_A [r,f], down_B [d,r]                 | train_mlp     |
     | of experts: gate_B, up_B [E,f,r] and down_A [E,r,f] per expert, gate_up_A and down_B shared   | train_mlp     |
@@ -120,6 +121,9 @@ class AdapterShape:
             yield at + "latent_A", (2 * r, d), d
             yield (at + "q_a_B", (latent.q_rank, r), 0) if latent.q_rank else (at + "q_B", (c.q_size, r), 0)
             yield at + "kv_a_B", (latent.kept, r), 0
+        elif c.fused_qkv:
+            yield at + "qkv_A", (r, d), d
+            yield at + "qkv_B", (c.q_size + 2 * c.kv_size, r), 0
         else:
             yield at + "qkv_A", (3 * r, d), d
             yield at + "q_B", (c.q_size, r), 0

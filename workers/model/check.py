@@ -66,6 +66,8 @@ def trained(config: DecoderConfig) -> dict[str, list[str]]:
     if config.shared_intermediate_size:
         mlps += [f"mlp.shared_experts.{name}" for name in mlp]
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    if config.fused_qkv:
+        attention = ["attention.query_key_value", "attention.dense"]
     if config.latent:
         queries = "q_a_proj" if config.latent.q_rank else "q_proj"
         attention = [f"self_attn.{name}" for name in (queries, "kv_a_proj_with_mqa", "o_proj")]

@@ -86,9 +86,10 @@ class DecoderConfig:
     """The whole shape of a decoder. `num_experts` 0 means every layer is dense; in a mixture-of-experts model
     `dense_layers` names the layers that are dense all the same. `intermediate_size` is the width of a dense MLP,
     `moe_intermediate_size` that of one expert, `shared_intermediate_size` that of the experts that every token has (0:
-    none). `qk_norm` is "head", "whole" (over all heads together) or "". Layers in `window_layers` attend to the last
-    `window` positions, the token's own included. With `latent`, attention is that, and `head_dim` the width of a query.
-    A checkpoint may hold `prediction_layers` more layers, which are not loaded."""
+    none). With `fused_qkv`, queries, keys and values are one linear, with one adapter. `qk_norm` is "head", "whole"
+    (over all heads together) or "". Layers in `window_layers` attend to the last `window` positions, the token's own
+    included. With `latent`, attention is that, and `head_dim` the width of a query. A checkpoint may hold
+    `prediction_layers` more layers, which are not loaded."""
 
     architecture: str
     vocab_size: int
@@ -103,6 +104,7 @@ class DecoderConfig:
     rope: RopeConfig = RopeConfig()
     tie_embeddings: bool = False
     qk_norm: str = "head"
+    fused_qkv: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     sinks: bool = False

@@ -39,7 +39,7 @@ _LONG_NAMES = {short: name for name, short in _EXPERT_NAMES.items()}
 _SHORT = re.compile(r"(\.experts\.(?:\d+\.)?)(w[123])")
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 _EXPERT = re.compile(r"(?P<mlp>.+\.mlp\.experts)\.(?P<expert>\d+)\.(?P<name>gate_proj|up_proj|down_proj)")
-_PART = r"(?P<part>self_attn|mlp\.experts|mlp\.shared_experts|mlp)"
+_PART = r"(?P<part>self_attn|attention|mlp\.experts|mlp\.shared_experts|mlp)"
 _LAYER = re.compile(rf"model\.(?P<layer>layers\.\d+)\.{_PART}\.(?P<name>\w+)")
 #: What Mixtral's checkpoints call a mixture, and so adapters that were trained on it.
 _MIXTRAL = ".block_sparse_moe."
@@ -47,6 +47,7 @@ _MIXTRAL = ".block_sparse_moe."
 _MLP = ("gate_proj up_proj down_proj",)
 _LATENT = tuple(f"{queries} kv_a_proj_with_mqa o_proj" for queries in ("q_a_proj", "q_proj"))
 _PARTS = {"self_attn": ("q_proj k_proj v_proj o_proj", *_LATENT)}
+_PARTS["attention"] = ("query_key_value dense",)
 _PARTS |= dict.fromkeys(("mlp", "mlp.experts", "mlp.shared_experts"), _MLP)
 #: The factors on the hidden side of experts.
 _OUTER = (("gate_proj", "A"), ("up_proj", "A"), ("down_proj", "B"))
@@ -110,6 +111,11 @@ def _pairs(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
     for name, a in tensors.items():
         if name == "unembed_A":
             yield "lm_head", a, tensors["unembed_B"]
+        elif name.endswith(".attn.qkv_A") and name[:-1] + "B" in tensors:
+            at = name.removesuffix("qkv_A")
+            module = f"model.{at.removesuffix('attn.')}attention."
+            yield f"{module}query_key_value", a, tensors[f"{at}qkv_B"]
+            yield f"{module}dense", tensors[f"{at}o_A"], tensors[f"{at}o_B"]
         elif name.endswith(".attn.qkv_A"):
             at = name.removesuffix("qkv_A")
             module = f"model.{at.removesuffix('attn.')}self_attn."
@@ -207,6 +213,9 @@ def read_layout(found: Mapping[str, Array]) -> dict[str, Array]:
             raise PeftFormatError(f"{layer}.{part}: has {', '.join(sorted(pairs))}, needs {kind}")
         if part == "self_attn":
             tensors.update(_attn(layer, pairs))
+        elif part == "attention":
+            tensors |= {f"{layer}.attn.qkv_{factor}": x for factor, x in pairs["query_key_value"].items()}
+            tensors |= {f"{layer}.attn.o_{factor}": x for factor, x in pairs["dense"].items()}
         elif part == "mlp.shared_experts":
             tensors.update(_mlp(f"{layer}.mlp.shared.", pairs, experts=False))
         elif part == "mlp" or shared:

@@ -94,7 +94,8 @@ def _copy(stored: Stored, name: str, place: Place) -> None:
 def places(decoder: Decoder) -> Iterator[tuple[str, Place]]:
     """Checkpoint name -> the (part of a) parameter it fills."""
     c = decoder.config
-    yield "model.embed_tokens.weight", Place(decoder.embed)
+    layout = FAMILIES[c.architecture].layout
+    yield f"model.{layout.embedding}.weight", Place(decoder.embed)
     yield "model.norm.weight", Place(decoder.norm)
     if not c.tie_embeddings:
         yield "lm_head.weight", Place(decoder.head)
@@ -102,7 +103,7 @@ def places(decoder: Decoder) -> Iterator[tuple[str, Place]]:
         at, layer = f"model.layers.{i}.", decoder.layers[i]
         yield at + "input_layernorm.weight", Place(_param(layer, "attn_norm"))
         yield at + "post_attention_layernorm.weight", Place(_param(layer, "mlp_norm"))
-        yield from _attention_places(at + "self_attn.", layer, c)
+        yield from _attention_places(f"{at}{layout.attention}.", layer, c)
         if c.is_moe(i):
             yield from _mixture_places(at, layer, c)
         else:
@@ -113,15 +114,19 @@ def _attention_places(at: str, layer: nn.Module, c: DecoderConfig) -> Iterator[t
     if c.latent:
         yield from _latent_places(at, layer, c.latent)
         return
-    yield from _by_head(at, "weight", _param(layer, "attn.qkv"), c)
-    yield at + "o_proj.weight", Place(_param(layer, "attn.o"))
+    layout = FAMILIES[c.architecture].layout
+    if layout.qkv:
+        yield f"{at}{layout.qkv}.weight", Place(_param(layer, "attn.qkv"))
+    else:
+        yield from _by_head(at, "weight", _param(layer, "attn.qkv"), c)
+    yield f"{at}{layout.output}.weight", Place(_param(layer, "attn.o"))
     if c.qkv_bias:
         yield from _by_head(at, "bias", _param(layer, "attn.qkv_bias"), c)
     if c.o_bias:
         yield at + "o_proj.bias", Place(_param(layer, "attn.o_bias"))
     if c.qk_norm:
-        yield at + "q_norm.weight", Place(_param(layer, "attn.q_norm"))
-        yield at + "k_norm.weight", Place(_param(layer, "attn.k_norm"))
+        for name, own in zip(layout.norms, ("q_norm", "k_norm"), strict=True):
+            yield f"{at}{name}.weight", Place(_param(layer, f"attn.{own}"))
     if c.sinks:
         yield at + "sinks", Place(_param(layer, "attn.sinks"))
 
@@ -151,7 +156,7 @@ def _mixture_places(at: str, layer: nn.Module, c: DecoderConfig) -> Iterator[tup
     if c.router.bias:
         yield f"{at}{layout.router}.bias", Place(_param(layer, "mlp.router.bias"))
     if c.router.correction:
-        yield f"{at}{layout.router}.e_score_correction_bias", Place(_param(layer, "mlp.router.correction"))
+        yield f"{at}{layout.router}.{layout.correction}", Place(_param(layer, "mlp.router.correction"))
     if layout.interleaved:
         yield from _interleaved_places(f"{at}experts.", layer)
         return

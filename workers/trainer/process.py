@@ -29,6 +29,7 @@ from scheduler.links.configs import TrainerConfig
 from scheduler.links.messages import Drain, Pass, PullPass
 from scheduler.links.sockets import WorkerLink
 from store.blobs import Blobs
+from workers.blobs import blobs_of
 from workers.leave import leave
 from workers.model.decoder import Decoder
 from workers.model.device import ModelDevice, device_of
@@ -111,7 +112,7 @@ def main(config: TrainerConfig, server: WorkerLink) -> int:
     torch.set_num_threads(basics.threads)
     where = device_of(basics.device, basics.dtype)
     models = load_models(basics.models, where, basics.base_dir, data_dir / "isolation")
-    blobs = Blobs(data_dir / "blobs", durable=basics.durable)
+    blobs = blobs_of(basics)
     signal.signal(signal.SIGTERM, stop.set)
     say(f"loaded on {where}, with {torch.get_num_threads()} threads")
     watchdog = Watchdog()

@@ -31,7 +31,7 @@ from weft.wire.checks.losses import CUSTOM, loss_id_of
 
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, Failure, InLoss, OpKind, Pass, PassOver, RunSpec, SetAside, Snapshot, TrainOp
-from store.blobs import Blobs, is_lasting
+from store.blobs import Blobs, StoreAway, is_lasting
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Computing, Others
 from workers.trainer.custom_losses import CustomLosses, UploadedLoss, most_work_of
@@ -203,7 +203,8 @@ class Trainer:
         """An operation cannot be executed. If the disk does not answer, the run is set aside and tried again; if a
         replay fails, it is set aside for good, since it would not be the run that was lost. Else the client is told."""
         if not is_lasting(error):
-            reason = f"operation {op.seq}: {type(error).__name__}, {os.strerror(getattr(error, 'errno', None) or 5)}"
+            what = error if isinstance(error, StoreAway) else os.strerror(getattr(error, "errno", None) or 5)
+            reason = f"operation {op.seq}: {type(error).__name__}, {what}"
             self._aside[op.run_id] = SetAside(op.run_id, reason, kept=not op.replay)
         elif op.replay:
             self._aside[op.run_id] = SetAside(op.run_id, _cannot_replay(op, failure_of(error)), lasting=True)
@@ -395,9 +396,9 @@ class Trainer:
         run_id = run.spec.run_id
         part = next((progress.part_done() for progress in self._begun(run_id) if progress.parts), run.part)
         name = f"runs/{run_id}/state-{run.last_seq}" + (f".{part.stop}" if part is not None else "")
-        # A snapshot of that name may be the journal's current one: it stays until the journal knows the new one.
-        ref = f"{name}-{secrets.token_hex(4)}" if self.blobs.exists(name) else name
         try:
+            # A snapshot of that name may be the journal's current one: it stays until the journal knows the new one.
+            ref = f"{name}-{secrets.token_hex(4)}" if self.blobs.exists(name) else name
             save_snapshot(run, part, self.blobs, ref)
         except Exception:
             # The older snapshot still holds; the next step tries again.

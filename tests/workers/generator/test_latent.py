@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from workers.model.check import check_model
 from workers.model.decoder import Decoder
 
 from .conftest import VOCAB, four_adapters
+from .test_devices import TARGETS
+from .test_devices import test_sampler_and_trainer_agree as sampler_and_trainer_agree
 from .test_engine_contract import (  # noqa: F401
     test_a_resumed_sample_goes_on_as_the_first_would_have,
     test_a_seeded_request_is_the_same_alone_and_in_a_crowd,
@@ -40,15 +43,24 @@ def threads() -> Iterator[int]:
     torch.set_num_threads(1)
 
 
+def reference(**overrides: Any) -> Any:
+    return models.reference("deepseek", vocab_size=VOCAB, max_position_embeddings=512, **overrides)
+
+
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    model = models.reference("deepseek", vocab_size=VOCAB, max_position_embeddings=512)
-    return models.ours(model, tmp_path_factory.mktemp("latent"))
+    return models.ours(reference(), tmp_path_factory.mktemp("latent"))
 
 
 @pytest.fixture(scope="module")
 def adapters(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return four_adapters(decoder, tmp_path_factory)
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), TARGETS)
+def test_other_dtypes_and_devices(tmp_path: Path, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Without experts, whose choice turns on less than bfloat16 has."""
+    sampler_and_trainer_agree(reference(first_k_dense_replace=3), {}, tmp_path, device, dtype, tolerance)
 
 
 def test_what_is_kept_of_a_token_is_its_latent(decoder: Decoder, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tests.workers.model.bailing import BailingConfig, BailingMoeV2ForCausalLM
 from workers.model.adapter import Adapter, AdapterShape
 from workers.model.decoder import Decoder
 from workers.model.weights import load_decoder
@@ -125,6 +126,22 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         Glm4MoeLiteConfig,
         {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
     ),
+    "bailing": (
+        BailingMoeV2ForCausalLM,
+        BailingConfig,
+        {
+            **{key: value for key, value in GROUPS.items() if not key.endswith("_experts")},
+            "num_experts": 32,
+            "num_shared_experts": 2,
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "use_qk_norm": True,
+            "norm_topk_prob": True,
+            "score_function": "sigmoid",
+            "tie_word_embeddings": False,
+        },
+    ),
     "gpt-oss": (
         GptOssForCausalLM,
         GptOssConfig,
@@ -154,7 +171,7 @@ def reference(family: str, seed: int = 0, **overrides: Any) -> Any:
         else:
             torch.nn.init.normal_(weight, std=1.0 / weight.shape[-1] ** 0.5)
     for name, buffer in model.named_buffers():
-        if "correction" in name:
+        if "correction" in name or "expert_bias" in name:
             buffer.uniform_(-0.2, 0.2)
     return model
 

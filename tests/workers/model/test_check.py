@@ -97,6 +97,18 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
         "rope_theta": 1000000, "routed_scaling_factor": 1.8, "topk_group": 1, "topk_method": "noaux_tc",
         "v_head_dim": 256, "vocab_size": 154880,
     }),
+    "BailingMoeV2ForCausalLM": (16.3, {
+        "embedding_dropout": 0.0, "first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 2048,
+        "intermediate_size": 5120, "max_position_embeddings": 32768, "max_window_layers": 20,
+        "model_type": "bailing_moe", "moe_intermediate_size": 512, "moe_router_enable_expert_bias": True,
+        "moe_shared_expert_intermediate_size": 512, "n_group": 8, "norm_head": False, "norm_softmax": False,
+        "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8,
+        "num_hidden_layers": 20, "num_key_value_heads": 4, "num_nextn_predict_layers": 0, "num_shared_experts": 1,
+        "output_router_logits": False, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-6, "rope_theta": 600000,
+        "rotary_dim": 64, "routed_scaling_factor": 2.5, "router_dtype": "fp32", "score_function": "sigmoid",
+        "topk_group": 4, "use_bias": False, "use_qk_norm": True, "use_qkv_bias": False, "use_rmsnorm": True,
+        "vocab_size": 157184,
+    }),
     "GptOssForCausalLM": (20.9, {
         **MIXTURE, "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_size": 2880,
         "initial_context_length": 4096, "intermediate_size": 2880, "max_position_embeddings": 131072,

@@ -53,6 +53,9 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
             for module, b, a in zip(modules, (f"{queries}_B", "kv_a_B"), v["latent_A"].split(r), strict=True):
                 add(f"{at}self_attn.{module}.weight", v[b], a)
             add(at + "self_attn.o_proj.weight", v["o_B"], v["o_A"])
+        elif shape.train_attn and shape.config.fused_qkv:
+            add(at + "attention.query_key_value.weight", v["qkv_B"], v["qkv_A"])
+            add(at + "attention.dense.weight", v["o_B"], v["o_A"])
         elif shape.train_attn:
             for part, a in zip("qkv", v["qkv_A"].split(r), strict=True):
                 add(f"{at}self_attn.{part}_proj.weight", v[f"{part}_B"], a)
@@ -71,7 +74,12 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
             add(at + "mlp.experts.down_proj", v["each_down_B"], v["down_A"])
             continue
         gate_a, up_a = v["gate_up_A"].split(r)
-        if shape.config.expert_bias:  # gate and up alternate, and experts are [in, out]
+        if f"{at}mlp.experts.0.gate_proj.weight" in weights:
+            for e in range(shape.config.num_experts):
+                add(f"{at}mlp.experts.{e}.gate_proj.weight", v["gate_B"][e], gate_a)
+                add(f"{at}mlp.experts.{e}.up_proj.weight", v["up_B"][e], up_a)
+                add(f"{at}mlp.experts.{e}.down_proj.weight", v["down_B"], v["down_A"][e])
+        elif shape.config.expert_bias:  # gate and up alternate, and experts are [in, out]
             both = torch.stack((v["gate_B"] @ gate_a, v["up_B"] @ up_a), dim=2).flatten(1, 2)
             for name, delta in (("gate_up_proj", both), ("down_proj", v["down_B"] @ v["down_A"])):
                 name = f"{at}mlp.experts.{name}"

@@ -15,7 +15,7 @@ from weft.wire.codec import ArrayDatum, TrainBatch, decode_train_output, encode_
 
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, OpKind, Pass, PassOver, RunSpec, Snapshot, TrainOp
-from store.blobs import Blobs
+from store.folder_blobs import FolderBlobs
 from workers.model.decoder import Decoder
 from workers.trainer.state import RunState
 from workers.trainer.trainer import Trainer
@@ -89,7 +89,7 @@ class Bench:
     """One trainer with its blobs. `ops` are made by the methods named after their kind and executed by `go`."""
 
     def __init__(self, decoder: Decoder, root: Path, **bounds: int) -> None:
-        self.blobs = Blobs(root)
+        self.blobs = FolderBlobs(root)
         self.decoder = decoder
         self.bounds = TrainerBounds(**bounds)
         self._pages = root.with_name(f"{root.name}-pages")

@@ -61,10 +61,12 @@ def olmoe(fields: Fields) -> DecoderConfig:
     )
 
 
-def sigmoid_groups(fields: Fields) -> dict[str, Any]:
+def sigmoid_groups(
+    fields: Fields, *, routed: str = "n_routed_experts", shared: str = "n_shared_experts"
+) -> dict[str, Any]:
     """What DeepSeek-V3 and those after it share: sigmoid scores with a correction, chosen by group, scaled; experts of
     every token; the first layers dense; layers for predicting several tokens, which are not used."""
-    chosen = experts(fields, "n_routed_experts", "num_local_experts", width="moe_intermediate_size")
+    chosen = experts(fields, routed, "num_local_experts", width="moe_intermediate_size")
     groups, best = fields.whole("n_group", 1), fields.whole("topk_group", 1)
     each = chosen["num_experts"] // groups
     if chosen["num_experts"] % groups or best > groups or (groups > 1 and each < 2):
@@ -72,12 +74,11 @@ def sigmoid_groups(fields: Fields) -> dict[str, Any]:
     if best * each < chosen["experts_per_token"]:
         fields.refuse(f"num_experts_per_tok={chosen['experts_per_token']}", f"at most the {best * each} of topk_group")
     dense = fields.get("first_k_dense_replace", 0)
-    shared = fields.get("n_shared_experts", 0)
     return {
         **chosen,
         "router": RouterConfig("sigmoid", True, groups, best, fields.number("routed_scaling_factor", 1.0)),
         "norm_topk": fields.flag("norm_topk_prob", True),
-        "shared_intermediate_size": shared * chosen["moe_intermediate_size"],
+        "shared_intermediate_size": fields.get(shared, 0) * chosen["moe_intermediate_size"],
         "dense_layers": tuple(range(min(dense, fields.need("num_hidden_layers")))),
         "prediction_layers": fields.get("num_nextn_predict_layers", 0),
     }
@@ -91,6 +92,34 @@ def glm4_moe(fields: Fields) -> DecoderConfig:
         qk_norm="head" if fields.flag("use_qk_norm") else "",
         qkv_bias=fields.flag("attention_bias"),
         **sigmoid_groups(fields),
+    )
+
+
+def bailing_moe_v2(fields: Fields) -> DecoderConfig:
+    """Its code ignores some fields that its config has; such a one must say what the code does."""
+    head_dim = fields.need("head_dim")
+    turned = fields.get("rotary_dim")
+    rope = read_rope(fields, partial=turned / head_dim if turned else 1.0)
+    fields.only("rotary_dim", int(head_dim * rope.partial))
+    for name in ("use_qk_norm", "use_rmsnorm", "moe_router_enable_expert_bias", "norm_topk_prob"):
+        fields.only(name, True)
+    for name in ("use_bias", "use_qkv_bias", "norm_head", "norm_softmax", "use_sliding_window"):
+        fields.unset(name, "Ling 2's layers, as published")
+    fields.only("score_function", "sigmoid")
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    fields.only("router_dtype", "fp32")
+    fields.only("moe_shared_expert_intermediate_size", fields.need("moe_intermediate_size"))
+    for name in ("sliding_window", "max_window_layers", "mtp_loss_scaling_factor"):
+        fields.get(name)
+    for name in ("n_group", "topk_group"):
+        fields.need(name)
+    return decoder(
+        "BailingMoeV2ForCausalLM",
+        fields,
+        rope=rope,
+        fused_qkv=True,
+        **sigmoid_groups(fields, routed="num_experts", shared="num_shared_experts"),
     )
 
 

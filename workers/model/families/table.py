@@ -15,13 +15,21 @@ from workers.model.families.fields import Fields
 
 @dataclass(frozen=True)
 class Layout:
-    """What published checkpoints of a family call their tensors, where families differ: the mixture, its router and
-    gate, up and down of an expert. `interleaved`: the experts are one tensor, in which gate and up alternate."""
+    """What published checkpoints of a family call their tensors, where families differ: the mixture, its router with
+    its correction, and gate, up and down of an expert; the embedding; attention, its norms of queries and keys, and its
+    products, where one is of queries, keys and values (`qkv`). `interleaved`: the experts are one tensor, in which gate
+    and up alternate."""
 
     mixture: str = "mlp"
     router: str = "gate"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     interleaved: bool = False
+    correction: str = "e_score_correction_bias"
+    embedding: str = "embed_tokens"
+    attention: str = "self_attn"
+    qkv: str = ""
+    output: str = "o_proj"
+    norms: tuple[str, str] = ("q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,22 @@ FAMILIES: dict[str, Family] = {
             f"{_LATENT}, rotary",
             _SIGMOID,
             latent.glm4_moe_lite,
+        ),
+        Family(
+            "BailingMoeV2ForCausalLM",
+            "Ling 2, Ring 2",
+            ("inclusionAI/Ling-mini-2.0", "inclusionAI/Ling-flash-2.0", "inclusionAI/Ring-1T"),
+            "grouped-query, q, k and v one linear, rotary over half of a head, q/k norm by head",
+            _SIGMOID,
+            mixtures.bailing_moe_v2,
+            Layout(
+                correction="expert_bias",
+                embedding="word_embeddings",
+                attention="attention",
+                qkv="query_key_value",
+                output="dense",
+                norms=("query_layernorm", "key_layernorm"),
+            ),
         ),
         Family(
             "GptOssForCausalLM",

@@ -15,7 +15,7 @@ from workers.model.parts.rotary import Angles, turn
 
 
 class GroupedAttention(nn.Module):
-    """q, k and v are one fused product with one stacked A and a B each."""
+    """q, k and v are one fused product with one stacked A and a B each; one A and one B where they are one linear."""
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -31,6 +31,8 @@ class GroupedAttention(nn.Module):
         self.sinks = frozen(torch.float32, config.num_heads) if config.sinks else None
         at = f"layers.{layer}.attn."
         self.qkv_site = Site(at + "qkv_A", (at + "q_B", at + "k_B", at + "v_B"), (q, kv, kv))
+        if config.fused_qkv:
+            self.qkv_site = Site(at + "qkv_A", (at + "qkv_B",), (q + 2 * kv,))
         self.o_site = Site(at + "o_A", (at + "o_B",), (d,))
 
     def forward(self, x_TD: Tensor, angles: Angles, attend: Attend, lora: LoraRows | None) -> Tensor:

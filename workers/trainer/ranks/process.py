@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scheduler.links.configs import TrainerConfig
 from scheduler.links.sockets import WorkerLink
-from store.blobs import Blobs
+from workers.blobs import blobs_of
 from workers.leave import leave
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
@@ -48,7 +48,7 @@ def main(door: str, parent: int) -> int:
     group = Group(dist.new_group(backend="gloo", timeout=FOR_EVER) if on_gpu else None)
     bases = load(config, where, mesh_of(config, where), group)
     watchdog = Watchdog()
-    blobs = Blobs(Path(config.basics.data_dir) / "blobs", durable=config.basics.durable)
+    blobs = blobs_of(config.basics)
 
     def begin(pages: Path) -> Member:
         models = {name: base.decoder for name, base in bases.items()}

@@ -24,7 +24,7 @@ from weft.wire.checks.custom_format import encode_custom_loss
 from weft.wire.codec import decode_train_output
 
 from scheduler.links.messages import Done, OpKind, loss_ref
-from store.blobs import Blobs
+from store.folder_blobs import FolderBlobs
 from tests.workers.trainer.kit import MODEL, Bench, ce_data, rl_data, sliced
 from workers.model.sharded import Sharded, held_bytes, load_sharded
 from workers.model.stored import Stored
@@ -211,7 +211,7 @@ def play(group: Group, base: Sharded, wanted: list[bytes], folder: Path, bounds:
         def make(others: Any) -> Trainer:
             of = Bench(base.decoder, folder / "many", **bounds)
             pages = folder / f"pages-{group.rank}"
-            return Trainer({MODEL: base.decoder}, Blobs(folder / "many"), of.bounds, pages, others=others)
+            return Trainer({MODEL: base.decoder}, FolderBlobs(folder / "many"), of.bounds, pages, others=others)
 
         return Member(group, {MODEL: base}, torch.device("cpu"), make)
 
