@@ -78,7 +78,7 @@ def main(door: str, parent: int) -> int:
 def mesh_of(config: TrainerConfig, where: ModelDevice) -> DeviceMesh:
     """All ranks keep a part each; or, of several nodes, each node keeps the whole among its ranks."""
     if config.nodes > 1 and config.shard == "node":
-        return init_device_mesh(where.device.type, (config.nodes, config.ranks))
+        return init_device_mesh(where.device.type, (config.nodes, config.ranks), mesh_dim_names=("nodes", "ranks"))
     return init_device_mesh(where.device.type, (config.nodes * config.ranks,))
 
 
