@@ -51,6 +51,8 @@ class _Section(BaseModel):
 
 
 class TrainerSettings(_Section):
+    #: How many trainers, each with the base models in its memory; every run lives on one of them.
+    replicas: Positive = 1
     #: Processes that are one trainer and keep a part of the base each: one for each GPU (docs/production.md).
     ranks: Positive = 1
     #: Machines with so many ranks each, which meet at HOST:PORT of one of them; a worker is started on each.
@@ -71,7 +73,7 @@ class TrainerSettings(_Section):
     #: A run's whole state is written after this many tokens of training, which bounds what a lost trainer replays.
     snapshot_every_tokens: Positive = 65_536
     #: Memory for the states of runs (weights, moments, gradient), on the device if the trainer has one; the others are
-    #: paged out. 0: half of what is free when the trainer starts.
+    #: paged out. 0: half of what is free when the trainer starts, and of that its part, where this server has several.
     resident_bytes: Annotated[int, Field(ge=0)] = 0
     #: With a device: memory of the host for runs that are paged out of it; beyond, they are in files. 0: half.
     host_bytes: Annotated[int, Field(ge=0)] = 0
@@ -296,10 +298,11 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
     values = _environment()
     if config_file is not None:
         values = _over(values, _read(config_file))
-    within = ("engine", "trainer_ranks")  # of a section
+    within = ("engine", "trainers", "trainer_ranks")  # of a section
     values.update({name: value for name, value in overrides.items() if value is not None and name not in within})
-    if overrides.get("trainer_ranks") is not None:
-        values["trainer"] = {**values.get("trainer", {}), "ranks": overrides["trainer_ranks"]}
+    for given, field in (("trainers", "replicas"), ("trainer_ranks", "ranks")):
+        if overrides.get(given) is not None:
+            values["trainer"] = {**values.get("trainer", {}), field: overrides[given]}
     if overrides.get("engine"):
         values["generator"] = {**values.get("generator", {}), "replicas": list(overrides["engine"])}
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -62,6 +63,7 @@ def serve(settings: Settings) -> int:
             blobs = blobs_of(settings)
             if not settings.redis_url:
                 blobs.clear_unfinished()
+                shutil.rmtree(settings.data_dir / "pages", ignore_errors=True)  # of trainers, which are gone
             app = create_app(settings, cards, database, blobs, prices)
             app.state.ahead = ahead
             server = Server(app, _url(settings.host, sock), BACKLOG, settings.front)

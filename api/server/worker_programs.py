@@ -28,18 +28,19 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[WorkerProgram]:
-    """One trainer and the generators, on this machine, for these models. Raises SettingsError."""
-    urls = _vllm_urls(settings, models)
-    programs = [_program("trainer", _trainer(settings, models))]
+    """The trainers and the generators, on this machine, for these models. Raises SettingsError."""
+    urls, trainers = _vllm_urls(settings, models), settings.trainer.replicas
+    roles = [_numbered("trainer", number) for number in range(1, trainers + 1)]
+    programs = [_program(role, _trainer(settings, models, trainers, f"pages/{role}")) for role in roles]
     for number, kind in enumerate(settings.generator.kinds, start=1):
-        role = "generator" if number == 1 else f"generator-{number}"
+        role = _numbered("generator", number)
         url = urls.pop(0) if urls and kind == "vllm" else ""
         programs.append(_program(role, _generator(settings, models, kind, url, settings.data_dir / "vllm" / role)))
     return programs
 
 
 def lone_worker(settings: Settings, models: Mapping[str, Path], role: str) -> WorkerProgram:
-    """The trainer or one generator, of the first kind, that works for API replicas. Raises SettingsError."""
+    """A trainer, or a generator of the first kind, that works for API replicas. Raises SettingsError."""
     if role == "trainer":
         return _program(role, _trainer(settings, models))
     kind, urls = settings.generator.kinds[0], _vllm_urls(settings, models)
@@ -48,7 +49,12 @@ def lone_worker(settings: Settings, models: Mapping[str, Path], role: str) -> Wo
     return _program(role, _generator(settings, models, kind, urls[0] if urls else "", folder))
 
 
-def _trainer(settings: Settings, models: Mapping[str, Path]) -> TrainerConfig:
+def _numbered(role: str, number: int) -> str:
+    return role if number == 1 else f"{role}-{number}"
+
+
+def _trainer(settings: Settings, models: Mapping[str, Path], trainers: int = 1, pages: str = "pages") -> TrainerConfig:
+    """One of so many `trainers` on this machine."""
     trainer = settings.trainer
     bounds = TrainerBounds(
         microbatch_tokens=trainer.microbatch_tokens,
@@ -56,12 +62,14 @@ def _trainer(settings: Settings, models: Mapping[str, Path]) -> TrainerConfig:
         resident_bytes=trainer.resident_bytes,
         host_bytes=trainer.host_bytes,
         loss_limit_s=trainer.loss_limit_s,
+        trainers=trainers,
     )
     if trainer.nodes > 1 and not settings.redis_url:
         raise SettingsError("trainer.nodes: several machines come to a Redis (docs/production.md), and there is none")
     return TrainerConfig(
         _basics(settings, trainer, models),
         bounds,
+        pages,
         ranks=trainer.ranks,
         nodes=trainer.nodes,
         rendezvous=trainer.rendezvous,

@@ -378,7 +378,7 @@ def test_the_embedded_workers_of_the_defaults(tmp_path: Path) -> None:
     assert trainer.command[3:] == ["workers", "trainer"]
     assert generator.command[3:] == ["workers", "generator"]
     assert trainer.environment["OMP_NUM_THREADS"] == str(settings.trainer.threads)
-    assert trainer.config == TrainerConfig(basics, TrainerBounds())
+    assert trainer.config == TrainerConfig(basics, TrainerBounds(), "pages/trainer")
     assert generator.config == GeneratorConfig(basics, engine=TorchConfig())
     assert trainer.stands_by
     assert generator.stands_by
@@ -391,6 +391,7 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
         durable = true
         base_dir = "/b"
         [trainer]
+        replicas = 2
         threads = 3
         device = "cuda:1"
         dtype = "float32"
@@ -412,11 +413,14 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
         """
     )
     settings, models = load_settings(config, data_dir=tmp_path), {"m": Path("/m")}
-    trainer, generator = embedded_workers(settings, models)
+    trainer, second, generator = embedded_workers(settings, models)
     place = {"data_dir": str(tmp_path), "models": {"m": "/m"}, "durable": True, "base_dir": "/b"}
     training = Basics(**place, threads=3, device="cuda:1", dtype="float32")
     sampling = Basics(**place, threads=4, device="cpu", dtype="bfloat16")
-    assert trainer.config == TrainerConfig(training, TrainerBounds(11, 12, 13, 14, 2.5))
+    bounds = TrainerBounds(11, 12, 13, 14, 2.5, trainers=2)
+    assert trainer.config == TrainerConfig(training, bounds, "pages/trainer")
+    assert second.config == TrainerConfig(training, bounds, "pages/trainer-2")
+    assert (second.role, second.command[-1]) == ("trainer-2", "trainer")
     assert generator.config == GeneratorConfig(sampling, 15, 16, TorchConfig(17, 18, 19, 20))
     ranks = "ranks = 2\n        nodes = 3\n        rendezvous = 'a:1'\n        shard = 'node'\n"
     config.write_text(config.read_text().replace('device = "cuda:1"', 'device = "cuda"\n        ' + ranks))
@@ -462,6 +466,16 @@ def test_generators_of_both_kinds(tmp_path: Path) -> None:
     ]
     with pytest.raises(SettingsError, match="one base model"):
         embedded_workers(settings, {"m": Path("/m"), "n": Path("/n")})
+
+
+def test_the_command_line_says_how_many_trainers(tmp_path: Path) -> None:
+    config = tmp_path / "weft.toml"
+    config.write_text("[trainer]\nthreads = 7\nreplicas = 2\n")
+    assert load_settings(config, data_dir=tmp_path).trainer.replicas == 2
+    told = load_settings(config, data_dir=tmp_path, trainers=3).trainer
+    assert (told.replicas, told.threads) == (3, 7)
+    with pytest.raises(SettingsError, match=r"trainer\.replicas"):
+        load_settings(config, data_dir=tmp_path, trainers=0)
 
 
 def test_the_command_line_names_the_kind_of_each_generator(tmp_path: Path) -> None:
