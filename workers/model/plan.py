@@ -255,7 +255,10 @@ def _keys_and_values(
     if least > most:
         way_out = f"at most {most:,} tokens fit; set less"
         room.take("keys and values", least * each, must=f"generator.context_tokens = {longest:,}", way_out=way_out)
-    slots = wanted.slots or MOST_SLOTS[device.kind]
+    slots, state = wanted.slots or MOST_SLOTS[device.kind], wanted.generators * sum(m.state_bytes for m in models)
+    if state and not wanted.slots:
+        slots = max(1, min(slots, room.free_bytes // 4 // state))
+    room.take("states of sequences", slots * state, must=f"generator.slots = {slots}", way_out="set less")
     full = slots * (least + PAGE_TOKENS)
     fits = room.free_bytes // 2 // each if wanted.trainers else room.free_bytes // each
     kv_tokens = wanted.kv_tokens or max(least, min(full, fits) // PAGE_TOKENS * PAGE_TOKENS)
