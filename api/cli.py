@@ -31,6 +31,7 @@ COMMANDS = {
     "model": "model",
     "org": "org",
     "payments": "payments",
+    "plan": "plan",
     "project": "project",
     "repair": "repair",
     "restore": "backup",
@@ -81,6 +82,7 @@ def _models(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...
 @click.option("--model", "models", metavar="NAME=PATH", callback=_models, multiple=True, help="A local model (repeat).")
 @click.option("--engine", multiple=True, type=click.Choice(["torch", "vllm"]), help="A generator (repeat for more).")
 @click.option("--trainer-ranks", type=int, help="Processes that are one trainer and share the base model (default 1).")
+@click.option("--trainers", type=int, help="How many trainers (default 1).")
 def serve(
     data_dir: Path | None,
     config: Path | None,
@@ -89,6 +91,7 @@ def serve(
     models: dict[str, Path],
     engine: tuple[str, ...],
     trainer_ranks: int | None,
+    trainers: int | None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. Without --model it serves a tiny model that comes with Weft."""
     from api.server import serve as server
@@ -97,7 +100,7 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    given = {"models": models or None, "engine": engine, "trainer_ranks": trainer_ranks}
+    given = {"models": models or None, "engine": engine, "trainers": trainers, "trainer_ranks": trainer_ranks}
     settings = settings_of(config, data_dir, host=host, port=port, **given)
     try:
         code = server.serve(settings)

@@ -35,8 +35,10 @@ down(silu(gate x) * up x).
 
 Weights are read from safetensors, one file or shards, experts one by one or fused, in float32, bfloat16 or float16.
 Block FP8 (128 x 128, as of DeepSeek and Qwen) and MXFP4 (gpt-oss) become bfloat16 tensor by tensor as they are read,
-so they take the memory of bfloat16. Kimi-K2 is a DeepSeek-V3 by its config and its tensors' names. What a checkpoint
-holds for predicting several tokens at once is not loaded.
+so they take the memory of bfloat16; so does int4 in groups of 32 (Kimi-K2-Thinking; pack-quantized weights of
+compressed-tensors, with nothing else quantised). Kimi-K2 is a DeepSeek-V3 by its config and its tensors' names; the
+checkpoints that can see (Kimi-K2.5, K2.6) are not served. What a checkpoint holds for predicting several tokens at once
+is not loaded.
 
 ## What is trained
 
@@ -45,10 +47,12 @@ holds for predicting several tokens at once is not loaded.
 | `train_attn` | `self_attn.q_proj`, `k_proj`, `v_proj`, `o_proj` |
 | `train_attn`, Ling 2 | `attention.query_key_value` (one linear, one adapter), `attention.dense` |
 | `train_attn`, latent attention | `q_a_proj` (`q_proj` where queries have no latent), `kv_a_proj_with_mqa`, `o_proj` |
+| `train_attn`, gated delta rule | `linear_attn.out_proj` and `in_proj_qkvz`, `in_proj_ba` (Qwen3-Next) |
 | `train_mlp` | `gate_proj`, `up_proj`, `down_proj`: of a dense MLP, of every expert, of shared experts |
 | `train_unembed` | `lm_head`, also where it is tied to the embedding (which stays as it is) |
 
-Routers, norms, biases and embeddings are frozen, and in latent attention `q_b_proj` and `kv_b_proj`, which Tinker's
+Where attention has an output gate, `q_proj` projects it, too. Routers, norms, biases, embeddings, convolutions, decays
+and the gates of shared experts are frozen, and in latent attention `q_b_proj` and `kv_b_proj`, which Tinker's
 count of parameters leaves out too (`get_lora_param_count` of its cookbook); an adapter that has them is refused by
 name. All experts of a layer share the factor on the hidden side (`docs/design.md`). Exports name modules as
 transformers 5 does (`mlp.experts.N.gate_proj`), in every family; adapters with the names of Mixtral's checkpoints
@@ -61,6 +65,10 @@ Grouped-query attention: keys and values of the key-value heads. Latent attentio
 the key for all heads (`kv_lora_rank` + `qk_rope_head_dim` numbers a layer: 70 KB a token of DeepSeek-V3 in bfloat16,
 where keys and values of its heads would be 5 MB). The prefix cache keeps the same, and so does what is set aside. On a
 CUDA device decode steps of latent attention are launched piece by piece, not captured.
+
+A gated delta rule keeps nothing of a token but a state of each sequence, in float32 (`weftd model check` says how
+large). The prefix cache keeps states at some block ends, so a prompt may continue from there and not from the last of
+its first common tokens. On a GPU these layers run torch's own operations, and steps are not captured.
 
 ## How it is held
 

@@ -33,21 +33,25 @@ class TrainerBounds(msgspec.Struct, frozen=True):
     slower. After `snapshot_every_tokens` trained tokens a run's state is saved, at an optimizer step or at the end of
     a pass, which bounds how much a lost trainer has to replay. The states of runs take up to `resident_bytes` of the
     memory that computes, and, where that is a device's, `host_bytes` of the host's; 0: half of what is free at the
-    start. An uploaded loss may take `loss_limit_s` for each thousand of what it costs at most on the data at hand."""
+    start, divided by the `trainers` that are on this machine. An uploaded loss may take `loss_limit_s` for each
+    thousand of what it costs at most on the data at hand."""
 
     microbatch_tokens: int = 2048
     snapshot_every_tokens: int = 65536
     resident_bytes: int = 0
     host_bytes: int = 0
     loss_limit_s: float = 10.0
+    trainers: int = 1
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, tag=True):
-    """`ranks` processes on each of `nodes` machines, which meet at `rendezvous` (HOST:PORT of one of them), are one
-    trainer and share the base: over all of them, or with `shard` "node" over those of a node."""
+    """`pages` is the folder, of its own, for the runs of a trainer without a Redis that are in files. `ranks` processes
+    on each of `nodes` machines, which meet at `rendezvous` (HOST:PORT of one of them), are one trainer and share the
+    base: over all of them, or with `shard` "node" over those of a node."""
 
     basics: Basics
     bounds: TrainerBounds = TrainerBounds()
+    pages: str = "pages"
     ranks: int = 1
     nodes: int = 1
     rendezvous: str = ""

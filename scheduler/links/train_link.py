@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -122,11 +122,12 @@ class TrainerLink:
 
 
 class LeaderLink:
-    """The leader's end, in its event loop (a `scheduler.links.sockets.Link`); blocking calls go to `threads`."""
+    """The leader's end, in its event loop (a `scheduler.links.sockets.Link`). Blocking calls go to threads of its own:
+    one waits for the trainer nearly always, and there may be any number of trainers."""
 
-    def __init__(self, url: str, link: str, blobs: Blobs, threads: Executor) -> None:
+    def __init__(self, url: str, link: str, blobs: Blobs) -> None:
         self.name = link
-        self._blobs, self._threads = blobs, threads
+        self._blobs, self._threads = blobs, ThreadPoolExecutor(2, "trainer link")
         self._redis, self._reader = pooled(url), blocking(url)
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._pump = asyncio.create_task(self._send_all())
@@ -179,6 +180,7 @@ class LeaderLink:
         self._pump.cancel()
         with suppress(QueueUnreachable), reaching():
             self._redis.delete(*(_key(kind, self.name) for kind in ("up", "down", "alive")))
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._redis.close()
         self._reader.close()
 
@@ -232,7 +234,7 @@ class LeaderLink:
 
 
 class Joining:
-    """For the leader: says who leads, and who would like to be its trainer."""
+    """For the leader: says who leads, and who would like to be one of its trainers."""
 
     def __init__(self, url: str, token: str) -> None:
         self._redis, self._reader = pooled(url), blocking(url)

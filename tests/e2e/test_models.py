@@ -35,6 +35,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests.e2e.conftest import BIN, Weftd
@@ -56,6 +58,13 @@ SIZES = {
 }
 
 
+DELTA = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 LATENT = {
     **SIZES,
     "num_key_value_heads": 4,
@@ -101,6 +110,9 @@ def models(tmp_path: Path) -> dict[str, Any]:
         "inclusionAI/Ling-tiny": reference("bailing", vocab_size=1560, max_position_embeddings=512),
         "openai/gpt-oss-tiny": GptOssForCausalLM(
             GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=16, rope_parameters=ROPE)
+        ),
+        "Qwen/Qwen3-Next-tiny": Qwen3NextForCausalLM(
+            Qwen3NextConfig(**SIZES, **DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
         ),
     }
 

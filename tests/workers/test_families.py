@@ -28,7 +28,7 @@ from workers.model.peft_format import write_export
 
 #: One of each family; "qwen3-tied" and its like differ in nothing that is held here.
 EACH = ["qwen2", "qwen2-yarn", "qwen3", "llama", "mistral", "moe", "mixtral", "olmoe", "glm4-moe", "gpt-oss"]
-EACH += ["deepseek", "deepseek-plain", "glm4-moe-lite", "bailing"]
+EACH += ["deepseek", "deepseek-plain", "glm4-moe-lite", "bailing", "qwen3-next"]
 CONTEXT = 256
 STEPS, RATE = 5, 3e-3
 
@@ -185,6 +185,8 @@ def modules(tiny: Tiny) -> list[str]:
     """What stock peft can wrap: linears; experts that lie in one tensor are none."""
     latent, mlp = tiny.decoder.config.latent, ["gate_proj", "up_proj", "down_proj"]
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    if tiny.decoder.config.delta is not None:
+        attention += [*(f"in_proj_{name}" for name in tiny.decoder.config.delta.projections), "out_proj"]
     if tiny.decoder.config.fused_qkv:
         attention = ["query_key_value", "dense"]
     if latent:

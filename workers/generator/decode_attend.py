@@ -28,6 +28,7 @@ from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.generator.prefill_attend import softmax_beside
 from workers.model.attend import ALL, Reach
 from workers.model.native.build import library
+from workers.model.recur import Recur, Recurrence
 
 #: Attention lengths are rounded up to this many positions. Larger: fewer, bigger calls; smaller: less masked work.
 LENGTH_QUANTUM = 2 * PAGE_TOKENS
@@ -46,11 +47,18 @@ def native_kernel(cache: KVCache) -> ctypes.CDLL | None:
 
 class DecodeAttend:
     """The `Attend` of one decode step: row i stores its new key and value at `positions[i]` of the sequence with the
-    pages `table_RW[i]`, and attends to every position up to it."""
+    pages `table_RW[i]`, and attends to every position up to it. `recur`: in models that have recurrent layers."""
 
     latent = True
 
-    def __init__(self, cache: KVCache, table_RW: npt.NDArray[np.int32], positions: Sequence[int]) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        table_RW: npt.NDArray[np.int32],
+        positions: Sequence[int],
+        recur: Recur | None = None,
+    ) -> None:
+        self._recur = recur
         self._cache, self._table_RW, self._positions_R = cache, table_RW, np.asarray(positions, dtype=np.int64)
         self._native = native_kernel(cache)
         self._gathered = _Gathered(cache, table_RW, self._positions_R) if self._native is None else None
@@ -74,6 +82,10 @@ class DecodeAttend:
         if self._native.weft_attend(ctypes.byref(shape), *arguments):
             raise MemoryError("no memory for the scores of a decode step")
         return out_THD
+
+    def recur(self, layer: int, recurrence: Recurrence, x_TI: Tensor, *, apart: bool) -> Tensor:
+        assert self._recur is not None
+        return self._recur.recur(layer, recurrence, x_TI, apart=apart)
 
 
 class _Shape(ctypes.Structure):
@@ -121,7 +133,7 @@ class _Gathered:
         positions_R: npt.NDArray[np.int64],
     ) -> _Bucket:
         cache = self._cache
-        device, kv_heads = cache.device, cache.k_NKDP[0].shape[1]
+        device, kv_heads = cache.device, cache.kv_heads
         own = table_RW[rows, : pages_of(length)].astype(np.int64)
         if own.shape[1] < pages_of(length):  # the context ends before the quantum does
             own = np.pad(own, ((0, 0), (0, pages_of(length) - own.shape[1])), mode="edge")

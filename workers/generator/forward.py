@@ -1,7 +1,8 @@
 """The model passes of TorchEngine: pieces of prompts packed into one prefill, and one token for every running sequence.
 
 After a pass that raised, it may be repeated for fewer requests: writing the same keys and values to the same pages
-twice is harmless, and so is scoring the same rows of a prompt twice.
+twice is harmless, and so is scoring the same rows of a prompt twice. States of recurrent layers are read and never
+written: a prefill adds those it reaches to the request's, a step leaves them in its plan until they are taken over.
 
 A prefill treats every block of a prompt (BLOCK_TOKENS at a multiple of BLOCK_TOKENS) alike, bit for bit, whichever
 piece it comes in: its attention and its products with an adapter are calls of their own, of a shape that follows from
@@ -24,7 +25,9 @@ from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.generator.prefill_attend import Piece, PrefillAttend
 from workers.generator.prefix_cache import BLOCK_TOKENS
 from workers.generator.progress import RequestProgress, SequenceProgress
+from workers.generator.recur import DecodeRecur, PrefillRecur
 from workers.generator.sampling import SamplingRows
+from workers.generator.states import States
 from workers.model.decoder import Decoder, OnRoute
 from workers.model.lora import LoraRows
 
@@ -47,6 +50,8 @@ class DecodePlan:
         #: The pages of each row; beyond them, page 0.
         self.table_RW = np.zeros((len(self.rows), pages_of(context)), dtype=np.int32)
         self._known = [0] * len(self.rows)
+        #: The states of each row after the step in progress.
+        self.after: list[States] = []
 
     def turn_pages(self) -> None:
         """Add the pages that sequences have got since the last call."""
@@ -54,6 +59,12 @@ class DecodePlan:
             if len(row.pages) != self._known[i]:
                 self._known[i] = len(row.pages)
                 self.table_RW[i, : len(row.pages)] = row.pages
+
+    def take_over(self) -> None:
+        """The step has succeeded: the rows' next one continues from its states."""
+        for row, states in zip(self.rows, self.after, strict=False):
+            row.states = states
+        self.after = []
 
 
 def sampling_rows(sequences: Sequence[SequenceProgress], vocab_size: int, device: torch.device) -> SamplingRows:
@@ -84,13 +95,15 @@ def decode(decoder: Decoder, cache: KVCache, plan: DecodePlan) -> Tensor:
     positions = [row.position for row in plan.rows]
     tokens_R = torch.tensor([row.tokens[-1] for row in plan.rows], device=cache.device)
     plan.turn_pages()
-    attend = DecodeAttend(cache, plan.table_RW, positions)
+    recur = DecodeRecur([row.states for row in plan.rows])
+    attend = DecodeAttend(cache, plan.table_RW, positions, recur)
     chosen: list[Tensor] = []
     on_route = _recorder(chosen) if plan.routed else None
     hidden_RD = decoder(tokens_R, torch.tensor(positions, device=cache.device), attend, plan.lora, on_route)
     if chosen:
         pages = [row.pages[position // PAGE_TOKENS] for row, position in zip(plan.rows, positions, strict=True)]
         cache.record_routes(pages, positions, chosen)
+    plan.after = recur.after
     return decoder.logits(hidden_RD, plan.lora)
 
 
@@ -112,12 +125,15 @@ def prefill(decoder: Decoder, cache: KVCache, batch: Sequence[RequestProgress]) 
     chosen: list[Tensor] = []
     routed = any(progress.request.return_routed_experts for progress in batch)
     on_route = _recorder(chosen) if routed else None
-    hidden_TD = decoder(tokens_T, positions_T, PrefillAttend(cache, pieces), lora, on_route)
+    before = [progress.states.get(piece.start, {}) for progress, piece in zip(batch, pieces, strict=True)]
+    recur = PrefillRecur(pieces, before, [progress.marks for progress in batch])
+    hidden_TD = decoder(tokens_T, positions_T, PrefillAttend(cache, pieces, recur), lora, on_route)
     if chosen:
         pages = [piece.pages[at // PAGE_TOKENS] for piece, span in zip(pieces, spans, strict=True) for at in span]
         cache.record_routes(pages, [position for span in spans for position in span], chosen)
     by_request = torch.split(hidden_TD, [len(span) for span in spans])
-    for progress, hidden_ND in zip(batch, by_request, strict=True):
+    for progress, hidden_ND, reached in zip(batch, by_request, recur.reached, strict=True):
+        progress.states |= reached
         _score(decoder, progress, hidden_ND)
     complete = [
         (progress, hidden_ND[-1:]) for progress, hidden_ND in zip(batch, by_request, strict=True) if progress.at_end

@@ -15,7 +15,7 @@ choices.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -80,19 +80,21 @@ class KVCache:
         values_within: int = 0,
         mixture_layers: int = 0,
         choices: int = 0,
+        without: Collection[int] = (),
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.pages = pages
+        """`without`: the layers that have no keys and values, for which nothing is allocated."""
+        self.pages, self.kv_heads, heads = pages, kv_heads, [0 if i in without else kv_heads for i in range(layers)]
         #: An extra page that no sequence holds: unused rows of a captured step write to it.
         self.scratch = pages
-        keys, values = (pages + 1, kv_heads, head_dim, PAGE_TOKENS), (pages + 1, kv_heads, PAGE_TOKENS, head_dim)
-        self.k_NKDP = [zeros(keys, dtype, torch.device(device)) for _ in range(layers)]
+        where = torch.device(device)
+        self.k_NKDP = [zeros((pages + 1, kv, head_dim, PAGE_TOKENS), dtype, where) for kv in heads]
         self.v_NKPD = [
-            self.k_NKDP[layer][:, :, :values_within].transpose(2, 3)
+            keys_NKDP[:, :, :values_within].transpose(2, 3)
             if values_within
-            else zeros(values, dtype, torch.device(device))
-            for layer in range(layers)
+            else zeros((pages + 1, kv, PAGE_TOKENS, head_dim), dtype, where)
+            for kv, keys_NKDP in zip(heads, self.k_NKDP, strict=True)
         ]
         self.latent = values_within > 0
         self.routes_NPMC = zeros((pages, PAGE_TOKENS, mixture_layers, choices), torch.int16, torch.device(device))

@@ -19,6 +19,7 @@ from torch import Tensor
 from workers.generator.kv_cache import KVCache
 from workers.generator.prefix_cache import BLOCK_TOKENS
 from workers.model.attend import ALL, Reach
+from workers.model.recur import Recur, Recurrence
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,12 @@ class Piece:
 
 
 class PrefillAttend:
-    """The `Attend` of one prefill; the pieces follow each other in T."""
+    """The `Attend` of one prefill; the pieces follow each other in T. `recur`: in models that have recurrent layers."""
 
     latent = True
 
-    def __init__(self, cache: KVCache, pieces: Sequence[Piece]) -> None:
+    def __init__(self, cache: KVCache, pieces: Sequence[Piece], recur: Recur | None = None) -> None:
+        self._recur = recur
         self._cache = cache
         self._pieces = pieces
         ahead_NN = torch.full((BLOCK_TOKENS, BLOCK_TOKENS), -torch.inf, device=cache.device)
@@ -63,6 +65,10 @@ class PrefillAttend:
                     out_THD[block] = self._reaching_block(q_THD[block], keys, values, reach)
                 at = block.stop
         return out_THD
+
+    def recur(self, layer: int, recurrence: Recurrence, x_TI: Tensor, *, apart: bool) -> Tensor:
+        assert self._recur is not None
+        return self._recur.recur(layer, recurrence, x_TI, apart=apart)
 
     def _attend_block(self, q_NHD: Tensor, k_KDL: Tensor, v_KLD: Tensor) -> Tensor:
         """Causal attention of the last N of L positions."""

@@ -9,9 +9,9 @@ of prompt is being computed for another request waits to take it from the prefix
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
-from workers.generator.prefix_cache import BLOCK_TOKENS, BlockKey, PrefixCache
+from workers.generator.prefix_cache import BLOCK_TOKENS, PrefixCache
 from workers.generator.progress import RequestProgress, SequenceProgress
 
 
@@ -49,13 +49,13 @@ class PrefillQueue:
         """The requests of the next prefill, each with `goal` set to the position it will reach. Those that start are
         seated by `seat` (False: no memory is free) and get the blocks that the prefix cache has."""
         chosen: list[RequestProgress] = []
-        computing: set[BlockKey] = set()
+        computing: set[Hashable] = set()
         left = self._budget
         for progress in [progress for progress in self if not progress.awaits]:
             starting = progress.started == 0
             if starting:
                 self._look_up(progress)
-                if progress.chain.next_key(progress.request.prompt) in computing and progress.may_hit_more:
+                if not computing.isdisjoint(self._wanted(progress)):
                     continue
             goal = progress.reach(left)
             if goal == progress.computed:
@@ -63,16 +63,37 @@ class PrefillQueue:
             if starting and not self._start(progress, seat):
                 break
             progress.goal = goal
+            progress.marks = self._marks(progress, goal) | {goal}
             left -= goal - progress.computed
-            key = progress.chain.next_key(progress.request.prompt)
-            if key is not None and self._prefix.capacity:
-                computing.add(key)
+            computing |= self._coming(progress)
             chosen.append(progress)
         return chosen
 
+    def _wanted(self, progress: RequestProgress) -> set[Hashable]:
+        """What another request may be computing that this one would rather take from the prefix cache."""
+        if self._prefix.keeps_states:
+            return self._heads(progress, self._marks(progress, progress.hit_limit))
+        return {progress.chain.next_key(progress.request.prompt)} if progress.may_hit_more else set()
+
+    def _coming(self, progress: RequestProgress) -> set[Hashable]:
+        """What the prefix cache will have once this request's prefill is done."""
+        if self._prefix.keeps_states:
+            return self._heads(progress, self._marks(progress, progress.goal))
+        key = progress.chain.next_key(progress.request.prompt)
+        return {key} if key is not None and self._prefix.capacity else set()
+
+    def _marks(self, progress: RequestProgress, stop: int) -> set[int]:
+        return self._prefix.marks(len(progress.request.prompt), progress.computed, stop)
+
+    def _heads(self, progress: RequestProgress, marks: set[int]) -> set[Hashable]:
+        """The beginnings of its prompt at whose ends states are kept."""
+        return {(progress.cache_root, tuple(progress.request.prompt[:mark])) for mark in marks}
+
     def save(self, progress: RequestProgress) -> None:
         """Put the blocks that a prefill has computed of this prompt into the prefix cache."""
-        self._prefix.save(progress.chain, progress.request.prompt, progress.sequences[0].pages, progress.goal)
+        prompt, pages = progress.request.prompt, progress.sequences[0].pages
+        self._prefix.save(progress.chain, prompt, pages, progress.goal, progress.states)
+        progress.states = {at: states for at, states in progress.states.items() if at == progress.goal}
 
     def _look_up(self, progress: RequestProgress) -> None:
         progress.chain, progress.places = self._prefix.match(
@@ -84,7 +105,7 @@ class PrefillQueue:
         sequence = progress.sequences[0]
         if not seat(sequence):
             return False
-        self._prefix.load(progress.chain, progress.places, sequence.pages)
+        progress.states = {progress.computed: self._prefix.load(progress.chain, progress.places, sequence.pages)}
         progress.started = 1
         self._waiting.remove(progress)
         self._begun.append(progress)

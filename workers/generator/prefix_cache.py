@@ -6,7 +6,9 @@ same with a hit and without. Blocks are copied in and out: a sequence owns its p
 
 A block is `BLOCK_TOKENS` prompt tokens at a multiple of `BLOCK_TOKENS`, after one exact history: a tenant, the
 adapter's weights and all tokens before it. Tenants share nothing, for a hit would tell one what another has asked.
-Blocks that follow each other form a `Chain`. The index evicts the least recently used block; a use of a block is
+Blocks that follow each other form a `Chain`. In a model with recurrent layers a prompt can only continue where their
+states are kept, too: at the last block end before the end of each prompt, and every so many blocks that the states
+take as much memory as the blocks between them. The index evicts the least recently used block; a use of a block is
 followed at once by a use of those before it, so a block always outlives those that follow it.
 """
 
@@ -14,10 +16,12 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from workers.generator.kv_cache import PAGE_TOKENS, KVCache, zeros
+from workers.generator.states import KeptStates, States
 
 #: A block is one page of the KV cache.
 BLOCK_TOKENS = PAGE_TOKENS
@@ -108,11 +112,17 @@ class BlockIndex:
 
 
 class PrefixCache:
-    """A pool of at most `max_bytes` beside `cache`. With less than one block's bytes it keeps nothing."""
+    """A pool of at most `max_bytes` beside `cache`. With less than one block's bytes it keeps nothing. `state_bytes`:
+    of the states of a sequence, which get up to half of the memory."""
 
-    def __init__(self, cache: KVCache, max_bytes: int) -> None:
+    def __init__(self, cache: KVCache, max_bytes: int, state_bytes: int = 0) -> None:
         block_bytes = sum(pool[0].numel() * pool.element_size() for pool in cache.tensors)
         self._cache = cache
+        self._states: KeptStates[BlockKey] | None = None
+        if state_bytes:
+            self._states = KeptStates(max_bytes // 2 // state_bytes)
+            max_bytes = max_bytes - self._states.capacity * state_bytes if self._states.capacity else 0
+        self._every = -(-state_bytes // block_bytes)  # blocks between states
         self._index = BlockIndex(max_bytes // block_bytes)
         self._pools = [
             zeros((self._index.capacity, *pool.shape[1:]), pool.dtype, pool.device) for pool in cache.tensors
@@ -123,19 +133,46 @@ class PrefixCache:
         """The most blocks it keeps."""
         return self._index.capacity
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether prompts can only continue at `marks`."""
+        return self._states is not None
+
     def match(self, root: Root, prompt: Sequence[int], limit: int) -> tuple[Chain, list[int]]:
         """The kept blocks at the head of `prompt`, within its first `limit` tokens, for `load`."""
-        return self._index.match(root, prompt, limit)
+        chain, places = self._index.match(root, prompt, limit)
+        while self._states is not None and places and chain.keys[-1] not in self._states:
+            chain.tail = chain.keys.pop()[0]
+            places.pop()
+        return chain, places
 
-    def load(self, chain: Chain, places: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy the blocks that `match` has just found into the first of these pages."""
+    def marks(self, length: int, start: int, stop: int) -> set[int]:
+        """The positions, beyond start and up to stop, at which the states of a prompt of that length are kept."""
+        if self._states is None or not self.capacity:
+            return set()
+        last = (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        every = self._every * BLOCK_TOKENS
+        regular = range((start // every + 1) * every, stop + 1, every)
+        return {*regular, *([last] if start < last <= stop else [])}
+
+    def load(self, chain: Chain, places: Sequence[int], pages: Sequence[int]) -> States:
+        """Copy the blocks that `match` has just found into the first of these pages. Returns the states after them."""
         self._index.use(chain)
         for cached, pool in zip(self._cache.tensors, self._pools, strict=True):
             for page, place in zip(pages, places, strict=False):
                 cached[page] = pool[place]
+        return self._states.use(chain.keys[-1]) if self._states is not None and chain.keys else {}
 
-    def save(self, chain: Chain, prompt: Sequence[int], pages: Sequence[int], stop: int) -> None:
-        """Keep the whole blocks among the first `stop` tokens, which these pages hold."""
+    def save(
+        self,
+        chain: Chain,
+        prompt: Sequence[int],
+        pages: Sequence[int],
+        stop: int,
+        states: Mapping[int, States] = MappingProxyType({}),
+    ) -> None:
+        """Keep the whole blocks among the first `stop` tokens, which these pages hold, and of `states`, by position,
+        those at `marks`."""
         while (len(chain.keys) + 1) * BLOCK_TOKENS <= stop:
             before = len(chain.keys)
             place = self._index.extend(chain, prompt)
@@ -144,3 +181,6 @@ class PrefixCache:
                     pool[place] = cached[pages[before]]
             elif len(chain.keys) == before:
                 return
+            end = len(chain.keys) * BLOCK_TOKENS
+            if self._states is not None and end in self.marks(len(prompt), end - BLOCK_TOKENS, end) and end in states:
+                self._states.keep(chain.keys[-1], states[end])

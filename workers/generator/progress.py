@@ -29,6 +29,7 @@ from workers.generator.engine import (
 from workers.generator.prefix_cache import BLOCK_TOKENS, Chain, Root
 from workers.generator.prompt_scores import PromptScores
 from workers.generator.sampling import Draw, sequence_rng
+from workers.generator.states import States
 from workers.generator.stop import StopRule
 
 
@@ -45,6 +46,7 @@ class SequenceProgress:
         self.stop_reason: StopReason | None = None
         self.policy: list[tuple[int, int]] = []  # (version, consecutive tokens drawn from it)
         self.stale = False
+        self.states: States = {}  # of recurrent layers, after all its tokens but the newest
         self.routes: npt.NDArray[np.int64] | None = None  # set when it ends, if requested
         self._rng = sequence_rng(owner.request.sampling.seed, sample, len(owner.request.prompt))
         #: The random number of the next token, renewed only when a token is accepted, so that a repeated step draws
@@ -62,6 +64,8 @@ class SequenceProgress:
 
     def accept(self, drawn: Draw, version: int) -> None:
         """Take the next token, drawn from the logits of policy `version`."""
+        if not self.tokens:
+            self.states = self.owner.states.get(len(self.owner.request.prompt), {})
         self.tokens.append(drawn.token)
         if self.policy and self.policy[-1][0] == version:
             self.policy[-1] = (version, self.policy[-1][1] + 1)
@@ -101,6 +105,8 @@ class RequestProgress:
     cache_hit: int = 0  # prompt tokens in those blocks
     computed: int = 0  # prompt tokens whose keys and values are in its pages
     goal: int = 0  # the value of `computed` after the prefill in progress, or the last one
+    marks: set[int] = field(default_factory=set)  # positions whose states the prefill in progress keeps
+    states: dict[int, States] = field(default_factory=dict)  # by position: where a prefill starts, or the prompt ends
     prompt_logits_V: Tensor = field(default_factory=lambda: torch.empty(0))
     prompt_version: int | None = None  # policy version of these logits
     given_up: bool = False  # sequences that have not started never will

@@ -3,8 +3,8 @@
 A seated sequence holds a row of the decode step and pages for its positions so far; it gets another page when it grows
 into it, so none is reserved that may never be used. When pages run out, the sequence last in precedence (lowest
 priority first, then youngest) is set aside: its pages are copied out, and back in as soon as pages are free, so that it
-continues from the same bits. While a sequence is set aside, none of the same or lower priority starts. The first in
-precedence is never set aside, so some sequence always runs to its end.
+continues from the same bits, and so are its states of recurrent layers. While a sequence is set aside, none of the same
+or lower priority starts. The first in precedence is never set aside, so some sequence always runs to its end.
 
 Siblings of one request share the whole pages of their prompt.
 """
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from workers.generator.kv_cache import PAGE_TOKENS, KVCache, PagePool, Saved, pages_of, routes_of
 from workers.generator.progress import SequenceProgress
+from workers.generator.states import moved
 
 
 class Seating:
@@ -72,7 +73,7 @@ class Seating:
         pages, keep = source.pages, pages_of(len(sequence.owner.request.prompt))
         self.pool.release(pages[keep:])
         del self._seated[source]
-        source.pages = []
+        source.pages, source.states = [], {}
         self._sit(sequence, pages[:keep])
 
     def leave(self, sequence: SequenceProgress) -> None:
@@ -80,6 +81,7 @@ class Seating:
         if sequence in self._seated:
             self._rise(sequence)
         self._aside.pop(sequence, None)
+        sequence.states = {}
 
     def grow(self) -> None:
         """Give every decoding sequence a page for its next position, setting others aside if necessary."""
@@ -98,6 +100,7 @@ class Seating:
                 return
             pages = self.pool.take(need)
             self._cache.bring_in(pages, self._aside.pop(sequence))
+            sequence.states = moved(sequence.states, self._cache.device)
             self._sit(sequence, pages)
 
     def clear(self, sequence: SequenceProgress) -> None:
@@ -130,6 +133,7 @@ class Seating:
 
     def _set_aside(self, sequence: SequenceProgress) -> None:
         self._aside[sequence] = self._cache.take_out(sequence.pages)
+        sequence.states = moved(sequence.states, "cpu")
         self._rise(sequence)
         self.preempted += 1
 

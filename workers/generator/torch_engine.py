@@ -93,13 +93,14 @@ class TorchEngine:
             values_within=0 if config.latent is None else config.latent.kv_rank,
             mixture_layers=len(config.mixture_layers),
             choices=config.experts_per_token,
+            without=config.delta_layers,
             dtype=weight.dtype,
             device=weight.device,
         )
         native_kernel(self._cache)  # compiled now rather than during the first step
         self._decode_plan = _decoding(decoder, self._cache, slots=slots, context=context)
         self._seating = Seating(self._cache, slots)
-        self._prefix = PrefixCache(self._cache, prefix_bytes)
+        self._prefix = PrefixCache(self._cache, prefix_bytes, config.state_bytes)
         self._queue = PrefillQueue(self._prefix, prefill_tokens)
         self._open = OpenRequests(self._queue, self._seating, self._adapters)
         self._numbers = itertools.count()
@@ -275,6 +276,7 @@ class TorchEngine:
             self._plan, self._planned = plan, self._seating.changes
         logits_RV = self._decode_plan(plan)
         drawn = self._draw(plan.rows, logits_RV, plan.sampling)
+        plan.take_over()
         self._counts["decode_steps"] += 1
         self._counts["slots_busy"] += len(plan.rows)
         self._counts["slots_offered"] += self._seating.rows
@@ -306,9 +308,9 @@ class TorchEngine:
 
 
 def _decoding(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> Callable[[forward.DecodePlan], Tensor]:
-    """How to `forward.decode` here: on a CUDA device by steps that are captured and replayed, but of latent
-    attention, whose steps are launched piece by piece."""
-    if cache.device.type != "cuda" or cache.latent:
+    """How to `forward.decode` here: on a CUDA device by steps that are captured and replayed, but of latent attention
+    and of recurrent layers (whose states are other tensors after each step), launched piece by piece."""
+    if cache.device.type != "cuda" or cache.latent or decoder.config.delta is not None:
         return partial(forward.decode, decoder, cache)
     from workers.generator.gpu.steps import DecodeSteps  # Triton: only a GPU needs it
 

@@ -56,12 +56,14 @@ class AdapterShape:
     """The tensors of an adapter, in order. r rank, d hidden, f MLP width, E experts, V vocabulary:
 
     | layers.i.attn.qkv_A [3r,d], q_B, k_B, v_B [out,r], o_A [r,q], o_B [d,r]                       | train_attn    |
+    | of a delta rule: in_A [2r,d], qkvz_B, ba_B (or in_A [4r,d], qkv_B, z_B, b_B, a_B), out_A, out_B | train_attn  |
     | q, k and v one linear: qkv_A [r,d], qkv_B [out,r], o_A, o_B                                   | train_attn    |
     | latent attention: latent_A [2r,d], q_a_B or q_B, kv_a_B [out,r], o_A, o_B                     | train_attn    |
     | layers.i.mlp.gate_up_A [2r,d], gate_B, up_B [f,r], down_A [r,f], down_B [d,r]                 | train_mlp     |
     | of experts: gate_B, up_B [E,f,r] and down_A [E,r,f] per expert, gate_up_A and down_B shared   | train_mlp     |
     | not `shared`: each_gate_up_A [E,2r,d] and each_down_B [E,d,r] instead of gate_up_A and down_B  | train_mlp     |
     | experts of every token: layers.i.mlp.shared.gate_up_A and so on, as of a dense MLP            | train_mlp     |
+    | (one that has a gate: layers.i.mlp.shared_expert.gate_up_A)                                   | train_mlp     |
     | unembed_A [r,d], unembed_B [V,r]                                                              | train_unembed |
     """
 
@@ -108,7 +110,8 @@ class AdapterShape:
         config, r, d = self.config, self.rank, self.config.hidden_size
         for layer in range(config.num_layers):
             if self.train_attn:
-                yield from self._attn(f"layers.{layer}.attn.")
+                delta = layer in self.config.delta_layers
+                yield from (self._delta if delta else self._attn)(f"layers.{layer}.attn.")
             if self.train_mlp:
                 yield from self._mlp_of(f"layers.{layer}.mlp.", config.is_moe(layer))
         if self.train_unembed:
@@ -126,11 +129,21 @@ class AdapterShape:
             yield at + "qkv_B", (c.q_size + 2 * c.kv_size, r), 0
         else:
             yield at + "qkv_A", (3 * r, d), d
-            yield at + "q_B", (c.q_size, r), 0
+            yield at + "q_B", (c.query_size, r), 0
             yield at + "k_B", (c.kv_size, r), 0
             yield at + "v_B", (c.kv_size, r), 0
         yield at + "o_A", (r, c.out_size), c.out_size
         yield at + "o_B", (d, r), 0
+
+    def _delta(self, at: str) -> Iterator[tuple[str, tuple[int, ...], int]]:
+        assert self.config.delta is not None
+        r, d, projections = self.rank, self.config.hidden_size, self.config.delta.projections
+        value = self.config.delta.value_size
+        yield at + "in_A", (len(projections) * r, d), d
+        for name, size in projections.items():
+            yield f"{at}{name}_B", (size, r), 0
+        yield at + "out_A", (r, value), value
+        yield at + "out_B", (d, r), 0
 
     def _mlp_of(self, at: str, moe: bool) -> Iterator[tuple[str, tuple[int, ...], int]]:
         config = self.config
@@ -139,7 +152,7 @@ class AdapterShape:
             return
         yield from self._mlp(at, config.moe_intermediate_size, (config.num_experts,))
         if config.shared_intermediate_size:
-            yield from self._mlp(at + "shared.", config.shared_intermediate_size)
+            yield from self._mlp(f"{at}{config.shared_name}.", config.shared_intermediate_size)
 
     def _mlp(self, at: str, f: int, per: tuple[int, ...] = ()) -> Iterator[tuple[str, tuple[int, ...], int]]:
         """`per` is the number of experts, if any."""

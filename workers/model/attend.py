@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.gpu import varlen
+from workers.model.recur import Recurrence, run_each
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ OnKv = Callable[[int, Tensor, Tensor], None]
 
 
 class PackedAttend:
-    """Causal attention within each of the packed sequences, differentiable.
+    """Causal attention within each of the packed sequences, differentiable; and a `Recur` that begins each anew.
 
     Sequences of equal length share one call, so nothing is padded and no result depends on another's length; 16-bit
     tensors on CUDA take one call for all.
@@ -91,6 +92,9 @@ class PackedAttend:
         order, inverse = self._order, self._inverse
         q, k, v = (_permute(t, order, inverse) for t in (q_THD, k_TKD, v_TKD))
         return _permute(self._by_bucket(q, k, v, reach), inverse, order)
+
+    def recur(self, layer: int, recurrence: Recurrence, x_TI: Tensor, *, apart: bool) -> Tensor:
+        return run_each(recurrence, x_TI, self._lengths)
 
     @cached_property
     def _varlen(self) -> varlen.VarlenAttend:

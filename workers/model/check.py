@@ -18,13 +18,14 @@ TRAINING_BYTES = 16
 
 @dataclass(frozen=True)
 class Check:
-    """`adapters`: rank -> parameters, when everything is trained."""
+    """`adapters`: rank -> parameters, when everything is trained. `state_bytes` of a sequence, float32."""
 
     card: ModelCard
     dtype: str
     parameters: int
     kv_bytes_per_token: int
     adapters: dict[int, int]
+    state_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -44,6 +45,7 @@ class Check:
             *(f"trained   {flag}: {', '.join(names)}" for flag, names in trained(config).items()),
             f"weights   {self.parameters:,} parameters, {_size(self.weight_bytes)} in {self.dtype}",
             f"cache     {self.kv_bytes_per_token:,} bytes per token in {self.dtype}",
+            *([f"state     {self.state_bytes:,} bytes per sequence in float32"] if self.state_bytes else []),
             f"context   {config.context_length:,} tokens",
             *adapters,
         ]
@@ -52,9 +54,9 @@ class Check:
 def check_model(card: ModelCard, dtype: str = "bfloat16") -> Check:
     """The weights in memory hold a few numbers in float32 (norms, biases), which are counted as `dtype`."""
     config = card.config
-    kv = config.num_layers * config.kept_size * ITEM_BYTES[dtype]
+    kv = (config.num_layers - len(config.delta_layers)) * config.kept_size * ITEM_BYTES[dtype]
     adapters = {rank: AdapterShape(config, rank).num_parameters for rank in RANKS}
-    return Check(card, dtype, numel(config), kv, adapters)
+    return Check(card, dtype, numel(config), kv, adapters, config.state_bytes)
 
 
 def trained(config: DecoderConfig) -> dict[str, list[str]]:
@@ -64,8 +66,11 @@ def trained(config: DecoderConfig) -> dict[str, list[str]]:
     if config.num_experts:
         mlps += [f"mlp.experts.*.{name}" for name in mlp]
     if config.shared_intermediate_size:
-        mlps += [f"mlp.shared_experts.{name}" for name in mlp]
+        shared = "shared_expert" if config.shared_gate else "shared_experts"
+        mlps += [f"mlp.{shared}.{name}" for name in mlp]
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    if config.delta is not None:
+        attention += [f"linear_attn.in_proj_{name}" for name in config.delta.projections] + ["linear_attn.out_proj"]
     if config.fused_qkv:
         attention = ["attention.query_key_value", "attention.dense"]
     if config.latent:
@@ -78,19 +83,26 @@ def numel(config: DecoderConfig) -> int:
     """Parameters of the decoder."""
     c, d = config, config.hidden_size
     embeddings = (1 if c.tie_embeddings else 2) * c.vocab_size * d
-    attention = c.attention_size + c.qkv_bias * (c.q_size + 2 * c.kv_size) + c.o_bias * d
+    attention = c.qkv_bias * (c.query_size + 2 * c.kv_size) + c.o_bias * d
     attention += c.latent.q_rank + c.latent.kv_rank if c.latent else 0
     attention += {"head": 2 * c.head_dim, "whole": c.q_size + c.kv_size, "": 0}[c.qk_norm] + c.sinks * c.num_heads
+    attention *= c.num_layers - len(c.delta_layers)
+    if c.delta is not None:
+        small = c.delta.taps * c.delta.mixed_size + 2 * c.delta.value_heads + c.delta.value_dim
+        attention += len(c.delta_layers) * small
     expert = 3 * d * c.moe_intermediate_size + c.expert_bias * (2 * c.moe_intermediate_size + d)
     mixture = c.num_experts * (d + expert + c.router.bias + c.router.correction) + 3 * d * c.shared_intermediate_size
+    mixture += c.shared_gate * d
     mlps = sum(mixture if c.is_moe(layer) else 3 * d * c.intermediate_size for layer in range(c.num_layers))
-    return embeddings + d + c.num_layers * (2 * d + attention) + mlps
+    return embeddings + d + c.num_layers * 2 * d + c.attention_numel + attention + mlps
 
 
 def kept_bytes(config: DecoderConfig) -> int:
     """Bytes that autograd keeps of one token in one layer, approximately: inputs and outputs of norms and linears,
     queries, keys and values before and after norm and rotation, and the inside of the MLP; float32."""
-    attention = 7 * config.q_size + 6 * config.kv_size
+    attention = 7 * config.q_size + 6 * config.kv_size + 3 * (config.query_size - config.q_size)
+    if config.delta is not None:
+        attention = max(attention, 12 * config.delta.mixed_size + 12 * config.delta.value_size)
     dense = 5 * config.intermediate_size
     experts = config.experts_per_token * (2 * config.moe_intermediate_size + 16) + 3 * config.num_experts
     experts += 5 * config.shared_intermediate_size

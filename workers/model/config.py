@@ -61,6 +61,43 @@ class GateConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """The `layers` that have a gated delta rule instead of attention: a recurrence whose state, for each value head, is
+    a matrix [key_dim, value_dim]. Queries, keys and values go through a causal convolution of `taps` positions first.
+    `grouped`: one projection in which what belongs to a key head lies side by side, and a second one of two numbers for
+    each value head; else four."""
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    grouped: bool
+
+    @property
+    def mixed_size(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_size
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """The projections of a layer's input, by what they are called after `in_proj_`, and their widths."""
+        if self.grouped:
+            return {"qkvz": self.mixed_size + self.value_size, "ba": 2 * self.value_heads}
+        return {"qkv": self.mixed_size, "z": self.value_size, "b": self.value_heads, "a": self.value_heads}
+
+    @property
+    def state_numel(self) -> int:
+        """Numbers that are kept of a sequence in one layer: the matrices, and the last inputs of the convolution."""
+        return self.value_size * self.key_dim + self.mixed_size * (self.taps - 1)
+
+
+@dataclass(frozen=True)
 class LatentConfig:
     """Latent attention (DeepSeek-V2, arXiv 2405.04434). `kv_rank` numbers of a token give the keys (`plain_dim` each)
     and values (`value_dim` each) of all heads; `rope_dim` more, which turn with the position, end the key of every
@@ -89,7 +126,8 @@ class DecoderConfig:
     none). With `fused_qkv`, queries, keys and values are one linear, with one adapter. `qk_norm` is "head", "whole"
     (over all heads together) or "". Layers in `window_layers` attend to the last `window` positions, the token's own
     included. With `latent`, attention is that, and `head_dim` the width of a query. A checkpoint may hold
-    `prediction_layers` more layers, which are not loaded."""
+    `prediction_layers` more layers, which are not loaded. With `output_gate` every head of attention has a gate on what
+    it gives, projected with the queries; with `shared_gate` so have the shared experts, which are then one expert."""
 
     architecture: str
     vocab_size: int
@@ -120,6 +158,9 @@ class DecoderConfig:
     gate: GateConfig = GateConfig()
     expert_bias: bool = False
     prediction_layers: int = 0
+    output_gate: bool = False
+    shared_gate: bool = False
+    delta: DeltaConfig | None = None
     latent: LatentConfig | None = None
 
     @property
@@ -133,6 +174,26 @@ class DecoderConfig:
     def window_of(self, layer: int) -> int:
         """How many positions this layer attends to; 0: all."""
         return self.window if layer in self.window_layers else 0
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """The layers that have a recurrence, and no keys and values."""
+        return self.delta.layers if self.delta is not None else ()
+
+    @property
+    def state_bytes(self) -> int:
+        """What recurrences keep of a sequence, however long it is; float32."""
+        return 4 * len(self.delta_layers) * self.delta.state_numel if self.delta is not None else 0
+
+    @property
+    def shared_name(self) -> str:
+        """What the experts of every token are called in an adapter."""
+        return "shared_expert" if self.shared_gate else "shared"
+
+    @property
+    def query_size(self) -> int:
+        """Width of the projection of queries, with their gates."""
+        return 2 * self.q_size if self.output_gate else self.q_size
 
     @property
     def q_size(self) -> int:
@@ -157,9 +218,19 @@ class DecoderConfig:
         """Parameters of the matrices of one layer's attention."""
         c, d = self.latent, self.hidden_size
         if c is None:
-            return 2 * d * (self.q_size + self.kv_size)
+            return d * (self.query_size + self.q_size + 2 * self.kv_size)
         queries = (d + self.q_size) * c.q_rank if c.q_rank else d * self.q_size
         return queries + d * c.kept + c.kv_rank * self.num_heads * (c.plain_dim + c.value_dim) + d * self.out_size
+
+    @property
+    def attention_numel(self) -> int:
+        """Parameters of the matrices of all layers' attention, or of what they have in its place."""
+        recurrent = len(self.delta_layers)
+        attention = (self.num_layers - recurrent) * self.attention_size
+        if self.delta is None:
+            return attention
+        widths = sum(self.delta.projections.values()) + self.delta.value_size
+        return attention + recurrent * self.hidden_size * widths
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
@@ -168,16 +239,20 @@ class DecoderConfig:
         return tuple(sorted({dense, self.moe_intermediate_size, self.shared_intermediate_size} - {0}))
 
     @property
+    def gate_widths(self) -> tuple[int, ...]:
+        """The widths of the sigmoids that are gates."""
+        return ((self.q_size,) if self.output_gate else ()) + ((1,) if self.shared_gate else ())
+
+    @property
     def active_parameters(self) -> int:
         """Of the matrices that one token is multiplied with: attention, the chosen and shared experts or the MLP, the
         head."""
         dense = self.num_layers - len(self.mixture_layers)
         chosen = self.experts_per_token * self.moe_intermediate_size + self.shared_intermediate_size
         experts = len(self.mixture_layers) * chosen
-        attention = self.num_layers * self.attention_size
         mlp = 3 * (dense * self.intermediate_size + experts)
         router = len(self.mixture_layers) * self.num_experts
-        return attention + self.hidden_size * (mlp + router + self.vocab_size)
+        return self.attention_numel + self.hidden_size * (mlp + router + self.vocab_size)
 
 
 def read_json(path: Path) -> dict[str, Any]:

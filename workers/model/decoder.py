@@ -27,6 +27,7 @@ from workers.model.native.gemm import pack
 from workers.model.parts.attention import GroupedAttention
 from workers.model.parts.experts import Mixture, OnRoute
 from workers.model.parts.frozen import frozen
+from workers.model.parts.gated_delta import GatedDelta
 from workers.model.parts.latent import LatentAttention
 from workers.model.parts.mlp import Mlp
 from workers.model.parts.rotary import Angles, Rotary
@@ -63,7 +64,7 @@ class Decoder(nn.Module):
 
     def products(self) -> list[nn.Parameter]:
         """The weights that rows are multiplied with."""
-        found = {name: w for name, w in self.named_parameters() if w.dim() > 1 and not name.endswith("bias")}
+        found = {name: w for name, w in self.named_parameters() if w.dim() > 1 and not name.endswith(("bias", "conv"))}
         return [w for w in found.values() if w is not self.embed or w is self.head]
 
     def parts_of_products(self) -> list[Tensor]:
@@ -114,13 +115,15 @@ def rotary_of(config: DecoderConfig) -> Rotary:
 
 
 class _Layer(nn.Module):
-    """Attention and MLP, each behind its norm and beside a residual; which ones follows from the config."""
+    """Attention (or a recurrence) and MLP, each behind its norm and beside a residual; which ones follows from the
+    config."""
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm_eps = config.norm_eps
         self.attn_norm = frozen(torch.float32, config.hidden_size)
-        self.attn = (LatentAttention if config.latent else GroupedAttention)(config, layer, dtype)
+        kind = LatentAttention if config.latent else GatedDelta if layer in config.delta_layers else GroupedAttention
+        self.attn = kind(config, layer, dtype)
         self.mlp_norm = frozen(torch.float32, config.hidden_size)
         self.mlp = (
             Mixture(config, layer, dtype)

@@ -32,6 +32,8 @@ from workers.model.config import GateConfig
 from workers.model.native.build import processor
 from workers.model.native.gemm import packed
 from workers.model.parts.gate import again, gated
+from workers.model.parts.gated_delta import GatedDelta
+from workers.model.parts.steady import sigmoid_of
 
 if TYPE_CHECKING:
     from workers.model.decoder import Decoder
@@ -50,7 +52,10 @@ MAX_ALIGNED_WIDTH = 1 << 16
 
 #: Environment variables that make matrix libraries compute in another way.
 _LIBRARIES = ("MKL_", "OMP_", "KMP_", "DNNL_", "ONEDNN_", "ATEN_", "OPENBLAS_", "LD_PRELOAD")
-_CODE = ("isolation.py", "base_mm.py", "parts/gate.py")
+_CODE = ("isolation.py", "base_mm.py", "parts/gate.py", "parts/steady.py", "parts/gated_delta.py")
+
+#: Rows of a step of a recurrence that are tested, each of which has a state.
+STEP_ROWS = 36
 
 
 class Isolation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,7 +86,8 @@ def _kept(decoder: Decoder, folder: Path) -> Isolation:
     weights = [(list(w.shape), str(w.dtype), packed(w) is not None) for w in shapes]
     return once(
         folder,
-        f"{weights} {config.mlp_widths} {config.gate} {config.router} {config.num_experts}",
+        f"{weights} {config.mlp_widths} {config.gate} {config.router} {config.num_experts} {config.output_gate} "
+        f"{config.shared_gate} {config.delta}",
         lambda: choose(decoder, shapes),
     )
 
@@ -135,6 +141,24 @@ def _differences(decoder: Decoder, shapes: list[Tensor]) -> Iterator[str]:
         at = _first_difference(torch.sigmoid, config.num_experts, MAX_ROWS, decoder.device)
         if at is not None:
             yield f"sigmoid over rows of {config.num_experts} gives {at} rows other bits than {MAX_ROWS}"
+    for width in config.gate_widths:
+        at = _first_difference(partial(sigmoid_of, lora=None), width, MAX_ROWS, decoder.device)
+        if at is not None:
+            yield f"a gate of {width} gives {at} rows other bits than {MAX_ROWS}"
+    for step, width in _steps(decoder):
+        at = _first_difference(step, width, STEP_ROWS, decoder.device)
+        if at is not None:
+            yield f"a step of a recurrence gives {at} rows other bits than {STEP_ROWS}"
+
+
+def _steps(decoder: Decoder) -> Iterator[tuple[Callable[[Tensor], Tensor], int]]:
+    """A step of the model's recurrence, if it has one, from one state for all; and the width of what it takes."""
+    layer = next((layer.attn for layer in decoder.layers if isinstance(layer.attn, GatedDelta)), None)
+    if layer is not None:
+        width = layer.inputs.shape[0]
+        x = torch.randn(9, width, generator=torch.Generator().manual_seed(0)).to(decoder.device)
+        state = layer.run(x, None)[1]
+        yield lambda x_RI: layer.step(x_RI, [state] * len(x_RI))[0], width
 
 
 def _depends_on_alignment(width: int, device: torch.device) -> bool:

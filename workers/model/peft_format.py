@@ -39,16 +39,19 @@ _LONG_NAMES = {short: name for name, short in _EXPERT_NAMES.items()}
 _SHORT = re.compile(r"(\.experts\.(?:\d+\.)?)(w[123])")
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 _EXPERT = re.compile(r"(?P<mlp>.+\.mlp\.experts)\.(?P<expert>\d+)\.(?P<name>gate_proj|up_proj|down_proj)")
-_PART = r"(?P<part>self_attn|attention|mlp\.experts|mlp\.shared_experts|mlp)"
+_PART = r"(?P<part>self_attn|attention|linear_attn|mlp\.experts|mlp\.shared_experts?|mlp)"
 _LAYER = re.compile(rf"model\.(?P<layer>layers\.\d+)\.{_PART}\.(?P<name>\w+)")
 #: What Mixtral's checkpoints call a mixture, and so adapters that were trained on it.
 _MIXTRAL = ".block_sparse_moe."
 #: The modules of each part; attention's are those of one of its kinds.
 _MLP = ("gate_proj up_proj down_proj",)
 _LATENT = tuple(f"{queries} kv_a_proj_with_mqa o_proj" for queries in ("q_a_proj", "q_proj"))
+#: The projections into a gated delta rule, in the order in which they are fused: of Qwen3-Next, and of Qwen3.5.
+_DELTA = (("qkvz", "ba"), ("qkv", "z", "b", "a"))
 _PARTS = {"self_attn": ("q_proj k_proj v_proj o_proj", *_LATENT)}
 _PARTS["attention"] = ("query_key_value dense",)
-_PARTS |= dict.fromkeys(("mlp", "mlp.experts", "mlp.shared_experts"), _MLP)
+_PARTS["linear_attn"] = tuple(" ".join([*(f"in_proj_{name}" for name in names), "out_proj"]) for names in _DELTA)
+_PARTS |= dict.fromkeys(("mlp", "mlp.experts", "mlp.shared_experts", "mlp.shared_expert"), _MLP)
 #: The factors on the hidden side of experts.
 _OUTER = (("gate_proj", "A"), ("up_proj", "A"), ("down_proj", "B"))
 
@@ -124,10 +127,20 @@ def _pairs(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
             yield f"{module}o_proj", tensors[f"{at}o_A"], tensors[f"{at}o_B"]
         elif name.endswith(".attn.latent_A"):
             yield from _latent_pairs(name.removesuffix("latent_A"), tensors)
-        elif name.endswith((".mlp.gate_up_A", ".mlp.shared.gate_up_A")):
+        elif name.endswith(".attn.in_A"):
+            yield from _delta_pairs(name.removesuffix("in_A"), tensors)
+        elif name.endswith((".mlp.gate_up_A", ".mlp.shared.gate_up_A", ".mlp.shared_expert.gate_up_A")):
             yield from _mlp_pairs(name.removesuffix("gate_up_A"), tensors)
         elif name.endswith(".mlp.each_gate_up_A"):
             yield from _each_pairs(name.removesuffix("each_gate_up_A"), tensors)
+
+
+def _delta_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
+    module = f"model.{at.removesuffix('attn.')}linear_attn."
+    names = next(names for names in _DELTA if f"{at}{names[0]}_B" in tensors)
+    for name, a in zip(names, np.split(tensors[f"{at}in_A"], len(names)), strict=True):
+        yield f"{module}in_proj_{name}", a, tensors[f"{at}{name}_B"]
+    yield f"{module}out_proj", tensors[f"{at}out_A"], tensors[f"{at}out_B"]
 
 
 def _latent_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
@@ -213,11 +226,14 @@ def read_layout(found: Mapping[str, Array]) -> dict[str, Array]:
             raise PeftFormatError(f"{layer}.{part}: has {', '.join(sorted(pairs))}, needs {kind}")
         if part == "self_attn":
             tensors.update(_attn(layer, pairs))
+        elif part == "linear_attn":
+            tensors.update(_delta(layer, pairs))
         elif part == "attention":
             tensors |= {f"{layer}.attn.qkv_{factor}": x for factor, x in pairs["query_key_value"].items()}
             tensors |= {f"{layer}.attn.o_{factor}": x for factor, x in pairs["dense"].items()}
-        elif part == "mlp.shared_experts":
-            tensors.update(_mlp(f"{layer}.mlp.shared.", pairs, experts=False))
+        elif part in ("mlp.shared_experts", "mlp.shared_expert"):
+            own = {"mlp.shared_experts": "shared", "mlp.shared_expert": "shared_expert"}[part]
+            tensors.update(_mlp(f"{layer}.mlp.{own}.", pairs, experts=False))
         elif part == "mlp" or shared:
             tensors.update(_mlp(f"{layer}.mlp.", pairs, experts=part == "mlp.experts"))
         else:
@@ -265,6 +281,13 @@ def _attn(layer: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Arr
         return found | {f"{at}{name}_B": queries["B"], f"{at}kv_a_B": latent["B"]}
     found |= {f"{at}qkv_A": _concatenate(layer, [pairs[f"{x}_proj"]["A"] for x in "qkv"])}
     return found | {f"{at}{x}_B": pairs[f"{x}_proj"]["B"] for x in "qkv"}
+
+
+def _delta(layer: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
+    at, names = f"{layer}.attn.", next(names for names in _DELTA if f"in_proj_{names[0]}" in pairs)
+    found = {f"{at}in_A": _concatenate(layer, [pairs[f"in_proj_{name}"]["A"] for name in names])}
+    found |= {f"{at}{name}_B": pairs[f"in_proj_{name}"]["B"] for name in names}
+    return found | {f"{at}out_{factor}": x for factor, x in pairs["out_proj"].items()}
 
 
 def _mlp(at: str, pairs: Mapping[str, Mapping[str, Array]], *, experts: bool) -> dict[str, Array]:

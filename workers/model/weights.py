@@ -38,12 +38,21 @@ def load_decoder(path: str | Path, dtype: torch.dtype = torch.float32, device: s
     return decoder
 
 
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _centred(weight: Tensor) -> Tensor:
+    """The factors of a norm that is stored as what they are beyond one."""
+    return weight.float() + 1.0
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a tensor goes, and how it is arranged for that."""
 
     target: Tensor
-    arranged: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    arranged: Callable[[Tensor], Tensor] = _as_it_is
 
 
 @torch.no_grad()
@@ -65,7 +74,8 @@ def matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, P
     config, single, fused = decoder.config, dict(places(decoder)), dict(_fused_places(decoder))
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     beyond = range(config.num_layers, config.num_layers + config.prediction_layers)
-    unused = tuple(f"model.layers.{layer}." for layer in beyond)
+    layout = FAMILIES[config.architecture].layout
+    unused = (*(f"model.layers.{layer}." for layer in beyond), *layout.unused)
     filled: set[str] = set()
     matched = []
     for name in stored.names():
@@ -93,24 +103,41 @@ def _copy(stored: Stored, name: str, place: Place) -> None:
 
 def places(decoder: Decoder) -> Iterator[tuple[str, Place]]:
     """Checkpoint name -> the (part of a) parameter it fills."""
-    c = decoder.config
-    layout = FAMILIES[c.architecture].layout
+    c, layout = decoder.config, FAMILIES[decoder.config.architecture].layout
+    norm = _centred if layout.centred_norms else _as_it_is
     yield f"model.{layout.embedding}.weight", Place(decoder.embed)
-    yield "model.norm.weight", Place(decoder.norm)
+    yield "model.norm.weight", Place(decoder.norm, norm)
     if not c.tie_embeddings:
         yield "lm_head.weight", Place(decoder.head)
     for i in range(c.num_layers):
         at, layer = f"model.layers.{i}.", decoder.layers[i]
-        yield at + "input_layernorm.weight", Place(_param(layer, "attn_norm"))
-        yield at + "post_attention_layernorm.weight", Place(_param(layer, "mlp_norm"))
-        yield from _attention_places(f"{at}{layout.attention}.", layer, c)
+        yield at + "input_layernorm.weight", Place(_param(layer, "attn_norm"), norm)
+        yield at + "post_attention_layernorm.weight", Place(_param(layer, "mlp_norm"), norm)
+        if i in c.delta_layers:
+            yield from _delta_places(at + "linear_attn.", layer, c)
+        else:
+            yield from _attention_places(f"{at}{layout.attention}.", layer, c, norm)
         if c.is_moe(i):
             yield from _mixture_places(at, layer, c)
         else:
             yield from _mlp_places(at + "mlp.", _param(layer, "mlp.gate_up"), _param(layer, "mlp.down"))
 
 
-def _attention_places(at: str, layer: nn.Module, c: DecoderConfig) -> Iterator[tuple[str, Place]]:
+def _delta_places(at: str, layer: nn.Module, c: DecoderConfig) -> Iterator[tuple[str, Place]]:
+    assert c.delta is not None
+    parts = torch.split(_param(layer, "attn.inputs"), list(c.delta.projections.values()))
+    for name, part in zip(c.delta.projections, parts, strict=True):
+        yield f"{at}in_proj_{name}.weight", Place(part)
+    yield at + "conv1d.weight", Place(_param(layer, "attn.conv"), lambda tensor: tensor.squeeze(1))
+    yield at + "A_log", Place(_param(layer, "attn.decay_log"))
+    yield at + "dt_bias", Place(_param(layer, "attn.decay_bias"))
+    yield at + "norm.weight", Place(_param(layer, "attn.norm"))
+    yield at + "out_proj.weight", Place(_param(layer, "attn.out"))
+
+
+def _attention_places(
+    at: str, layer: nn.Module, c: DecoderConfig, norm: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Place]]:
     if c.latent:
         yield from _latent_places(at, layer, c.latent)
         return
@@ -126,7 +153,7 @@ def _attention_places(at: str, layer: nn.Module, c: DecoderConfig) -> Iterator[t
         yield at + "o_proj.bias", Place(_param(layer, "attn.o_bias"))
     if c.qk_norm:
         for name, own in zip(layout.norms, ("q_norm", "k_norm"), strict=True):
-            yield f"{at}{name}.weight", Place(_param(layer, f"attn.{own}"))
+            yield f"{at}{name}.weight", Place(_param(layer, f"attn.{own}"), norm)
     if c.sinks:
         yield at + "sinks", Place(_param(layer, "attn.sinks"))
 
@@ -145,7 +172,7 @@ def _latent_places(at: str, layer: nn.Module, c: LatentConfig) -> Iterator[tuple
 
 
 def _by_head(at: str, kind: str, qkv: Tensor, c: DecoderConfig) -> Iterator[tuple[str, Place]]:
-    for name, part in zip("qkv", torch.split(qkv, [c.q_size, c.kv_size, c.kv_size]), strict=True):
+    for name, part in zip("qkv", torch.split(qkv, [c.query_size, c.kv_size, c.kv_size]), strict=True):
         yield f"{at}{name}_proj.{kind}", Place(part)
 
 
@@ -165,7 +192,12 @@ def _mixture_places(at: str, layer: nn.Module, c: DecoderConfig) -> Iterator[tup
         yield from _mlp_places(f"{at}experts.{expert}.", gate_up, down, layout.expert)
     if c.shared_intermediate_size:
         gate_up, down = _param(layer, "mlp.shared.gate_up"), _param(layer, "mlp.shared.down")
-        yield from _mlp_places(f"{at}shared_experts.", gate_up, down)
+        yield from _mlp_places(f"{at}shared_expert{'' if c.shared_gate else 's'}.", gate_up, down)
+    if c.shared_gate:
+        yield (
+            f"{at}shared_expert_gate.weight",
+            Place(_param(layer, "mlp.shared_gate"), lambda tensor: tensor.squeeze(0)),
+        )
 
 
 def _interleaved_places(at: str, layer: nn.Module) -> Iterator[tuple[str, Place]]:

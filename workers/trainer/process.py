@@ -1,9 +1,9 @@
 """The trainer process (`python -m workers trainer`), from the moment that it has its config.
 
 The server holds the other end of its link. It pulls passes and executes them until it is told to drain
-(by message, or by SIGTERM after the pass in progress), then snapshots its runs and exits 0. When the server is gone it
-exits 1: whatever it held can be rebuilt from the journal. SIGINT is ignored, because a terminal's Ctrl-C reaches every
-process of the group and the supervisor alone decides how to stop.
+(by message, or by SIGTERM after the pass in progress), then says that it leaves, snapshots its runs and exits 0. When
+the server is gone it exits 1: whatever it held can be rebuilt from the journal. SIGINT is ignored, because a
+terminal's Ctrl-C reaches every process of the group and the supervisor alone decides how to stop.
 
 With a Redis in its config it works for whichever API replica leads (`scheduler.links`), one after the other with
 empty hands, until SIGTERM.
@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from scheduler.links.configs import TrainerConfig
-from scheduler.links.messages import Drain, Pass, PullPass
+from scheduler.links.messages import Drain, Leaving, Pass, PullPass
 from scheduler.links.sockets import WorkerLink
 from store.blobs import Blobs
 from workers.blobs import blobs_of
@@ -70,6 +70,10 @@ class Working(Protocol):
     @property
     def residency(self) -> Residency: ...
 
+    @property
+    def memory_bytes(self) -> int:
+        """What its runs may take."""
+
     def execute(self, pass_: Pass, send: Send) -> None: ...
 
     def drain(self, send: Send) -> None: ...
@@ -78,7 +82,7 @@ class Working(Protocol):
 def serve(trainer: Working, link: Link, stop: StopFlag) -> None:
     """Pull and execute passes until drained. EOFError when the server is gone."""
     while not stop.is_set:
-        link.send(PullPass(sorted(trainer.models)))
+        link.send(PullPass(sorted(trainer.models), trainer.memory_bytes))
         message = None
         while message is None and not stop.is_set:
             message = link.recv(IDLE_POLL_S)
@@ -86,6 +90,7 @@ def serve(trainer: Working, link: Link, stop: StopFlag) -> None:
             trainer.execute(message, link.send)
         elif isinstance(message, Drain):
             break
+    link.send(Leaving())
     trainer.drain(link.send)
 
 
@@ -117,7 +122,7 @@ def main(config: TrainerConfig, server: WorkerLink) -> int:
     say(f"loaded on {where}, with {torch.get_num_threads()} threads")
     watchdog = Watchdog()
     if not basics.redis_url:
-        shutil.rmtree(data_dir / "pages", ignore_errors=True)  # of a lost trainer: the journal rebuilds what was there
+        shutil.rmtree(data_dir / config.pages, ignore_errors=True)  # of a lost trainer: the journal rebuilds it
     return serve_all(
         config, server, blobs, stop, lambda pages: Trainer(models, blobs, config.bounds, pages, watchdog.limit)
     )
@@ -129,7 +134,7 @@ def serve_all(
     """Serve whoever holds the other end of the link; or, over Redis, one leader after the other, each with a trainer
     from `begin`, which is given a folder for its pages. Returns the exit code."""
     if not config.basics.redis_url:
-        return 0 if work(begin(Path(config.basics.data_dir) / "pages"), server, stop) else 1
+        return 0 if work(begin(Path(config.basics.data_dir) / config.pages), server, stop) else 1
     from scheduler.links.train_link import TrainerLink  # with the client of Redis
 
     while not stop.is_set:

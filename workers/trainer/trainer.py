@@ -31,7 +31,19 @@ import torch
 from weft.wire.checks.losses import CUSTOM, loss_id_of
 
 from scheduler.links.configs import TrainerBounds
-from scheduler.links.messages import Done, Failure, InLoss, OpKind, Pass, PassOver, RunSpec, SetAside, Snapshot, TrainOp
+from scheduler.links.messages import (
+    Done,
+    Failure,
+    HandedOver,
+    InLoss,
+    OpKind,
+    Pass,
+    PassOver,
+    RunSpec,
+    SetAside,
+    Snapshot,
+    TrainOp,
+)
 from store.blobs import Blobs, StoreAway, is_lasting
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Computing, Together
@@ -93,13 +105,15 @@ class Trainer:
         self.models, self.blobs, self.bounds = dict(models), blobs, bounds or TrainerBounds()
         self.runs: dict[str, RunState] = {}
         device = next((decoder.device for decoder in self.models.values()), torch.device("cpu"))
-        self.residency = resident_within(
-            self.bounds.resident_bytes, self.bounds.host_bytes, pages_dir or blobs.root.with_name("pages"), device
-        )
+        self.residency = resident_within(self.bounds, pages_dir or blobs.root.with_name("pages"), device)
         self._open: dict[str, Progress] = {}  # operations with slices still to come, by their id
         self._aside: dict[str, SetAside] = {}  # runs that take no further part in this pass
         self._custom_losses = CustomLosses(blobs)
         self._limit, self._others = limit, others
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.residency.budget_bytes
 
     def execute(self, pass_: Pass, send: Send) -> None:
         """Execute a pass; `send` gets a Done for each operation as soon as it is finished, Snapshots when due, and
@@ -113,6 +127,8 @@ class Trainer:
         began, tokens = time.monotonic(), 0
         for run_id in pass_.release:
             self._forget(run_id)
+        for run_id in pass_.hand_over:
+            self._hand_over(run_id, send)
         queues: dict[str, deque[TrainOp]] = {}
         for op in pass_.ops:
             queues.setdefault(op.run_id, deque()).append(op)
@@ -184,6 +200,18 @@ class Trainer:
                 self.residency.hold([run.spec.run_id])
                 self.residency.need(run)
                 self._snapshot(run, send)
+
+    def _hand_over(self, run_id: str, send: Send) -> None:
+        """Save a run and forget it; what cannot be saved stays."""
+        run = self.runs.get(run_id)
+        kept = False
+        if run is not None and self._is_changed(run):
+            self.residency.hold([run_id])
+            self._bring(run)
+            kept = not self._snapshot(run, send)
+        if not kept:
+            self._forget(run_id)
+        send(HandedOver(run_id, kept))
 
     def _forget(self, run_id: str) -> None:
         self.runs.pop(run_id, None)
@@ -404,7 +432,8 @@ class Trainer:
     def _is_changed(self, run: RunState) -> bool:
         return run.unsaved or any(progress.parts for progress in self._begun(run.spec.run_id))
 
-    def _snapshot(self, run: RunState, send: Send) -> None:
+    def _snapshot(self, run: RunState, send: Send) -> bool:
+        """False when it could not be written: the older one still holds."""
         run_id = run.spec.run_id
         part = next((progress.part_done() for progress in self._begun(run_id) if progress.parts), run.part)
         name = f"runs/{run_id}/state-{run.last_seq}" + (f".{part.stop}" if part is not None else "")
@@ -413,12 +442,12 @@ class Trainer:
             ref = f"{name}-{secrets.token_hex(4)}" if self.blobs.exists(name) else name
             save_snapshot(run, part, self.blobs, ref)
         except Exception:
-            # The older snapshot still holds; the next step tries again.
-            traceback.print_exc(file=sys.stderr)
-            return
+            traceback.print_exc(file=sys.stderr)  # the next step tries again
+            return False
         run.saved_seq, run.unsaved_tokens, run.saved_at = run.last_seq, 0, time.monotonic()
         part_op, part_stop = (part.op_id, part.stop) if part is not None else ("", 0)
         send(Snapshot(run_id, run.last_seq, ref, part_op, part_stop))
+        return True
 
     def _run(self, op: TrainOp) -> RunState:
         run = self.runs.get(op.run_id)

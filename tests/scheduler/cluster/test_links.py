@@ -9,7 +9,6 @@ import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -183,19 +182,18 @@ def with_trainer(url: str, blobs: FolderBlobs, scenario: Callable[[TrainerLink, 
     """Run `scenario` between a trainer that has joined and its leader."""
 
     async def run() -> None:
-        with ThreadPoolExecutor(4) as threads:
-            joining = Joining(url, uuid.uuid4().hex)
-            joining.lead(60)
-            trainer = await asyncio.to_thread(TrainerLink, url, blobs)
-            name = await asyncio.to_thread(joining.next, 5)
-            assert name is not None
-            leader = LeaderLink(url, name, blobs, threads)
-            try:
-                await scenario(trainer, leader)
-            finally:
-                leader.close()
-                trainer.close()
-                joining.close()
+        joining = Joining(url, uuid.uuid4().hex)
+        joining.lead(60)
+        trainer = await asyncio.to_thread(TrainerLink, url, blobs)
+        name = await asyncio.to_thread(joining.next, 5)
+        assert name is not None
+        leader = LeaderLink(url, name, blobs)
+        try:
+            await scenario(trainer, leader)
+        finally:
+            leader.close()
+            trainer.close()
+            joining.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -259,18 +257,17 @@ def test_a_trainer_that_is_killed_is_gone_before_its_lease_is(url: str, blobs: F
         joining = Joining(url, uuid.uuid4().hex)
         joining.lead(60)
         try:
-            with ThreadPoolExecutor(4) as threads:
-                name = None
-                while name is None:
-                    name = await asyncio.to_thread(joining.next, 5)
-                leader = LeaderLink(url, name, blobs, threads)
-                found = []
-                async for message in leader.messages():
-                    found.append(message)
-                    trainer.kill()
-                assert found == [PullPass(["m"])]
-                assert redis.Redis.from_url(url).pttl(f"{{weft:train}}:alive:{name}") > 600_000
-                leader.close()
+            name = None
+            while name is None:
+                name = await asyncio.to_thread(joining.next, 5)
+            leader = LeaderLink(url, name, blobs)
+            found = []
+            async for message in leader.messages():
+                found.append(message)
+                trainer.kill()
+            assert found == [PullPass(["m"])]
+            assert redis.Redis.from_url(url).pttl(f"{{weft:train}}:alive:{name}") > 600_000
+            leader.close()
         finally:
             trainer.kill()
             trainer.wait()

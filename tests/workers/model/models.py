@@ -29,6 +29,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests.workers.model.bailing import BailingConfig, BailingMoeV2ForCausalLM
@@ -68,6 +70,14 @@ GROUPS: dict[str, Any] = {
     "n_shared_experts": 2,
     "moe_intermediate_size": 32,
     "routed_scaling_factor": 2.5,
+}
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
 }
 #: Of widths that differ everywhere, and values wider than keys once.
 LATENT: dict[str, Any] = {
@@ -158,6 +168,15 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
+FAMILIES |= {
+    "qwen3-next": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        {**EXPERTS, **HYBRID, "shared_expert_intermediate_size": 48, "mlp_only_layers": [2]},
+    ),
+}
+
+
 def reference(family: str, seed: int = 0, **overrides: Any) -> Any:
     """A transformers model with weights large enough for attention and routing to matter."""
     model_class, config_class, extra = FAMILIES[family]
@@ -168,6 +187,10 @@ def reference(family: str, seed: int = 0, **overrides: Any) -> Any:
         weight.requires_grad_(False)
         if "norm" in name:
             weight.uniform_(0.5, 1.5)
+            if hasattr(config, "linear_num_key_heads") and "linear_attn" not in name:  # stored less one
+                weight.sub_(1.0)
+        elif name.endswith("A_log"):  # from states that last for hundreds of tokens to those that last for one
+            weight.uniform_(-4.0, 1.0)
         else:
             torch.nn.init.normal_(weight, std=1.0 / weight.shape[-1] ** 0.5)
     for name, buffer in model.named_buffers():

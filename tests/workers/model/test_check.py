@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from api.cli import weftd
@@ -39,6 +40,10 @@ SAME: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 MIXTURE: dict[str, Any] = {"output_router_logits": False, "router_aux_loss_coef": 0.01}
+DELTA: dict[str, Any] = {
+    "attention_bias": False, "full_attention_interval": 4, "head_dim": 256, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_value_head_dim": 128,
+}  # fmt: skip
 #: Every field of the config.json as published, and the size of the model in billions as its makers give it.
 PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
     "Qwen2ForCausalLM": (7.62, {
@@ -121,6 +126,14 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
         },
         "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "vocab_size": 201088,
     }),
+    "Qwen3NextForCausalLM": (79.7, {
+        **MIXTURE, **DELTA, "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 5120,
+        "linear_num_value_heads": 32, "max_position_embeddings": 262144, "mlp_only_layers": [],
+        "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512,
+        "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2, "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "shared_expert_intermediate_size": 512, "use_sliding_window": False,
+        "vocab_size": 151936,
+    }),
 }  # fmt: skip
 
 
@@ -132,6 +145,16 @@ def test_published_configs_are_read_and_give_the_size_that_is_published(architec
         (tmp_path / name).touch()
     found = check_model(read_card("m", tmp_path))
     assert found.parameters / 1e9 == pytest.approx(billions, rel=1e-2)
+
+
+def test_a_hybrid_has_a_state_for_each_sequence_and_keys_and_values_in_some_layers(tmp_path: Path) -> None:
+    decoder = ours(reference("qwen3-next"), tmp_path)
+    layer: Any = decoder.layers[0].attn
+    x = torch.zeros(3, layer.inputs.shape[0])
+    found = check_model(ModelCard("m", tmp_path, decoder.config, ()), "bfloat16")
+    assert found.state_bytes == 2 * sum(part.nbytes for part in layer.run(x, None)[1])
+    assert found.kv_bytes_per_token == 2 * 2 * 2 * 32 * 2  # layers, k and v, heads, head_dim, bytes
+    assert f"state     {found.state_bytes:,} bytes per sequence in float32" in found.lines()
 
 
 def test_the_command_says_what_the_built_in_model_is() -> None:

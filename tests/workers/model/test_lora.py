@@ -45,9 +45,14 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
     for i in range(shape.config.num_layers):
         at, v = (
             f"model.layers.{i}.",
-            {k.rpartition(".")[2]: t for k, t in adapter.views.items() if f"layers.{i}." in k and "shared." not in k},
+            {k.rpartition(".")[2]: t for k, t in adapter.views.items() if f"layers.{i}." in k and "shared" not in k},
         )
-        if shape.train_attn and shape.config.latent:
+        if shape.train_attn and i in shape.config.delta_layers:
+            assert shape.config.delta is not None
+            for part, a in zip(shape.config.delta.projections, v["in_A"].split(r), strict=True):
+                add(f"{at}linear_attn.in_proj_{part}.weight", v[f"{part}_B"], a)
+            add(at + "linear_attn.out_proj.weight", v["out_B"], v["out_A"])
+        elif shape.train_attn and shape.config.latent:
             queries = "q_a" if shape.config.latent.q_rank else "q"
             modules = f"{queries}_proj", "kv_a_proj_with_mqa"
             for module, b, a in zip(modules, (f"{queries}_B", "kv_a_B"), v["latent_A"].split(r), strict=True):
@@ -63,10 +68,11 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
         if not shape.train_mlp:
             continue
         if shape.config.is_moe(i) and shape.config.shared_intermediate_size:
-            w = {k.rpartition(".")[2]: t for k, t in adapter.views.items() if f"layers.{i}.mlp.shared." in k}
+            w = {k.rpartition(".")[2]: t for k, t in adapter.views.items() if f"layers.{i}.mlp.shared" in k}
+            own = f"{at}mlp.shared_expert{'' if shape.config.shared_gate else 's'}."
             for part, a in zip(("gate", "up"), w["gate_up_A"].split(r), strict=True):
-                add(f"{at}mlp.shared_experts.{part}_proj.weight", w[f"{part}_B"], a)
-            add(f"{at}mlp.shared_experts.down_proj.weight", w["down_B"], w["down_A"])
+                add(f"{own}{part}_proj.weight", w[f"{part}_B"], a)
+            add(f"{own}down_proj.weight", w["down_B"], w["down_A"])
         if shape.config.is_moe(i) and not shape.shared:
             gate_a, up_a = v["each_gate_up_A"].split(r, dim=1)
             gate_up = torch.cat([v["gate_B"] @ gate_a, v["up_B"] @ up_a], dim=1)

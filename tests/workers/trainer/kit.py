@@ -137,10 +137,12 @@ class Bench:
         request = OptimStepRequest(model_id=run_id, optimizer_params=given)
         return self.op(run_id, OpKind.OPTIM_STEP, request.model_dump_json(exclude_none=True).encode())
 
-    def go(self, *ops: TrainOp, release: list[str] | None = None) -> dict[str, Done]:
+    def go(
+        self, *ops: TrainOp, release: list[str] | None = None, hand_over: list[str] | None = None
+    ) -> dict[str, Done]:
         """Execute one pass and return its Dones by operation id."""
         sent: list[Any] = []
-        self.trainer.execute(Pass(1, MODEL, list(ops), release or []), sent.append)
+        self.trainer.execute(Pass(1, MODEL, list(ops), release or [], hand_over=hand_over or []), sent.append)
         assert isinstance(sent[-1], PassOver)
         self.sent = sent
         self.snapshots += [message for message in sent if isinstance(message, Snapshot)]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from workers.model.config import DecoderConfig
-from workers.model.families import dense, latent, mixtures
+from workers.model.families import dense, hybrids, latent, mixtures
 from workers.model.families.fields import Fields
 
 
@@ -18,7 +18,8 @@ class Layout:
     """What published checkpoints of a family call their tensors, where families differ: the mixture, its router with
     its correction, and gate, up and down of an expert; the embedding; attention, its norms of queries and keys, and its
     products, where one is of queries, keys and values (`qkv`). `interleaved`: the experts are one tensor, in which gate
-    and up alternate."""
+    and up alternate. `centred_norms`: the factors of norms are stored less one. Tensors whose names begin with one of
+    `unused` are not loaded."""
 
     mixture: str = "mlp"
     router: str = "gate"
@@ -30,6 +31,8 @@ class Layout:
     qkv: str = ""
     output: str = "o_proj"
     norms: tuple[str, str] = ("q_norm", "k_norm")
+    centred_norms: bool = False
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,10 @@ _LATENT = "latent, queries too where the config has it so"
 _SIGMOID = (
     "sigmoid scores with a correction, by groups, normalised and scaled, of SwiGLU experts; shared experts; "
     "the first layers dense"
+)
+_HYBRID = (
+    "three layers in four (as the config says) gated delta rule with a short convolution and a gated norm, the others "
+    "grouped-query with an output gate, rotary over a quarter of a head, q/k norm by head; zero-centred norms"
 )
 
 FAMILIES: dict[str, Family] = {
@@ -124,7 +131,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "DeepseekV3ForCausalLM",
             "DeepSeek-V3, Kimi-K2",
-            ("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-R1", "moonshotai/Kimi-K2-Instruct"),
+            ("deepseek-ai/DeepSeek-V3.1", "moonshotai/Kimi-K2-Instruct-0905", "moonshotai/Kimi-K2-Thinking"),
             f"{_LATENT}, rotary (YaRN)",
             _SIGMOID,
             latent.deepseek_v3,
@@ -161,6 +168,15 @@ FAMILIES: dict[str, Family] = {
             "softmax of the chosen logits, router bias, of clamped SwiGLU experts with biases",
             mixtures.gpt_oss,
             Layout(router="router", interleaved=True),
+        ),
+        Family(
+            "Qwen3NextForCausalLM",
+            "Qwen3-Next",
+            ("Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3-Next-80B-A3B-Thinking"),
+            _HYBRID,
+            "softmax top-k of SwiGLU experts; a shared expert with a gate; some layers dense where the config says so",
+            hybrids.qwen3_next,
+            Layout(centred_norms=True, unused=("mtp.",)),
         ),
     )
 }

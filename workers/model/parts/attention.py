@@ -1,5 +1,5 @@
 """Grouped-query attention, with the options that families have: biases, norms of queries and keys, a sliding window,
-sinks."""
+sinks, a gate on what each head gives."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from workers.model.config import DecoderConfig
 from workers.model.lora import LoraRows, Site, lora_linear
 from workers.model.parts.frozen import frozen
 from workers.model.parts.rotary import Angles, turn
+from workers.model.parts.steady import sigmoid_of
 
 
 class GroupedAttention(nn.Module):
@@ -21,8 +22,9 @@ class GroupedAttention(nn.Module):
         super().__init__()
         self.layer, self.config = layer, config
         q, kv, d = config.q_size, config.kv_size, config.hidden_size
-        self.qkv = frozen(dtype, q + 2 * kv, d)
-        self.qkv_bias = frozen(torch.float32, q + 2 * kv) if config.qkv_bias else None
+        self.sizes = (config.query_size, kv, kv)
+        self.qkv = frozen(dtype, sum(self.sizes), d)
+        self.qkv_bias = frozen(torch.float32, sum(self.sizes)) if config.qkv_bias else None
         self.o = frozen(dtype, d, q)
         self.o_bias = frozen(torch.float32, d) if config.o_bias else None
         widths = {"head": (config.head_dim, config.head_dim), "whole": (q, kv)}.get(config.qk_norm)
@@ -30,7 +32,7 @@ class GroupedAttention(nn.Module):
         self.k_norm = frozen(torch.float32, widths[1]) if widths else None
         self.sinks = frozen(torch.float32, config.num_heads) if config.sinks else None
         at = f"layers.{layer}.attn."
-        self.qkv_site = Site(at + "qkv_A", (at + "q_B", at + "k_B", at + "v_B"), (q, kv, kv))
+        self.qkv_site = Site(at + "qkv_A", (at + "q_B", at + "k_B", at + "v_B"), self.sizes)
         if config.fused_qkv:
             self.qkv_site = Site(at + "qkv_A", (at + "qkv_B",), (q + 2 * kv,))
         self.o_site = Site(at + "o_A", (at + "o_B",), (d,))
@@ -40,13 +42,19 @@ class GroupedAttention(nn.Module):
         qkv = lora_linear(x_TD, self.qkv, self.qkv_site, lora)
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias
-        q, k, v = torch.split(qkv, [c.q_size, c.kv_size, c.kv_size], dim=-1)
+        q, k, v = torch.split(qkv, list(self.sizes), dim=-1)
+        gate = None
+        if c.output_gate:  # beside the queries of each head
+            q, gate = (part.flatten(1) for part in q.view(len(q), c.num_heads, -1).chunk(2, dim=-1))
         q_THD = self._heads(q, c.num_heads, self.q_norm, angles)
         k_TKD = self._heads(k, c.num_kv_heads, self.k_norm, angles)
         v_TKD = v.view(-1, c.num_kv_heads, c.head_dim).to(self.qkv.dtype)
         reach = Reach(c.window_of(self.layer), self.sinks)
         out_THD = attend.attend(self.layer, q_THD, k_TKD, v_TKD, reach)
-        out_TD = lora_linear(out_THD.reshape(-1, c.q_size).float(), self.o, self.o_site, lora)
+        out_TQ = out_THD.reshape(-1, c.q_size).float()
+        if gate is not None:
+            out_TQ = out_TQ * sigmoid_of(gate, lora)
+        out_TD = lora_linear(out_TQ, self.o, self.o_site, lora)
         return out_TD if self.o_bias is None else out_TD + self.o_bias
 
     def _heads(self, x: Tensor, heads: int, norm: Tensor | None, angles: Angles) -> Tensor:

@@ -13,6 +13,7 @@ from workers.model.moe import Experts, Names, expert_block
 from workers.model.parts.frozen import frozen
 from workers.model.parts.mlp import Mlp
 from workers.model.parts.router import Router
+from workers.model.parts.steady import sigmoid_of
 
 #: Called for every mixture layer with its index and the chosen experts [tokens, choices].
 OnRoute = Callable[[int, Tensor], None]
@@ -29,7 +30,8 @@ class Mixture(nn.Module):
         self.gate_up_bias = frozen(torch.float32, e, 2 * f) if config.expert_bias else None
         self.down_bias = frozen(torch.float32, e, d) if config.expert_bias else None
         width = config.shared_intermediate_size
-        self.shared = Mlp(config, f"layers.{layer}.mlp.shared.", width, dtype) if width else None
+        self.shared = Mlp(config, f"layers.{layer}.mlp.{config.shared_name}.", width, dtype) if width else None
+        self.shared_gate = frozen(torch.float32, d) if config.shared_gate else None
 
     def forward(
         self, x_TD: Tensor, lora: LoraRows | None, on_route: OnRoute | None, forced_TK: Tensor | None
@@ -39,4 +41,9 @@ class Mixture(nn.Module):
             on_route(self.layer, experts_TK)
         experts = Experts(self.gate_up, self.down, self._gate, self.gate_up_bias, self.down_bias)
         out_TD = expert_block(x_TD, weights_TK, experts_TK, experts, self.names, lora)
-        return out_TD if self.shared is None else out_TD + self.shared(x_TD, lora)
+        if self.shared is None:
+            return out_TD
+        shared_TD: Tensor = self.shared(x_TD, lora)
+        if self.shared_gate is not None:  # summed row by row: a product with one row of weights rounds by its batch
+            shared_TD = shared_TD * sigmoid_of((x_TD * self.shared_gate).sum(-1, keepdim=True), lora)
+        return out_TD + shared_TD

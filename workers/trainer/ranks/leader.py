@@ -16,7 +16,7 @@ from functools import partial
 import msgspec
 import torch
 
-from scheduler.links.messages import Pass, PassOver
+from scheduler.links.messages import HandedOver, Pass, PassOver
 from workers.model.decoder import Decoder
 from workers.model.sharded import Sharded
 from workers.trainer.ranks.group import Group, Want
@@ -94,6 +94,10 @@ class Leader:
         """Of rank 0; the others' are as large."""
         return self._member.trainer.residency
 
+    @property
+    def memory_bytes(self) -> int:
+        return self.residency.budget_bytes * self._group.size
+
     def home_of(self, run_id: str) -> int:
         return self._homes.of(run_id)
 
@@ -116,7 +120,10 @@ class Leader:
         def out(message: msgspec.Struct) -> None:
             if isinstance(message, PassOver):
                 overs.append(message)
-            elif not lost:
+                return
+            if isinstance(message, HandedOver) and not message.kept:
+                self._homes.forget(message.run_id)
+            if not lost:
                 try:
                     send(message)
                 except EOFError as error:
@@ -143,6 +150,7 @@ class Leader:
                     ops=[op for op in pass_.ops if at_home(op.run_id)],
                     release=[run_id for run_id in pass_.release if at_home(run_id)],
                     soon=[run_id for run_id in pass_.soon if at_home(run_id)],
+                    hand_over=[run_id for run_id in pass_.hand_over if at_home(run_id)],
                 )
             )
         for run_id in pass_.release:

@@ -98,7 +98,7 @@ def _pages(config: TrainerConfig, temporary: Path) -> Path:
     """A folder of this rank's own; in it may be what a lost trainer has left."""
     if config.basics.redis_url:
         return temporary
-    pages = Path(config.basics.data_dir) / f"pages-{dist.get_rank()}"
+    pages = Path(config.basics.data_dir) / f"{config.pages}-{dist.get_rank()}"
     shutil.rmtree(pages, ignore_errors=True)
     return pages
 

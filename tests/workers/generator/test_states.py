@@ -1,0 +1,123 @@
+"""Recurrent layers in the generator: whatever happens to a sequence's states, it gets the bits that it gets alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.model.models import ours, random_adapter, reference
+from workers.generator.engine import Finished, GenerateRequest, SamplingParams
+from workers.generator.prefix_cache import BLOCK_TOKENS, PrefixCache
+from workers.generator.torch_engine import TorchEngine
+from workers.model.adapter import save_adapter
+from workers.model.decoder import Decoder
+
+from .conftest import run
+from .test_engine_contract import prompt, same
+
+B = BLOCK_TOKENS
+SAMPLED = SamplingParams(max_tokens=62, seed=4, stop_at_eos=False)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """Whose states are as large as the keys and values of several blocks, as they are in published models."""
+    sizes = {"vocab_size": 97, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    return ours(reference("qwen3-next", **sizes), tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="module")
+def requests(hybrid: Decoder, tmp_path_factory: pytest.TempPathFactory) -> list[GenerateRequest]:
+    """Prompts that begin alike and end at and beyond a block, of two tenants' adapters and none, some with siblings."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for rank, name in ((3, "a"), (5, "b")):
+        save_adapter(random_adapter(hybrid, rank, rank), folder / name, base_model="tiny")
+    kinds = [("", B), ("a", 2 * B), ("a", 2 * B + 5), ("b", 3 * B + 1), ("a", 2 * B), ("", 7)]
+    return [
+        GenerateRequest(
+            f"r{n}", prompt(length, seed=1), SAMPLED, num_samples=1 + n % 3, adapter=name,
+            adapter_folder=folder / name if name else None, prompt_logprobs=n == 3,
+        )
+        for n, (name, length) in enumerate(kinds)
+    ]  # fmt: skip
+
+
+def engine(hybrid: Decoder, **options: Any) -> TorchEngine:
+    return TorchEngine(hybrid, (), context=160, **{"slots": 16, **options})
+
+
+def alone(hybrid: Decoder, requests: list[GenerateRequest]) -> list[Finished]:
+    return [run(engine(hybrid, prefix_bytes=0), request)[request.id] for request in requests]
+
+
+def test_crowds_pieces_hits_and_being_set_aside_change_no_bit(hybrid: Decoder, requests: list[GenerateRequest]) -> None:
+    wanted = alone(hybrid, requests)
+    tight = engine(hybrid, slots=9, kv_tokens=13 * B, prefill_tokens=B)
+    for id_of in ("{}", "again {}"):
+        found = run(tight, *(replace(request, id=id_of.format(request.id)) for request in requests))
+        assert all(same(a, found[id_of.format(a.id)]) for a in wanted)
+    assert tight.stats().preempted > 0
+    hits = [found[f"again {request.id}"].facts.cache_hit for request in requests]
+    assert hits == [(len(request.prompt) - 1) // B * B if request.id != "r3" else 0 for request in requests]
+
+
+def test_a_step_that_failed_is_repeated_from_the_same_states(
+    hybrid: Decoder, requests: list[GenerateRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows are computed each alone, too."""
+    monkeypatch.setattr(hybrid, "isolation", "per-segment")
+    requests = [replace(request, sampling=replace(SAMPLED, max_tokens=20)) for request in requests[1:5]]
+    wanted = alone(hybrid, requests)
+    crowded, calls = engine(hybrid), 0
+    draw = crowded._draw
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 5 == 0 and len(arguments[0]) > 3:  # a crowd's: what it has computed is in the pages already
+            raise RuntimeError("no")
+        return draw(*arguments)
+
+    monkeypatch.setattr(crowded, "_draw", failing)
+    found = run(crowded, *requests)
+    assert calls > 20
+    assert all(same(a, found[a.id]) for a in wanted)
+
+
+def test_states_take_at_most_half_of_the_prefix_caches_memory(hybrid: Decoder) -> None:
+    """And are as far apart as they are large, but for the one from which the same prompt continues."""
+    cache = engine(hybrid)._cache
+    block = sum(pool[0].numel() * pool.element_size() for pool in cache.tensors)
+    state = 5 * block // 2
+    kept = PrefixCache(cache, 8 * state, state)
+    assert (kept.capacity, PrefixCache(cache, 2 * state - 1, state).capacity) == (10, 0)
+    assert kept.marks(8 * B, 0, 8 * B) == {3 * B, 6 * B, 7 * B}
+    assert kept.marks(8 * B, 3 * B, 6 * B) == {6 * B}
+    assert PrefixCache(cache, 2 * state - 1, state).marks(8 * B, 0, 8 * B) == set()
+
+
+def test_what_a_request_holds_is_given_back(hybrid: Decoder, requests: list[GenerateRequest]) -> None:
+    made = engine(hybrid)
+    for request in requests:
+        made.add(request)
+    here = list(made._open.here.values())
+    made.step()
+    assert any(sequence.states for progress in here for sequence in progress.sequences)
+    made.cancel("r1")
+    while made.busy:
+        made.step()
+    assert not any(sequence.states for progress in here for sequence in progress.sequences)
+
+
+def test_a_row_of_a_step_is_a_run_of_one_token(hybrid: Decoder) -> None:
+    """The formula of one token against the chunks' of many."""
+    layer: Any = hybrid.layers[0].attn
+    x = torch.randn(5, layer.inputs.shape[0], generator=torch.Generator().manual_seed(0))
+    start = layer.run(x[:4], None)[1]
+    (y_run, after_run), (y_step, (after_step,)) = layer.run(x[4:], start), layer.step(x[4:], [start])
+    torch.testing.assert_close(y_step, y_run, atol=1e-6, rtol=1e-5)
+    for one, other in zip(after_run, after_step, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
