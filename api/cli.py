@@ -24,12 +24,14 @@ COMMANDS = {
     "billing": "credit",
     "budget": "credit",
     "credit": "credit",
+    "doctor": "doctor",
     "jobs": "jobs",
     "key": "key",
     "migrate": "worker",
     "model": "model",
     "org": "org",
     "payments": "payments",
+    "plan": "plan",
     "project": "project",
     "repair": "repair",
     "restore": "backup",
@@ -79,6 +81,8 @@ def _models(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...
 @click.option("--port", type=int, help="Port to listen on (default 8000); 0 takes a free one.")
 @click.option("--model", "models", metavar="NAME=PATH", callback=_models, multiple=True, help="A local model (repeat).")
 @click.option("--engine", multiple=True, type=click.Choice(["torch", "vllm"]), help="A generator (repeat for more).")
+@click.option("--trainer-ranks", type=int, help="Processes that are one trainer and share the base model (default 1).")
+@click.option("--trainers", type=int, help="How many trainers (default 1).")
 def serve(
     data_dir: Path | None,
     config: Path | None,
@@ -86,6 +90,8 @@ def serve(
     port: int | None,
     models: dict[str, Path],
     engine: tuple[str, ...],
+    trainer_ranks: int | None,
+    trainers: int | None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. Without --model it serves a tiny model that comes with Weft."""
     from api.server import serve as server
@@ -94,7 +100,8 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    settings = settings_of(config, data_dir, host=host, port=port, models=models or None, engine=engine)
+    given = {"models": models or None, "engine": engine, "trainers": trainers, "trainer_ranks": trainer_ranks}
+    settings = settings_of(config, data_dir, host=host, port=port, **given)
     try:
         code = server.serve(settings)
     except (server.CannotServe, PriceError) as error:

@@ -31,7 +31,7 @@ from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
-from store.blobs import Blobs
+from store.folder_blobs import FolderBlobs
 from workers.model.adapter_shape import AdapterShape
 from workers.model.weights import load_decoder
 from workers.trainer.trainer import Trainer
@@ -44,7 +44,7 @@ SLICE_TOKENS = 1024
 class Runs:
     def __init__(self, folder: Path) -> None:
         self.decoder = load_decoder(MODEL)
-        self.blobs = Blobs(folder / "blobs")
+        self.blobs = FolderBlobs(folder / "blobs")
         self.trainer = Trainer({BASE_MODEL: self.decoder}, self.blobs, TrainerBounds(snapshot_every_tokens=1 << 40))
         self._count = 0
         adam = OptimStepRequest(model_id="any", adam_params=AdamParams(learning_rate=1e-4))

@@ -30,7 +30,7 @@ from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
-from store.blobs import Blobs
+from store.folder_blobs import FolderBlobs
 from workers.model.weights import load_decoder
 from workers.trainer.state import kind_of
 from workers.trainer.trainer import Trainer
@@ -47,7 +47,7 @@ class Runs:
         decoder = load_decoder(MODEL)
         self.size_bytes = kind_of(spec("any"), decoder.config).size_bytes
         bounds = TrainerBounds(snapshot_every_tokens=1 << 40, resident_bytes=resident * self.size_bytes)
-        self.blobs = Blobs(folder / "blobs")
+        self.blobs = FolderBlobs(folder / "blobs")
         self.trainer = Trainer({BASE_MODEL: decoder}, self.blobs, bounds)
         step = OptimStepRequest(model_id="any", adam_params=AdamParams(learning_rate=1e-4))
         self.blobs.put("step", step.model_dump_json().encode())

@@ -29,7 +29,7 @@ from weft.wire import AdamParams, OptimStepRequest
 from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
-from store.blobs import Blobs
+from store.folder_blobs import FolderBlobs
 from workers.model.weights import load_decoder
 from workers.trainer.trainer import Trainer
 
@@ -42,7 +42,7 @@ class Direct:
     """Sixteen runs on a trainer of this process."""
 
     def __init__(self, folder: Path) -> None:
-        self._blobs = Blobs(folder)
+        self._blobs = FolderBlobs(folder)
         self._trainer = Trainer({BASE_MODEL: load_decoder(MODEL)}, self._blobs)
         self._runs = [f"run{i}" for i in range(TENANTS)]
         step = OptimStepRequest(model_id="any", adam_params=AdamParams(learning_rate=1e-4))

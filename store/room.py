@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from store.blobs import StoreAway
+
 #: Free bytes below which no new work is accepted: several times what work in flight needs.
 LEAST_FREE_BYTES = 128 << 20
 #: Seconds between two looks at the disk; one that has refused a write counts as full for as long.
@@ -62,6 +64,8 @@ class Room:
 
 def what_failed(error: BaseException) -> str:
     """The message for people why something was not stored."""
+    if isinstance(error, StoreAway):
+        return str(error)
     if not isinstance(error, OSError):
         return "the server's disk is full" if "disk is full" in str(error) else "the server's database does not answer"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -1,7 +1,7 @@
 """The server's own secret, with which it signs tokens and links, so that they remain valid after a restart.
 
-It is one file in the data folder that only the server's user can read. Each purpose derives its own key from it, so
-that a signature made for one purpose is invalid for another.
+It is one file in the data folder that only the server's user can read, unless the operator has set one for all
+replicas. Each purpose derives its own key from it, so that a signature made for one purpose is invalid for another.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ def server_secret(data_dir: Path) -> bytes:
     finally:
         temporary.unlink()
     return _checked(path)
+
+
+def secret_of(given: str) -> bytes:
+    """The secret that an operator has set."""
+    return hashlib.sha256(b"server_secret " + given.encode()).digest()
 
 
 def derive(secret: bytes, purpose: str) -> bytes:

@@ -9,9 +9,9 @@ import ipaddress
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -23,7 +23,12 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 #: Settings that hold passwords, and may be left out of the file.
-FROM_ENVIRONMENT = {"database_url": "WEFT_DATABASE_URL", "redis_url": "WEFT_REDIS_URL"}
+FROM_ENVIRONMENT = {
+    "database_url": "WEFT_DATABASE_URL",
+    "redis_url": "WEFT_REDIS_URL",
+    "blob_url": "WEFT_BLOB_URL",
+    "server_secret": "WEFT_SERVER_SECRET",
+}
 
 
 class SettingsError(ValueError):
@@ -46,6 +51,16 @@ class _Section(BaseModel):
 
 
 class TrainerSettings(_Section):
+    #: How many trainers, each with the base models in its memory; every run lives on one of them.
+    replicas: Positive = 1
+    #: Processes that are one trainer and keep a part of the base each: one for each GPU (docs/production.md).
+    ranks: Positive = 1
+    #: Machines with so many ranks each, which meet at HOST:PORT of one of them; a worker is started on each.
+    nodes: Positive = 1
+    rendezvous: str = ""
+    #: The base is kept in parts over all ranks, or whole on each node.
+    shard: Literal["all", "node"] = "all"
+    #: Of each rank.
     threads: Positive = Field(default_factory=_half_the_cores)
     device: Device = "auto"
     dtype: Dtype = "auto"
@@ -58,7 +73,7 @@ class TrainerSettings(_Section):
     #: A run's whole state is written after this many tokens of training, which bounds what a lost trainer replays.
     snapshot_every_tokens: Positive = 65_536
     #: Memory for the states of runs (weights, moments, gradient), on the device if the trainer has one; the others are
-    #: paged out. 0: half of what is free when the trainer starts.
+    #: paged out. 0: what is left of the memory (`weftd plan`), on a CPU half of it; trainers of one server share it.
     resident_bytes: Annotated[int, Field(ge=0)] = 0
     #: With a device: memory of the host for runs that are paged out of it; beyond, they are in files. 0: half.
     host_bytes: Annotated[int, Field(ge=0)] = 0
@@ -67,6 +82,14 @@ class TrainerSettings(_Section):
     #: Seconds that an uploaded loss may take for each 1,024 of its cost: then the trainer is ended, and its operation
     #: fails. What is measured is some 0.05.
     loss_limit_s: Annotated[float, Field(gt=0)] = 10.0
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.ranks > 1 and ":" in self.device:
+            raise ValueError(f"device is {self.device}, but each of {self.ranks} ranks has a GPU of its own: use cuda")
+        if self.nodes > 1 and not self.rendezvous:
+            raise ValueError(f"{self.nodes} nodes need a rendezvous, HOST:PORT of one of them")
+        return self
 
 
 EngineKind = Literal["torch", "vllm"]
@@ -94,15 +117,18 @@ class GeneratorSettings(_Section):
     threads: Positive = Field(default_factory=_half_the_cores)
     device: Device = "auto"
     dtype: Dtype = "auto"
-    #: Sequences that are decoded at the same time.
-    slots: Positive = 32
+    #: Sequences that are decoded at the same time; 0: as memory allows, at most 32 on a CPU and 64 on a GPU.
+    slots: Annotated[int, Field(ge=0)] = 0
     #: The longest sequence, prompt and completion; a model's own context holds as well.
     context_tokens: Positive = 8192
-    #: Keys and values kept for running sequences, in tokens of all of them; 0: as many as full slots take. With less,
-    #: more slots fit into the same memory, and the youngest sequences are set aside when they all grow long.
+    #: Keys and values kept for running sequences, in tokens of all of them; 0: as many as full slots take, or half of
+    #: what is left of the memory. With less, the youngest sequences are set aside when they all grow long.
     kv_tokens: Annotated[int, Field(ge=0)] = 0
     #: Prompt tokens computed between two decode steps; longer prompts are computed in pieces.
     prefill_tokens: Positive = 2048
+    #: On a CPU, a second copy of the weights in the order in which they are multiplied, which is faster. auto: where it
+    #: takes less than half of the memory that is left.
+    packed: bool | Literal["auto"] = "auto"
     #: Memory, of each base model, for adapters that were used.
     adapter_cache_bytes: Positive = 2 << 30
     #: Memory, of each base model, for prompts that later ones may begin with; 0 keeps none.
@@ -222,9 +248,19 @@ class Settings(_Section):
     models: dict[str, Path] = {}
     #: Empty: SQLite in the data folder. `postgresql+psycopg://...` in production.
     database_url: str = ""
-    #: Several API replicas and workers on this Redis, `redis://...`, with one PostgreSQL and one folder for all
-    #: (docs/production.md). Empty: the embedded service.
+    #: Several API replicas and workers on this Redis, `redis://...`, with one PostgreSQL and one place for
+    #: blobs (docs/production.md). Empty: the embedded service.
     redis_url: str = ""
+    #: Bodies, results and weights in an S3-compatible store, s3://BUCKET/PREFIX, whose endpoint, region and credentials
+    #: are in the usual environment (docs/production.md). Empty: in the data folder.
+    blob_url: Annotated[str, Field(pattern=r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/?)?$")] = ""
+    #: Of what a process reads there, so much stays in its data folder for the next time.
+    blob_cache_bytes: Positive = 16 << 30
+    #: Downloads go straight to the store, by links that are good for minutes: clients must reach it.
+    blob_links: bool = False
+    #: What tokens and links are signed with, at least 32 characters: replicas that share no folder need the same one.
+    #: Without it each data folder has its own.
+    server_secret: Annotated[SecretStr, Field(min_length=32)] | None = None
     #: Flush every commit and every blob to the disk: safe against power loss, not only against kill -9.
     durable: bool = False
     #: Where trainer and generators of this host keep one copy of a base's weights on a CPU; empty: each its own.
@@ -254,10 +290,6 @@ class Settings(_Section):
     drain_s: Annotated[float, Field(ge=0)] = 30.0
 
     @property
-    def blobs_dir(self) -> Path:
-        return self.data_dir / "blobs"
-
-    @property
     def effective_database_url(self) -> str:
         return self.database_url or f"sqlite:///{self.data_dir / 'weft.db'}"
 
@@ -269,7 +301,11 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
     values = _environment()
     if config_file is not None:
         values = _over(values, _read(config_file))
-    values.update({name: value for name, value in overrides.items() if value is not None and name != "engine"})
+    within = ("engine", "trainers", "trainer_ranks")  # of a section
+    values.update({name: value for name, value in overrides.items() if value is not None and name not in within})
+    for given, field in (("trainers", "replicas"), ("trainer_ranks", "ranks")):
+        if overrides.get(given) is not None:
+            values["trainer"] = {**values.get("trainer", {}), field: overrides[given]}
     if overrides.get("engine"):
         values["generator"] = {**values.get("generator", {}), "replicas": list(overrides["engine"])}
     try:

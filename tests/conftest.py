@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from migrations.upgrade import migrate
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from tests.order import ByFile, place
 from tests.search import load_profile
-from tests.servers import PostgresServer, postgres_server, redis_server
+from tests.servers import OwnStore, PostgresServer, postgres_server, redis_server
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported: one of several processes that share the cores. Threads that spin would take them away.
@@ -98,6 +98,14 @@ def redis_url() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="session")
+def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnStore]:
+    """One for all tests: use prefixes of your own."""
+    own = OwnStore(tmp_path_factory.mktemp("object-store"))
+    yield own
+    own.stop()
+
+
 @pytest.fixture
-def blobs(tmp_path: Path) -> Blobs:
-    return Blobs(tmp_path / "blobs")
+def blobs(tmp_path: Path) -> FolderBlobs:
+    return FolderBlobs(tmp_path / "blobs")

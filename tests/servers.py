@@ -9,6 +9,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -123,6 +124,43 @@ class OwnRedis:
 
     def start(self) -> None:
         self._running.enter_context(redis_server(port=self.port))
+
+    def stop(self) -> None:
+        """As a crash does."""
+        self._running.close()
+
+
+class OwnStore:
+    """An S3-compatible object store of a test's own (rclone's), in a folder: it may go away and come back with all that
+    it had. `environment` has its address and credentials; `url` a place in its one bucket."""
+
+    url = "s3://weft-test/a/prefix"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.port, self._running = folder, free_port(), ExitStack()
+        (folder / "weft-test").mkdir(parents=True)
+        self.environment = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ACCESS_KEY_ID": "test-key-of-weft",
+            "AWS_SECRET_ACCESS_KEY": "test-secret-of-weft",
+            "AWS_REGION": "us-east-1",
+        }
+        self.start()
+
+    def start(self) -> None:
+        program = shutil.which("rclone", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        key = f"{self.environment['AWS_ACCESS_KEY_ID']},{self.environment['AWS_SECRET_ACCESS_KEY']}"
+        command = [program or _missing("rclone"), "serve", "s3", "--auth-key", key, "--addr", f"127.0.0.1:{self.port}"]
+        command += ["--config", "/dev/null", "--no-cleanup", str(self._folder)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/")
+        self._running.callback(process.wait)
+        self._running.enter_context(at_end('kill -9 "$1"', str(process.pid)))
+        deadline = time.monotonic() + 30
+        while process.poll() is None and time.monotonic() < deadline:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+                return
+            time.sleep(0.02)
+        raise RuntimeError("rclone did not come up")
 
     def stop(self) -> None:
         """As a crash does."""

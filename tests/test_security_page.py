@@ -13,9 +13,10 @@ PAGE = (CHECKOUT / "docs" / "security.md").read_text()
 NAMED = sorted(set(re.findall(r"`(tests/[^`]+)`", PAGE)))
 RISKS = re.findall(r"^\| API(\d+) ", PAGE, re.MULTILINE)
 
-#: What may ask others for something in the server's processes: Stripe's own client, and the commands of an operator.
-ASKING = {"api/commands", "billing/payments"}
-CLIENTS = {"aiohttp", "http", "httpx", "requests", "urllib", "urllib3"}
+#: What may ask others for something in the server's processes: Stripe's own client, that of the object store, and the
+#: commands of an operator.
+ASKING = {"api/commands", "billing/payments", "store/bucket.py"}
+CLIENTS = {"aiohttp", "http", "httpx", "obstore", "requests", "urllib", "urllib3"}
 
 
 def test_every_risk_is_on_the_page_with_tests() -> None:

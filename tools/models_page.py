@@ -35,8 +35,10 @@ down(silu(gate x) * up x).
 
 Weights are read from safetensors, one file or shards, experts one by one or fused, in float32, bfloat16 or float16.
 Block FP8 (128 x 128, as of DeepSeek and Qwen) and MXFP4 (gpt-oss) become bfloat16 tensor by tensor as they are read,
-so they take the memory of bfloat16. Kimi-K2 is a DeepSeek-V3 by its config and its tensors' names. What a checkpoint
-holds for predicting several tokens at once is not loaded.
+so they take the memory of bfloat16; so does int4 in groups of 32 (Kimi-K2-Thinking; pack-quantized weights of
+compressed-tensors, with nothing else quantised). Kimi-K2 is a DeepSeek-V3 by its config and its tensors' names; the
+checkpoints that can see (Kimi-K2.5, K2.6) are not served. What a checkpoint holds for predicting several tokens at once
+is not loaded.
 
 ## What is trained
 

@@ -6,7 +6,6 @@ what the sampler recorded (`record_stability_info`). Recordings belong to the se
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -82,7 +81,7 @@ def _read(index: int, sequence: str, session_id: str, blobs: Blobs) -> Floats:
         if "/" in sequence:
             raise BadRef(sequence)
         data = blobs.get(ref)
-        os.utime(blobs.path(ref))  # recordings are kept for a day after their last use
+        blobs.touch(ref)  # recordings are kept for a day after their last use
     except (BadRef, OSError):
         raise Invalid(
             f"datum {index}: nothing is recorded of sequence {quote(sequence)} in this session: sample it with "

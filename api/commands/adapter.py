@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from api.commands.places import database_of, refuse, settings_of, where
 from billing import storage
 from store import audit, tables
-from store.blobs import Blobs
+from store.opening import blobs_of
 from workers.model.imported import CannotImport, Imported, read_adapter
 
 
@@ -50,7 +50,7 @@ def import_(data_dir: Path | None, config: Path | None, org: str, model: str | N
     except ApiError as error:
         refuse(error.detail)
     ref = f"weights/{uuid.uuid4().hex}"
-    blobs = Blobs(settings.blobs_dir, durable=settings.durable)
+    blobs = blobs_of(settings)
     with database_of(config, data_dir) as database:
         with database.read() as session:
             org_id = session.scalar(select(tables.Organisation.id).where(tables.Organisation.name == org))

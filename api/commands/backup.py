@@ -72,6 +72,7 @@ def _backup(settings: Settings, target: Path) -> tuple[About, int]:
     from scheduler.journal.ending.references import needed_files
     from store.commit_mark import CommitMark
 
+    _no_bucket(settings)
     url = settings.effective_database_url
     if is_empty(url):
         raise BadBackup(f"there is no database to back up: {settings.data_dir} has not been served yet")
@@ -116,6 +117,7 @@ def _restore(settings: Settings, source: Path) -> About:
     from api.server.serve import only_one
     from migrations.upgrade import refuse_unknown
 
+    _no_bucket(settings)
     sums, about = read_sums(source), _about(source)
     url, data_dir = settings.effective_database_url, settings.data_dir
     refuse_unknown(about.revision, f"the backup {source}")
@@ -140,6 +142,14 @@ def _restore(settings: Settings, source: Path) -> About:
             f"the restored database is not the one that was saved: {', '.join(wrong)} have other numbers of rows"
         )
     return about
+
+
+def _no_bucket(settings: Settings) -> None:
+    if settings.blob_url:
+        raise BadBackup(
+            f"blob_url: blobs are in {settings.blob_url}, which this command does not copy: back up the database "
+            "(pg_dump), then the bucket with the store's own means"
+        )
 
 
 def _about(source: Path) -> About:

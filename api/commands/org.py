@@ -8,6 +8,7 @@ import click
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from api.commands import org_data
 from api.commands.changes import change, check_org_name, organisation
 from api.commands.places import database_of, refuse, settings_of, where
 from billing.quotas import QUOTAS, claim, limit_of
@@ -19,6 +20,10 @@ from store.tables import Organisation
 @click.group()
 def org() -> None:
     """Organisations."""
+
+
+org.add_command(org_data.export)
+org.add_command(org_data.delete)
 
 
 @org.command()

@@ -7,7 +7,6 @@ compress. No torch here: the conversion works on numpy arrays.
 from __future__ import annotations
 
 import io
-import os
 import tarfile
 import tempfile
 from datetime import timedelta
@@ -16,7 +15,7 @@ from pathlib import Path
 import orjson
 from safetensors.numpy import load_file
 
-from store.blobs import Blobs, Damaged, check_folder, files_of
+from store.blobs import Blobs, Damaged, files_of
 from workers.model.peft_format import write_export
 
 #: Signed links are good for so long.
@@ -33,31 +32,29 @@ def archive_ref(ref: str) -> str:
 
 def archived(blobs: Blobs) -> set[str]:
     """The refs of weights that have an archive."""
-    folder = blobs.path(ARCHIVES)
-    return {f"weights/{path.name}" for path in folder.iterdir()} if folder.is_dir() else set()
+    return {f"weights/{ref.rpartition('/')[2]}" for ref in blobs.listed(f"{ARCHIVES}/*")}
 
 
 def make_archive(blobs: Blobs, ref: str) -> None:
     """Have the archive of the weights in `ref` at `archive_ref`, and count its age from now. Runs in a thread. Raises
     FileNotFoundError when there are no weights, and Damaged when they are not as they were written."""
-    target = blobs.path(archive_ref(ref))
+    target = archive_ref(ref)
     try:
-        check_folder(target)
+        blobs.check_folder(target)
     except (FileNotFoundError, Damaged):
-        blobs.delete_tree(archive_ref(ref))
+        blobs.delete_tree(target)
     else:
-        os.utime(target)
+        blobs.touch(target)
         return
     try:
-        with blobs.new_folder(archive_ref(ref)) as folder:
-            _fill(blobs.path(ref), folder)
+        with blobs.reading(ref) as source, blobs.new_folder(target) as folder:
+            _fill(source, folder)
     except OSError as error:
-        if isinstance(error, Damaged) or not target.is_dir():  # else somebody was faster with the same files
+        if isinstance(error, Damaged) or not blobs.exists(target):  # else somebody was faster with the same files
             raise
 
 
 def _fill(source: Path, folder: Path) -> None:
-    check_folder(source)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         export = source if not (source / "adapter.safetensors").is_file() else _export(source, Path(scratch))
         with tarfile.open(folder / "checkpoint.tar", "w") as tar:

@@ -128,13 +128,9 @@ async def _follow(service: Service, key: FeedKey, cursor: int) -> None:
 
     def read(session: Session) -> list[Completion]:
         mine = (row.lane == key.sampler_id, row.seq >= first, row.seq < first + CLIENT_STRIDE)
-        query = select(row.id, row.state, row.result_ref).where(*mine, row.finished_at >= since)
+        query = select(row.id, row.result_bytes).where(*mine, row.finished_at >= since)
         ended = session.execute(query.order_by(row.finished_at)).all()
-        return [Completion(id, _size(service, ref) if state == "done" else None) for id, state, ref in ended]
+        # One that is no longer kept shows as failed: fetching it says so.
+        return [Completion(id, size_bytes) for id, size_bytes in ended]
 
     service.journal.completions.add(key, await service.read(read))
-
-
-def _size(service: Service, ref: str | None) -> int | None:
-    """Bytes of a stored result. One that is no longer kept shows as failed: fetching it says so."""
-    return service.blobs.size_bytes(ref) if ref and service.blobs.exists(ref) else None

@@ -22,6 +22,7 @@ from api.http.bodies import parse, read_body
 from api.operations.paying import need_money, need_room
 from api.state.service import ServiceDep
 from api.who.may_change import active_session
+from scheduler.journal.ending.outcomes import result_ref
 from scheduler.links.messages import loss_ref
 from scheduler.order.plans import BODY_ONLY
 from store import tables
@@ -47,7 +48,6 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
     stored = await run_in_threadpool(checked_loss, body)
     lane, digest = f"{body.session_id}:loss", hashlib.sha256(raw).hexdigest()
     loss_id, request_id = f"{lane}:{number}", uuid.uuid4().hex
-    result_ref = f"results/{request_id[:2]}/{request_id}"
     now = datetime.now(UTC)
     row = tables.Operation(
         id=request_id,
@@ -66,7 +66,7 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
         body_sha256=hashlib.sha256(stored).hexdigest(),
         sent_sha256=digest,
         plan=msgspec.to_builtins(BODY_ONLY),
-        result_ref=result_ref,
+        result_ref=result_ref(request_id),
         result_type="application/json",
         accepted_at=now,
         finished_at=now,
@@ -77,12 +77,17 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
         if there is None:
             need_money(session, who, session.get_one(tables.Session, body.session_id))
             need_room(session, who.org_id, service.settings.limits, "custom_losses")
-            service.blobs.put(loss_ref(loss_id), stored)
-            service.blobs.put(result_ref, CreateCustomLossResponse(loss_id=loss_id).model_dump_json().encode())
             session.add(row)
             return request_id
         if there.sent_sha256 != digest:
             raise Invalid(f"custom_loss_seq_id: {number} is another loss already; use the next number")
         return there.id
 
-    return UntypedAPIFuture(request_id=await service.database.write(write, lock=who.org_id))
+    def put(request_id: str) -> None:
+        """After the row, so that of two that come at once one is stored; who repeats it stores the same again."""
+        service.blobs.put(loss_ref(loss_id), stored)
+        service.blobs.put(result_ref(request_id), CreateCustomLossResponse(loss_id=loss_id).model_dump_json().encode())
+
+    accepted = await service.database.write(write, lock=who.org_id)
+    await run_in_threadpool(put, accepted)
+    return UntypedAPIFuture(request_id=accepted)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, RedirectResponse, Response
 from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive, Scope, Send
 
 from api.errors import NotFound, quote
 from api.http.access import declare
@@ -18,6 +23,8 @@ from store import tables
 router = APIRouter(prefix="/api/v1/downloads")
 
 _FILES, _ARCHIVE = "files", "checkpoint.tar"
+#: A link of the object store, which knows nothing of who may have what, is good for so long: to begin a download.
+STORE_LINKS_LAST = timedelta(minutes=2)
 
 
 def file_path(checkpoint_id: str, name: str) -> str:
@@ -31,17 +38,15 @@ def archive_path(checkpoint_id: str) -> str:
 
 
 @router.get("/{checkpoint_id}/files/{name:path}", **declare(scope="public", limit="call"))
-async def file(checkpoint_id: str, name: str, request: Request, service: ServiceDep) -> FileResponse:
+async def file(checkpoint_id: str, name: str, request: Request, service: ServiceDep) -> Response:
     row = await _checkpoint(request, service, checkpoint_id)
-    folder = service.blobs.path(row.ref).resolve()
-    return _serve(folder, folder / name)
+    return await run_in_threadpool(_serve, service, row.ref, name)
 
 
 @router.get("/{checkpoint_id}/checkpoint.tar", **declare(scope="public", limit="call"))
-async def archive(checkpoint_id: str, request: Request, service: ServiceDep) -> FileResponse:
+async def archive(checkpoint_id: str, request: Request, service: ServiceDep) -> Response:
     row = await _checkpoint(request, service, checkpoint_id)
-    folder = service.blobs.path(archive_ref(row.ref)).resolve()
-    return _serve(folder, folder / _ARCHIVE)
+    return await run_in_threadpool(_serve, service, archive_ref(row.ref), _ARCHIVE)
 
 
 async def _checkpoint(request: Request, service: Service, checkpoint_id: str) -> tables.Checkpoint:
@@ -57,7 +62,31 @@ async def _checkpoint(request: Request, service: Service, checkpoint_id: str) ->
     return row
 
 
-def _serve(folder: Path, path: Path) -> FileResponse:
-    if not path.resolve().is_relative_to(folder) or not path.is_file():
-        raise NotFound(f"no file {quote(path.name)} here; ask for new links")
-    return FileResponse(path, media_type="application/octet-stream")
+def _serve(service: Service, ref: str, name: str) -> Response:
+    """The file, or where the object store has it. Whoever asked for the link was told if the files are damaged."""
+    held = ExitStack()
+    try:
+        if link := service.blobs.link(ref, name, STORE_LINKS_LAST):
+            return RedirectResponse(link, 302, {"Cache-Control": "no-store"})
+        where = service.blobs.at(ref)
+        folder = (where if isinstance(where, Path) else held.enter_context(where.reading())).resolve()
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder) or not path.is_file():
+            raise FileNotFoundError(name)
+        return _Held(held.pop_all(), path, media_type="application/octet-stream")
+    except FileNotFoundError:
+        raise NotFound(f"no file {quote(name)} here; ask for new links") from None
+    finally:
+        held.close()
+
+
+class _Held(FileResponse):
+    """A file that stays where it is until it is sent."""
+
+    def __init__(self, held: ExitStack, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await super().__call__(scope, receive, send)

@@ -109,7 +109,7 @@ class EmbeddedMachines:
             del worker["pid"]
         return {
             "queue": self.journal.queue_lengths(),
-            "trainer": dict(self._trainer.stats),
+            "trainer": self._trainer.report(),
             "generator": {**self._generator.stats, "replicas": self._generator.replicas()},
             "workers": workers,
         }
@@ -119,6 +119,7 @@ class EmbeddedMachines:
         if self.journal.draining:  # it came after the others were told
             link.send(Drain())
         try:
-            await (self._trainer.serve(link) if role == "trainer" else self._generator.serve(link, role))
+            desk = self._trainer if role.startswith("trainer") else self._generator
+            await desk.serve(link, role)
         finally:
             link.close()

@@ -69,6 +69,8 @@ def _operations(meters: Meters, stats: Mapping[str, Any]) -> list[Metric]:
         ),
         _counter("weft_trainer_tokens_total", "Tokens in passes.", trainer.get("tokens", 0)),
         _counter("weft_trainer_busy_seconds_total", "Computing passes.", trainer.get("busy_s", 0.0)),
+        _gauge("weft_trainers", "Trainers that are here.", len(trainer.get("replicas", {}))),
+        _counter("weft_runs_moved_total", "Runs handed over to another trainer.", trainer.get("moves", 0)),
         _counter("weft_trainers_lost_total", "Trainers that were lost.", trainer.get("lost", 0)),
         _counter("weft_generator_steps_total", "Decode steps.", generator.get("steps", 0)),
         _counter("weft_generator_slot_steps_busy_total", "Slots that worked.", generator.get("slots_busy", 0)),

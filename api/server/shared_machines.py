@@ -109,7 +109,7 @@ class SharedMachines:
         term = self._leadership.term
         return {
             "queue": self.journal.queue_lengths(),
-            "trainer": dict(term.desk.stats) if term is not None else {},
+            "trainer": term.desk.report() if term is not None else {},
             "generator": dict(self.journal.generators),
             "workers": [],
             "replica": {"name": self._name, "leads": term is not None, "redis": self.journal.reachable()},

@@ -23,23 +23,25 @@ from scheduler.links.configs import (
     WorkerConfig,
 )
 from store.settings import EngineKind, GeneratorSettings, Settings, SettingsError, TrainerSettings
+from workers.model.plan import MOST_SLOTS
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[WorkerProgram]:
-    """One trainer and the generators, on this machine, for these models. Raises SettingsError."""
-    urls = _vllm_urls(settings, models)
-    programs = [_program("trainer", _trainer(settings, models))]
+    """The trainers and the generators, on this machine, for these models. Raises SettingsError."""
+    urls, trainers = _vllm_urls(settings, models), settings.trainer.replicas
+    roles = [_numbered("trainer", number) for number in range(1, trainers + 1)]
+    programs = [_program(role, _trainer(settings, models, trainers, f"pages/{role}")) for role in roles]
     for number, kind in enumerate(settings.generator.kinds, start=1):
-        role = "generator" if number == 1 else f"generator-{number}"
+        role = _numbered("generator", number)
         url = urls.pop(0) if urls and kind == "vllm" else ""
         programs.append(_program(role, _generator(settings, models, kind, url, settings.data_dir / "vllm" / role)))
     return programs
 
 
 def lone_worker(settings: Settings, models: Mapping[str, Path], role: str) -> WorkerProgram:
-    """The trainer or one generator, of the first kind, that works for API replicas. Raises SettingsError."""
+    """A trainer, or a generator of the first kind, that works for API replicas. Raises SettingsError."""
     if role == "trainer":
         return _program(role, _trainer(settings, models))
     kind, urls = settings.generator.kinds[0], _vllm_urls(settings, models)
@@ -48,7 +50,12 @@ def lone_worker(settings: Settings, models: Mapping[str, Path], role: str) -> Wo
     return _program(role, _generator(settings, models, kind, urls[0] if urls else "", folder))
 
 
-def _trainer(settings: Settings, models: Mapping[str, Path]) -> TrainerConfig:
+def _numbered(role: str, number: int) -> str:
+    return role if number == 1 else f"{role}-{number}"
+
+
+def _trainer(settings: Settings, models: Mapping[str, Path], trainers: int = 1, pages: str = "pages") -> TrainerConfig:
+    """One of so many `trainers` on this machine."""
     trainer = settings.trainer
     bounds = TrainerBounds(
         microbatch_tokens=trainer.microbatch_tokens,
@@ -56,8 +63,19 @@ def _trainer(settings: Settings, models: Mapping[str, Path]) -> TrainerConfig:
         resident_bytes=trainer.resident_bytes,
         host_bytes=trainer.host_bytes,
         loss_limit_s=trainer.loss_limit_s,
+        trainers=trainers,
     )
-    return TrainerConfig(_basics(settings, trainer, models), bounds)
+    if trainer.nodes > 1 and not settings.redis_url:
+        raise SettingsError("trainer.nodes: several machines come to a Redis (docs/production.md), and there is none")
+    return TrainerConfig(
+        _basics(settings, trainer, models),
+        bounds,
+        pages,
+        ranks=trainer.ranks,
+        nodes=trainer.nodes,
+        rendezvous=trainer.rendezvous,
+        shard=trainer.shard,
+    )
 
 
 def _generator(
@@ -66,7 +84,7 @@ def _generator(
     generator = settings.generator
     return GeneratorConfig(
         _basics(settings, generator, models),
-        slots=generator.slots,
+        slots=generator.slots or MOST_SLOTS["cpu"],
         context_tokens=generator.context_tokens,
         engine=_vllm(settings, url, vllm_folder) if kind == "vllm" else _torch(generator),
     )
@@ -82,6 +100,8 @@ def _basics(settings: Settings, worker: TrainerSettings | GeneratorSettings, mod
         durable=settings.durable,
         redis_url=settings.redis_url,
         base_dir=settings.base_dir,
+        blob_url=settings.blob_url,
+        blob_cache_bytes=settings.blob_cache_bytes,
     )
 
 
@@ -91,6 +111,7 @@ def _torch(generator: GeneratorSettings) -> TorchConfig:
         prefill_tokens=generator.prefill_tokens,
         adapter_bytes=generator.adapter_cache_bytes,
         prefix_bytes=generator.prefix_cache_bytes,
+        packed=bool(generator.packed),
     )
 
 

@@ -28,7 +28,7 @@ from api.who.signing import Signer
 from api.who.tokens import Tokens
 from store.blobs import Blobs
 from store.db import Database
-from store.secret import server_secret
+from store.secret import secret_of, server_secret
 from store.settings import Settings
 from workers.model.card import ModelCard
 
@@ -68,7 +68,8 @@ class Service:
 
     @cached_property
     def secret(self) -> bytes:
-        return server_secret(self.settings.data_dir)
+        given = self.settings.server_secret
+        return server_secret(self.settings.data_dir) if given is None else secret_of(given.get_secret_value())
 
     @cached_property
     def signer(self) -> Signer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from scheduler.cluster.shared_journal import SharedJournal
@@ -57,4 +58,5 @@ class SampleAnswers:
             return
         await journal.reach(self._queue.forget, answer.id, answer.receipt)
         if ref:
-            self._blobs.delete(ref)
+            with suppress(OSError):  # then the reaper finds it
+                await journal.run(self._blobs.delete, ref)

@@ -102,7 +102,7 @@ class SharedJournal:
         self.draining = False
         self.reachable: Callable[[], bool] = lambda: True  # Redis, as far as this replica knows
         self.generators: dict[str, float] = {}  # counts over all generators, as they were lately
-        self._database, self._blobs = database, blobs
+        self._database = database
         self._costs = expected_costs_of(database)
         self._name, self._queue, self._broadcasts, self._threads = name, queue, broadcasts, threads
         self._waiting_of = waiting_of
@@ -247,8 +247,8 @@ class SharedJournal:
 
     async def tell_again(self, rows: Sequence[tables.Operation]) -> None:
         for row in rows:
-            size = self._size(row.result_ref) if row.state == "done" else None
-            await self.reach(self._broadcasts.ended, Ended(row.id, row.org_id, row.lane, row.seq, row.kind, size))
+            end = Ended(row.id, row.org_id, row.lane, row.seq, row.kind, row.result_bytes)
+            await self.reach(self._broadcasts.ended, end)
 
     async def exchange_backlogs(self) -> None:
         """For as long as the server runs: limits hold for all replicas together."""
@@ -265,9 +265,6 @@ class SharedJournal:
                 chosen = row.id.in_(op_ids[start : start + 500])
                 ended += session.scalars(select(row).where(chosen, row.state != "queued"))
         return ended
-
-    def _size(self, ref: str | None) -> int | None:
-        return self._blobs.size_bytes(ref) if ref and self._blobs.exists(ref) else None
 
     # ---- finishing samples
 

@@ -86,7 +86,7 @@ class Term:
         self._sure_until = 0.0
         self.renewed()
         self.over = asyncio.Event()
-        self._unattached = asyncio.Event()
+        self._serving: set[asyncio.Task[None]] = set()  # trainers
 
     async def begin(self) -> None:
         self.journal.recover()
@@ -95,23 +95,24 @@ class Term:
         self._tasks = [asyncio.create_task(self._keep(work)) for work in works]
 
     async def end(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._serving]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._run(self._joining.close)
         self._board.close()
 
     def drain(self) -> None:
-        """Have the trainer snapshot its runs; it then looks for the next leader."""
+        """Have the trainers snapshot their runs; they then look for the next leader."""
         self._draining = True
         self.desk.drain()
 
     async def drained(self, within_s: float) -> None:
-        """Until the trainer has said goodbye, and everything it has sent is settled."""
+        """Until the trainers have said goodbye, and everything that they have sent is settled."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                if self.desk.attached:
-                    await self._unattached.wait()
+                if self._serving:
+                    await asyncio.wait(self._serving)
                 await self.journal.training.flush()
 
     async def _keep(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -139,18 +140,24 @@ class Term:
         await asyncio.sleep(BEAT_S)
 
     async def _trainers(self) -> None:
-        """One trainer at a time; others that have joined stand by."""
+        """Those that join, each served beside the others."""
         name = await self._run(self._joining.next, 1.0)
-        if name is None or self._draining:
-            return
+        if name is not None and not self._draining:
+            task = asyncio.create_task(self._serve(name))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, name: str) -> None:
         log.info("%s attached", name)
-        self._unattached.clear()
-        link = LeaderLink(self._shared.url, name, self._shared.blobs, self._shared.threads)
+        link = LeaderLink(self._shared.url, name, self._shared.blobs)
         try:
-            await self.desk.serve(link)
+            await self.desk.serve(link, name)
+        except Superseded:
+            self.over.set()
+        except Exception:
+            log.exception("the link to %s failed", name)
         finally:
             link.close()
-            self._unattached.set()
         log.info("%s is gone", name)
 
     async def _hear(self) -> None:

@@ -1,25 +1,30 @@
-"""Where the trainer comes for work, between the journal's queue and the link.
+"""Where trainers come for work, between the journal's queue and their links.
 
-The desk hands out work when the trainer has asked for it and there is some, whichever comes last: pull, not push. What
-is in its hands when its link closes goes back to the queue; an operation that was there LIVES times when a trainer died
-is failed instead, so that it cannot take the service down with it. One whose uploaded loss took longer than it may is
-failed at once: that is its user's doing, and no other operation of the pass is suspected.
+The desk hands out work when a trainer has asked for it and there is some that it may take, whichever comes last: pull,
+not push. A run lives on one trainer (`scheduler.dispatch.residents`); passes of several are in flight at once. What is
+in a trainer's hands when its link closes goes back to the queue, and is suspected (`scheduler.dispatch.lost_work`),
+unless the trainer has said that it leaves.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from scheduler.dispatch.lost_work import suspect
 from scheduler.dispatch.overdue import Overdue
+from scheduler.dispatch.residents import Residents
 from scheduler.journal.training import Training
-from scheduler.links.contract import LIVES
 from scheduler.links.messages import (
     Done,
     Drain,
-    Failure,
+    HandedOver,
     InLoss,
+    Leaving,
     Pass,
     PassOver,
     PolicyMoved,
@@ -29,63 +34,91 @@ from scheduler.links.messages import (
 )
 from scheduler.links.sockets import Link
 from scheduler.order.compose import compose, upcoming
-from scheduler.order.lanes import RunLane, Unit
+from scheduler.order.lanes import Unit
 from scheduler.order.operations import Operation
 from scheduler.order.timings import Stretch
 
 log = logging.getLogger(__name__)
 
+_COUNTS = {"passes": 0, "shared_passes": 0, "tokens": 0, "busy_s": 0.0}
+
+
+@dataclass(eq=False)
+class _Trainer:
+    """From the moment that its link opens until its runs are queued again. `models` are what its waiting pull can
+    serve, None when none waits; `units` the pass in its hands, of which it has left out the runs `aside`; `release` and
+    `hand_over` are runs that its next pass is to name."""
+
+    key: str
+    name: str
+    link: Link
+    overdue: Overdue
+    models: list[str] | None = None
+    units: list[Unit] = field(default_factory=list)
+    aside: set[str] = field(default_factory=set)
+    release: list[str] = field(default_factory=list)
+    hand_over: list[str] = field(default_factory=list)
+    leaving: bool = False
+    stats: dict[str, float] = field(default_factory=lambda: dict(_COUNTS))
+
 
 class TrainerDesk:
-    """Hands out passes. One link at a time: the embedded service has one trainer. A pass of `pass_tokens` may take
-    `pass_limit_s`, or for ever (0)."""
+    """Hands out passes. A pass of `pass_tokens` may take `pass_limit_s`, or for ever (0)."""
 
     worker = "trainer"
 
-    def __init__(self, training: Training, pass_tokens: int, pass_limit_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        training: Training,
+        pass_tokens: int,
+        pass_limit_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._training = training
         self._pass_tokens, self._pass_limit_s = pass_tokens, pass_limit_s
-        self._overdue = Overdue(self._cut_off)
-        self._link: Link | None = None
-        self._models: list[str] | None = None  # what the waiting pull can serve; None when none waits
-        self._units: list[Unit] = []  # the pass in the trainer's hands
-        self._aside: set[str] = set()  # runs that it has left out of this pass
+        self._residents = Residents(training, pass_tokens, clock)
+        self._trainers: dict[str, _Trainer] = {}
+        self._lives = 0
         self._passes = 0
-        self.stats = {"passes": 0, "shared_passes": 0, "tokens": 0, "busy_s": 0.0, "lost": 0}
+        self.stats: dict[str, float] = {**_COUNTS, "lost": 0}
         training.desks.append(self)
 
-    async def serve(self, link: Link) -> None:
+    async def serve(self, link: Link, name: str = "trainer") -> None:
         """Talk to one trainer until its link closes."""
-        self._link = link
+        self._lives += 1
+        key = f"{name} {self._lives}"  # a successor is somebody else
+        trainer = self._trainers[key] = _Trainer(key, name, link, Overdue(lambda: _cut_off(name, link)))
         try:
             async for message in link.messages():
-                await self._on(message)
+                await self._on(trainer, message)
         finally:
-            self._link = self._models = None
-            await self._lost()
+            await self._lost(trainer)
 
     def wake(self) -> None:
-        """Give the waiting trainer its next pass, if there is anything to do."""
-        if self._link is None or self._models is None:
+        """Give the trainers that wait their next passes, if there is anything to do."""
+        for key, run_id in self._residents.released():
+            if key in self._trainers:
+                self._trainers[key].release.append(run_id)
+        for trainer in list(self._trainers.values()):
+            if trainer.models is not None:
+                self._give(trainer, trainer.models)
+
+    def _give(self, trainer: _Trainer, models: list[str]) -> None:
+        only = self._residents.only_of(trainer.key)
+        units = compose(self._training.queue, models, self._pass_tokens, only)
+        release, trainer.release = trainer.release, []
+        hand_over, trainer.hand_over = trainer.hand_over, []
+        if not (units or release or hand_over):
             return
-        units = compose(self._training.queue, self._models, self._pass_tokens)
-        release, self._training.released = self._training.released, []
-        if not units and not release:
-            return
-        self._models = None
-        self._units = units
         self._passes += 1
+        trainer.models, trainer.units = None, units
+        self._residents.taken(trainer.key, units)
         self._begin(units)
         model = units[0].base_model if units else ""
-        soon = upcoming(self._training.queue, model)
+        soon = upcoming(self._training.queue, model, only)
         limit_s = self._pass_limit_s * max(1.0, sum(unit.tokens for unit in units) / self._pass_tokens)
-        self._overdue.begin(limit_s)
-        self._link.send(Pass(self._passes, model, [u.send for u in units], release, soon, limit_s))
-
-    def _cut_off(self) -> None:
-        log.error("the trainer has exceeded its time and has not ended: its link is closed")
-        if self._link is not None:
-            self._link.hang_up()
+        trainer.overdue.begin(limit_s)
+        trainer.link.send(Pass(self._passes, model, [u.send for u in units], release, soon, limit_s, hand_over))
 
     def _begin(self, units: list[Unit]) -> None:
         now = datetime.now(UTC)
@@ -98,16 +131,6 @@ class TrainerDesk:
                 if not unit.send.replay:
                     unit.op.timings.begin(Stretch(self._passes, runs, organisations, tokens, now))
 
-    def _end(self) -> list[Unit]:
-        """The pass is over, one way or the other: nothing is in the trainer's hands. Returns what was."""
-        now = datetime.now(UTC)
-        self._overdue.end()
-        held, self._units = self._units, []
-        for unit in held:
-            if unit.op is not None and not unit.send.replay:
-                unit.op.timings.end(now)
-        return held
-
     def cancel(self, op: Operation) -> None:
         """Training is never cancelled half way."""
 
@@ -115,33 +138,56 @@ class TrainerDesk:
         """Trainers know."""
 
     def drain(self) -> None:
-        if self._link is not None:
-            self._link.send(Drain())
+        for trainer in self._trainers.values():
+            self._leaves(trainer)
+            trainer.link.send(Drain())
 
     @property
     def attached(self) -> bool:
-        return self._link is not None
+        return bool(self._trainers)
 
-    async def _on(self, message: Any) -> None:
+    def report(self) -> dict[str, Any]:
+        """The counts of all, the `moves` of runs that one trainer handed over to another, and as `replicas` each that
+        is here: its counts, and how many runs live there."""
+        here = self._trainers.values()
+        replicas = {one.name: {**one.stats, "runs": self._residents.count(one.key)} for one in here}
+        return {**self.stats, "moves": self._residents.moves, "replicas": replicas}
+
+    async def _on(self, trainer: _Trainer, message: Any) -> None:
         if isinstance(message, Done):
             self._training.finish(message)
         elif isinstance(message, InLoss):
-            self._overdue.told(message)
+            trainer.overdue.told(message)
         elif isinstance(message, PassOver):
-            self._count(message)
+            self._count(trainer, message)
         elif isinstance(message, Snapshot):
             await self._training.snapshot(message)
         elif isinstance(message, SetAside):
-            self._aside.add(message.run_id)
+            trainer.aside.add(message.run_id)
             self._training.setbacks.set_aside(message)
+        elif isinstance(message, HandedOver):
+            await self._training.flush()  # what it has answered is not done again
+            self._residents.handed_over(message.run_id, kept=message.kept)
+            self.wake()
+        elif isinstance(message, Leaving):
+            self._leaves(trainer)
+            _give_back(trainer)  # it does nothing of what is on its way to it
         elif isinstance(message, PullPass):
-            self._models = message.models
-            self._got_on(self._end())
+            self._got_on(trainer, _end(trainer))
+            if not trainer.leaving:
+                trainer.models = message.models
+                self._residents.offer(trainer.key, message.models, message.memory_bytes)
+            for key, run_id in self._residents.even_out():
+                self._trainers[key].hand_over.append(run_id)
             self.wake()
 
-    def _got_on(self, done: list[Unit]) -> None:
+    def _leaves(self, trainer: _Trainer) -> None:
+        trainer.leaving, trainer.models = True, None
+        self._residents.retire(trainer.key)
+
+    def _got_on(self, trainer: _Trainer, done: list[Unit]) -> None:
         """A pass is over: no trainer was lost over what was in it."""
-        aside, self._aside = self._aside, set()
+        aside, trainer.aside = trainer.aside, set()
         for unit in done:
             send, lane = unit.send, self._training.runs.get(unit.send.run_id)
             if send.run_id in aside:
@@ -153,67 +199,50 @@ class TrainerDesk:
                 if was and not send.final:
                     self._training.note_attempts(unit.op)
 
-    def _count(self, over: PassOver) -> None:
-        organisations = {u.op.org_id for u in self._units if u.op is not None and not u.light and not u.send.replay}
+    def _count(self, trainer: _Trainer, over: PassOver) -> None:
+        organisations = {u.op.org_id for u in trainer.units if u.op is not None and not u.light and not u.send.replay}
         if not organisations:
             return
-        self.stats["passes"] += 1
-        self.stats["shared_passes"] += len(organisations) > 1
-        self.stats["tokens"] += over.tokens
-        self.stats["busy_s"] += over.seconds
+        for stats in (self.stats, trainer.stats):
+            stats["passes"] += 1
+            stats["shared_passes"] += len(organisations) > 1
+            stats["tokens"] += over.tokens
+            stats["busy_s"] += over.seconds
 
-    async def _lost(self) -> None:
-        """The trainer is gone, and with it every run's state: queue again what rebuilds them."""
+    async def _lost(self, trainer: _Trainer) -> None:
+        """A trainer is gone, and with it the state of each run that lived there: queue again what rebuilds them."""
         self.stats["lost"] += 1
-        loss, overran = self._overdue.loss, self._overdue.overran
-        held = self._end()
+        loss, overran = trainer.overdue.loss, trainer.overdue.overran
+        held, trainer.models = _give_back(trainer), None
+        self._residents.retire(trainer.key)
         await self._training.flush()
-        for run_id in dict.fromkeys(unit.send.run_id for unit in held):
-            if (lane := self._training.runs.get(run_id)) is not None:
-                units = [unit for unit in held if unit.send.run_id == run_id]
-                if loss is not None and overran:
-                    units = [unit for unit in units if unit.send.op_id == loss.op_id]
-                self._suspect(lane, units, loss, overran=overran)
+        suspect(self._training, held, loss, overran=overran)
         await self._training.flush()
-        for lane in list(self._training.runs.values()):
-            self._training.rebuild(lane)
+        del self._trainers[trainer.key]
+        self._residents.gone(trainer.key)
         self.wake()
 
-    def _suspect(self, lane: RunLane, units: list[Unit], loss: InLoss | None, *, overran: bool) -> None:
-        """A trainer was lost with these in its hands. An operation over which that happens again and again, getting no
-        further in between, is given up, and at once if its `loss` overran; a run that cannot be rebuilt for that reason
-        waits, longer each time."""
-        replayed = [u for u in units if u.op is None or u.send.replay]
-        for op in (u.op for u in replayed if u.op is not None):
-            op.alone = True
-        lane.setbacks += bool(replayed)
-        if replayed and lane.setbacks >= LIVES:
-            self._training.setbacks.pause(lane, f"the trainer stopped {lane.setbacks} times while it rebuilt the run")
-        for op in {u.op.id: u.op for u in units if u.op is not None and not u.send.replay}.values():
-            if op.outcome is not None:
-                continue
-            op.running, op.alone = False, True
-            op.attempts += 1
-            self._training.note_attempts(op)
-            mine = loss is not None and loss.op_id == op.id
-            if op.attempts < LIVES and not (mine and overran):
-                continue
-            if lane.is_past(op):  # what is behind it was computed on a run that it had changed
-                self._training.setbacks.break_run(lane, _gave_up(op))
-            elif loss is not None and mine:
-                self._training.finish(Done(op.id, facts={"tokens": loss.tokens}, failure=_too_long(loss)))
-            else:
-                self._training.finish(Done(op.id, failure=Failure(_gave_up(op))))
+
+def _cut_off(name: str, link: Link) -> None:
+    log.error("%s has exceeded its time and has not ended: its link is closed", name)
+    link.hang_up()
 
 
-def _too_long(loss: InLoss) -> Failure:
-    return Failure(
-        f"custom loss: it took longer than the {loss.limit_s:.3g} s that it may take on a part of these data, and was "
-        "ended; the operation is given up. Use a loss of fewer nodes, or fewer elements in them",
-        "user",
-        ran=True,
-    )
+def _give_back(trainer: _Trainer) -> list[Unit]:
+    """What was in the trainer's hands, and is in nobody's."""
+    held = _end(trainer)
+    for unit in held:
+        if unit.op is not None:
+            unit.op.running = False
+    return held
 
 
-def _gave_up(op: Operation) -> str:
-    return f"the trainer stopped {op.attempts} times while it ran this operation; it was given up and is not billed"
+def _end(trainer: _Trainer) -> list[Unit]:
+    """The pass is over, one way or the other: nothing is in the trainer's hands. Returns what was."""
+    now = datetime.now(UTC)
+    trainer.overdue.end()
+    held, trainer.units = trainer.units, []
+    for unit in held:
+        if unit.op is not None and not unit.send.replay:
+            unit.op.timings.end(now)
+    return held

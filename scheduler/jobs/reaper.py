@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
@@ -28,6 +27,8 @@ RECORDINGS_LAST = timedelta(hours=24)
 TURNS_LAST = timedelta(hours=24)
 #: Archives outlive the links to them, which are good for an hour.
 ARCHIVES_LAST = timedelta(hours=2)
+#: Nobody writes one blob for longer.
+WRITING_LASTS = timedelta(hours=24)
 #: Ids that one query asks for.
 BATCH = 500
 
@@ -60,10 +61,10 @@ class Reaper:
         """Delete the files that nothing needs. Returns what was deleted.
 
         Most results went before (`scheduler.journal.ending.results`): here are those that no row speaks of."""
-        weights = {f"weights/{path.name}" for path in self._listed("weights")}
-        snapshots = {f"runs/{path.name}": path.name for path in self._listed("runs")}
-        bodies = {path.name: path for path in self._old("ops/*", RESULTS_LAST)}
-        losses = {path.name: path for path in self._old("losses", RECORDINGS_LAST)}
+        weights = set(self._blobs.listed("weights/*"))
+        snapshots = {ref: _name(ref) for ref in self._blobs.listed("runs/*")}
+        bodies = {_name(ref): ref for ref in self._old("ops/*/*", RESULTS_LAST)}
+        losses = {_name(ref): ref for ref in self._old("losses/*", RECORDINGS_LAST)}
         with self._database.read() as session:
             live = _live(session)
             unneeded = weights - all_in_use(session)
@@ -72,33 +73,26 @@ class Reaper:
             sessions = {run_id.partition(":")[0] for run_id in live} | _active(session)
         gone = sorted(unneeded & self._unneeded)
         self._unneeded = unneeded - set(gone)
-        for ref in gone:
+        folders = [*gone, *self._old("archives/*", ARCHIVES_LAST)]
+        files = [ref for name, ref in bodies.items() if name not in needed]
+        files += [ref for name, ref in losses.items() if name.partition(":")[0] not in sessions]
+        files += self._old("turns/*/*", TURNS_LAST) + self._old("results/*/*", RESULTS_LAST)
+        files += self._old("stability/*/*", RECORDINGS_LAST) + self._old("handoff/*", RECORDINGS_LAST)
+        for ref in folders:
             self._blobs.delete_tree(ref)
-        files = [path for name, path in bodies.items() if name not in needed]
-        files += [path for name, path in losses.items() if name.partition(":")[0] not in sessions]
-        files += self._old("turns/*", TURNS_LAST)
-        files += self._old("stability/*", RECORDINGS_LAST) + self._old("handoff", RECORDINGS_LAST)
-        for path in (*files, *self._old("results/*", RESULTS_LAST), *self._old("archives", ARCHIVES_LAST)):
-            ref = path.relative_to(self._blobs.root).as_posix()
-            self._blobs.delete_tree(ref)
-            gone.append(ref)
-        return gone
+        for ref in files:
+            self._blobs.delete(ref)
+        self._blobs.clear_unfinished((self._clock() - WRITING_LASTS).timestamp())
+        return folders + files
 
-    def _listed(self, ref: str) -> list[Path]:
-        folder = self._blobs.path(ref)
-        return list(folder.iterdir()) if folder.is_dir() else []
-
-    def _old(self, folders: str, age: timedelta) -> list[Path]:
-        """What lies in the folders of that pattern and was not written since `age` ago."""
+    def _old(self, pattern: str, age: timedelta) -> list[str]:
+        """What lies there and was not written since `age` ago."""
         before = (self._clock() - age).timestamp()
-        found = []
-        for path in self._blobs.root.glob(f"{folders}/*"):
-            try:
-                if path.stat().st_mtime < before:
-                    found.append(path)
-            except FileNotFoundError:
-                continue
-        return found
+        return [ref for ref, written in self._blobs.listed(pattern).items() if written < before]
+
+
+def _name(ref: str) -> str:
+    return ref.rpartition("/")[2]
 
 
 def _live(session: Session) -> set[str]:

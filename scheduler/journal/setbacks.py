@@ -85,7 +85,10 @@ class Setbacks:
             task.cancel()
 
     def missing_for(self, lane: RunLane) -> str:
-        """What is not on the disk of that from which the run would be rebuilt; "" when all is there."""
+        """What is not on the disk of that from which the run would be rebuilt; "" when all is there. Where blobs are
+        far, whoever reads them finds it out."""
+        if self._blobs.threads is not None:
+            return ""
         if lane.snapshot is not None and not self._blobs.exists(lane.snapshot.ref):
             return f"its snapshot after operation {lane.snapshot.seq} is missing"
         gone = (op for op in lane.replays() if op.body_ref and not self._blobs.exists(op.body_ref))

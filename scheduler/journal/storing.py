@@ -77,10 +77,17 @@ class Storing:
 
     def _delete(self, ref: str, delete: Callable[[str], None]) -> None:
         """What cannot be deleted for now is left to the reaper."""
-        try:
-            delete(ref)
-        except OSError as error:
-            log.warning("%s cannot be deleted: %s", ref, error)
+
+        def attempt() -> None:
+            try:
+                delete(ref)
+            except OSError as error:
+                log.warning("%s cannot be deleted: %s", ref, error)
+
+        if self._blobs.threads is None:
+            attempt()
+        else:
+            self._blobs.threads.submit(attempt)
 
     async def flush(self) -> None:
         """Wait until everything that was begun in the background is stored."""

@@ -63,7 +63,7 @@ class Training:
         self.desks: list[Desk] = []  # woken when there is work, and told of policies that have moved
         self.versions: dict[str, int] = {}  # optimizer steps of runs
         self._storing, self._recorder = storing, recorder
-        self._weight, self._ended, self._sizes = weight, ended, sizes
+        self._weight, self._ended, self.sizes = weight, ended, sizes
         self._open: dict[str, Operation] = {}
         self._moved_by: dict[str, int] = {}  # the latest operation that told of a run's version
         self._last_save: dict[str, asyncio.Task[Any]] = {}  # the latest save of a run that is being settled
@@ -97,7 +97,7 @@ class Training:
             self.wake()
 
     def queue_units(self, lane: RunLane, units: list[Unit]) -> None:
-        sizes = self._sizes(lane.spec) if units else None
+        sizes = self.sizes(lane.spec) if units else None
         for unit in units:
             self.queue.push(lane.path, unit, cost_of(unit, lane.spec, sizes), weight=self._weight(lane.org_id))
 

@@ -13,7 +13,8 @@ class Basics(msgspec.Struct, frozen=True):
     """What workers of both kinds are told. `models` are the folders of the base models by name. `device` and `dtype`
     are what the operator wrote, `auto` too: the worker knows its machine. With `redis_url` it works for the API
     replicas on that Redis instead of whoever holds the other end of its link. Weights of the bases are shared with the
-    other workers of the host in `base_dir` ("": each holds its own)."""
+    other workers of the host in `base_dir` ("": each holds its own). Blobs are in `data_dir`, or at `blob_url`; then up
+    to `blob_cache_bytes` of what was read are kept in `data_dir`."""
 
     data_dir: str
     models: dict[str, str]
@@ -23,6 +24,8 @@ class Basics(msgspec.Struct, frozen=True):
     durable: bool = False
     redis_url: str = ""
     base_dir: str = ""
+    blob_url: str = ""
+    blob_cache_bytes: int = 0
 
 
 class TrainerBounds(msgspec.Struct, frozen=True):
@@ -30,18 +33,29 @@ class TrainerBounds(msgspec.Struct, frozen=True):
     slower. After `snapshot_every_tokens` trained tokens a run's state is saved, at an optimizer step or at the end of
     a pass, which bounds how much a lost trainer has to replay. The states of runs take up to `resident_bytes` of the
     memory that computes, and, where that is a device's, `host_bytes` of the host's; 0: half of what is free at the
-    start. An uploaded loss may take `loss_limit_s` for each thousand of what it costs at most on the data at hand."""
+    start, divided by the `trainers` that are on this machine. An uploaded loss may take `loss_limit_s` for each
+    thousand of what it costs at most on the data at hand."""
 
     microbatch_tokens: int = 2048
     snapshot_every_tokens: int = 65536
     resident_bytes: int = 0
     host_bytes: int = 0
     loss_limit_s: float = 10.0
+    trainers: int = 1
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, tag=True):
+    """`pages` is the folder, of its own, for the runs of a trainer without a Redis that are in files. `ranks` processes
+    on each of `nodes` machines, which meet at `rendezvous` (HOST:PORT of one of them), are one trainer and share the
+    base: over all of them, or with `shard` "node" over those of a node."""
+
     basics: Basics
     bounds: TrainerBounds = TrainerBounds()
+    pages: str = "pages"
+    ranks: int = 1
+    nodes: int = 1
+    rendezvous: str = ""
+    shard: str = "all"
 
 
 class TorchConfig(msgspec.Struct, frozen=True, tag=True):

@@ -1,7 +1,8 @@
 """What travels between the queue and the machines, and nothing else.
 
 Workers pull. A trainer sends `PullPass` and gets one `Pass`; while it runs it sends one `Done` per finished
-operation, and `InLoss` around what an uploaded loss could make long; the next `PullPass` says that the pass is over. A
+operation, and `InLoss` around what an uploaded loss could make long; the next `PullPass` says that the pass is over.
+`HandedOver` answers for each run that a pass has it give up, and `Leaving` says that it takes no more passes. A
 generator sends `PullSamples` with its free slots and gets `SampleWork` as soon as there is any; `Cancel` may come to it
 at any time.
 
@@ -79,16 +80,18 @@ class TrainOp(msgspec.Struct, frozen=True):
 
 
 class PullPass(msgspec.Struct, frozen=True, tag=True):
-    """A trainer is free for a pass of any of these base models."""
+    """A trainer is free for a pass of any of these base models. Its runs may take `memory_bytes`, if it says so."""
 
     models: list[str]
+    memory_bytes: int = 0
 
 
 class Pass(msgspec.Struct, frozen=True, tag=True):
     """Work for one pass, all of one base model. Operations of one run stand in the order they must be executed in;
     different runs are independent and should share compute. `release` names runs to forget first. `soon` are the runs
-    next in the queue: a trainer that has paged them out may bring them in while it computes this pass. A trainer that
-    needs longer than `limit_s` ends itself."""
+    next in the queue: a trainer that has paged them out may bring them in while it computes this pass. The runs to
+    `hand_over` go on elsewhere: before all else they are saved and forgotten. A trainer that needs longer than
+    `limit_s` ends itself."""
 
     pass_id: int
     base_model: str
@@ -96,6 +99,7 @@ class Pass(msgspec.Struct, frozen=True, tag=True):
     release: list[str] = []
     soon: list[str] = []
     limit_s: float = 0.0  # 0: none
+    hand_over: list[str] = []
 
 
 class InLoss(msgspec.Struct, frozen=True, tag=True):
@@ -151,6 +155,18 @@ class SetAside(msgspec.Struct, frozen=True, tag=True):
     reason: str
     kept: bool = False
     lasting: bool = False
+
+
+class HandedOver(msgspec.Struct, frozen=True, tag=True):
+    """A trainer has forgotten a run that it was to hand over; what it had not saved of it, it has told in a `Snapshot`
+    before. With `kept` it could not save that, and still holds the run."""
+
+    run_id: str
+    kept: bool = False
+
+
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """A trainer is about to end: it saves its runs, and does nothing of a pass that is on its way."""
 
 
 class PassOver(msgspec.Struct, frozen=True, tag=True):
@@ -273,6 +289,6 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 ToTrainer = Pass | Drain
-FromTrainer = PullPass | InLoss | Done | Snapshot | SetAside | PassOver
+FromTrainer = PullPass | InLoss | Done | Snapshot | SetAside | HandedOver | Leaving | PassOver
 ToGenerator = SampleWork | Cancel | PolicyMoved | Drain
 FromGenerator = PullSamples | Done | Drawn | Declined | Occupancy

@@ -48,6 +48,13 @@ class WorkerLink:
         except (BrokenPipeError, ConnectionResetError) as error:
             raise EOFError("the server is gone") from error
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Only of this process's descriptor: another that has been given it goes on."""
+        self._socket.close()
+
     def recv(self, timeout_s: float | None = None) -> Any:
         """The next message, or None when none came in `timeout_s` (None waits for ever, 0 only looks).
 

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -30,7 +30,7 @@ from scheduler.links.messages import ToTrainer
 from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, held, pooled
 from scheduler.links.redis_queue import reaching
 from scheduler.links.sample_link import BEAT_S, LEASE_S, worker_name
-from store.blobs import Blobs
+from store.blobs import Blobs, is_lasting
 
 log = logging.getLogger(__name__)
 
@@ -122,11 +122,12 @@ class TrainerLink:
 
 
 class LeaderLink:
-    """The leader's end, in its event loop (a `scheduler.links.sockets.Link`); blocking calls go to `threads`."""
+    """The leader's end, in its event loop (a `scheduler.links.sockets.Link`). Blocking calls go to threads of its own:
+    one waits for the trainer nearly always, and there may be any number of trainers."""
 
-    def __init__(self, url: str, link: str, blobs: Blobs, threads: Executor) -> None:
+    def __init__(self, url: str, link: str, blobs: Blobs) -> None:
         self.name = link
-        self._blobs, self._threads = blobs, threads
+        self._blobs, self._threads = blobs, ThreadPoolExecutor(2, "trainer link")
         self._redis, self._reader = pooled(url), blocking(url)
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._pump = asyncio.create_task(self._send_all())
@@ -149,10 +150,24 @@ class LeaderLink:
                 continue
             if parcel is None:
                 continue
-            message, ref = await self._run(unpack, parcel, self._blobs)
+            message, ref = await self._unpack(parcel)
             yield message
             if ref:
-                self._blobs.delete(ref)
+                await self._run(self._delete, ref)
+
+    async def _unpack(self, parcel: bytes) -> tuple[Any, str]:
+        while True:
+            try:
+                return await self._run(unpack, parcel, self._blobs)  # type: ignore[no-any-return]
+            except OSError as error:
+                if is_lasting(error):
+                    raise
+                log.warning("a result cannot be read: %s; again in %.1f s", error, BEAT_S)
+            await asyncio.sleep(BEAT_S)
+
+    def _delete(self, ref: str) -> None:
+        with suppress(OSError):  # then the reaper finds it
+            self._blobs.delete(ref)
 
     def hang_up(self) -> None:
         self._threads.submit(self._give_up)
@@ -165,6 +180,7 @@ class LeaderLink:
         self._pump.cancel()
         with suppress(QueueUnreachable), reaching():
             self._redis.delete(*(_key(kind, self.name) for kind in ("up", "down", "alive")))
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._redis.close()
         self._reader.close()
 
@@ -218,7 +234,7 @@ class LeaderLink:
 
 
 class Joining:
-    """For the leader: says who leads, and who would like to be its trainer."""
+    """For the leader: says who leads, and who would like to be one of its trainers."""
 
     def __init__(self, url: str, token: str) -> None:
         self._redis, self._reader = pooled(url), blocking(url)

@@ -6,6 +6,8 @@ batch before it, for which there is a little room beyond the budget; what the ne
 the light work of anybody. An operation that was running when a trainer was lost travels alone, so that if it is what
 kills trainers, it takes nobody with it.
 
+Where there are several trainers, each takes of the runs that live there, out of one queue (`scheduler.order.homes`).
+
 Bound: beyond its first unit, a pass counts no more tokens than the budget and the room beyond it. So who comes while
 one organisation floods the trainer, with whatever work, waits for what is left of one pass.
 """
@@ -17,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice, zip_longest
 
 from scheduler.links.contract import Path
-from scheduler.order.fair import FairTree
+from scheduler.order.fair import FairTree, Only
 from scheduler.order.lanes import Unit
 
 #: The part of the budget that a pass may exceed it by, for light work of the runs that are in it.
@@ -27,26 +29,27 @@ ALONG = 1 / 8
 MAX_UPCOMING = 64
 
 
-def compose(queue: FairTree[Unit], models: list[str], budget_tokens: int) -> list[Unit]:
-    """Take the next pass out of `queue` (base model, organisation, priority, run). Empty when nothing is ready.
+def compose(queue: FairTree[Unit], models: list[str], budget_tokens: int, only: Only | None = None) -> list[Unit]:
+    """Take the next pass out of `queue` (base model, organisation, priority, run), of the runs that it is `only` to
+    have (None: all). Empty when nothing is ready.
 
     Units of one run keep their order; runs stand in the order of their tokens, the smallest first, so that a small
     request is answered before the large ones that share its pass. The first unit is taken whatever its size, so a datum
     longer than the budget still runs."""
-    model = next((m for m in queue.children() if m in models), None)
+    model = next((m for m in queue.children() if m in models and queue.peek((m,), only) is not None), None)
     if model is None:
         return []
     units, room = list[Unit](), budget_tokens
-    while (head := queue.peek((model,))) is not None:
+    while (head := queue.peek((model,), only)) is not None:
         unit, cost = head
         if units and (unit.suspect or cost > room):
             break
-        queue.pop((model,))
+        queue.pop((model,), only)
         units.append(unit)
         room -= cost
         if unit.suspect:
             return units
-    paths = [path for org in queue.children((model,)) for path in _lanes(queue, model, org)]
+    paths = lanes(queue, model, only)
     inside = {unit.send.run_id for unit in units}
     along = int(budget_tokens * ALONG)
     riders = list(_riders(queue, [path for path in paths if path[-1] in inside], room + along))
@@ -63,10 +66,10 @@ def _smallest_run_first(units: list[Unit]) -> list[Unit]:
     return sorted(units, key=lambda unit: (tokens[unit.send.run_id], first_of[unit.send.run_id]))
 
 
-def upcoming(queue: FairTree[Unit], model: str) -> list[str]:
-    """The runs with work for this model, about in the order in which they will have their turn: that of each
-    organisation that is next, then the next of each."""
-    by_organisation = [[path[-1] for path in _lanes(queue, model, org)] for org in queue.children((model,))]
+def upcoming(queue: FairTree[Unit], model: str, only: Only | None = None) -> list[str]:
+    """The runs with work for this model, of those that `only` is for, about in the order in which they will have their
+    turn: that of each organisation that is next, then the next of each."""
+    by_organisation = [[path[-1] for path in _lanes(queue, model, org, only)] for org in queue.children((model,))]
     turns = (run for turn in zip_longest(*by_organisation) for run in turn if run is not None)
     return list(islice(turns, MAX_UPCOMING))
 
@@ -83,7 +86,13 @@ def _riders(queue: FairTree[Unit], paths: Iterable[Path], room: int) -> Iterator
             yield unit, cost
 
 
-def _lanes(queue: FairTree[Unit], model: str, org: str) -> list[Path]:
+def lanes(queue: FairTree[Unit], model: str, only: Only | None = None) -> list[Path]:
+    """The runs that have work for this model."""
+    return [path for org in queue.children((model,)) for path in _lanes(queue, model, org, only)]
+
+
+def _lanes(queue: FairTree[Unit], model: str, org: str, only: Only | None) -> list[Path]:
     """The runs of an organisation that have work, those of the priority that is next first."""
     priorities = queue.children((model, org))
-    return [(model, org, name, run) for name in priorities for run in queue.children((model, org, name))]
+    found: list[Path] = [(model, org, name, run) for name in priorities for run in queue.children((model, org, name))]
+    return found if only is None else [path for path in found if only(path[-1])]

@@ -10,6 +10,11 @@ Bound, at every level: while children i and j both stay ready, the tokens they a
 stands still while those of its siblings grow: that is the aging. A batch lane behind a flood of interactive work of its
 own organisation waits for at most the ratio of PRIORITY_SHARES times its own last item, plus one item.
 
+`only` takes what one of several trainers may have. Tags are for all of them together, so the bound holds for the sums
+over all trainers, while i and j both have something for every trainer that comes. Where one comes that i has nothing
+for, j gets ahead, and i is first wherever it can be served until it has caught up, with the last LAG tokens (per
+weight) of that: what is beyond was taken from nobody, and is nobody's debt.
+
 The cost of a sample is an estimate until it ends; `correct` then charges what it really used. Each side of the bound
 grows by the error of the estimates in flight. Pure state, no clock, no I/O: the journal pushes, the desks pop.
 """
@@ -26,12 +31,17 @@ from typing import Generic, TypeVar
 from scheduler.links.contract import Path, weights_of
 
 T = TypeVar("T")
+#: Whether a flow at the end of a path, named by its key, may be served.
+Only = Callable[[str], bool]
+#: Tokens per weight that a flow falls behind at most, while others are served by trainers that cannot serve it.
+LAG = 1 << 16
 
 
 @dataclass
 class _Node(Generic[T]):
     children: dict[str, _Node[T]] = field(default_factory=dict)
     items: deque[tuple[T, int]] = field(default_factory=deque)  # leaves only: (item, cost)
+    queued: int = 0  # leaves only: the cost of all items
     ready: list[tuple[float, int, str]] = field(default_factory=list)  # heap of (start tag, arrival, child)
     weight: int = 1
     virtual: float = 0.0  # start tag of the child in service
@@ -59,21 +69,27 @@ class FairTree(Generic[T]):
                 self._enter(node, key, max(node.virtual, child.finish))
             node = child
         node.items.append((item, max(1, cost)))
+        node.queued += max(1, cost)
 
-    def peek(self, prefix: Path = ()) -> tuple[T, int] | None:
-        """The item that `pop(prefix)` would return, and its cost."""
+    def peek(self, prefix: Path = (), only: Only | None = None) -> tuple[T, int] | None:
+        """The item that `pop` would return, and its cost."""
         node = self._find(prefix)
-        if not node:
-            return None
-        while node.ready:
-            node = node.children[node.ready[0][2]]
-        return node.items[0]
+        while node and node.ready:
+            entry = _first(node, only)
+            node = node.children[entry[2]] if entry is not None else None
+        return node.items[0] if node else None
 
-    def pop(self, prefix: Path = ()) -> T | None:
-        """Take the fairest item at or below `prefix`, charging every flow on its path."""
-        if not self._find(prefix):
+    def pop(self, prefix: Path = (), only: Only | None = None) -> T | None:
+        """Take the fairest item at or below `prefix`, which is no whole path where there is an `only`, charging every
+        flow on its path."""
+        if self.peek(prefix, only) is None:
             return None
-        return self._serve(self._root, prefix)[0]
+        return self._serve(self._root, prefix, only)[0]
+
+    def queued(self, path: Path) -> int:
+        """What all items of one path cost."""
+        node = self._find(path)
+        return node.queued if node else 0
 
     def correct(self, path: Path, tokens: int) -> None:
         """What was served from `path` has used `tokens` more than it was charged (fewer, if negative).
@@ -134,6 +150,7 @@ class FairTree(Generic[T]):
             return []
         taken = [item for item, _ in node.items]
         node.items.clear()
+        node.queued = 0
         self._leave(path)
         return taken
 
@@ -143,6 +160,7 @@ class FairTree(Generic[T]):
         place = next((i for i, (other, _) in enumerate(node.items) if other == item), None) if node else None
         if node is None or place is None:
             return False
+        node.queued -= node.items[place][1]
         del node.items[place]
         self._leave(path)
         return True
@@ -186,18 +204,23 @@ class FairTree(Generic[T]):
         ]
         heapq.heapify(node.ready)
 
-    def _serve(self, node: _Node[T], prefix: Path) -> tuple[T, int]:
+    def _serve(self, node: _Node[T], prefix: Path, only: Only | None) -> tuple[T, int]:
         if not node.ready:
+            node.queued -= node.items[0][1]
             return node.items.popleft()
         node.virtual = max(node.virtual, node.ready[0][0])
-        if prefix:
-            start, _, key = entry = next(e for e in node.ready if e[2] == prefix[0])
+        if prefix or only is not None:
+            entry = next(e for e in node.ready if e[2] == prefix[0]) if prefix else _first(node, only)
+            assert entry is not None, "there is nothing for it"
+            start, _, key = entry
             node.ready.remove(entry)
+            if not prefix and node.ready and min(node.ready)[0] < start - LAG:
+                node.ready = [(max(tag, start - LAG), arrival, other) for tag, arrival, other in node.ready]
             heapq.heapify(node.ready)
         else:
             start, _, key = heapq.heappop(node.ready)
         child = node.children[key]
-        item, cost = self._serve(child, prefix[1:])
+        item, cost = self._serve(child, prefix[1:], only)
         child.finish = start + cost / child.weight
         if child:
             self._enter(node, key, child.finish)
@@ -208,6 +231,17 @@ class FairTree(Generic[T]):
         """Drop children that are empty and owe nothing: they would start at the virtual time anyway."""
         if len(node.children) > 2 * len(node.ready) + 64:
             node.children = {k: c for k, c in node.children.items() if c or c.finish > node.virtual}
+
+
+def _first(node: _Node[T], only: Only | None) -> tuple[float, int, str] | None:
+    """The fairest of a node's flows in which there is something for `only`."""
+    if only is None:
+        return node.ready[0]
+    return next((entry for entry in sorted(node.ready) if _has(node.children[entry[2]], entry[2], only)), None)
+
+
+def _has(node: _Node[T], key: str, only: Only) -> bool:
+    return only(key) if node.items else any(_has(node.children[k], k, only) for _, _, k in node.ready)
 
 
 def _count(node: _Node[T], most: int) -> int:

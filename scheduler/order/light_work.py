@@ -63,6 +63,11 @@ def cost_of(unit: Unit, spec: RunSpec, sizes: Sizes | None) -> int:
     return _weight(unit.send, spec.optimizer).tokens(spec.rank, sizes) if unit.light else unit.tokens
 
 
+def move_cost(spec: RunSpec, sizes: Sizes | None) -> int:
+    """The tokens that moving a run from one trainer to another counts as: its state is saved, and read."""
+    return sum(weight.tokens(spec.rank, sizes) for weight in (WEIGHTS[OpKind.SAVE_STATE], CREATE_FROM))
+
+
 def _weight(op: TrainOp, optimizer: str) -> Weight:
     if op.kind is OpKind.OPTIM_STEP:
         return STEPS[optimizer]

@@ -19,8 +19,8 @@ from api.state.service import Service
 from billing.prices import load_prices
 from scheduler.journal.journal import Journal
 from scheduler.links.messages import Done
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from store.settings import GeneratorSettings, Limits, Settings, TrainerSettings
 from store.tables import Operation
 from tests.keys import create_key
@@ -127,7 +127,7 @@ class World:
 
 
 @contextmanager
-def open_world(settings: Settings, card: ModelCard, database: Database, blobs: Blobs) -> Iterator[World]:
+def open_world(settings: Settings, card: ModelCard, database: Database, blobs: FolderBlobs) -> Iterator[World]:
     made: list[Service] = []
 
     @asynccontextmanager
@@ -145,6 +145,6 @@ def open_world(settings: Settings, card: ModelCard, database: Database, blobs: B
 
 
 @pytest.fixture
-def world(settings: Settings, card: ModelCard, database: Database, blobs: Blobs) -> Iterator[World]:
+def world(settings: Settings, card: ModelCard, database: Database, blobs: FolderBlobs) -> Iterator[World]:
     with open_world(settings, card, database, blobs) as world:
         yield world

@@ -17,8 +17,8 @@ from sqlalchemy.exc import DBAPIError
 
 from api.cli import weftd
 from store import people
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from store.tables import AuditEntry, Checkpoint, Organisation
 from tests.rows import run_row, session_row
 from tests.servers import PostgresServer
@@ -32,7 +32,7 @@ def run(*arguments: str | Path) -> Result:
 
 def fill(database: Database, data_dir: Path) -> None:
     """An organisation with an entry in the audit log and a checkpoint, whose folder is there."""
-    with Blobs(data_dir / "blobs").new_folder("weights/one") as folder:
+    with FolderBlobs(data_dir / "blobs").new_folder("weights/one") as folder:
         (folder / "adapter.bin").write_bytes(b"weights")
 
     def write(session: object) -> None:
@@ -59,7 +59,7 @@ def backup(database: Database, tmp_path: Path) -> Path:
 def test_sqlite_is_put_back_with_its_files(backup: Path, tmp_path: Path) -> None:
     put = run("restore", backup, "--data-dir", tmp_path / "new")
     assert put.exit_code == 0, put.stderr
-    Blobs(tmp_path / "new" / "blobs").check_folder("weights/one")
+    FolderBlobs(tmp_path / "new" / "blobs").check_folder("weights/one")
     database = Database(f"sqlite:///{tmp_path / 'new' / 'weft.db'}")
     with database.read() as session:
         assert session.scalars(select(Organisation.status)).all() == ["past_due"]
@@ -103,7 +103,7 @@ def test_postgresql_is_put_back_with_its_policies_and_triggers(own_postgres: Cal
     url = own_postgres()
     put = run("restore", tmp_path / "backup", "--data-dir", tmp_path / "new")
     assert put.exit_code == 0, put.stderr
-    Blobs(tmp_path / "new" / "blobs").check_folder("weights/one")
+    FolderBlobs(tmp_path / "new" / "blobs").check_folder("weights/one")
     restored = Database(url)
     migrate(restored)
     with restored.read() as session:
@@ -134,9 +134,17 @@ def test_a_backup_lies_over_nothing(backup: Path, tmp_path: Path) -> None:
     assert "has not been served yet" in run("backup", tmp_path / "two", "--data-dir", tmp_path / "nothing").stderr
 
 
+def test_a_bucket_is_not_copied_and_that_is_said(backup: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_BLOB_URL", "s3://bucket/prefix")
+    for command in (("backup", tmp_path / "two"), ("restore", backup)):
+        refused = run(*command, "--data-dir", tmp_path / "new")
+        assert refused.exit_code != 0
+        assert "s3://bucket/prefix" in refused.stderr
+
+
 def test_files_that_are_missing_at_home_are_named(database: Database, tmp_path: Path) -> None:
     fill(database, tmp_path)
-    Blobs(tmp_path / "blobs").delete_tree("weights/one")
+    FolderBlobs(tmp_path / "blobs").delete_tree("weights/one")
     made = run("backup", tmp_path / "backup", "--data-dir", tmp_path)
     assert made.exit_code == 1
     assert "weights/one" in made.stderr

@@ -12,8 +12,8 @@ from api.state import fetched
 from api.state.fetched import Fetched
 from scheduler.journal.ending.outcomes import result_ref
 from scheduler.journal.ending.results import FETCHED_LAST, Results
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from store.settings import Settings
 from tests.api.conftest import MODEL, World, open_world
 from tests.api.data import batch
@@ -25,7 +25,7 @@ NOW = datetime.now(UTC)
 
 
 @pytest.fixture
-def world(settings: Settings, card: ModelCard, any_database: Database, blobs: Blobs) -> Iterator[World]:
+def world(settings: Settings, card: ModelCard, any_database: Database, blobs: FolderBlobs) -> Iterator[World]:
     limits = settings.limits.model_copy(update={"inline_result_bytes": 100})
     with open_world(settings.model_copy(update={"limits": limits}), card, any_database, blobs) as world:
         yield world

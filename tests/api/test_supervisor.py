@@ -374,11 +374,17 @@ def test_workers_die_with_a_server_that_is_killed() -> None:
 def test_the_embedded_workers_of_the_defaults(tmp_path: Path) -> None:
     settings = load_settings(None, data_dir=tmp_path)
     trainer, generator = embedded_workers(settings, {"a/b": Path("/models/b")})
-    basics = Basics(str(tmp_path), {"a/b": "/models/b"}, threads=settings.trainer.threads, base_dir="/dev/shm")
+    basics = Basics(
+        str(tmp_path),
+        {"a/b": "/models/b"},
+        threads=settings.trainer.threads,
+        base_dir="/dev/shm",
+        blob_cache_bytes=settings.blob_cache_bytes,
+    )
     assert trainer.command[3:] == ["workers", "trainer"]
     assert generator.command[3:] == ["workers", "generator"]
     assert trainer.environment["OMP_NUM_THREADS"] == str(settings.trainer.threads)
-    assert trainer.config == TrainerConfig(basics, TrainerBounds())
+    assert trainer.config == TrainerConfig(basics, TrainerBounds(), "pages/trainer")
     assert generator.config == GeneratorConfig(basics, engine=TorchConfig())
     assert trainer.stands_by
     assert generator.stands_by
@@ -390,7 +396,9 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
         """
         durable = true
         base_dir = "/b"
+        blob_cache_bytes = 21
         [trainer]
+        replicas = 2
         threads = 3
         device = "cuda:1"
         dtype = "float32"
@@ -409,19 +417,29 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
         prefill_tokens = 18
         adapter_cache_bytes = 19
         prefix_cache_bytes = 20
+        packed = false
         """
     )
     settings, models = load_settings(config, data_dir=tmp_path), {"m": Path("/m")}
-    trainer, generator = embedded_workers(settings, models)
-    place = {"data_dir": str(tmp_path), "models": {"m": "/m"}, "durable": True, "base_dir": "/b"}
+    trainer, second, generator = embedded_workers(settings, models)
+    place = {
+        "data_dir": str(tmp_path),
+        "models": {"m": "/m"},
+        "durable": True,
+        "base_dir": "/b",
+        "blob_cache_bytes": 21,
+    }
     training = Basics(**place, threads=3, device="cuda:1", dtype="float32")
     sampling = Basics(**place, threads=4, device="cpu", dtype="bfloat16")
-    assert trainer.config == TrainerConfig(training, TrainerBounds(11, 12, 13, 14, 2.5))
-    assert generator.config == GeneratorConfig(sampling, 15, 16, TorchConfig(17, 18, 19, 20))
+    bounds = TrainerBounds(11, 12, 13, 14, 2.5, trainers=2)
+    assert trainer.config == TrainerConfig(training, bounds, "pages/trainer")
+    assert second.config == TrainerConfig(training, bounds, "pages/trainer-2")
+    assert (second.role, second.command[-1]) == ("trainer-2", "trainer")
+    assert generator.config == GeneratorConfig(sampling, 15, 16, TorchConfig(17, 18, 19, 20, False))
     shared = load_settings(config, data_dir=tmp_path, redis_url="redis://r")
     there = Basics(**place, threads=4, device="cpu", dtype="bfloat16", redis_url="redis://r")
     assert lone_worker(shared, models, "generator").config == GeneratorConfig(
-        there, 15, 16, TorchConfig(17, 18, 19, 20)
+        there, 15, 16, TorchConfig(17, 18, 19, 20, False)
     )
 
 
@@ -455,6 +473,16 @@ def test_generators_of_both_kinds(tmp_path: Path) -> None:
     ]
     with pytest.raises(SettingsError, match="one base model"):
         embedded_workers(settings, {"m": Path("/m"), "n": Path("/n")})
+
+
+def test_the_command_line_says_how_many_trainers(tmp_path: Path) -> None:
+    config = tmp_path / "weft.toml"
+    config.write_text("[trainer]\nthreads = 7\nreplicas = 2\n")
+    assert load_settings(config, data_dir=tmp_path).trainer.replicas == 2
+    told = load_settings(config, data_dir=tmp_path, trainers=3).trainer
+    assert (told.replicas, told.threads) == (3, 7)
+    with pytest.raises(SettingsError, match=r"trainer\.replicas"):
+        load_settings(config, data_dir=tmp_path, trainers=0)
 
 
 def test_the_command_line_names_the_kind_of_each_generator(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from billing.charges import Charge, settle
 from billing.prices import load_prices
 from migrations.upgrade import migrate
 from scheduler.journal.journal import Journal
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from store.settings import PaymentsSettings, Settings
 from tests.console.seed import MODEL, Seeded, seed
 from workers.model.card import read_card
@@ -95,13 +95,13 @@ def take_cards(console: Console, payments: PaymentsSettings) -> None:
 def application(folder: Path, database: Database) -> FastAPI:
     settings = Settings(data_dir=folder, long_poll_s=0.2)
     prices = load_prices()
-    journal = Journal(database, Blobs(folder / "blobs"), prices, 50)
+    journal = Journal(database, FolderBlobs(folder / "blobs"), prices, 50)
     cards = {MODEL: read_card(MODEL, TINY_PATH)}
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.service = Service(
-            settings, cards, database, Blobs(folder / "blobs"), prices, journal, lambda: {"queue": {}}
+            settings, cards, database, FolderBlobs(folder / "blobs"), prices, journal, lambda: {"queue": {}}
         )
         yield
         await journal.flush()

@@ -1,7 +1,9 @@
-"""A production in small: API replicas and workers as processes of their own, on a real PostgreSQL and Redis."""
+"""A production in small: API replicas and workers as processes of their own, on a real PostgreSQL and Redis, and either
+one folder or a real object store."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -17,6 +19,7 @@ from click.testing import CliRunner
 
 from api.cli import weftd
 from tests.e2e.conftest import BIN
+from tests.servers import OwnStore
 
 CONFIG = """
 database_url = "{database}"
@@ -34,12 +37,14 @@ max_queued_ops_per_org = 500
 
 
 class Production:
-    """Everything that was started is killed by `close`."""
+    """Everything that was started is killed by `close`. With a `store` every process has a data folder of its own."""
 
-    def __init__(self, folder: Path, database: str, redis: str) -> None:
+    def __init__(self, folder: Path, database: str, redis: str, store: OwnStore | None = None) -> None:
         self.folder, self._database = folder, database
+        self._store, self._numbers = store, itertools.count()
         self.config = folder / "weft.toml"
-        self.config.write_text(CONFIG.format(database=database, redis=redis))
+        links = "blob_links = true\n" if store else ""
+        self.config.write_text(links + CONFIG.format(database=database, redis=redis))
         self._started: list[subprocess.Popen[str]] = []
         self._where = self._places(self.config)
 
@@ -66,7 +71,8 @@ class Production:
         return self._start("worker", "generator", where=self._places(config))
 
     def key(self, organisation: str = "acme") -> str:
-        made = CliRunner().invoke(weftd, ["key", "create", *self._where, "--org", organisation], catch_exceptions=False)
+        places = ["--data-dir", str(self.folder / "data"), *self._where]
+        made = CliRunner().invoke(weftd, ["key", "create", *places, "--org", organisation], catch_exceptions=False)
         assert made.exit_code == 0, made.output
         return made.stdout.strip()
 
@@ -97,16 +103,23 @@ class Production:
             process.wait()
 
     def _places(self, config: Path) -> list[str]:
-        return ["--data-dir", str(self.folder / "data"), "--config", str(config)]
+        return ["--config", str(config)]
+
+    def _environment(self) -> dict[str, str]:
+        if self._store is None:
+            return {}
+        secret = {"WEFT_BLOB_URL": self._store.url, "WEFT_SERVER_SECRET": "of all replicas, and 32 letters long"}
+        return self._store.environment | secret
 
     def _start(self, *command: str, stdout: int | None = None, where: list[str] | None = None) -> subprocess.Popen[str]:
+        data = self.folder / (f"data-{next(self._numbers)}" if self._store else "data")
         with (self.folder / "log").open("a") as log:
             process = subprocess.Popen(
-                [str(BIN / "weftd"), command[0], *(where or self._where), *command[1:]],
+                [str(BIN / "weftd"), command[0], "--data-dir", str(data), *(where or self._where), *command[1:]],
                 stdout=stdout if stdout is not None else log,
                 stderr=log,
                 text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | self._environment(),
             )
         self._started.append(process)
         return process

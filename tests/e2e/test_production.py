@@ -1,7 +1,12 @@
-"""Several API replicas and workers share one queue: what is accepted anywhere ends, once, whoever is killed."""
+"""Several API replicas and workers share a database, a queue and an object store, and no folder: what is accepted
+anywhere ends, once, whoever is killed and whatever is away."""
 
 from __future__ import annotations
 
+import io
+import json
+import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +23,12 @@ from tests.e2e.conftest import BASE_MODEL
 from tests.e2e.data import ADAM, prompt, supervised
 from tests.e2e.production import Production, stop
 from tests.e2e.test_crashes import fingerprint
-from tests.servers import OwnRedis, PostgresServer
+from tests.servers import OwnRedis, OwnStore, PostgresServer
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
-STEPS = 4
+STEPS = 5
+#: The object store is away for so long.
+AWAY_S = 10.0
 PARAMS = types.SamplingParams(max_tokens=40, seed=1, stop=[])
 #: Nothing here takes so long, on any machine.
 PATIENCE_S = 240
@@ -35,17 +42,26 @@ def own_redis() -> Iterator[OwnRedis]:
 
 
 @pytest.fixture
+def own_store(tmp_path: Path) -> Iterator[OwnStore]:
+    own = OwnStore(tmp_path / "objects")
+    yield own
+    own.stop()
+
+
+@pytest.fixture
 def production(
-    tmp_path: Path, postgres: PostgresServer, migrated_postgres: str, own_redis: OwnRedis
+    tmp_path: Path, postgres: PostgresServer, migrated_postgres: str, own_redis: OwnRedis, own_store: OwnStore
 ) -> Iterator[Production]:
     name = postgres.create(migrated_postgres)
-    made = Production(tmp_path, postgres.url(name), own_redis.url)
+    made = Production(tmp_path, postgres.url(name), own_redis.url, own_store)
     yield made
     made.close()
     postgres.drop(name)
 
 
-def test_nothing_is_lost_or_billed_twice_whoever_is_killed(production: Production, own_redis: OwnRedis) -> None:
+def test_nothing_is_lost_or_billed_twice_whoever_is_killed(
+    production: Production, own_redis: OwnRedis, own_store: OwnStore
+) -> None:
     trainer, generators = production.worker("trainer"), [production.worker("generator") for _ in range(2)]
     replicas = production.serve(2)
     leader = production.leader(replicas)
@@ -73,6 +89,9 @@ def test_nothing_is_lost_or_billed_twice_whoever_is_killed(production: Productio
             without_redis(own_redis, other, key)
         elif step == 3:
             replicas[leader].kill()
+        elif step == 4:
+            futures.extend(sampler.sample(prompt(), 2, PARAMS) for _ in range(4))
+            without_store(own_store, other, key)
 
     found = train(shaken, disturb), fingerprint(shaken)
     assert found[0] == expected[0]
@@ -81,7 +100,13 @@ def test_nothing_is_lost_or_billed_twice_whoever_is_killed(production: Productio
         assert tokens_of(future) == drawn
     assert production.leader([other]) == other
     assert standby.poll() is None
+    path = shaken.save_state("here").result(timeout=PATIENCE_S).path
+    downloaded_from_the_store(other, key, path, own_store)
+    resumed = service.create_training_client_from_state_with_optimizer(path)
+    np.testing.assert_array_equal(fingerprint(resumed), found[1])
+    assert not list(production.folder.glob("data*/blobs"))
     inflight_samples_follow_their_run(other, key)
+    a_stream_is_read_while_it_is_drawn(other, key)
     until(lambda: production.query("select count(*) from operations where state = 'queued'") == [(0,)])
     failed = production.query("select kind, error from operations where state = 'failed'")
     doubled = production.query(
@@ -114,19 +139,22 @@ def tokens_of(future: Any) -> list[list[int]]:
     return [sequence.tokens for sequence in future.result(timeout=PATIENCE_S).sequences]
 
 
-def without_redis(own_redis: OwnRedis, url: str, key: str) -> None:
-    """Nothing new is accepted, and results can be had; then it is back, and has forgotten everything."""
-    http = httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=60)
+def sample_request(http: httpx.Client) -> dict[str, Any]:
     session = http.post("/api/v1/create_session", json={"tags": [], "sdk_version": "0.38.0"}).json()["session_id"]
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
-    sampler = http.post("/api/v1/create_sampling_session", json=body).json()["sampling_session_id"]
-    request = {
-        "sampling_session_id": sampler,
+    return {
+        "sampling_session_id": http.post("/api/v1/create_sampling_session", json=body).json()["sampling_session_id"],
         "seq_id": 0,
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [40, 43, 46]}]},
         "num_samples": 1,
         "sampling_params": {"max_tokens": 4},
     }
+
+
+def without_redis(own_redis: OwnRedis, url: str, key: str) -> None:
+    """Nothing new is accepted, and results can be had; then it is back, and has forgotten everything."""
+    http = httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=60)
+    request = sample_request(http)
     accepted = http.post("/api/v1/asample", json=request).json()["request_id"]
     assert retrieved(http, accepted).status_code == 200
     own_redis.stop()
@@ -136,6 +164,33 @@ def without_redis(own_redis: OwnRedis, url: str, key: str) -> None:
     assert retrieved(http, accepted).status_code == 200
     assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
     own_redis.start()
+
+
+def without_store(own_store: OwnStore, url: str, key: str) -> None:
+    """Nothing new is accepted for a while; it comes back while the caller goes on, with all that it had."""
+    http = httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=60)
+    request = sample_request(http)
+    own_store.stop()
+    threading.Timer(AWAY_S, own_store.start).start()
+    refused = http.post("/api/v1/asample", json=request)
+    assert (refused.status_code, refused.json()["code"]) == (503, "cannot_store"), refused.text
+    assert "object store does not answer (Unreachable)" in refused.json()["detail"]
+    assert "retry-after" in refused.headers
+    assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
+
+
+def downloaded_from_the_store(url: str, key: str, path: str, own_store: OwnStore) -> None:
+    """By a link that the server signs, which leads to one that the store signed; no key is asked for, and both end."""
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    archive = f"{url}/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/archive"
+    assert httpx.get(archive).status_code == 401
+    link = httpx.get(archive, headers={"X-API-Key": key}, timeout=60).headers["location"]
+    sent_on = httpx.get(link)
+    assert sent_on.status_code == 302
+    assert sent_on.headers["location"].startswith(own_store.environment["AWS_ENDPOINT_URL"])
+    assert "X-Amz-Expires=120" in sent_on.headers["location"]
+    with tarfile.open(fileobj=io.BytesIO(httpx.get(link, follow_redirects=True).content)) as tar:
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= set(tar.getnames())
 
 
 def inflight_samples_follow_their_run(url: str, key: str) -> None:
@@ -156,6 +211,39 @@ def inflight_samples_follow_their_run(url: str, key: str) -> None:
     assert sum(span.length for span in found.policy_versions) == 1000
     assert stale.stale
     assert len(stale.tokens) < 1000
+
+
+def a_stream_is_read_while_it_is_drawn(url: str, key: str) -> None:
+    """By our client and at OpenAI's door, though another process draws; and it ends where its reader says."""
+    start = weft.types.ModelInput.from_ints([40, 43, 46, 49])
+    with weft.ServiceClient(base_url=url, api_key=key) as service:
+        sampler = service.create_sampling_client(base_model=BASE_MODEL).result(PATIENCE_S)
+        params = weft.types.SamplingParams(max_tokens=400, stop=[], seed=2)
+        whole = sampler.sample(start, 1, params, stream=True)
+        early, seen = 0, list[int]()
+        for part in whole:
+            early += not whole.done()
+            seen += part.tokens
+        assert early > 3
+        assert seen == whole.result(PATIENCE_S).sequences[0].tokens
+        ended = sampler.sample(start, 1, params.model_copy(update={"max_tokens": 2000}), stream=True)
+        for _ in ended:
+            break
+        stopped = ended.stop(PATIENCE_S)
+        assert 0 < len(stopped.sequences[0].tokens) < 2000
+        assert stopped.usage is not None
+        assert stopped.usage.sample == len(stopped.sequences[0].tokens)
+    body = {"model": BASE_MODEL, "prompt": start.to_ints(), "max_tokens": 400, "seed": 2, "stream": True}
+    asked = {"json": body | {"return_token_ids": True, "stop_token_ids": [0]}, "headers": {"X-API-Key": key}}
+    drawn, pieces = list[int](), 0
+    with httpx.stream("POST", f"{url}/v1/completions", timeout=PATIENCE_S, **asked) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                pieces += 1
+                drawn += json.loads(line[6:])["choices"][0].get("token_ids") or []
+    assert line == "data: [DONE]" or drawn
+    assert drawn == seen[: len(drawn)]
+    assert pieces > 3
 
 
 def until(holds: Callable[[], bool]) -> None:

@@ -18,7 +18,7 @@ import pytest
 import tinker
 from tinker import types
 
-from store.blobs import Blobs
+from store.folder_blobs import FolderBlobs
 from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.data import ADAM, prompt, supervised
 
@@ -132,7 +132,7 @@ def test_what_sequences_were_sampled_with_is_recorded(official: Official, weftd:
     params = types.SamplingParams(max_tokens=5, stop=[])
     session = sampler._sampling_session_id.split(":")[0]
     for sequence in sampler.sample(prompt(), 2, params).result().sequences:
-        blob = Blobs(weftd.data_dir / "blobs").get(f"stability/{session}/{sequence.sequence_id}")
+        blob = FolderBlobs(weftd.data_dir / "blobs").get(f"stability/{session}/{sequence.sequence_id}")
         assert np.frombuffer(blob, "<f4").tolist() == sequence.logprobs
 
 

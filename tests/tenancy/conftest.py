@@ -12,8 +12,8 @@ from fastapi import FastAPI
 from api.http.access import Access, declared
 from api.http.auth import KeyCache
 from store import people
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from store.keys import new_key
 from store.settings import Settings
 from store.tables import Organisation
@@ -47,13 +47,13 @@ def routes_of(app: FastAPI) -> list[Route]:
 
 
 @pytest.fixture
-def any_world(settings: Settings, card: ModelCard, any_database: Database, blobs: Blobs) -> Iterator[World]:
+def any_world(settings: Settings, card: ModelCard, any_database: Database, blobs: FolderBlobs) -> Iterator[World]:
     with open_world(settings, card, any_database, blobs) as world:
         yield world
 
 
 @pytest.fixture
-def world(settings: Settings, card: ModelCard, database: Database, blobs: Blobs) -> Iterator[World]:
+def world(settings: Settings, card: ModelCard, database: Database, blobs: FolderBlobs) -> Iterator[World]:
     with open_world(settings, card, database, blobs) as world:
         yield world
 

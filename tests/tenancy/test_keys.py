@@ -12,8 +12,8 @@ from sqlalchemy import update
 from api.http.auth import REMEMBERED_S, KeyCache
 from api.state.last_used import LastUsed
 from store import people
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from store.keys import find
 from store.settings import Settings
 from store.tables import ApiKey
@@ -120,7 +120,7 @@ def test_rotation_overlaps(any_world: World) -> None:
 
 
 def test_revoked_everywhere_within_five_seconds(
-    settings: Settings, card: ModelCard, any_database: Database, blobs: Blobs
+    settings: Settings, card: ModelCard, any_database: Database, blobs: FolderBlobs
 ) -> None:
     """Another API process on the same database, with its own memory of keys, and a clock that the test moves."""
     now = [0.0]

@@ -12,8 +12,8 @@ from typing import Any
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
-from store.blobs import Blobs
 from store.db import Database, _answer, _Blocked
+from store.folder_blobs import FolderBlobs
 from tests.truth.clock import Loop
 from tests.truth.schedules import DEATHS, FAULTS, Kind, Mishap, Role, Seams
 from tests.truth.strand import Killed
@@ -97,7 +97,7 @@ def _cut(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-class LivingBlobs(Blobs):
+class LivingBlobs(FolderBlobs):
     """The blobs of one process."""
 
     def __init__(self, root: Path, life: Life) -> None:

@@ -15,10 +15,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from store.blobs import Damaged, check_folder
+from store.blobs import Damaged, Weights, reading
 from workers.model.adapter import Adapter, AdapterFileError
 
 log = logging.getLogger(__name__)
+
+GONE = "the sampler weights {name!r} are gone: save them again and make a new sampler"
 
 
 class AdapterUnusable(Exception):
@@ -78,7 +80,7 @@ class AdapterCache:
         """Whether there is, or will be, something to install."""
         return bool(self._reads)
 
-    def acquire(self, name: str, folder: Path | None) -> HeldAdapter:
+    def acquire(self, name: str, folder: Weights | None) -> HeldAdapter:
         """The adapter called `name`, being read from `folder` if it is not in memory: it may be used once the read
         `asked` has `ended`. Pair each call with a `release`."""
         held = self._here.setdefault(name, HeldAdapter(name))
@@ -92,7 +94,7 @@ class AdapterCache:
         held.users -= 1
         self._evict()
 
-    def swap(self, name: str, folder: Path) -> None:
+    def swap(self, name: str, folder: Weights) -> None:
         """Begin to make `name` mean the weights in `folder`, also for requests that hold it. If they cannot be read,
         those keep the old weights, and the next `acquire` reads from its own folder."""
         self._read(self._here.setdefault(name, HeldAdapter(name)), folder)
@@ -123,7 +125,7 @@ class AdapterCache:
         """End the thread; pending reads are dropped."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _read(self, held: HeldAdapter, folder: Path | None) -> None:
+    def _read(self, held: HeldAdapter, folder: Weights | None) -> None:
         """Begin to read. An older read of this adapter that has not begun is cancelled."""
         for older in [read for read in self._reads if read.held is held and read.found.cancel()]:
             self._reads.remove(older)
@@ -131,13 +133,15 @@ class AdapterCache:
         found = self._thread.submit(self._from_disk, held.name, folder)
         self._reads.append(_Read(held.asked, held, found))
 
-    def _from_disk(self, name: str, folder: Path | None) -> tuple[Adapter, int]:
+    def _from_disk(self, name: str, folder: Weights | None) -> tuple[Adapter, int]:
         """In the reading thread."""
-        if folder is None or not folder.is_dir():
-            raise AdapterUnusable(f"the sampler weights {name!r} are gone: save them again and make a new sampler")
         try:
-            check_folder(folder)
-            return self._load(folder)
+            if folder is None:
+                raise FileNotFoundError(name)
+            with reading(folder) as here:
+                return self._load(here)
+        except FileNotFoundError as error:
+            raise AdapterUnusable(GONE.format(name=name)) from error
         except (AdapterFileError, Damaged) as error:
             log.warning("sampler weights %r: %s", name, error)
             raise AdapterUnusable(f"the sampler weights {name!r} are damaged or of another base model") from error

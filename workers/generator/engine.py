@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from weft.wire.sample_codec import PolicySpan, SequenceResult, StopReason, TopkLogprobs
+
+from store.blobs import Weights
 
 __all__ = [
     "AltTokens",
@@ -104,7 +105,7 @@ class GenerateRequest:
     num_samples: int = 1
     tenant: str = ""
     adapter: str = ""
-    adapter_folder: Path | None = None
+    adapter_folder: Weights | None = None
     prompt_logprobs: bool = False
     prompt_logprobs_last_n: int | None = None
     topk_prompt_logprobs: int = 0
@@ -217,7 +218,7 @@ class Engine(Protocol):
     def so_far(self, request_id: str) -> list[SoFar]:
         """The sequences of a request that has not ended; empty from an engine that tells nothing before the end."""
 
-    def swap_adapter(self, name: str, folder: Path) -> None:
+    def swap_adapter(self, name: str, folder: Weights) -> None:
         """As soon as they have been read, `name` means the weights in `folder`: for running requests from their next
         token on, for requests added from now on from their first. Swaps of one name keep their order. When they cannot
         be read, running requests keep the old weights, and the next request's own folder is read."""

@@ -23,6 +23,7 @@ import torch
 from scheduler.links.configs import GeneratorConfig, TorchConfig
 from scheduler.links.sockets import WorkerLink
 from store.blobs import Blobs
+from workers.blobs import blobs_of
 from workers.generator.stop import text_decoder
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.vllm.process import vllm_engine
@@ -48,7 +49,7 @@ def main(config: GeneratorConfig, server: WorkerLink) -> int:
         signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))
     torch.set_num_threads(basics.threads)
     where = device_of(basics.device, basics.dtype)
-    blobs = Blobs(Path(basics.data_dir, "blobs"), durable=basics.durable)
+    blobs = blobs_of(basics)
     engines = {name: _engine(name, Path(path), config, where) for name, path in basics.models.items()}
     shared = _shared(basics.redis_url, blobs) if basics.redis_url else None
     generator = Generator(engines, blobs, shared or server, slots=config.slots)

@@ -45,7 +45,7 @@ def read_sample(op: SampleOp, blobs: Blobs) -> PendingSample:
         num_samples=body.num_samples,
         tenant=op.org_id,
         adapter=policy_name(op),
-        adapter_folder=blobs.path(op.adapter_ref) if op.adapter_ref else None,
+        adapter_folder=blobs.at(op.adapter_ref) if op.adapter_ref else None,
         prompt_logprobs=bool(body.prompt_logprobs),
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
         topk_prompt_logprobs=body.topk_prompt_logprobs,

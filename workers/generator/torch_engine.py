@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from store.blobs import Weights
 from workers.generator import forward
 from workers.generator.adapters import AdapterCache
 from workers.generator.decode_attend import native_kernel
@@ -156,7 +157,7 @@ class TorchEngine:
         progress = self._open.here.get(request_id)
         return [sequence.so_far for sequence in progress.sequences] if progress is not None else []
 
-    def swap_adapter(self, name: str, folder: Path) -> None:
+    def swap_adapter(self, name: str, folder: Weights) -> None:
         self._adapters.swap(name, folder)
 
     def run_moved(self, run: str, version: int) -> None:

@@ -135,7 +135,7 @@ class Generator:
     def _follow(self, engine: Engine, name: str, ref: str) -> None:
         """Put the inflight samplers that the engine knows as `name` on the weights at `ref`."""
         if self._inflight.get(name, ref) != ref:
-            engine.swap_adapter(name, self._blobs.path(ref))
+            engine.swap_adapter(name, self._blobs.at(ref))
         self._inflight[name] = ref
 
     def _add(self, op: SampleOp) -> None:

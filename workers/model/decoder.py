@@ -50,8 +50,7 @@ class Decoder(nn.Module):
             self.layers = nn.ModuleList(_Layer(config, layer, dtype) for layer in range(config.num_layers))
             self.norm = frozen(torch.float32, config.hidden_size)
             self.head = self.embed if config.tie_embeddings else frozen(dtype, config.vocab_size, config.hidden_size)
-            turning = config.latent.rope_dim if config.latent else config.head_dim
-            self.rotary = Rotary(config.rope, turning, config.context_length)
+            self.rotary = rotary_of(config)
         self.unembed = Site("unembed_A", ("unembed_B",), (config.vocab_size,))
 
     @property
@@ -108,6 +107,11 @@ class Decoder(nn.Module):
     def arranged(self, lora: LoraRows | None) -> LoraRows | None:
         """The same rows, computed group by group if this machine needs that for isolation."""
         return lora.kept_apart() if lora is not None and self.isolation == "per-segment" else lora
+
+
+def rotary_of(config: DecoderConfig) -> Rotary:
+    turning = config.latent.rope_dim if config.latent else config.head_dim
+    return Rotary(config.rope, turning, config.context_length)
 
 
 class _Layer(nn.Module):

@@ -82,22 +82,23 @@ def probe(decoder: Decoder, kept: Path | None = None) -> Isolation:
 
 
 def _kept(decoder: Decoder, folder: Path) -> Isolation:
-    config = decoder.config
-    weights = [(list(w.shape), str(w.dtype), packed(w) is not None) for w in _shapes(decoder)]
+    config, shapes = decoder.config, _shapes(decoder)
+    weights = [(list(w.shape), str(w.dtype), packed(w) is not None) for w in shapes]
     return once(
         folder,
         f"{weights} {config.mlp_widths} {config.gate} {config.router} {config.num_experts} {config.output_gate} "
         f"{config.shared_gate} {config.delta}",
-        lambda: choose(decoder),
+        lambda: choose(decoder, shapes),
     )
 
 
-def choose(decoder: Decoder) -> Isolation:
-    """Test the decoder's shapes. On a GPU every batch size may round in its own way, and group by group would be many
-    times slower: there tenants are packed, equal up to rounding but not to the bit."""
+def choose(decoder: Decoder, shapes: list[Tensor] | None = None) -> Isolation:
+    """Test the decoder's shapes (`_shapes`, where they are not given). On a GPU every batch size may round in its own
+    way, and group by group would be many times slower: there tenants are packed, equal up to rounding but not to the
+    bit."""
     if decoder.device.type != "cpu":
         return Isolation("packed-inexact", 0)
-    shapes = _shapes(decoder)
+    shapes = _shapes(decoder) if shapes is None else shapes
     with torch.no_grad():
         for difference in _differences(decoder, shapes):
             return Isolation("per-segment", len(shapes), difference)
@@ -105,11 +106,13 @@ def choose(decoder: Decoder) -> Isolation:
 
 
 def _shapes(decoder: Decoder) -> list[Tensor]:
-    """One weight [out, in] of every distinct shape; experts share theirs."""
+    """One weight [out, in] of every distinct shape; experts share theirs. A sharded one is gathered for it."""
     found: dict[tuple[int, ...], Tensor] = {}
-    for weight in [decoder.embed, *decoder.products(), *decoder.parts_of_products()]:
-        flat = weight[0] if weight.ndim == 3 else weight
-        found.setdefault(tuple(flat.shape), flat)
+    gathered = hasattr(decoder.embed, "full_tensor")  # such a decoder trains: it multiplies with no parts
+    for weight in [decoder.embed, *decoder.products(), *(() if gathered else decoder.parts_of_products())]:
+        if tuple(weight.shape[-2:]) not in found:
+            whole = weight.full_tensor() if gathered else weight
+            found[tuple(weight.shape[-2:])] = whole[0] if whole.ndim == 3 else whole
     return list(found.values())
 
 

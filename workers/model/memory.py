@@ -6,6 +6,7 @@ layer again in the backward (a third more work); and, on a device, keep those in
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 
 import torch
@@ -41,8 +42,8 @@ def choose_saving(config: DecoderConfig, tokens: int, device: torch.device, budg
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be allocated now."""
+    """Memory that can be allocated now; of a host's, the share of one of the ranks of a trainer that are on it."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return machine.free_bytes()
+    return machine.free_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's

@@ -1,12 +1,15 @@
 """The tensors of safetensors files by name, dequantised one at a time as they are read.
 
-Two quantised forms are known, as published checkpoints have them:
+Three quantised forms are known, as published checkpoints have them:
 
 - block FP8 (DeepSeek-V3, Qwen3-FP8): `X.weight` e4m3 [out, in] beside `X.weight_scale_inv` [out / 128, in / 128]; a
   number is multiplied by the scale of its block.
 - MXFP4 (gpt-oss): `X_blocks` [experts, out, in / 32, 16], bytes of two e2m1 numbers, the low half first, beside
   `X_scales` [experts, out, in / 32]; a number is multiplied by two to the power of its block's byte less 127. It comes
   out as [experts, in, out], as the same checkpoints have it unquantised.
+- int4 in groups (Kimi-K2-Thinking; compressed-tensors' pack-quantized): `X.weight_packed` int32 [out, in / 8], eight
+  numbers of four bits, the first one lowest, eight more than they are, beside `X.weight_scale` [out, in / 32] and
+  `X.weight_shape`; a number is multiplied by the scale of its group.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ from torch import Tensor
 
 #: Rows and columns of a block of FP8.
 FP8_BLOCK = 128
+#: Neighbours in a row that share a scale of int4.
+INT4_GROUP = 32
 #: Sizes of the numbers of MXFP4 (e2m1) by their lower three bits; the fourth is the sign.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _INVERSE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
+_PACKED, _BESIDE_PACKED = "_packed", ("_scale", "_shape")
 #: The zero of the exponents of MXFP4's scales.
 _BIAS = 127
 
@@ -47,25 +53,57 @@ class Stored:
         for name in self._files:
             part_of_fp8 = name.endswith(_INVERSE) and name.removesuffix(_INVERSE) in self._files
             part_of_fp4 = name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in self._files
-            if not part_of_fp8 and not part_of_fp4:
+            part_of_int4 = name.endswith(_BESIDE_PACKED) and name[: -len("_scale")] + _PACKED in self._files
+            if not part_of_fp8 and not part_of_fp4 and not part_of_int4:
                 found.append(self._whole(name))
         return found
 
     def file(self, name: str) -> Path:
-        return self._files.get(name) or self._files[name + _BLOCKS]
+        return next(self._files[name + part] for part in ("", _PACKED, _BLOCKS) if name + part in self._files)
 
     def read(self, name: str) -> Tensor:
         """KeyError names the scales of a quantised tensor that are not there."""
+        if name + _PACKED in self._files:
+            return from_int4(*(self._tensor(name + part) for part in (_PACKED, *_BESIDE_PACKED)))
         if name not in self._files:
             return from_mxfp4(self._tensor(name + _BLOCKS), self._tensor(name + _SCALES))
         tensor = self._tensor(name)
         return from_fp8(tensor, self._tensor(name + _INVERSE)) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor once it is dequantised."""
+        if name in self._files:
+            return tuple(self._slice(name).get_shape())
+        if name + _PACKED in self._files:
+            return tuple(self._tensor(name + "_shape").tolist())
+        experts, out, groups, half = self._slice(name + _BLOCKS).get_shape()
+        return experts, groups * half * 2, out
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        """`read(name)[begin:end]`, of which no more is read than is needed."""
+        if name + _PACKED in self._files:
+            packed, scales = (self._slice(name + part)[begin:end] for part in (_PACKED, "_scale"))
+            return from_int4(packed, scales, torch.tensor([len(packed), self.shape(name)[1]]))
+        if name not in self._files:
+            return from_mxfp4(self._slice(name + _BLOCKS)[begin:end], self._slice(name + _SCALES)[begin:end])
+        whole = self._slice(name)
+        if whole.get_dtype() != "F8_E4M3":
+            rows: Tensor = whole[begin:end]
+            return rows
+        first = begin // FP8_BLOCK * FP8_BLOCK
+        scales = self._slice(name + _INVERSE)[first // FP8_BLOCK : -(-end // FP8_BLOCK)]
+        return from_fp8(whole[first:end], scales)[begin - first :]
+
+    def _slice(self, name: str) -> Any:
+        return self._open[self._files[name]].get_slice(name)
 
     def _tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._open[self._files[name]].get_tensor(name)
         return tensor
 
     def _whole(self, name: str) -> str:
+        if name.endswith(_PACKED):
+            return name.removesuffix(_PACKED)
         base = name.removesuffix(_BLOCKS)
         return base if name.endswith(_BLOCKS) and base + _SCALES in self._files else name
 
@@ -74,6 +112,15 @@ def from_fp8(weight_OI: Tensor, scales: Tensor) -> Tensor:
     """bfloat16, of a weight whose blocks have a scale each; blocks at the edges may be smaller."""
     each_OI = scales.float().repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
     return (weight_OI.float() * each_OI[: weight_OI.shape[0], : weight_OI.shape[1]]).to(torch.bfloat16)
+
+
+def from_int4(packed_OP: Tensor, scales_OG: Tensor, shape: Tensor) -> Tensor:
+    """bfloat16 [O, I] of this shape; the last group of a row may be smaller."""
+    rows, columns = shape.tolist()
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    numbers_OI = (packed_OP[..., None] >> shifts & 15).flatten(1)[:, :columns] - 8
+    each_OI = scales_OG.float().repeat_interleave(INT4_GROUP, 1)[:rows, :columns]
+    return (numbers_OI * each_OI).to(torch.bfloat16)
 
 
 def from_mxfp4(blocks_EOGB: Tensor, scales_EOG: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def copy_weights(decoder: Decoder, files: Sequence[Path]) -> None:
     is missing or has no place is found before anything is read."""
     try:
         stored = Stored(files)
-        for name, place in _matched(decoder, stored, files[0].parent):
+        for name, place in matched(decoder, stored, files[0].parent):
             _copy(stored, name, place)
     except KeyError as error:
         raise ModelWeightsError(f"{files[0].parent}: tensor {error.args[0]} is missing") from None
@@ -73,9 +73,9 @@ def copy_weights(decoder: Decoder, files: Sequence[Path]) -> None:
         raise error if isinstance(error, ModelWeightsError) else ModelWeightsError(str(error)) from None
 
 
-def _matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, Place]]:
+def matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, Place]]:
     """Each tensor that is used, and its place."""
-    config, places, fused = decoder.config, dict(_places(decoder)), dict(_fused_places(decoder))
+    config, single, fused = decoder.config, dict(places(decoder)), dict(_fused_places(decoder))
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     beyond = range(config.num_layers, config.num_layers + config.prediction_layers)
     layout = FAMILIES[config.architecture].layout
@@ -86,12 +86,12 @@ def _matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, 
         known = _TEXT.sub("model.", name)
         if name in ignored or name.startswith(unused) or name.endswith(IGNORED_SUFFIXES):
             continue
-        names, place = fused.get(known) or ([known], places.get(known))
+        names, place = fused.get(known) or ([known], single.get(known))
         if place is None or not filled.isdisjoint(names):
             raise ModelWeightsError(f"{stored.file(name)}: tensor {name} has no place in a {config.architecture}")
         matched.append((name, place))
         filled.update(names)
-    missing = sorted(places.keys() - filled)
+    missing = sorted(single.keys() - filled)
     if missing:
         raise ModelWeightsError(f"{folder}: {len(missing)} tensors are missing, first {missing[:3]}")
     return matched
@@ -106,7 +106,7 @@ def _copy(stored: Stored, name: str, place: Place) -> None:
     place.target.copy_(arranged)
 
 
-def _places(decoder: Decoder) -> Iterator[tuple[str, Place]]:
+def places(decoder: Decoder) -> Iterator[tuple[str, Place]]:
     """Checkpoint name -> the (part of a) parameter it fills."""
     c, layout = decoder.config, FAMILIES[decoder.config.architecture].layout
     norm = _centred if layout.centred_norms else _as_it_is

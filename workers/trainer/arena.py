@@ -43,6 +43,15 @@ class Arena:
         self.m: Tensor = moments[0]
         self.v: Tensor = moments[1] if kind.moments > 1 else self.flat.new_empty(0)
 
+    @classmethod
+    def of_guest(cls, kind: ArenaKind, weights: Adapter) -> Arena:
+        """With the `weights` of a run that is at home on another rank, and a gradient of its own; no moments."""
+        arena = cls.__new__(cls)
+        arena.kind, arena.flat, arena.weights = kind, torch.empty_like(weights.flat), weights
+        arena.gradient = Adapter(kind.shape, arena.flat, kind.scale)
+        arena.m = arena.v = arena.flat.new_empty(0)
+        return arena
+
     def used(self, with_gradient: bool) -> Tensor:
         """The part that a page must hold."""
         return self.flat if with_gradient else self.flat[: self.flat.numel() - self.gradient.flat.numel()]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from scheduler.links.messages import TrainOp
 from workers.model.decoder import Decoder
@@ -17,14 +18,50 @@ from workers.trainer.progress import Part, Progress
 from workers.trainer.state import RunState
 
 
+class Together(Protocol):
+    """The other ranks of a trainer, as computing sees them. All ranks make each step at the same time."""
+
+    def share(self, parts: Sequence[Part], bring: Callable[[RunState], None]) -> list[Part]:
+        """The parts that this rank computes, of its own (a part of `parts`) and of other ranks' runs."""
+
+    def begin(self, trains: bool) -> None:
+        """Return when all ranks make a step of this kind."""
+
+    def end(self, trains: bool) -> None:
+        """The step is over, whatever has become of it."""
+
+    def collect(self, bring: Callable[[RunState], None]) -> list[Part]:
+        """Those of the `parts` that other ranks have computed; their results are added, in their order."""
+
+
+class Alone:
+    """There are no others."""
+
+    def share(self, parts: Sequence[Part], bring: Callable[[RunState], None]) -> list[Part]:
+        return list(parts)
+
+    def begin(self, trains: bool) -> None: ...
+
+    def end(self, trains: bool) -> None: ...
+
+    def collect(self, bring: Callable[[RunState], None]) -> list[Part]:
+        return []
+
+
 class Computing:
     """Collects slices with `plan`, computes them with `run`. `cap_tokens` bounds a part, and a microbatch at first.
 
     `bring` brings a run into memory. `relieve` frees memory after an allocation has failed."""
 
-    def __init__(self, cap_tokens: int, bring: Callable[[RunState], None], relieve: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        cap_tokens: int,
+        bring: Callable[[RunState], None],
+        relieve: Callable[[], None],
+        together: Together | None = None,
+    ) -> None:
         self._cap_tokens = self._room_tokens = cap_tokens
-        self._bring, self._relieve = bring, relieve
+        self._bring, self._relieve, self._together = bring, relieve, together or Alone()
         self._parts: list[Part] = []
         self._planned: list[Progress] = []
 
@@ -47,8 +84,9 @@ class Computing:
 
         Forwards are packed apart from forward_backwards, so that they cost no backward, and go first, being shorter."""
         yield from self._complete()
+        here = self._together.share(self._parts, self._bring)
         for trains in (False, True):
-            waiting = deque(self._pack([part for part in self._parts if part.trains is trains]))
+            waiting = deque(self._pack([part for part in here if part.trains is trains]))
             while waiting:
                 batch, room_tokens = waiting.popleft(), self._room_tokens
                 alive = _alive(batch)
@@ -61,6 +99,9 @@ class Computing:
                 yield from self._complete()
                 if self._room_tokens < room_tokens:
                     waiting = deque(self._pack([part for batch in waiting for part in batch]))
+        for part in self._together.collect(self._bring):
+            part.progress.waiting -= 1
+        yield from self._complete()
 
     def _pack(self, parts: list[Part]) -> list[list[Part]]:
         return pack(parts, lambda part: part.tokens, self._room_tokens)
@@ -72,11 +113,11 @@ class Computing:
 
     def _attempt(self, decoder: Decoder, parts: list[Part], trains: bool) -> None:
         """Compute a microbatch, and recover if it raises."""
-        error = _raised(decoder, parts, trains)
+        error = self._raised(decoder, parts, trains)
         if error is not None and is_out_of_memory(error):
             self._split(decoder, parts, trains)
         elif error is not None:
-            _one_by_one(decoder, parts, trains)
+            self._one_by_one(decoder, parts, trains)
 
     def _split(self, decoder: Decoder, parts: list[Part], trains: bool) -> None:
         """Compute a microbatch that ran out of memory in smaller ones, down to one part at a time, and pack later ones
@@ -93,16 +134,38 @@ class Computing:
 
     def _fits(self, decoder: Decoder, parts: list[Part], trains: bool) -> bool:
         """Compute `parts`, or return False if memory runs out and they can be split further."""
-        error = _raised(decoder, parts, trains) if parts else None
+        error = self._raised(decoder, parts, trains) if parts else None
         if error is None:
             return True
         if not is_out_of_memory(error):
-            _one_by_one(decoder, parts, trains)
+            self._one_by_one(decoder, parts, trains)
             return True
         if len(parts) > 1:
             return False
         parts[0].progress.fail(too_large(parts[0]), "user")
         return True
+
+    def _raised(self, decoder: Decoder, parts: list[Part], trains: bool) -> Exception | None:
+        """Compute a microbatch. Returns the exception it raised, without its frames, which would keep tensors alive."""
+        raised: Exception | None = None
+        self._together.begin(trains)
+        try:
+            run_microbatch(decoder, parts, trains=trains)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                traceback.print_exc(file=sys.stderr)
+            raised = error.with_traceback(None)
+        self._together.end(trains)
+        return raised
+
+    def _one_by_one(self, decoder: Decoder, parts: list[Part], trains: bool) -> None:
+        """Compute the operations of a microbatch that raised one by one, so that only the faulty one fails."""
+        for progress in dict.fromkeys(part.progress for part in parts):
+            for part in _anew([part for part in parts if part.progress is progress]):
+                error = self._raised(decoder, [part], trains)
+                if error is not None:
+                    progress.fail(f"{type(error).__name__}: {error}")
+                    break
 
 
 def _alive(parts: list[Part]) -> list[Part]:
@@ -117,25 +180,3 @@ def _anew(parts: list[Part]) -> list[Part]:
     for progress in dict.fromkeys(part.progress for part in parts):
         again += dict.fromkeys(progress.restart() + [part for part in parts if part.progress is progress])
     return again
-
-
-def _raised(decoder: Decoder, parts: list[Part], trains: bool) -> Exception | None:
-    """Compute a microbatch. Returns the exception it raised, without its frames, which would keep tensors alive."""
-    try:
-        run_microbatch(decoder, parts, trains=trains)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            traceback.print_exc(file=sys.stderr)
-        return error.with_traceback(None)
-    return None
-
-
-def _one_by_one(decoder: Decoder, parts: list[Part], trains: bool) -> None:
-    """Compute the operations of a microbatch that raised one by one, so that only the faulty one fails."""
-    for progress in dict.fromkeys(part.progress for part in parts):
-        again = _anew([part for part in parts if part.progress is progress])
-        try:
-            for part in again:
-                run_microbatch(decoder, [part], trains=trains)
-        except Exception as error:
-            progress.fail(f"{type(error).__name__}: {error}")

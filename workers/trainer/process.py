@@ -1,9 +1,9 @@
 """The trainer process (`python -m workers trainer`), from the moment that it has its config.
 
 The server holds the other end of its link. It pulls passes and executes them until it is told to drain
-(by message, or by SIGTERM after the pass in progress), then snapshots its runs and exits 0. When the server is gone it
-exits 1: whatever it held can be rebuilt from the journal. SIGINT is ignored, because a terminal's Ctrl-C reaches every
-process of the group and the supervisor alone decides how to stop.
+(by message, or by SIGTERM after the pass in progress), then says that it leaves, snapshots its runs and exits 0. When
+the server is gone it exits 1: whatever it held can be rebuilt from the journal. SIGINT is ignored, because a
+terminal's Ctrl-C reaches every process of the group and the supervisor alone decides how to stop.
 
 With a Redis in its config it works for whichever API replica leads (`scheduler.links`), one after the other with
 empty hands, until SIGTERM.
@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from types import FrameType
@@ -26,15 +26,17 @@ import msgspec
 import torch
 
 from scheduler.links.configs import TrainerConfig
-from scheduler.links.messages import Drain, Pass, PullPass
+from scheduler.links.messages import Drain, Leaving, Pass, PullPass
 from scheduler.links.sockets import WorkerLink
 from store.blobs import Blobs
+from workers.blobs import blobs_of
 from workers.leave import leave
 from workers.model.decoder import Decoder
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
 from workers.model.shared_base import base_decoder
-from workers.trainer.trainer import Trainer
+from workers.trainer.residency import Residency
+from workers.trainer.trainer import Send, Trainer
 from workers.trainer.watchdog import Watchdog
 
 #: How often an idle trainer looks whether it was told to stop.
@@ -59,10 +61,28 @@ class StopFlag:
         self.is_set = True
 
 
-def serve(trainer: Trainer, link: Link, stop: StopFlag) -> None:
+class Working(Protocol):
+    """A trainer, of one process or of several ranks."""
+
+    @property
+    def models(self) -> Mapping[str, Decoder]: ...
+
+    @property
+    def residency(self) -> Residency: ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """What its runs may take."""
+
+    def execute(self, pass_: Pass, send: Send) -> None: ...
+
+    def drain(self, send: Send) -> None: ...
+
+
+def serve(trainer: Working, link: Link, stop: StopFlag) -> None:
     """Pull and execute passes until drained. EOFError when the server is gone."""
     while not stop.is_set:
-        link.send(PullPass(sorted(trainer.models)))
+        link.send(PullPass(sorted(trainer.models), trainer.memory_bytes))
         message = None
         while message is None and not stop.is_set:
             message = link.recv(IDLE_POLL_S)
@@ -70,6 +90,7 @@ def serve(trainer: Trainer, link: Link, stop: StopFlag) -> None:
             trainer.execute(message, link.send)
         elif isinstance(message, Drain):
             break
+    link.send(Leaving())
     trainer.drain(link.send)
 
 
@@ -79,50 +100,66 @@ def load_models(models: Mapping[str, str], where: ModelDevice, base_dir: str, fi
     for name, path in models.items():
         began = time.monotonic()
         decoders[name], how = base_decoder(Path(path), where, Path(base_dir) if base_dir else None)
-        _log(f"{name}: {how}, in {time.monotonic() - began:.1f} s")
-        _log(f"{name}: tenants are computed {probe(decoders[name], findings)}")
+        say(f"{name}: {how}, in {time.monotonic() - began:.1f} s")
+        say(f"{name}: tenants are computed {probe(decoders[name], findings)}")
     return decoders
 
 
 def main(config: TrainerConfig, server: WorkerLink) -> int:
     basics, data_dir = config.basics, Path(config.basics.data_dir)
+    if config.ranks * config.nodes > 1:
+        from workers.trainer.ranks.launch import launch  # with torchrun
+
+        return launch(config, server)
     stop = StopFlag()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))  # it has nothing to finish yet
     torch.set_num_threads(basics.threads)
     where = device_of(basics.device, basics.dtype)
     models = load_models(basics.models, where, basics.base_dir, data_dir / "isolation")
-    blobs = Blobs(data_dir / "blobs", durable=basics.durable)
+    blobs = blobs_of(basics)
     signal.signal(signal.SIGTERM, stop.set)
-    _log(f"loaded on {where}, with {torch.get_num_threads()} threads")
+    say(f"loaded on {where}, with {torch.get_num_threads()} threads")
     watchdog = Watchdog()
     if not basics.redis_url:
-        pages_dir = data_dir / "pages"
-        shutil.rmtree(pages_dir, ignore_errors=True)  # of a lost trainer: the journal rebuilds what was in them
-        trainer = Trainer(models, blobs, config.bounds, pages_dir, watchdog.limit)
-        return 0 if work(trainer, server, stop) else 1
+        shutil.rmtree(data_dir / config.pages, ignore_errors=True)  # of a lost trainer: the journal rebuilds it
+    return serve_all(
+        config, server, blobs, stop, lambda pages: Trainer(models, blobs, config.bounds, pages, watchdog.limit)
+    )
+
+
+def serve_all(
+    config: TrainerConfig, server: WorkerLink, blobs: Blobs, stop: StopFlag, begin: Callable[[Path], Working]
+) -> int:
+    """Serve whoever holds the other end of the link; or, over Redis, one leader after the other, each with a trainer
+    from `begin`, which is given a folder for its pages. Returns the exit code."""
+    if not config.basics.redis_url:
+        return 0 if work(begin(Path(config.basics.data_dir) / config.pages), server, stop) else 1
     from scheduler.links.train_link import TrainerLink  # with the client of Redis
 
     while not stop.is_set:
         with tempfile.TemporaryDirectory(prefix="weft-pages-") as pages:
-            trainer = Trainer(models, blobs, config.bounds, Path(pages), watchdog.limit)
-            with suppress(EOFError), closing(TrainerLink(basics.redis_url, blobs, lambda: stop.is_set)) as link:
+            trainer = begin(Path(pages))
+            with (
+                suppress(EOFError),
+                closing(TrainerLink(config.basics.redis_url, blobs, lambda: stop.is_set)) as link,
+            ):
                 work(trainer, link, stop)
     return 0
 
 
-def work(trainer: Trainer, link: Link, stop: StopFlag) -> bool:
+def work(trainer: Working, link: Link, stop: StopFlag) -> bool:
     """Serve one server to its end. False when it was lost; then what the trainer holds is worthless."""
-    _log(f"ready: runs may take {trainer.residency.budget_bytes >> 20} MiB of memory")
+    say(f"ready: runs may take {trainer.residency.budget_bytes >> 20} MiB of memory")
     try:
         serve(trainer, link, stop)
     except EOFError:
-        _log("the server is gone")
+        say("the server is gone")
         return False
     finally:
         trainer.residency.close()
     return True
 
 
-def _log(line: str) -> None:
+def say(line: str) -> None:
     print(f"trainer: {line}", file=sys.stderr, flush=True)

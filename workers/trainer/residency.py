@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from scheduler.links.configs import TrainerBounds
 from workers.model.adapter import Adapter
 from workers.model.memory import free_bytes
 from workers.trainer.arena import Arena, ArenaKind, Arenas
@@ -218,13 +219,14 @@ class Residency:
         self._store.drop(run_id)
 
 
-def resident_within(resident_bytes: int, host_bytes: int, pages_dir: Path, device: torch.device) -> Residency:
-    """A Residency with these budgets; 0 takes half of the memory that is free now."""
+def resident_within(bounds: TrainerBounds, pages_dir: Path, device: torch.device) -> Residency:
+    """A Residency with these budgets; 0 takes half of the memory that is free now, or its part of that half."""
+    host_bytes, share = bounds.host_bytes, 2 * bounds.trainers
     if device.type == "cpu":
         host_bytes = 0  # a tier between the host's memory and the disk would be the same memory
     elif not host_bytes:
-        host_bytes = free_bytes(torch.device("cpu")) // 2
-    return Residency(resident_bytes or free_bytes(device) // 2, PageStore(pages_dir, host_bytes), device)
+        host_bytes = free_bytes(torch.device("cpu")) // share
+    return Residency(bounds.resident_bytes or free_bytes(device) // share, PageStore(pages_dir, host_bytes), device)
 
 
 def _size(run: RunState) -> int:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ class RunState:
     began while the section was in use, by operation id. `dirty`: something has changed since the run's page was
     written; `paged_gradient` and `paged_apart` say what the page holds besides weights and moments. `part` came with a
     snapshot and waits for the rest of its operation. `saved_at`: when the run was last equal to a snapshot, in seconds
-    of time.monotonic."""
+    of time.monotonic. A `guest` is at home on another rank: weights and gradient for a part of one operation."""
 
     spec: RunSpec
     kind: ArenaKind
@@ -88,6 +89,7 @@ class RunState:
     paged_gradient: bool = False
     paged_apart: tuple[str, ...] = ()
     part: PartDone | None = None
+    guest: bool = False
 
     @property
     def unsaved(self) -> bool:
@@ -261,17 +263,37 @@ def load_run(
     what was written; OSError when it cannot be read for now.
     """
     kind = kind_of(spec, config)
+    with _readable(blobs, ref) as folder:
+        with _as_checkpoint(folder):
+            loaded = load_adapter(folder, config)
+        return _loaded(spec, kind, take, loaded, folder, with_optimizer=with_optimizer)
+
+
+@contextmanager
+def _readable(blobs: Blobs, ref: str) -> Iterator[Path]:
+    with ExitStack() as stack:
+        with _as_checkpoint(blobs.root):
+            folder = stack.enter_context(blobs.reading(ref))
+        yield folder
+
+
+@contextmanager
+def _as_checkpoint(folder: Path) -> Iterator[None]:
+    """What is wrong with the files in `folder`, as the user is told it: without their path on this machine."""
     try:
-        blobs.check_folder(ref)
-        loaded = load_adapter(blobs.path(ref), config)
+        yield
     except (AdapterFileError, OSError, ValueError, SafetensorError) as error:
         if isinstance(error, OSError) and not is_lasting(error):
             raise
         if isinstance(error, Damaged):
             raise DamagedState(f"the checkpoint is damaged on the server's disk: {error}") from error
-        # Users must not learn the path on this machine.
-        reason = str(error).replace(str(blobs.path(ref)), "checkpoint")
+        reason = str(error).replace(str(folder), "checkpoint")
         raise StateError(f"the checkpoint cannot be read: {reason}") from error
+
+
+def _loaded(
+    spec: RunSpec, kind: ArenaKind, take: TakeArena, loaded: LoadedAdapter, folder: Path, *, with_optimizer: bool
+) -> RunState:
     if loaded.base_model != spec.base_model:
         raise StateError(f"the checkpoint is of base model {loaded.base_model!r}, the run of {spec.base_model!r}")
     _check_same(spec, loaded.adapter)
@@ -286,8 +308,8 @@ def load_run(
     if GRADIENT in loaded.extra:
         run.own_grad.flat.copy_(loaded.extra[GRADIENT])
         run.has_grad = True
-    if blobs.exists(f"{ref}/{PART_FILE}"):
-        _load_part(run, blobs.path(ref), loaded.extra)
+    if (folder / PART_FILE).is_file():
+        _load_part(run, folder, loaded.extra)
     return run
 
 

@@ -24,15 +24,29 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import torch
+from weft.wire.checks.losses import CUSTOM, loss_id_of
 
 from scheduler.links.configs import TrainerBounds
-from scheduler.links.messages import Done, Failure, InLoss, OpKind, Pass, PassOver, RunSpec, SetAside, Snapshot, TrainOp
-from store.blobs import Blobs, is_lasting
+from scheduler.links.messages import (
+    Done,
+    Failure,
+    HandedOver,
+    InLoss,
+    OpKind,
+    Pass,
+    PassOver,
+    RunSpec,
+    SetAside,
+    Snapshot,
+    TrainOp,
+)
+from store.blobs import Blobs, StoreAway, is_lasting
 from workers.model.decoder import Decoder
-from workers.trainer.computing import Computing
+from workers.trainer.computing import Computing, Together
 from workers.trainer.custom_losses import CustomLosses, UploadedLoss, most_work_of
 from workers.trainer.failures import NotResident, failure_of
 from workers.trainer.pages import PageError
@@ -54,6 +68,19 @@ from workers.trainer.watchdog import no_limit
 Send = Callable[[msgspec.Struct], None]
 #: Bounds what is done within it to so many seconds.
 Limit = Callable[[float], AbstractContextManager[None]]
+
+
+class Others(Together, Protocol):
+    """The other ranks of this trainer (workers/trainer/ranks), each of which executes its own part of the same pass."""
+
+    def wait(self) -> None:
+        """Return when all ranks are ready for the next work, or have nothing more to do."""
+
+    def attend(self, work: Callable[[], object]) -> None:
+        """This rank has done its part. Take part in what the others do until they have too: `work` computes what they
+        hand out."""
+
+
 COMPUTE = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 #: While a run is rebuilt, and until the operations that were pending when its trainer was lost are done, its state is
 #: saved this often, so that even trainers which die again soon make progress.
@@ -73,28 +100,35 @@ class Trainer:
         bounds: TrainerBounds | None = None,
         pages_dir: Path | None = None,
         limit: Limit = no_limit,
+        others: Others | None = None,
     ) -> None:
         self.models, self.blobs, self.bounds = dict(models), blobs, bounds or TrainerBounds()
         self.runs: dict[str, RunState] = {}
         device = next((decoder.device for decoder in self.models.values()), torch.device("cpu"))
-        self.residency = resident_within(
-            self.bounds.resident_bytes, self.bounds.host_bytes, pages_dir or blobs.root.with_name("pages"), device
-        )
+        self.residency = resident_within(self.bounds, pages_dir or blobs.root.with_name("pages"), device)
         self._open: dict[str, Progress] = {}  # operations with slices still to come, by their id
         self._aside: dict[str, SetAside] = {}  # runs that take no further part in this pass
         self._custom_losses = CustomLosses(blobs)
-        self._limit = limit
+        self._limit, self._others = limit, others
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.residency.budget_bytes
 
     def execute(self, pass_: Pass, send: Send) -> None:
         """Execute a pass; `send` gets a Done for each operation as soon as it is finished, Snapshots when due, and
         PassOver at the end. An error of `send` (the server is gone) ends the pass."""
         with self._limit(pass_.limit_s or math.inf):
             self._execute(pass_, send)
+            if self._others is not None:
+                self._others.attend(lambda: deque(self._computing().run(self._decoder_of), maxlen=0))
 
     def _execute(self, pass_: Pass, send: Send) -> None:
         began, tokens = time.monotonic(), 0
         for run_id in pass_.release:
             self._forget(run_id)
+        for run_id in pass_.hand_over:
+            self._hand_over(run_id, send)
         queues: dict[str, deque[TrainOp]] = {}
         for op in pass_.ops:
             queues.setdefault(op.run_id, deque()).append(op)
@@ -120,7 +154,7 @@ class Trainer:
         is given out; behind the last come the runs of the next pass. Runs in memory go first: computing them hides the
         time that the others take to be paged in."""
         here_first = sorted(queues, key=lambda run_id: not self.residency.is_here(run_id))
-        sizes = {run_id: self._size(queues[run_id][0]) for run_id in here_first}
+        sizes = {run_id: self.size_of(queues[run_id][0]) for run_id in here_first}
         sets = waves(sizes, self.residency.budget_bytes)
         for wave, next_wave in zip(sets, [*sets[1:], soon], strict=False):
             order = [*wave, *self._fitting(next_wave, beside=sum(sizes[run_id] for run_id in wave))]
@@ -137,7 +171,7 @@ class Trainer:
         sizes = [self.runs[run_id].kind.size_bytes if run_id in self.runs else 0 for run_id in run_ids]
         return [run_id for run_id, total in zip(run_ids, accumulate(sizes), strict=True) if total <= room]
 
-    def _size(self, op: TrainOp) -> int:
+    def size_of(self, op: TrainOp) -> int:
         """Bytes of memory that the run of `op` takes, or will take once it is created."""
         run, spec = self.runs.get(op.run_id), op.spec
         if run is not None:
@@ -167,6 +201,18 @@ class Trainer:
                 self.residency.need(run)
                 self._snapshot(run, send)
 
+    def _hand_over(self, run_id: str, send: Send) -> None:
+        """Save a run and forget it; what cannot be saved stays."""
+        run = self.runs.get(run_id)
+        kept = False
+        if run is not None and self._is_changed(run):
+            self.residency.hold([run_id])
+            self._bring(run)
+            kept = not self._snapshot(run, send)
+        if not kept:
+            self._forget(run_id)
+        send(HandedOver(run_id, kept))
+
     def _forget(self, run_id: str) -> None:
         self.runs.pop(run_id, None)
         self._open = {op_id: progress for op_id, progress in self._open.items() if progress.op.run_id != run_id}
@@ -190,13 +236,15 @@ class Trainer:
 
     def _bring(self, run: RunState) -> None:
         """Return when the run is in memory."""
-        self.residency.need(run)
+        if not run.guest:
+            self.residency.need(run)
 
     def _failed(self, op: TrainOp, error: Exception, send: Send) -> None:
         """An operation cannot be executed. If the disk does not answer, the run is set aside and tried again; if a
         replay fails, it is set aside for good, since it would not be the run that was lost. Else the client is told."""
         if not is_lasting(error):
-            reason = f"operation {op.seq}: {type(error).__name__}, {os.strerror(getattr(error, 'errno', None) or 5)}"
+            what = error if isinstance(error, StoreAway) else os.strerror(getattr(error, "errno", None) or 5)
+            reason = f"operation {op.seq}: {type(error).__name__}, {what}"
             self._aside[op.run_id] = SetAside(op.run_id, reason, kept=not op.replay)
         elif op.replay:
             self._aside[op.run_id] = SetAside(op.run_id, _cannot_replay(op, failure_of(error)), lasting=True)
@@ -263,7 +311,7 @@ class Trainer:
 
     def _compute(self, ops: list[TrainOp], send: Send) -> int:
         """The forwards and backwards of a stage, packed. Returns the tokens computed."""
-        computing = Computing(self.bounds.microbatch_tokens, self._bring, self.residency.squeeze)
+        computing = self._computing()
         for op in ops:
             if op.run_id in self._aside:
                 continue
@@ -279,14 +327,31 @@ class Trainer:
                         self._failed(op, error, send)
                     continue
                 self._open[op.op_id] = progress
-            if progress.custom is not None:
-                progress.in_loss = partial(self._in_loss, progress.custom, send)
+            self._will_tell(progress, send)
             computing.plan(progress, op)
         tokens = 0
-        for finished in computing.run(lambda run: self._decoder(run.spec)):
+        if self._others is not None:
+            self._others.wait()
+        for finished in computing.run(self._decoder_of):
             tokens += finished.tokens
             self._finish(finished, send)
         return tokens
+
+    def welcome(self, guest: Progress, send: Send) -> None:
+        """Parts of an operation whose run is on another rank are to be computed here."""
+        loss_id = loss_id_of(guest.batch.loss_fn_config) if guest.batch.loss_fn == CUSTOM else None
+        guest.custom = None if loss_id is None else self._custom_losses.get(loss_id)
+        self._will_tell(guest, send)
+
+    def _will_tell(self, progress: Progress, send: Send) -> None:
+        if progress.custom is not None:
+            progress.in_loss = partial(self._in_loss, progress.custom, send)
+
+    def _computing(self) -> Computing:
+        return Computing(self.bounds.microbatch_tokens, self._bring, self.residency.squeeze, self._others)
+
+    def _decoder_of(self, run: RunState) -> Decoder:
+        return self._decoder(run.spec)
 
     @contextmanager
     def _in_loss(self, custom: UploadedLoss, send: Send, part: Part) -> Iterator[None]:
@@ -367,21 +432,22 @@ class Trainer:
     def _is_changed(self, run: RunState) -> bool:
         return run.unsaved or any(progress.parts for progress in self._begun(run.spec.run_id))
 
-    def _snapshot(self, run: RunState, send: Send) -> None:
+    def _snapshot(self, run: RunState, send: Send) -> bool:
+        """False when it could not be written: the older one still holds."""
         run_id = run.spec.run_id
         part = next((progress.part_done() for progress in self._begun(run_id) if progress.parts), run.part)
         name = f"runs/{run_id}/state-{run.last_seq}" + (f".{part.stop}" if part is not None else "")
-        # A snapshot of that name may be the journal's current one: it stays until the journal knows the new one.
-        ref = f"{name}-{secrets.token_hex(4)}" if self.blobs.exists(name) else name
         try:
+            # A snapshot of that name may be the journal's current one: it stays until the journal knows the new one.
+            ref = f"{name}-{secrets.token_hex(4)}" if self.blobs.exists(name) else name
             save_snapshot(run, part, self.blobs, ref)
         except Exception:
-            # The older snapshot still holds; the next step tries again.
-            traceback.print_exc(file=sys.stderr)
-            return
+            traceback.print_exc(file=sys.stderr)  # the next step tries again
+            return False
         run.saved_seq, run.unsaved_tokens, run.saved_at = run.last_seq, 0, time.monotonic()
         part_op, part_stop = (part.op_id, part.stop) if part is not None else ("", 0)
         send(Snapshot(run_id, run.last_seq, ref, part_op, part_stop))
+        return True
 
     def _run(self, op: TrainOp) -> RunState:
         run = self.runs.get(op.run_id)

@@ -14,6 +14,7 @@ import zstandard
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
 from weft.wire.turns import Turn
 
 from api.errors import Invalid, OverQuota
@@ -81,9 +82,9 @@ async def record(service: Service, who: Principal, name: str, target: Target, tu
 
     def write(session: Session) -> None:
         if session.scalar(select(tables.SessionTurn.id).filter_by(request_id=request_id)) is None:
-            service.blobs.put(ref, written)
             session.add(row)
 
+    await run_in_threadpool(service.blobs.put, ref, written)  # of a repeat, the same
     try:
         await service.database.write(write)
     except IntegrityError:  # another replica has just recorded it

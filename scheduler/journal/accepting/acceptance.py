@@ -30,7 +30,7 @@ from scheduler.journal.rows import TRAIN_KINDS, sent_sha256_of, to_row
 from scheduler.links.messages import OpKind
 from scheduler.order.operations import SAMPLE, NewOperation, Operation, SequenceReused
 from store import tables
-from store.blobs import Blobs
+from store.blobs import Blobs, beside_the_loop
 from store.bulk import insert_rows, sent_together
 from store.db import Database
 from store.settings import Limits
@@ -110,7 +110,7 @@ class Acceptance:
         except BaseException as error:
             self.forget(op)
             if op.body_ref and isinstance(error, OutOfMoney | QuotaReached):
-                self._blobs.delete(op.body_ref)
+                await beside_the_loop(self._blobs, self._blobs.delete, op.body_ref)
             entry.durable.set_exception(error)
             entry.durable.exception()  # seen, even when nobody else waits for it
             raise
@@ -153,7 +153,7 @@ class Acceptance:
         if body_ref and len(body) > SMALL_BODY_BYTES:
             await asyncio.to_thread(self._blobs.put, body_ref, body)
         elif body_ref:
-            self._blobs.put(body_ref, body)
+            await beside_the_loop(self._blobs, self._blobs.put, body_ref, body)
 
 
 def insert_all(session: Session, takings: list[Taking]) -> list[OutOfMoney | QuotaReached | None]:

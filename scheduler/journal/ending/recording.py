@@ -15,7 +15,7 @@ from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.storing import until_stored
 from scheduler.links.messages import Done
 from scheduler.order.operations import SAMPLE, Operation, Outcome
-from store.blobs import Blobs
+from store.blobs import Blobs, beside_the_loop
 from store.db import Transactions
 from store.room import Room
 
@@ -64,7 +64,7 @@ class DatabaseRecorder:
             nonlocal tried
             tried += 1
             if result.error is None:  # stored before the commit that promises it
-                self._blobs.put(result_ref(op.id), result.payload)
+                await beside_the_loop(self._blobs, self._blobs.put, result_ref(op.id), result.payload)
             ending = Ending(op, done, result, self._samplers.facts(op.lane).run_id if op.kind == SAMPLE else op.lane)
             settled: Settled = await self._database.write_batched(self._settlement.settle, ending, lock=op.org_id)
             return self._settled_before(op) if settled is None and tried > 1 else settled

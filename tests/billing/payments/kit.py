@@ -17,8 +17,8 @@ from billing.charges import Charge, settle
 from billing.prices import load_prices
 from billing.wallets import set_mode, wallet_of
 from scheduler.jobs.registry import JobContext
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from store.settings import PaymentsSettings, Settings
 from store.tables import LedgerEntry, Organisation, StripeOutbox, Wallet
 from tests.fakestripe import FakeStripe
@@ -60,7 +60,7 @@ class Payments:
     def context(self) -> JobContext:
         payments = self.settings or self.fake.settings()
         settings = Settings(data_dir=self.folder, payments=payments)
-        return JobContext(self.database, Blobs(self.folder / "blobs"), settings, PRICES, lambda: self.now)
+        return JobContext(self.database, FolderBlobs(self.folder / "blobs"), settings, PRICES, lambda: self.now)
 
     def organisation(self, mode: str = "postpaid", customer: bool = True) -> str:
         """A new organisation; a customer of the fake's."""

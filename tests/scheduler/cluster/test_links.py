@@ -9,7 +9,6 @@ import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -35,7 +34,7 @@ from scheduler.links.messages import (
 from scheduler.links.redis_queue import RedisQueue
 from scheduler.links.sample_link import SampleLink
 from scheduler.links.train_link import Joining, LeaderLink, TrainerLink
-from store.blobs import Blobs
+from store.folder_blobs import FolderBlobs
 from tests.servers import redis_server
 
 
@@ -52,7 +51,7 @@ def empty(url: str) -> None:
 
 
 @pytest.fixture
-def sample_link(url: str, blobs: Blobs) -> Iterator[SampleLink]:
+def sample_link(url: str, blobs: FolderBlobs) -> Iterator[SampleLink]:
     link = SampleLink(url, blobs)
     assert link._listener.connected.wait(10)
     yield link
@@ -73,7 +72,7 @@ def eventually(holds: Callable[[], Any], within_s: float = 20.0) -> Any:
 
 
 def test_a_generator_leases_samples_and_its_answers_arrive_large_or_small(
-    url: str, sample_link: SampleLink, blobs: Blobs
+    url: str, sample_link: SampleLink, blobs: FolderBlobs
 ) -> None:
     queue = RedisQueue(url)
     for name in ("a", "b", "c"):
@@ -108,7 +107,7 @@ def test_an_idle_generator_is_woken_by_work(url: str, sample_link: SampleLink) -
 
 
 def test_a_generator_that_waits_gets_what_needs_its_adapter_and_nobody_waits_for_one_that_does_not_come(
-    url: str, blobs: Blobs
+    url: str, blobs: FolderBlobs
 ) -> None:
     queue, holder, other = RedisQueue(url), SampleLink(url, blobs), SampleLink(url, blobs)
     push(queue, "first", "x")
@@ -146,7 +145,7 @@ def test_a_drained_generator_takes_nothing_more(url: str, sample_link: SampleLin
 
 
 def test_what_a_generator_lost_is_cancelled_and_its_answer_dropped(
-    url: str, sample_link: SampleLink, blobs: Blobs
+    url: str, sample_link: SampleLink, blobs: FolderBlobs
 ) -> None:
     queue = RedisQueue(url)
     push(queue, "a")
@@ -179,28 +178,27 @@ def test_a_running_sample_is_cancelled(url: str, sample_link: SampleLink) -> Non
     broadcasts.close()
 
 
-def with_trainer(url: str, blobs: Blobs, scenario: Callable[[TrainerLink, LeaderLink], Awaitable[None]]) -> None:
+def with_trainer(url: str, blobs: FolderBlobs, scenario: Callable[[TrainerLink, LeaderLink], Awaitable[None]]) -> None:
     """Run `scenario` between a trainer that has joined and its leader."""
 
     async def run() -> None:
-        with ThreadPoolExecutor(4) as threads:
-            joining = Joining(url, uuid.uuid4().hex)
-            joining.lead(60)
-            trainer = await asyncio.to_thread(TrainerLink, url, blobs)
-            name = await asyncio.to_thread(joining.next, 5)
-            assert name is not None
-            leader = LeaderLink(url, name, blobs, threads)
-            try:
-                await scenario(trainer, leader)
-            finally:
-                leader.close()
-                trainer.close()
-                joining.close()
+        joining = Joining(url, uuid.uuid4().hex)
+        joining.lead(60)
+        trainer = await asyncio.to_thread(TrainerLink, url, blobs)
+        name = await asyncio.to_thread(joining.next, 5)
+        assert name is not None
+        leader = LeaderLink(url, name, blobs)
+        try:
+            await scenario(trainer, leader)
+        finally:
+            leader.close()
+            trainer.close()
+            joining.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_messages_go_both_ways_in_order_and_a_goodbye_ends_the_link(url: str, blobs: Blobs) -> None:
+def test_messages_go_both_ways_in_order_and_a_goodbye_ends_the_link(url: str, blobs: FolderBlobs) -> None:
     async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
         large = Done("op", b"x" * (INLINE_BYTES + 1))
         for message in (PullPass(["m"]), large, Done("last")):
@@ -216,7 +214,7 @@ def test_messages_go_both_ways_in_order_and_a_goodbye_ends_the_link(url: str, bl
     assert list(blobs.path("handoff").iterdir()) == []
 
 
-def test_a_trainer_that_is_silent_is_gone(url: str, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_is_silent_is_gone(url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_link, "LEASE_S", 1.5)
     monkeypatch.setattr(TrainerLink, "_beat", lambda self: None)
 
@@ -227,7 +225,7 @@ def test_a_trainer_that_is_silent_is_gone(url: str, blobs: Blobs, monkeypatch: p
     with_trainer(url, blobs, scenario)
 
 
-def test_a_trainer_that_is_given_up_hears_of_it_and_what_it_sent_is_read(url: str, blobs: Blobs) -> None:
+def test_a_trainer_that_is_given_up_hears_of_it_and_what_it_sent_is_read(url: str, blobs: FolderBlobs) -> None:
     async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
         trainer.send(PullPass(["m"]))
         leader.hang_up()
@@ -244,33 +242,32 @@ import sys, time
 from pathlib import Path
 from scheduler.links import train_link
 from scheduler.links.messages import PullPass
-from store.blobs import Blobs
+from store.folder_blobs import FolderBlobs
 train_link.LEASE_S = 3600
-link = train_link.TrainerLink(sys.argv[1], Blobs(Path(sys.argv[2])))
+link = train_link.TrainerLink(sys.argv[1], FolderBlobs(Path(sys.argv[2])))
 link.send(PullPass(["m"]))
 time.sleep(3600)
 """
 
 
-def test_a_trainer_that_is_killed_is_gone_before_its_lease_is(url: str, blobs: Blobs) -> None:
+def test_a_trainer_that_is_killed_is_gone_before_its_lease_is(url: str, blobs: FolderBlobs) -> None:
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER, url, str(blobs.root)])
 
     async def run() -> None:
         joining = Joining(url, uuid.uuid4().hex)
         joining.lead(60)
         try:
-            with ThreadPoolExecutor(4) as threads:
-                name = None
-                while name is None:
-                    name = await asyncio.to_thread(joining.next, 5)
-                leader = LeaderLink(url, name, blobs, threads)
-                found = []
-                async for message in leader.messages():
-                    found.append(message)
-                    trainer.kill()
-                assert found == [PullPass(["m"])]
-                assert redis.Redis.from_url(url).pttl(f"{{weft:train}}:alive:{name}") > 600_000
-                leader.close()
+            name = None
+            while name is None:
+                name = await asyncio.to_thread(joining.next, 5)
+            leader = LeaderLink(url, name, blobs)
+            found = []
+            async for message in leader.messages():
+                found.append(message)
+                trainer.kill()
+            assert found == [PullPass(["m"])]
+            assert redis.Redis.from_url(url).pttl(f"{{weft:train}}:alive:{name}") > 600_000
+            leader.close()
         finally:
             trainer.kill()
             trainer.wait()
@@ -279,7 +276,9 @@ def test_a_trainer_that_is_killed_is_gone_before_its_lease_is(url: str, blobs: B
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_a_trainer_that_loses_its_connections_goes_on(url: str, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_loses_its_connections_goes_on(
+    url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(train_link, "CLOSED_S", 10)
 
     async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
@@ -297,7 +296,7 @@ def test_a_trainer_that_loses_its_connections_goes_on(url: str, blobs: Blobs, mo
     with_trainer(url, blobs, scenario)
 
 
-def test_a_trainer_notices_another_leader(url: str, blobs: Blobs) -> None:
+def test_a_trainer_notices_another_leader(url: str, blobs: FolderBlobs) -> None:
     async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
         Joining(url, "another").lead(60)
         with pytest.raises(EOFError):
@@ -364,7 +363,7 @@ def test_answers_survive_that_redis_loses_everything_while_somebody_waits(url: s
 
 
 def test_a_sample_whose_engine_died_is_handed_over_again_and_at_last_fails(
-    url: str, sample_link: SampleLink, blobs: Blobs
+    url: str, sample_link: SampleLink, blobs: FolderBlobs
 ) -> None:
     queue = RedisQueue(url)
     push(queue, "deadly")
@@ -380,7 +379,7 @@ def test_a_sample_whose_engine_died_is_handed_over_again_and_at_last_fails(
 
 
 def test_another_generator_goes_on_with_what_an_engine_died_over(
-    url: str, sample_link: SampleLink, blobs: Blobs
+    url: str, sample_link: SampleLink, blobs: FolderBlobs
 ) -> None:
     queue, other = RedisQueue(url), SampleLink(url, blobs)
     push(queue, "a")
@@ -397,7 +396,7 @@ def test_another_generator_goes_on_with_what_an_engine_died_over(
 
 
 def test_what_one_engine_cannot_serve_goes_to_another_and_fails_when_none_can(
-    url: str, sample_link: SampleLink, blobs: Blobs
+    url: str, sample_link: SampleLink, blobs: FolderBlobs
 ) -> None:
     queue, other = RedisQueue(url), SampleLink(url, blobs)
     for link in (sample_link, other):

@@ -20,7 +20,7 @@ from scheduler.links.messages import Done, PolicyMoved, SampleOp, SampleWork
 from scheduler.links.policies import Followed, PolicyBoard
 from scheduler.links.redis_queue import RedisQueue
 from scheduler.links.sample_link import SampleLink
-from store.blobs import Blobs
+from store.folder_blobs import FolderBlobs
 from tests.servers import redis_server
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.worker import Generator
@@ -60,7 +60,7 @@ def board(url: str) -> Iterator[PolicyBoard]:
 
 
 @pytest.fixture
-def weights(decoder: Decoder, blobs: Blobs) -> list[str]:
+def weights(decoder: Decoder, blobs: FolderBlobs) -> list[str]:
     """A run's, at steps 1 and 2."""
     refs = ["weights/1", "weights/2"]
     for step, ref in enumerate(refs, 1):
@@ -74,7 +74,7 @@ def weights(decoder: Decoder, blobs: Blobs) -> list[str]:
 class OnTheWay(SampleLink):
     """A generator's link; after some steps of its engine `meanwhile` happens, and is heard of before it goes on."""
 
-    def __init__(self, url: str, blobs: Blobs, samples: int) -> None:
+    def __init__(self, url: str, blobs: FolderBlobs, samples: int) -> None:
         super().__init__(url, blobs)
         assert self._listener.connected.wait(10)
         self.left, self._steps = samples, -1
@@ -101,7 +101,9 @@ class OnTheWay(SampleLink):
             self.all_done()
 
 
-def push(queue: RedisQueue, blobs: Blobs, name: str, ref: str, *, inflight: bool, max_staleness: int | None) -> None:
+def push(
+    queue: RedisQueue, blobs: FolderBlobs, name: str, ref: str, *, inflight: bool, max_staleness: int | None
+) -> None:
     sampling = SamplingParams.model_validate({"stop": [], "max_tokens": TOKENS, "seed": 0})
     prompt = ModelInput.from_ints([20, 30, 40])
     body = SampleRequest(prompt=prompt, sampling_params=sampling, num_samples=1, max_staleness=max_staleness)
@@ -112,7 +114,7 @@ def push(queue: RedisQueue, blobs: Blobs, name: str, ref: str, *, inflight: bool
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["told", "told in a gap"])
 def test_running_samples_follow_their_run_or_end(
-    url: str, board: PolicyBoard, decoder: Decoder, blobs: Blobs, weights: list[str], deaf: bool
+    url: str, board: PolicyBoard, decoder: Decoder, blobs: FolderBlobs, weights: list[str], deaf: bool
 ) -> None:
     queue = RedisQueue(url)
     queue.answered("c", 0.01)

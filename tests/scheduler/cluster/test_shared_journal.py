@@ -43,8 +43,8 @@ from scheduler.order.operations import (
 )
 from scheduler.order.plans import NewSampler, Sample
 from store import tables
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from tests.scheduler.journal.test_journal import RUN, create, organisation, run_row, train
 from tests.servers import redis_server
 
@@ -60,7 +60,7 @@ def url() -> Iterator[str]:
 
 
 class Replica:
-    def __init__(self, name: str, database: Database, blobs: Blobs, url: str) -> None:
+    def __init__(self, name: str, database: Database, blobs: FolderBlobs, url: str) -> None:
         self.threads = ThreadPoolExecutor(12)
         self.broadcasts, self.queue, self.board = Broadcasts(url), RedisQueue(url), BacklogBoard(url)
         self.journal = SharedJournal(
@@ -122,7 +122,7 @@ Play = Callable[[Callable[[Replica, Replica], Awaitable[None]]], None]
 
 
 @pytest.fixture
-def play(postgres_database: Database, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch) -> Play:
+def play(postgres_database: Database, blobs: FolderBlobs, url: str, monkeypatch: pytest.MonkeyPatch) -> Play:
     """Runs a scenario between two replicas, of which none leads yet."""
     redis.Redis.from_url(url).flushall()
     organisation(SimpleNamespace(database=postgres_database))  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def board(url: str) -> Iterator[PolicyBoard]:
 
 
 @asynccontextmanager
-async def generator(url: str, blobs: Blobs) -> AsyncIterator[list[str]]:
+async def generator(url: str, blobs: FolderBlobs) -> AsyncIterator[list[str]]:
     """Answers every sample; the ids of those it got."""
     got: list[str] = []
     link = await asyncio.to_thread(SampleLink, url, blobs)
@@ -184,7 +184,7 @@ async def generator(url: str, blobs: Blobs) -> AsyncIterator[list[str]]:
 
 
 @asynccontextmanager
-async def trainer(url: str, blobs: Blobs) -> AsyncIterator[list[tuple[int, bool]]]:
+async def trainer(url: str, blobs: FolderBlobs) -> AsyncIterator[list[tuple[int, bool]]]:
     """Answers every pass; (seq, replay) of all operations it was given, (-1, False) when its leader was gone."""
     given: list[tuple[int, bool]] = []
     over = False
@@ -229,7 +229,7 @@ def count(database: Database, table: type[tables.Base]) -> int:
 
 
 def test_one_operation_sent_to_both_replicas_at_once_is_one(
-    play: Play, url: str, blobs: Blobs, postgres_database: Database
+    play: Play, url: str, blobs: FolderBlobs, postgres_database: Database
 ) -> None:
     async def scenario(one: Replica, two: Replica) -> None:
         async with generator(url, blobs) as got:
@@ -249,7 +249,7 @@ def test_one_operation_sent_to_both_replicas_at_once_is_one(
 
 
 def test_a_result_that_was_fetched_goes_for_all_replicas(
-    play: Play, url: str, blobs: Blobs, postgres_database: Database
+    play: Play, url: str, blobs: FolderBlobs, postgres_database: Database
 ) -> None:
     now = datetime.now(UTC)
     results = Results(postgres_database, blobs, 10**9, lambda: now + FETCHED_LAST + timedelta(minutes=1))
@@ -270,7 +270,9 @@ def test_a_result_that_was_fetched_goes_for_all_replicas(
     play(scenario)
 
 
-def test_what_any_replica_accepts_is_trained_in_order_by_the_one_that_leads(play: Play, url: str, blobs: Blobs) -> None:
+def test_what_any_replica_accepts_is_trained_in_order_by_the_one_that_leads(
+    play: Play, url: str, blobs: FolderBlobs
+) -> None:
     async def scenario(one: Replica, two: Replica) -> None:
         await one.lead()
         ids = [await two.journal.accept(create(), run_row())]
@@ -287,7 +289,7 @@ def test_what_any_replica_accepts_is_trained_in_order_by_the_one_that_leads(play
 
 
 def test_the_next_leader_replays_and_the_old_one_can_do_nothing_more(
-    play: Play, url: str, blobs: Blobs, postgres_database: Database
+    play: Play, url: str, blobs: FolderBlobs, postgres_database: Database
 ) -> None:
     async def scenario(one: Replica, two: Replica) -> None:
         await one.lead()
@@ -319,7 +321,7 @@ def test_the_next_leader_replays_and_the_old_one_can_do_nothing_more(
 
 
 def test_how_far_runs_are_is_known_after_redis_and_the_leader_were_lost(
-    play: Play, url: str, blobs: Blobs, board: PolicyBoard, monkeypatch: pytest.MonkeyPatch
+    play: Play, url: str, blobs: FolderBlobs, board: PolicyBoard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy_desk, "LOOK_AGAIN_S", 0.2)
 
@@ -364,7 +366,7 @@ def test_a_waiting_sample_is_cancelled_from_any_replica(play: Play) -> None:
     play(scenario)
 
 
-def test_what_redis_forgets_is_queued_again_by_the_leader(play: Play, url: str, blobs: Blobs) -> None:
+def test_what_redis_forgets_is_queued_again_by_the_leader(play: Play, url: str, blobs: FolderBlobs) -> None:
     async def scenario(one: Replica, two: Replica) -> None:
         ids = [await two.journal.accept(sample(seq)) for seq in range(4)]
         ids.append(await two.journal.accept(create(), run_row()))
@@ -392,7 +394,7 @@ def test_what_waits_for_a_generator_that_is_gone_fails_with_the_reason(play: Pla
     play(scenario)
 
 
-def test_limits_hold_for_all_replicas_together(play: Play, url: str, blobs: Blobs) -> None:
+def test_limits_hold_for_all_replicas_together(play: Play, url: str, blobs: FolderBlobs) -> None:
     async def scenario(one: Replica, two: Replica) -> None:
         ids = [await one.journal.accept(sample(0, b"x" * 6000)), await two.journal.accept(create(), run_row())]
         await until(lambda: two.journal._backlog.of("org") == one.journal._backlog.of("org") == (2, 6000))
@@ -424,7 +426,7 @@ def test_what_a_silent_replica_said_is_forgotten(url: str, monkeypatch: pytest.M
     board.close()
 
 
-def test_lost_news_only_delay(play: Play, url: str, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_news_only_delay(play: Play, url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_journal, "LOOK_AGAIN_S", 0.3)
 
     async def scenario(one: Replica, two: Replica) -> None:
@@ -444,7 +446,7 @@ def test_lost_news_only_delay(play: Play, url: str, blobs: Blobs, monkeypatch: p
 
 
 def test_a_session_that_ends_on_one_replica_closes_its_run_on_the_other(
-    play: Play, url: str, blobs: Blobs, postgres_database: Database
+    play: Play, url: str, blobs: FolderBlobs, postgres_database: Database
 ) -> None:
     async def scenario(one: Replica, two: Replica) -> None:
         await one.lead()

@@ -15,8 +15,8 @@ from scheduler.order.light_work import Sizes
 from scheduler.order.operations import NewOperation
 from scheduler.order.plans import BODY_ONLY, Create, ForwardBackward, Plan, Slice
 from store import tables
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from tests import rows
 from tests.scheduler.dispatch.link import Link
 
@@ -60,7 +60,7 @@ def test_a_flood_of_steps_leaves_a_neighbours_pass_its_place(tmp_path: Path) -> 
                 session.add(rows.session_row(org, NOW, f"s-{org}"))  # type: ignore[attr-defined]
 
         database.write_now(make)
-        journal = Journal(database, Blobs(tmp_path / "blobs"), load_prices(), sizes=lambda spec: SIZES)
+        journal = Journal(database, FolderBlobs(tmp_path / "blobs"), load_prices(), sizes=lambda spec: SIZES)
         desk, link = TrainerDesk(journal.training, PASS_TOKENS), Link()
         serving = asyncio.create_task(desk.serve(link))  # type: ignore[arg-type]
         for org, ids in runs.items():

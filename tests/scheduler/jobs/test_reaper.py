@@ -16,8 +16,8 @@ from scheduler.journal.ending.references import in_use
 from scheduler.links.messages import RunSpec
 from scheduler.order.plans import BODY_ONLY, Create, Load, Plan, Sample, Save, Source
 from store import tables
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from tests.keys import create_key
 from tests.rows import run_row, session_row
 
@@ -33,7 +33,7 @@ class World:
     def __init__(self, root: Path) -> None:
         self.database = Database(f"sqlite:///{root / 'weft.db'}")
         migrate(self.database)
-        self.blobs = Blobs(root / "blobs")
+        self.blobs = FolderBlobs(root / "blobs")
         self.now = NOW
         self.reaper = Reaper(self.database, self.blobs, lambda: self.now)
         self.database.write_now(lambda session: create_key(session, "acme"))

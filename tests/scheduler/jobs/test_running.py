@@ -13,8 +13,8 @@ from billing.prices import load_prices
 from scheduler.jobs.embedded import EmbeddedJobs
 from scheduler.jobs.registry import Job, JobContext, Result
 from scheduler.jobs.running import LEASE_S, RETRY_S, _start, ask, run_if_due, run_now, states
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from store.settings import Settings
 from store.tables import JobRun
 
@@ -30,7 +30,7 @@ class Shop:
         self.fails = False
         self.job = Job("count", 60, self._run)
         settings = Settings(data_dir=folder)
-        self.context = JobContext(database, Blobs(folder / "blobs"), settings, load_prices(), lambda: self.now)
+        self.context = JobContext(database, FolderBlobs(folder / "blobs"), settings, load_prices(), lambda: self.now)
 
     def _run(self, context: JobContext) -> Result:
         self.runs += 1

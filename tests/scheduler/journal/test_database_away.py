@@ -21,8 +21,8 @@ from scheduler.links.messages import Done
 from scheduler.order.operations import NewOperation, Outcome
 from scheduler.order.plans import Sample
 from store import tables
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from store.room import NoRoom
 from tests.rows import run_row, session_row
 from tests.servers import PostgresServer
@@ -86,7 +86,7 @@ def test_postgres_is_killed_and_comes_back(
 
     async def story() -> None:
         under_way = asyncio.Event()
-        journal = Journal(database, Blobs(tmp_path / "blobs"), load_prices())
+        journal = Journal(database, FolderBlobs(tmp_path / "blobs"), load_prices())
         tasks = [
             asyncio.create_task(work(journal, range(first * EACH, (first + 1) * EACH), ended, under_way))
             for first in range(CLIENTS)
@@ -114,7 +114,7 @@ def test_a_full_disk_refuses_and_settles_when_there_is_room(
 ) -> None:
     monkeypatch.setattr("scheduler.journal.accepting.acceptance.INSERT_AGAIN_S", (0.0,))
     database.write_now(set_up)
-    journal = Journal(database, Blobs(tmp_path / "blobs"), load_prices())
+    journal = Journal(database, FolderBlobs(tmp_path / "blobs"), load_prices())
 
     def room(pages: int) -> None:
         """As many pages more than there are."""
@@ -171,7 +171,7 @@ def test_rows_that_come_with_an_operation_are_inserted_however_often_the_commit_
     run = run_row("org", NOW)
 
     async def scenario() -> str:
-        journal = Journal(database, Blobs(tmp_path / "blobs"), load_prices())
+        journal = Journal(database, FolderBlobs(tmp_path / "blobs"), load_prices())
         return await journal.accept(sample(1), run)
 
     request_id = asyncio.run(scenario())

@@ -39,8 +39,8 @@ from scheduler.links.sockets import ServerLink, WorkerLink
 from scheduler.order.operations import Draining, NewOperation, Outcome, QueueFull, RunClosed, SequenceReused, Waiting
 from scheduler.order.plans import BODY_ONLY, Create, Plan, Sample, Save
 from store import tables
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from store.room import Room
 from tests import rows
 
@@ -54,7 +54,7 @@ class Service:
     def __init__(self, folder: Path, max_queued: int = 100, room: Room | None = None) -> None:
         self.database = Database(f"sqlite:///{folder / 'weft.db'}")
         migrate(self.database)
-        self.blobs = Blobs(folder / "blobs")
+        self.blobs = FolderBlobs(folder / "blobs")
         self.journal = Journal(self.database, self.blobs, load_prices(), max_queued, room=room)
         self.trainer = TrainerDesk(self.journal.training, pass_tokens=100)
         self.generator = SampleDesk(self.journal)

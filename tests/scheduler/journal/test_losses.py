@@ -23,8 +23,8 @@ from scheduler.links.sockets import ServerLink, WorkerLink
 from scheduler.order.operations import Gone, Outcome, Waiting
 from scheduler.order.plans import ForwardBackward, Slice
 from store import tables
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from store.room import NoRoom, Room
 from tests.scheduler.journal.test_journal import (
     RUN,
@@ -59,15 +59,15 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refs: str, number: int = errno.ENOSPC) -> None:
         self.full, self.refused = True, 0
-        put = Blobs.put
+        put = FolderBlobs.put
 
-        def maybe(blobs: Blobs, ref: str, data: bytes) -> None:
+        def maybe(blobs: FolderBlobs, ref: str, data: bytes) -> None:
             if self.full and ref.startswith(refs):
                 self.refused += 1
                 raise OSError(number, os.strerror(number))
             put(blobs, ref, data)
 
-        monkeypatch.setattr(Blobs, "put", maybe)
+        monkeypatch.setattr(FolderBlobs, "put", maybe)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO], ids=errno.errorcode.get)
@@ -282,7 +282,7 @@ def test_what_is_missing_is_named_at_the_start(folder: Path, what: str) -> None:
                 link.send(Snapshot(RUN, 1, f"runs/{RUN}/state-1"))
                 await until(lambda: service.rows(tables.Run)[0].snapshot_seq is not None)
         service.database.close()
-        Blobs(folder / "blobs").delete_tree(pass_.ops[0].body_ref if what == "body" else f"runs/{RUN}/state-1")
+        FolderBlobs(folder / "blobs").delete_tree(pass_.ops[0].body_ref if what == "body" else f"runs/{RUN}/state-1")
 
     async def after() -> None:
         service = Service(folder)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.links.contract import PRIORITY_SHARES
-from scheduler.order.fair import FairTree
+from scheduler.order.fair import LAG, FairTree
 
 
 def drain(tree: FairTree[str], prefix: tuple[str, ...] = ()) -> list[str]:
@@ -283,3 +283,64 @@ def test_a_lone_request_is_never_held() -> None:
         tree.push(("m", "a", "batch", "r"), f"{n}", 10_000)
         tree.correct(("m", "a", "batch", "r"), 10**9)
         assert tree.pop(("m",)) == f"{n}"
+
+
+#: Runs by organisation that each of two trainers holds; a and b have one on each.
+HOMES = {"a": {"a1": 0, "a2": 1}, "b": {"b1": 0, "b2": 1}, "c": {"c1": 1}}
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=40, max_size=40),
+    st.lists(st.integers(0, 1), min_size=20, max_size=120),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)
+def test_over_several_trainers_the_sums_of_two_that_have_work_for_each_differ_by_one_item_each(
+    costs: list[int], turns: list[int], weights: tuple[int, int]
+) -> None:
+    """Whichever trainer comes, however often, and whatever a third has for one of them only."""
+    weight = dict(zip("abc", (*weights, 1), strict=True))
+    tree: FairTree[tuple[str, int]] = FairTree()
+    for org, homes in HOMES.items():
+        for run in homes:
+            for n in range(len(turns)):
+                cost = costs[n % len(costs)]
+                tree.push(("m", org, "interactive", run), (org, cost), cost, weight=weight[org])
+    served = dict.fromkeys(HOMES, 0)
+    for trainer in turns:
+        item = tree.pop(("m",), lambda run, t=trainer: HOMES[run[0]][run] == t)  # type: ignore[misc]
+        assert item is not None
+        served[item[0]] += item[1]
+        largest = max(costs)
+        apart = abs(served["a"] / weight["a"] - served["b"] / weight["b"])
+        assert apart <= largest / weight["a"] + largest / weight["b"]
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 50), st.sampled_from([1, 100, LAG // 20, LAG // 7]))
+def test_who_can_be_served_by_one_trainer_only_is_first_there_until_the_sums_are_equal(first: int, cost: int) -> None:
+    """b was served alone by a trainer that a has no run on: a catches up where it can be served, but not on more than
+    LAG, so nobody who comes later waits for it either."""
+    tree: FairTree[str] = FairTree()
+    for _ in range(120):
+        tree.push(("m", "a", "p", "a1"), "a", cost)
+        tree.push(("m", "b", "p", "b2"), "b", cost)
+        tree.push(("m", "b", "p", "b1"), "b", cost)
+    for _ in range(first):
+        assert tree.pop(("m",), lambda run: run == "b2") == "b"
+    ahead = 0
+    while tree.pop(("m",), lambda run: run in ("a1", "b1")) == "a":
+        ahead += cost
+    assert min(first * cost, LAG) - cost <= ahead <= min(first * cost, LAG) + 2 * cost
+
+
+def test_a_newcomer_waits_for_nobody_who_was_served_elsewhere() -> None:
+    tree: FairTree[str] = FairTree()
+    tree.push(("m", "slow", "p", "s"), "slow", 10)
+    for _ in range(300):
+        tree.push(("m", "fast", "p", "f"), "fast", LAG // 10)
+        assert tree.pop(("m",), lambda run: run == "f") == "fast"
+    tree.push(("m", "fast", "p", "f"), "fast", LAG // 10)
+    for _ in range(30):
+        tree.push(("m", "new", "p", "n"), "new", LAG // 10)
+    taken = [tree.pop(("m",), lambda run: run != "s") for _ in range(20)]
+    assert taken.index("fast") <= 13  # about one LAG, not thirty

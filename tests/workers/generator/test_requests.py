@@ -11,7 +11,7 @@ from weft.wire import ModelInput, SampleRequest, SequenceResult, TensorData, dec
 from weft.wire import SamplingParams as WireSamplingParams
 
 from scheduler.links.messages import SampleOp
-from store.blobs import Blobs
+from store.folder_blobs import FolderBlobs
 from workers.generator.engine import Facts, Finished, PolicySpan, RequestError
 from workers.generator.requests import PendingSample, answer, read_sample, read_sampling, record_stability
 
@@ -31,7 +31,7 @@ def test_stop(stop: object, eos: bool, tokens: tuple[int, ...], strings: tuple[s
     assert (sampling.stop_at_eos, sampling.stop_token_ids, sampling.stop_strings) == (eos, tokens, strings)
 
 
-def test_body_becomes_a_request(blobs: Blobs) -> None:
+def test_body_becomes_a_request(blobs: FolderBlobs) -> None:
     params = WireSamplingParams(max_tokens=4, temperature=0.5, top_k=3, top_p=0.9, seed=8)
     body = SampleRequest(
         prompt=ModelInput.from_ints([1, 2, 3]), sampling_params=params, num_samples=2, topk_prompt_logprobs=5
@@ -46,7 +46,7 @@ def test_body_becomes_a_request(blobs: Blobs) -> None:
     assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.top_k) == (4, 8, 3)
 
 
-def pending_of(blobs: Blobs, **fields: object) -> PendingSample:
+def pending_of(blobs: FolderBlobs, **fields: object) -> PendingSample:
     body = SampleRequest.model_validate(
         {"prompt": ModelInput.from_ints([1, 2, 3]), "sampling_params": WireSamplingParams(), **fields}
     )
@@ -57,7 +57,7 @@ def pending_of(blobs: Blobs, **fields: object) -> PendingSample:
 SEQUENCE = SequenceResult(np.array([4, 5], np.int32), np.array([-1, -2], np.float32), "stop")
 
 
-def test_answers(blobs: Blobs) -> None:
+def test_answers(blobs: FolderBlobs) -> None:
     pending = pending_of(blobs)
     logprobs = np.array([np.nan, -3], np.float32)
     alternatives = (np.array([[6, 7]]), np.array([[-1, -2]], np.float32))
@@ -76,7 +76,7 @@ def test_answers(blobs: Blobs) -> None:
     assert (failed.failure.message, failed.failure.category) == ("too long", "user")
 
 
-def test_an_answer_counts_tokens_by_version_where_the_weights_are_of_a_run(blobs: Blobs) -> None:
+def test_an_answer_counts_tokens_by_version_where_the_weights_are_of_a_run(blobs: FolderBlobs) -> None:
     pending = pending_of(blobs)
     moved = replace(SEQUENCE, policy=(PolicySpan(6, 1), PolicySpan(7, 1)))
     finished = Finished("op", (SEQUENCE, moved, moved))
@@ -92,7 +92,9 @@ def test_an_answer_counts_tokens_by_version_where_the_weights_are_of_a_run(blobs
         pytest.param(TensorData([9, 8, 9], "int64", [2, 50], [0, 1, 3], [49, 0, 2]), [0, 1, 1], [9, 8, 9], id="csr"),
     ],
 )
-def test_targets_are_answered_in_their_layout(blobs: Blobs, wire: TensorData, rows: list[int], ids: list[int]) -> None:
+def test_targets_are_answered_in_their_layout(
+    blobs: FolderBlobs, wire: TensorData, rows: list[int], ids: list[int]
+) -> None:
     pending = pending_of(blobs, target_prompt_logprobs=wire)
     targets = pending.request.target_tokens
     assert targets is not None
@@ -103,7 +105,7 @@ def test_targets_are_answered_in_their_layout(blobs: Blobs, wire: TensorData, ro
     assert result.target_prompt_logprobs.to_json() == wire.to_json() | {"data": told.tolist(), "dtype": "float32"}
 
 
-def test_recorded_logprobs_are_found_by_their_sequence(blobs: Blobs) -> None:
+def test_recorded_logprobs_are_found_by_their_sequence(blobs: FolderBlobs) -> None:
     pending = pending_of(blobs, record_stability_info=True)
     assert pending.record_stability
     record_stability(pending.op, [SEQUENCE], blobs)

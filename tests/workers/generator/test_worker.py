@@ -22,7 +22,7 @@ import workers.model.tiny
 from scheduler.links.configs import Basics, GeneratorConfig
 from scheduler.links.messages import Cancel, Done, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
 from scheduler.links.sockets import ServerLink
-from store.blobs import Blobs
+from store.folder_blobs import FolderBlobs
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.worker import Generator
 from workers.model.adapter import Adapter, AdapterShape, save_adapter
@@ -31,7 +31,7 @@ from workers.model.decoder import Decoder
 TINY = Path(workers.model.tiny.__file__).parent / "weights"
 
 
-def put_op(blobs: Blobs, op_id: str, *, samples: int = 1, adapter_ref: str = "", **params: Any) -> SampleOp:
+def put_op(blobs: FolderBlobs, op_id: str, *, samples: int = 1, adapter_ref: str = "", **params: Any) -> SampleOp:
     sampling = WireSamplingParams.model_validate({"stop": [], "max_tokens": 5, "seed": 0, **params})
     body = SampleRequest(prompt=ModelInput.from_ints([20, 30, 40]), sampling_params=sampling, num_samples=samples)
     blobs.put(f"ops/{op_id}", body.model_dump_json(exclude_none=True).encode())
@@ -62,13 +62,13 @@ class ScriptedLink:
         return [message for message in self.sent if isinstance(message, kind)]
 
 
-def generator(decoder: Decoder, blobs: Blobs, link: ScriptedLink, slots: int = 4) -> Generator:
+def generator(decoder: Decoder, blobs: FolderBlobs, link: ScriptedLink, slots: int = 4) -> Generator:
     return Generator({"base": TorchEngine(decoder, (), slots=slots, context=64)}, blobs, link, slots=slots)
 
 
 @pytest.mark.parametrize("call", ["get", "put"])
 def test_a_disk_that_does_not_answer_delays_a_sample(
-    decoder: Decoder, blobs: Blobs, monkeypatch: pytest.MonkeyPatch, call: str
+    decoder: Decoder, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Its body cannot be read, or what it was sampled with not be recorded, more often than it has lives."""
     monkeypatch.setattr("workers.generator.worker.DISK_AGAIN_S", 0.0)
@@ -98,7 +98,7 @@ def test_a_disk_that_does_not_answer_delays_a_sample(
     assert next(refusals, None) is None
 
 
-def test_pulls_serves_and_drains(decoder: Decoder, blobs: Blobs) -> None:
+def test_pulls_serves_and_drains(decoder: Decoder, blobs: FolderBlobs) -> None:
     link = ScriptedLink([[put_op(blobs, "a", samples=3)], [put_op(blobs, "b", max_tokens=9), put_op(blobs, "c")]])
     generator(decoder, blobs, link).serve()
     done = {message.op_id: message for message in link.of(Done)}
@@ -115,7 +115,7 @@ def test_pulls_serves_and_drains(decoder: Decoder, blobs: Blobs) -> None:
     assert sum(message.slots_offered for message in occupancy) == 4 * sum(message.steps for message in occupancy)
 
 
-def test_waiting_for_work_is_not_work(decoder: Decoder, blobs: Blobs) -> None:
+def test_waiting_for_work_is_not_work(decoder: Decoder, blobs: FolderBlobs) -> None:
     now = 0.0
 
     class Slow(ScriptedLink):
@@ -132,7 +132,7 @@ def test_waiting_for_work_is_not_work(decoder: Decoder, blobs: Blobs) -> None:
     assert sum(message.seconds for message in link.of(Occupancy)) == 0.0
 
 
-def test_faults_fail_one_operation_each(decoder: Decoder, blobs: Blobs) -> None:
+def test_faults_fail_one_operation_each(decoder: Decoder, blobs: FolderBlobs) -> None:
     blobs.put("ops/garbled", b"{")
     link = ScriptedLink(
         [
@@ -154,7 +154,7 @@ def test_faults_fail_one_operation_each(decoder: Decoder, blobs: Blobs) -> None:
     assert str(blobs.root) not in "".join(failure.message for failure in failures.values())
 
 
-def test_cancel_answers_with_what_there_is(decoder: Decoder, blobs: Blobs) -> None:
+def test_cancel_answers_with_what_there_is(decoder: Decoder, blobs: FolderBlobs) -> None:
     link = ScriptedLink([[put_op(blobs, "a", max_tokens=60)]])
     worker = generator(decoder, blobs, link)
     steps = 0
@@ -173,7 +173,7 @@ def test_cancel_answers_with_what_there_is(decoder: Decoder, blobs: Blobs) -> No
 
 
 @pytest.fixture
-def adapter_ref(blobs: Blobs) -> str:
+def adapter_ref(blobs: FolderBlobs) -> str:
     from workers.model.families.read import read_config
 
     shape = AdapterShape(read_config("tiny", TINY), 4, True, True, True)
@@ -184,7 +184,7 @@ def adapter_ref(blobs: Blobs) -> str:
 
 
 @pytest.mark.parametrize("goodbye", ["drain", "sigterm", "server-gone"])
-def test_the_process(blobs: Blobs, adapter_ref: str, goodbye: str) -> None:
+def test_the_process(blobs: FolderBlobs, adapter_ref: str, goodbye: str) -> None:
     ops = [put_op(blobs, "plain"), put_op(blobs, "adapted", adapter_ref=adapter_ref, samples=2)]
 
     async def talk() -> tuple[int, dict[str, Done]]:
@@ -226,7 +226,7 @@ def test_the_process(blobs: Blobs, adapter_ref: str, goodbye: str) -> None:
 
 
 @pytest.fixture
-def policies(decoder: Decoder, blobs: Blobs) -> list[str]:
+def policies(decoder: Decoder, blobs: FolderBlobs) -> list[str]:
     """A run's weights at steps 1 and 2."""
     refs = []
     for version in (1, 2):
@@ -238,7 +238,7 @@ def policies(decoder: Decoder, blobs: Blobs) -> list[str]:
     return refs
 
 
-def following(blobs: Blobs, op_id: str, ref: str, max_staleness: int | None = None, **fields: Any) -> SampleOp:
+def following(blobs: FolderBlobs, op_id: str, ref: str, max_staleness: int | None = None, **fields: Any) -> SampleOp:
     op = put_op(blobs, op_id, adapter_ref=ref, max_tokens=30)
     body = SampleRequest.model_validate_json(blobs.get(op.body_ref))
     body = body.model_copy(update={"max_staleness": max_staleness})
@@ -265,7 +265,9 @@ def spans(done: Done) -> list[tuple[int, int]]:
     return [(span.version, span.length) for span in sequence.policy]
 
 
-def test_a_policy_that_moves_takes_inflight_samples_along(decoder: Decoder, blobs: Blobs, policies: list[str]) -> None:
+def test_a_policy_that_moves_takes_inflight_samples_along(
+    decoder: Decoder, blobs: FolderBlobs, policies: list[str]
+) -> None:
     snapshot = msgspec.structs.replace(put_op(blobs, "s", adapter_ref=policies[0], max_tokens=30), run_id="mine")
     link = ScriptedLink([[following(blobs, "f", policies[0], version=1), snapshot]])
     moving(link, 12, PolicyMoved("mine", 2, policies[1]), PolicyMoved("other", 9, policies[1]))
@@ -277,14 +279,18 @@ def test_a_policy_that_moves_takes_inflight_samples_along(decoder: Decoder, blob
     assert spans(done["s"]) == [(1, 30)]
 
 
-def test_a_later_request_brings_newer_weights_of_its_run(decoder: Decoder, blobs: Blobs, policies: list[str]) -> None:
+def test_a_later_request_brings_newer_weights_of_its_run(
+    decoder: Decoder, blobs: FolderBlobs, policies: list[str]
+) -> None:
     link = ScriptedLink([[following(blobs, "a", policies[0])], [following(blobs, "b", policies[1])]])
     generator(decoder, blobs, link).serve()
     done = {message.op_id: message for message in link.of(Done)}
     assert spans(done["b"]) == [(2, 30)]
 
 
-def test_samples_that_are_too_old_end_with_what_they_have(decoder: Decoder, blobs: Blobs, policies: list[str]) -> None:
+def test_samples_that_are_too_old_end_with_what_they_have(
+    decoder: Decoder, blobs: FolderBlobs, policies: list[str]
+) -> None:
     link = ScriptedLink([[following(blobs, "old", policies[0], 1, version=1)]])
     late = following(blobs, "late", policies[0], 1, version=3)
     moving(link, 10, PolicyMoved("mine", 3), SampleWork([late]))
@@ -298,7 +304,7 @@ def test_samples_that_are_too_old_end_with_what_they_have(decoder: Decoder, blob
 
 
 def test_weights_that_are_gone_fail_new_requests_and_leave_running_ones(
-    decoder: Decoder, blobs: Blobs, policies: list[str]
+    decoder: Decoder, blobs: FolderBlobs, policies: list[str]
 ) -> None:
     link = ScriptedLink([[following(blobs, "a", policies[0])]])
     moving(link, 8, PolicyMoved("mine", 2, "samplers/gone"), SampleWork([following(blobs, "b", "samplers/gone")]))

@@ -119,7 +119,7 @@ def test_what_was_found_is_kept_for_the_same_weights_and_threads_only(
 ) -> None:
     trials: list[int] = []
 
-    def trial(decoder: Decoder) -> isolation.Isolation:
+    def trial(decoder: Decoder, shapes: list[torch.Tensor]) -> isolation.Isolation:
         trials.append(torch.get_num_threads())
         return isolation.Isolation("per-segment", 3, "a difference")
 

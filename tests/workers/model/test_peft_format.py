@@ -54,7 +54,7 @@ def test_peft_computes_the_same_from_a_dense_export(family: str, unembed: bool, 
     assert (their_logprobs(theirs, decoder) - our_logprobs(decoder, adapter)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["moe", "moe-mixed", "olmoe", "glm4-moe"])
+@pytest.mark.parametrize("family", ["moe", "moe-mixed", "olmoe", "glm4-moe", "deepseek", "bailing"])
 @pytest.mark.parametrize("layout", ["tinker", "peft"])
 def test_merging_an_export_by_hand_gives_the_same_model(family: str, layout: str, tmp_path: Path) -> None:
     model = reference(family)
@@ -96,7 +96,10 @@ def rebuilt(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> Any:
     return type(model).from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "moe", "moe-mixed", "mixtral", "glm4-moe", "qwen3-next"])
+FAMILIES_BACK = ["qwen3", "qwen3-tied", "moe", "moe-mixed", "mixtral", "glm4-moe", "deepseek", "qwen3-next"]
+
+
+@pytest.mark.parametrize("family", FAMILIES_BACK)
 @pytest.mark.parametrize("targets", [{}, {"train_attn": False}, {"train_mlp": False, "train_unembed": False}])
 def test_an_export_comes_back_bit_for_bit(family: str, targets: dict[str, bool], tmp_path: Path) -> None:
     decoder = ours(reference(family), tmp_path / "model")
@@ -130,6 +133,10 @@ def test_the_files_of_a_mixture_of_experts(tmp_path: Path) -> None:
 KEY = "base_model.model.model.layers.0.mlp.experts.{}.{}_proj.lora_{}.weight"
 
 
+#: Of latent attention, which is frozen from latents to heads.
+KV_B = "base_model.model.model.layers.0.self_attn.kv_b_proj.lora_{}.weight"
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -137,6 +144,10 @@ KEY = "base_model.model.model.layers.0.mlp.experts.{}.{}_proj.lora_{}.weight"
         ({KEY.format(0, "up", "B"): None}, "missing"),
         ({KEY.format(0, "down", "A"): None, KEY.format(1, "down", "A"): None}, "alone"),
         ({"base_model.model.model.embed_tokens.lora_A.weight": np.ones((2, 8), np.float32)}, "alone|trained"),
+        (
+            {KV_B.format("A"): np.ones((2, 8), np.float32), KV_B.format("B"): np.ones((8, 2), np.float32)},
+            "kv_b_proj is",
+        ),
         ({"model.layers.0.bias": np.ones(2, np.float32)}, "no LoRA factor"),
     ],
 )

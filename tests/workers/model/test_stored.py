@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.workers.model.models import ours, reference
-from workers.model.stored import from_fp8, from_mxfp4
+from workers.model.config import UnsupportedModel
+from workers.model.stored import Stored, from_fp8, from_mxfp4
 from workers.model.weights import ModelWeightsError, load_decoder
 
 
@@ -54,6 +55,7 @@ def test_a_checkpoint_of_mxfp4_loads_as_the_same_one_dequantised(tmp_path: Path)
     scales = {name: quantised.pop(name) for name in list(quantised) if name.endswith("_scales")}
     folder = sharded(tmp_path / "mxfp4", plain, {"quant_method": "mxfp4"}, [quantised, rest | scales])
     equal(load_decoder(plain), load_decoder(folder))
+    rows_are_those_of_the_whole(folder)
 
 
 @pytest.mark.parametrize("family", ["moe-wide", "qwen3", "deepseek"])
@@ -74,9 +76,52 @@ def test_a_checkpoint_of_block_fp8_loads_as_the_same_one_dequantised(family: str
     method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     folder = sharded(tmp_path / "fp8", plain, method, [stored, scales])
     equal(load_decoder(plain), load_decoder(folder))
+    rows_are_those_of_the_whole(folder)
     missing = sharded(tmp_path / "bad", plain, method, [stored])
     with pytest.raises(ModelWeightsError, match=r"_(proj|with_mqa)\.weight_scale_inv is missing"):
         load_decoder(missing)
+
+
+def rows_are_those_of_the_whole(folder: Path) -> None:
+    """Whichever are read, within blocks too."""
+    stored = Stored(sorted(folder.glob("*.safetensors")))
+    for name in stored.names():
+        whole = stored.read(name)
+        assert stored.shape(name) == tuple(whole.shape)
+        for begin, end in ((0, 1), (len(whole) // 3, 2 * len(whole) // 3 + 1), (len(whole) - 1, len(whole))):
+            assert torch.equal(stored.rows(name, begin, end), whole[begin:end]), name
+
+
+def test_a_checkpoint_of_int4_loads_as_the_same_one_dequantised(tmp_path: Path) -> None:
+    """Kimi-K2-Thinking: experts in groups of 32, four bits each, and the rest in bfloat16."""
+    model, plain = reference("deepseek", moe_intermediate_size=48), tmp_path / "plain"  # a group that is not whole
+    ours(model, plain)
+    tensors = load_file(plain / "model.safetensors")
+    packed_parts: dict[str, Tensor] = {}
+    rest: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in tensors.items():
+        if ".experts." not in name:
+            rest[name] = weight
+            continue
+        rows, columns = weight.shape
+        numbers = torch.randint(-8, 8, weight.shape, generator=generator)
+        scales = (torch.rand(rows, -(-columns // 32), generator=generator) + 0.01).to(torch.bfloat16)
+        words = sum((numbers + 8)[:, place::8] << 4 * place for place in range(8))
+        assert isinstance(words, Tensor)
+        packed_parts[name + "_packed"] = (words - (words >> 31 << 32)).to(torch.int32)
+        packed_parts[name + "_scale"], rest[name + "_shape"] = scales, torch.tensor([rows, columns])
+        each = scales.float().repeat_interleave(32, 1)[:, :columns]
+        tensors[name] = (numbers * each).to(torch.bfloat16)
+    save_file(tensors, plain / "model.safetensors")
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+    group = {"weights": weights, "input_activations": None, "output_activations": None, "targets": ["Linear"]}
+    method = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    equal(load_decoder(plain), load_decoder(sharded(tmp_path / "int4", plain, method, [packed_parts, rest])))
+    rows_are_those_of_the_whole(tmp_path / "int4")
+    weights["num_bits"] = 8
+    with pytest.raises(UnsupportedModel, match=r"compressed-tensors\) with num_bits=8"):
+        load_decoder(sharded(tmp_path / "int8", plain, method, [packed_parts, rest]))
 
 
 def sharded(folder: Path, source: Path, method: dict[str, object], parts: list[dict[str, Tensor]]) -> Path:

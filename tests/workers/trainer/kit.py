@@ -15,7 +15,7 @@ from weft.wire.codec import ArrayDatum, TrainBatch, decode_train_output, encode_
 
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, OpKind, Pass, PassOver, RunSpec, Snapshot, TrainOp
-from store.blobs import Blobs
+from store.folder_blobs import FolderBlobs
 from workers.model.decoder import Decoder
 from workers.trainer.state import RunState
 from workers.trainer.trainer import Trainer
@@ -89,7 +89,7 @@ class Bench:
     """One trainer with its blobs. `ops` are made by the methods named after their kind and executed by `go`."""
 
     def __init__(self, decoder: Decoder, root: Path, **bounds: int) -> None:
-        self.blobs = Blobs(root)
+        self.blobs = FolderBlobs(root)
         self.decoder = decoder
         self.bounds = TrainerBounds(**bounds)
         self._pages = root.with_name(f"{root.name}-pages")
@@ -137,10 +137,12 @@ class Bench:
         request = OptimStepRequest(model_id=run_id, optimizer_params=given)
         return self.op(run_id, OpKind.OPTIM_STEP, request.model_dump_json(exclude_none=True).encode())
 
-    def go(self, *ops: TrainOp, release: list[str] | None = None) -> dict[str, Done]:
+    def go(
+        self, *ops: TrainOp, release: list[str] | None = None, hand_over: list[str] | None = None
+    ) -> dict[str, Done]:
         """Execute one pass and return its Dones by operation id."""
         sent: list[Any] = []
-        self.trainer.execute(Pass(1, MODEL, list(ops), release or []), sent.append)
+        self.trainer.execute(Pass(1, MODEL, list(ops), release or [], hand_over=hand_over or []), sent.append)
         assert isinstance(sent[-1], PassOver)
         self.sent = sent
         self.snapshots += [message for message in sent if isinstance(message, Snapshot)]

@@ -17,11 +17,24 @@ import pytest
 from weft.wire.checks.custom_format import encode_custom_loss
 
 from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
-from scheduler.links.messages import Done, Drain, FromTrainer, InLoss, Pass, PassOver, PullPass, Snapshot, loss_ref
+from scheduler.links.messages import (
+    Done,
+    Drain,
+    FromTrainer,
+    InLoss,
+    Leaving,
+    Pass,
+    PassOver,
+    PullPass,
+    Snapshot,
+    loss_ref,
+)
 from tests.workers.trainer.kit import MODEL, Bench, ce_data
 from workers.model.decoder import Decoder
 
 ROOT = Path(__file__).parents[3]
+MEMORY = 1 << 28
+PULL = PullPass([MODEL], MEMORY)
 
 
 class Worker:
@@ -68,7 +81,7 @@ def bench(decoder: Decoder, tmp_path: Path) -> Bench:
 @pytest.fixture
 def bounds() -> TrainerBounds:
     """What the worker is told; a test may have others."""
-    return TrainerBounds()
+    return TrainerBounds(resident_bytes=MEMORY)
 
 
 @pytest.fixture
@@ -82,7 +95,7 @@ def worker(bench: Bench, model: Any, tmp_path: Path, bounds: TrainerBounds) -> I
 
 
 def test_works_then_drains(bench: Bench, worker: Worker) -> None:
-    assert worker.recv() == PullPass([MODEL])
+    assert worker.recv() == PULL
     ops = [bench.create("a"), bench.fb("a", ce_data([5, 9], 1)), bench.optim("a")]
     worker.process.send_signal(signal.SIGINT)
     worker.send(Pass(7, MODEL, ops))
@@ -93,35 +106,38 @@ def test_works_then_drains(bench: Bench, worker: Worker) -> None:
     over = worker.recv()
     assert isinstance(over, PassOver)
     assert (over.pass_id, over.tokens, over.runs) == (7, 14, 1)
-    assert worker.recv() == PullPass([MODEL])
+    assert worker.recv() == PULL
     worker.send(Drain())
+    assert worker.recv() == Leaving()
     assert worker.recv() == Snapshot("a", 2, "runs/a/state-2")
     assert worker.process.wait(timeout=30) == 0
     assert bench.blobs.path("runs/a/state-2").is_dir()
 
 
 def test_sigterm_drains(worker: Worker) -> None:
-    assert worker.recv() == PullPass([MODEL])
+    assert worker.recv() == PULL
     worker.process.terminate()
     assert worker.process.wait(timeout=30) == 0
 
 
 def test_exits_when_the_server_is_gone(worker: Worker) -> None:
-    assert worker.recv() == PullPass([MODEL])
+    assert worker.recv() == PULL
     worker.socket.close()
     assert worker.process.wait(timeout=30) == 1
 
 
 def ready(bench: Bench, worker: Worker) -> None:
     """There is a run `a`."""
-    assert worker.recv() == PullPass([MODEL])
+    assert worker.recv() == PULL
     worker.send(Pass(1, MODEL, [bench.create("a")]))
     assert isinstance(worker.recv(), Done)
     assert isinstance(worker.recv(), PassOver)
-    assert worker.recv() == PullPass([MODEL])
+    assert worker.recv() == PULL
 
 
-@pytest.mark.parametrize("bounds", [TrainerBounds(loss_limit_s=1e-4)], ids=["a tenth of a millisecond"])
+@pytest.mark.parametrize(
+    "bounds", [TrainerBounds(loss_limit_s=1e-4, resident_bytes=MEMORY)], ids=["a tenth of a millisecond"]
+)
 def test_ends_itself_over_a_loss_that_takes_too_long_and_has_said_whose_it_is(bench: Bench, worker: Worker) -> None:
     """Some hundred sorts, as long as a loss may be."""
     ready(bench, worker)
@@ -162,6 +178,6 @@ def test_a_pass_within_its_time_leaves_no_timer_behind(bench: Bench, worker: Wor
     worker.send(Pass(2, MODEL, [bench.fb("a", ce_data([5], 1))], limit_s=3.0))
     assert isinstance(worker.recv(), Done)
     assert isinstance(worker.recv(), PassOver)
-    assert worker.recv() == PullPass([MODEL])
+    assert worker.recv() == PULL
     with pytest.raises(subprocess.TimeoutExpired):
         worker.process.wait(timeout=3.2)

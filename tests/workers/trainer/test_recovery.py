@@ -6,8 +6,8 @@ import msgspec
 import pytest
 import torch
 
-from scheduler.links.messages import OpKind, Snapshot
-from tests.workers.trainer.kit import Bench, arenas, ce_data, replayed
+from scheduler.links.messages import HandedOver, OpKind, Snapshot
+from tests.workers.trainer.kit import Bench, arenas, ce_data, replayed, sliced
 
 
 def step(bench: Bench, run: str, seed: int):
@@ -166,3 +166,44 @@ def test_optim_step_without_gradient_is_a_zero_gradient_step(bench: Bench) -> No
     payload = msgspec.json.decode(bench.ok(op)[op.op_id].payload)
     assert payload["metrics"]["grad_norm:mean"] == 0.0
     assert bench.run("a").step == 1
+
+
+def test_a_run_that_is_handed_over_goes_on_elsewhere_bitwise_also_amid_an_operation(bench: Bench) -> None:
+    """Its gradient, moments and the slices that are done go along; a run that stays notices nothing."""
+    whole = sliced(bench.fb("a", ce_data([9, 7, 5], 4)), 1, 2)
+    before = [
+        bench.create("a"),
+        bench.create("b"),
+        *step(bench, "a", 1),
+        *step(bench, "b", 1),
+        bench.fb("a", ce_data([5], 7)),
+    ]
+    after = [*whole[1:], bench.optim("a", weight_decay=0.1), *step(bench, "a", 2)]
+    history = [*before, whole[0], *after]
+    bench.ok(*history)
+    wanted, other = copies(bench), copies(bench, "b")
+    bench.restart()
+    bench.go(*before, whole[0])
+    bench.go(hand_over=["a"])
+    (told,) = [message for message in bench.sent if isinstance(message, HandedOver)]
+    assert told == HandedOver("a")
+    taken = bench.snapshots[-1]
+    assert (taken.run_id, taken.part_op, taken.part_stop) == ("a", whole[0].op_id, 1)
+    assert list(bench.trainer.runs) == ["b"]
+    assert_equal(other, bench, "b")
+    bench.restart()
+    restore = msgspec.structs.replace(before[0], replay=True, source_ref=taken.ref, with_optimizer=True, seq=taken.seq)
+    bench.ok(restore, *after)
+    assert_equal(wanted, bench)
+
+
+def test_a_run_that_cannot_be_saved_is_not_handed_over(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.ok(bench.create("a"), *step(bench, "a", 1))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "no space left on device")
+
+    monkeypatch.setattr("workers.trainer.trainer.save_snapshot", full)
+    bench.go(hand_over=["a", "none"])
+    assert [m for m in bench.sent if isinstance(m, HandedOver)] == [HandedOver("a", kept=True), HandedOver("none")]
+    bench.ok(*step(bench, "a", 2))

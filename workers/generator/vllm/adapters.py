@@ -12,7 +12,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from store.blobs import Damaged, check_folder
+from store.blobs import Damaged, Weights, reading
 from workers.generator.adapters import AdapterUnusable
 from workers.model.adapter import Adapter, AdapterFileError, load_adapter, policy_version
 from workers.model.config import DecoderConfig
@@ -50,13 +50,17 @@ def targets(config: DecoderConfig) -> list[str]:
     return ["qkv_proj", "o_proj", *mlp]
 
 
-def convert(name: str, source: Path | None, target: Path, config: DecoderConfig, limits: LoraLimits) -> int:
+def convert(name: str, source: Weights | None, target: Path, config: DecoderConfig, limits: LoraLimits) -> int:
     """Write the adapter in `source` to the folder `target`; its policy version. Raises AdapterUnusable."""
-    if source is None or not source.is_dir():
-        raise AdapterUnusable(f"the sampler weights {name!r} are gone: save them again and make a new sampler")
     try:
-        check_folder(source)
-        adapter = load_adapter(source, config).adapter
+        if source is None:
+            raise FileNotFoundError(name)
+        with reading(source) as folder:
+            adapter, version = load_adapter(folder, config).adapter, policy_version(folder)
+    except FileNotFoundError as error:
+        raise AdapterUnusable(
+            f"the sampler weights {name!r} are gone: save them again and make a new sampler"
+        ) from error
     except (AdapterFileError, Damaged) as error:
         raise AdapterUnusable(f"the sampler weights {name!r} are damaged or of another base model") from error
     reason = not_servable(adapter, limits)
@@ -69,7 +73,7 @@ def convert(name: str, source: Path | None, target: Path, config: DecoderConfig,
     arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
     write_peft(fresh, arrays, base_model="base", rank=adapter.rank, alpha=adapter.rank)
     os.replace(fresh, target)
-    return policy_version(source)
+    return version
 
 
 def not_servable(adapter: Adapter, limits: LoraLimits) -> str | None:

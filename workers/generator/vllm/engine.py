@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from store.blobs import Weights
 from workers.generator.engine import (
     EngineStats,
     Finished,
@@ -150,7 +151,7 @@ class VllmEngine:
     def so_far(self, request_id: str) -> list[SoFar]:
         return []  # vLLM is asked for whole sequences
 
-    def swap_adapter(self, name: str, folder: Path) -> None:
+    def swap_adapter(self, name: str, folder: Weights) -> None:
         self._call(self._serving.swap(name, folder)).result()
 
     def run_moved(self, run: str, version: int) -> None:

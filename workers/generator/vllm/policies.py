@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from store.blobs import Weights
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import PolicySpan
 from workers.generator.vllm.adapters import LoraLimits, convert
@@ -74,7 +75,7 @@ class Policies:
     def __len__(self) -> int:
         return len(self._current) + len(self._retired)
 
-    async def acquire(self, name: str, source: Path | None) -> Pushed:
+    async def acquire(self, name: str, source: Weights | None) -> Pushed:
         """The adapter called `name`, pushed from `source` unless it is there. Raises AdapterUnusable. Pair each call
         with a `release`."""
         async with self._lock:
@@ -91,14 +92,14 @@ class Policies:
         async with self._lock:
             await self._evict()
 
-    async def swap(self, name: str, source: Path, *, in_place: bool = True) -> None:
+    async def swap(self, name: str, source: Weights, *, in_place: bool = True) -> None:
         """From now on `name` means the weights in `source`; with `in_place`, for requests in flight too. Raises
         AdapterUnusable: then requests in flight keep the old weights, and the next one brings a folder."""
         async with self._lock:
             before = self._current.pop(name, None)
             try:
                 fresh = self._current[name] = await self._push(name, source)
-            except AdapterUnusable:
+            except (AdapterUnusable, OSError):
                 self._retired += [before] if before is not None else []
                 await self._evict()
                 raise
@@ -122,7 +123,7 @@ class Policies:
         self._retired.clear()
         self.epoch = 0
 
-    async def _push(self, name: str, source: Path | None) -> Pushed:
+    async def _push(self, name: str, source: Weights | None) -> Pushed:
         key = f"{self._life}-{next(self._counter)}"
         weights = self.folder / f"{key}.weights"
         version = await asyncio.to_thread(convert, name, source, weights, self.config, self.limits)

@@ -12,9 +12,9 @@ import heapq
 import itertools
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from store.blobs import Weights
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import Finished, RequestError
 from workers.generator.refusals import refused
@@ -81,7 +81,7 @@ class Serving:
         await self._abort(progress.sequences)
         return await progress.wanted
 
-    async def swap(self, name: str, folder: Path) -> None:
+    async def swap(self, name: str, folder: Weights) -> None:
         """From now on `name` means the weights in `folder`."""
         if not self._server.ready.is_set():
             return  # the next request loads the weights
@@ -90,7 +90,7 @@ class Serving:
             await self._policies.swap(name, folder, in_place=self._server.swaps)
         except VllmLost:
             self._server.lost()
-        except (AdapterUnusable, VllmRefused) as error:
+        except (AdapterUnusable, VllmRefused, OSError) as error:
             log.warning("samples that are running stay on older weights %r: %s", name, error)
 
     async def run_moved(self, run: str, version: int) -> None:

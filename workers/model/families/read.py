@@ -46,9 +46,31 @@ def _check_quantised(fields: Fields) -> None:
     if not found:
         return
     method = found.get("quant_method", "unknown")
-    supported = "float32, bfloat16 and float16 weights, block fp8 of 128 x 128 and mxfp4"
+    supported = "float32, bfloat16 and float16 weights, block fp8 of 128 x 128, mxfp4 and int4 in groups"
+    if method == "compressed-tensors":
+        _check_packed(fields, found, supported)
+        return
     if method not in _READ:
         fields.refuse(f"quantization_config ({method})", supported)
     for key, value in _READ[method].items():
         if found.get(key, value if key == "fmt" else None) != value:
             fields.refuse(f"quantization_config ({method}) with {key}={found.get(key)!r}", supported)
+
+
+#: What compressed-tensors must say of its only group of weights.
+_INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+
+
+def _check_packed(fields: Fields, found: dict[str, Any], supported: str) -> None:
+    groups = list((found.get("config_groups") or {}).values())
+    weights = (groups[0].get("weights") or {}) if groups else {}
+    wrong = [f"{key}={weights.get(key)!r}" for key, value in _INT4.items() if weights.get(key) != value]
+    wrong += [f"{key}={weights[key]!r}" for key in ("actorder", "dynamic", "block_structure") if weights.get(key)]
+    wrong += [f"{key} set" for group in groups for key in ("input_activations", "output_activations") if group.get(key)]
+    wrong += ["kv_cache_scheme set"] if found.get("kv_cache_scheme") else []
+    if found.get("format") != "pack-quantized":
+        wrong = [f"format={found.get('format')!r}"]
+    elif len(groups) != 1:
+        wrong = [f"{len(groups)} config_groups"]
+    if wrong:
+        fields.refuse(f"quantization_config (compressed-tensors) with {wrong[0]}", supported)

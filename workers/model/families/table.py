@@ -134,7 +134,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "DeepseekV3ForCausalLM",
             "DeepSeek-V3, Kimi-K2",
-            ("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-R1", "moonshotai/Kimi-K2-Instruct"),
+            ("deepseek-ai/DeepSeek-V3.1", "moonshotai/Kimi-K2-Instruct-0905", "moonshotai/Kimi-K2-Thinking"),
             f"{_LATENT}, rotary (YaRN)",
             _SIGMOID,
             latent.deepseek_v3,

@@ -227,7 +227,11 @@ void weft_add(
     }
 }
 
-/* W += alpha * u^T y over the rows of a run, for up to FACTORS rows of W, in the columns from..to. */
+/* Keeps a product from being fused with the sum that it is added to. */
+#define rounded(x) __asm__("" : "+m"(x))
+
+/* W += alpha * u^T y over the rows of a run, for up to FACTORS rows of W, in the columns from..to. What is added is
+   rounded first, so that it may as well be computed elsewhere, from zero, and added later (workers/trainer/ranks). */
 static inline __attribute__((always_inline)) void outer_block(
     const int factors, const Run *run, int64_t n, int64_t k, int64_t from, int64_t to, const float *u, int64_t u_stride,
     const float *y, int64_t y_stride) {
@@ -248,15 +252,20 @@ static inline __attribute__((always_inline)) void outer_block(
         }
         const vec scale = splat(run->alpha);
         for (int i = 0; i < factors; i++) {
-            store(w + i * n + c, load(w + i * n + c) + scale * low[i]);
-            store(w + i * n + c + LANES, load(w + i * n + c + LANES) + scale * high[i]);
+            vec first = scale * low[i], second = scale * high[i];
+            rounded(first);
+            rounded(second);
+            store(w + i * n + c, load(w + i * n + c) + first);
+            store(w + i * n + c + LANES, load(w + i * n + c + LANES) + second);
         }
     }
     for (; c < to; c++)
         for (int i = 0; i < factors; i++) {
             float total = 0.0f;
             for (int64_t row = run->first; row < run->last; row++) total += u[row * u_stride + i] * y[row * y_stride + c];
-            w[i * n + c] += run->alpha * total;
+            total *= run->alpha;
+            rounded(total);
+            w[i * n + c] += total;
         }
 }
 

@@ -171,7 +171,7 @@ class NativeProducts:
             native.weft_outer(ctypes.byref(factor), *_where(u), *_where(y))
             return
         for run in self._runs(name, part, stack, scaled, grads=True):
-            run.w.addmm_(u[run.rows, run.columns].t(), y[run.rows], alpha=run.scale)
+            run.w.add_(torch.mm(u[run.rows, run.columns].t(), y[run.rows]).mul_(run.scale))
 
     def _weights(self, name: str) -> _Array:
         return self.table.addresses(name, grads=False)

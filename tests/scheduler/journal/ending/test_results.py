@@ -12,8 +12,8 @@ from scheduler.journal.ending.outcomes import Answers, result_ref
 from scheduler.journal.ending.results import BATCH, FETCHED_LAST, RESULTS_LAST, Results
 from scheduler.order.operations import Gone, Outcome
 from store import tables
-from store.blobs import Blobs
 from store.db import Database
+from store.folder_blobs import FolderBlobs
 from tests.keys import create_key
 
 NOW = datetime.now(UTC)
@@ -21,7 +21,7 @@ MINUTE = timedelta(minutes=1)
 
 
 class World:
-    def __init__(self, database: Database, blobs: Blobs) -> None:
+    def __init__(self, database: Database, blobs: FolderBlobs) -> None:
         self.database, self.blobs = database, blobs
         self.orgs: dict[str, str] = {}
 
@@ -69,7 +69,7 @@ class World:
 
 
 @pytest.fixture
-def world(any_database: Database, blobs: Blobs) -> World:
+def world(any_database: Database, blobs: FolderBlobs) -> World:
     return World(any_database, blobs)
 
 

@@ -1,0 +1,61 @@
+"""`weftd doctor`: whether a service with these settings would run here, or runs well; what is wrong, what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from api.commands.places import settings_of, where
+from api.doctor import machine, models, stores
+from api.doctor.findings import Finding, wrong
+from store.settings import Settings
+
+CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
+    machine.disk,
+    machine.permissions,
+    machine.open_files,
+    machine.server,
+    stores.database,
+    stores.login,
+    stores.redis,
+    stores.clocks,
+    stores.jobs,
+    models.prices,
+    models.models,
+    models.engines,
+    machine.computing,
+)
+
+
+@click.command()
+@where
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def doctor(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
+    """Look at disk, permissions, database, Redis, clocks, jobs, prices, models, GPU and kernels; change nothing.
+
+    One line for each, and below it what to do. Exit code 1 when something is wrong; warnings alone are 0."""
+    settings = settings_of(config, data_dir)
+    bad = False
+    for check in CHECKS:
+        for found in _of(check, settings):
+            bad = bad or found.state == "wrong"
+            if as_json:
+                click.echo(json.dumps(asdict(found)))
+                continue
+            click.echo(f"{found.state:8} {found.about:12} {found.says}")
+            if found.remedy:
+                click.echo(f"{'':21} -> {found.remedy}")
+    sys.exit(1 if bad else 0)
+
+
+def _of(check: Callable[[Settings], Iterator[Finding]], settings: Settings) -> Iterator[Finding]:
+    """What one check finds. One that cannot be made says so, and does not keep the others from being made."""
+    try:
+        yield from check(settings)
+    except Exception as error:
+        yield wrong(check.__name__, f"cannot be looked at: {type(error).__name__}: {error}", "mend what is above first")

@@ -1,0 +1,210 @@
+"""What a service keeps its state in: the database, Redis, and whether their clocks and this machine's agree."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from sqlalchemy import Connection, Engine, create_engine, make_url, select, text
+from sqlalchemy.exc import SQLAlchemyError
+
+from api.doctor.findings import Finding, ok, warning, wrong
+from api.doctor.machine import nearest, serving
+from migrations.upgrade import UnknownRevision, head, refuse_unknown, revision_of
+from store.backup.databases import check_sqlite, is_empty, is_sqlite
+from store.backup.files import BadBackup
+from store.commit_mark import CommitMark, LostCommits
+from store.row_security import SERVICE_ROLE
+from store.settings import Settings
+from store.tables import JobRun
+
+#: Clocks may differ by this much: leases last seconds.
+SKEW_S = 2.0
+#: The heartbeat job runs every 30 s.
+SILENT = timedelta(minutes=3)
+
+
+def database(settings: Settings) -> Iterator[Finding]:
+    url = settings.effective_database_url
+    try:
+        if is_sqlite(url):
+            yield from _sqlite(settings)
+            return
+        engine = create_engine(url, connect_args={"connect_timeout": 5})
+        try:
+            yield _revision(engine, _postgres(engine))
+        finally:
+            engine.dispose()
+    except (SQLAlchemyError, ImportError) as error:
+        says = str(getattr(error, "orig", error)).splitlines()[0]
+        remedy = "look at database_url (WEFT_DATABASE_URL) and the server that it names"
+        yield wrong("database", f"does not answer: {says}", remedy)
+
+
+def _sqlite(settings: Settings) -> Iterator[Finding]:
+    url = settings.effective_database_url
+    file = Path(make_url(url).database or "")
+    try:
+        mark = CommitMark.of(url)
+        if mark is not None:
+            mark.check()
+        if is_empty(url):
+            yield ok("database", f"{file} is not there yet: the first start makes it")
+            return
+        check_sqlite(file)
+    except (LostCommits, BadBackup) as error:
+        yield wrong("database", str(error), "weftd restore a backup into a new folder, or do as it says")
+        return
+    engine = create_engine(url)
+    try:
+        yield _revision(engine, f"{file.name} is whole")
+    finally:
+        engine.dispose()
+
+
+def _postgres(engine: Engine) -> str:
+    with engine.connect() as connection:
+        return f"PostgreSQL {connection.scalar(text('SHOW server_version'))}"
+
+
+def _revision(engine: Engine, says: str) -> Finding:
+    found = revision_of(engine)
+    try:
+        refuse_unknown(found, "the database")
+    except UnknownRevision as error:
+        return wrong("database", str(error), "use the version of Weft that made it, or restore a backup")
+    if found is None:
+        return ok("database", f"{says}, without tables: the first start makes them")
+    if found != head():
+        remedy = "weftd backup, then weftd migrate or a start"
+        return warning("database", f"{says}, at revision {found}; this weftd has {head()}", remedy)
+    return ok("database", f"{says}, at revision {found}")
+
+
+def login(settings: Settings) -> Iterator[Finding]:
+    """On PostgreSQL the server must be a member of the role that sees all rows, and should be no superuser."""
+    if is_sqlite(settings.effective_database_url):
+        return
+    role = {"role": SERVICE_ROLE}
+    make = "CREATE ROLE weft_app NOLOGIN; CREATE ROLE weft_service NOLOGIN; GRANT weft_app, weft_service TO <login>"
+    asked = text("SELECT rolsuper, rolcreaterole FROM pg_roles WHERE rolname = current_user")
+    with _connected(settings) as connection:
+        is_superuser, makes_roles = connection.execute(asked).one()
+        is_there = connection.scalar(text("SELECT 1 FROM pg_roles WHERE rolname = :role"), role)
+        is_member = is_there and connection.scalar(text("SELECT pg_has_role(current_user, :role, 'MEMBER')"), role)
+    if is_superuser:
+        remedy = f"give weftd one of its own: {make}"
+        yield warning("login", "is a superuser, whom row-level security does not bind", remedy)
+    elif not is_member and not (makes_roles and not is_there):
+        yield wrong("login", f"is no member of {SERVICE_ROLE}, and cannot make itself one", make)
+    else:
+        yield ok("login", "is bound by row-level security")
+
+
+def jobs(settings: Settings) -> Iterator[Finding]:
+    """While a service runs, its jobs do."""
+    if not (settings.redis_url or serving(settings)):
+        return
+    with _connected(settings) as connection:
+        beat = connection.scalar(select(JobRun.succeeded_at).where(JobRun.name == "heartbeat"))
+    if beat is None or datetime.now(UTC) - beat > SILENT:
+        remedy = "see `weftd jobs list`; with jobs.driver = celery: do `weftd jobs beat` and `weftd jobs worker` run?"
+        yield warning("jobs", f"last heartbeat: {beat or 'never'}; nothing expires or is billed by the hour", remedy)
+    else:
+        yield ok("jobs", "they run")
+
+
+def redis(settings: Settings) -> Iterator[Finding]:
+    if not settings.redis_url:
+        return
+    from redis.exceptions import RedisError
+
+    from scheduler.links.redis_clients import pooled
+
+    client = pooled(settings.redis_url)
+    try:
+        facts = client.info()
+        policy, version = facts.get("maxmemory_policy", ""), str(facts.get("redis_version", "0"))
+    except RedisError as error:
+        yield wrong("redis", f"does not answer: {error}", "look at redis_url (WEFT_REDIS_URL) and the Redis it names")
+        return
+    finally:
+        client.close()
+    if int(version.partition(".")[0]) < 7:
+        yield wrong("redis", f"is version {version}", "use Redis 7 or newer")
+    elif facts.get("cluster_enabled"):
+        yield wrong(
+            "redis",
+            "is a Redis Cluster, whose nodes each have a part of the keys",
+            "use one Redis, or one with replicas",
+        )
+    elif policy != "noeviction":
+        yield warning("redis", f"may forget keys (maxmemory-policy {policy})", "CONFIG SET maxmemory-policy noeviction")
+    else:
+        yield ok("redis", f"version {version}")
+
+
+def clocks(settings: Settings) -> Iterator[Finding]:
+    """Leases and expiries go by clocks: those of the database, of Redis and of the file system agree with this one."""
+    apart = {name: _apart_s(read) for name, read in _clocks(settings).items()}
+    ahead = {name: off for name, off in apart.items() if abs(off) > SKEW_S}
+    if ahead:
+        says = ", ".join(f"that of {name} is {off:+.1f} s from this machine's" for name, off in ahead.items())
+        yield wrong("clocks", says, "have all machines follow the same time (chrony, systemd-timesyncd)")
+    else:
+        yield ok("clocks", f"this machine's agrees with that of {', '.join(apart)}")
+
+
+def _clocks(settings: Settings) -> dict[str, Callable[[], float]]:
+    found: dict[str, Callable[[], float]] = {"the file system": lambda: _file_time(nearest(settings.data_dir))}
+    if not is_sqlite(settings.effective_database_url):
+        found["the database"] = lambda: _database_time(settings)
+    if settings.redis_url:
+        found["Redis"] = lambda: _redis_time(settings.redis_url)
+    return found
+
+
+def _apart_s(read: Callable[[], float]) -> float:
+    """Seconds by which a clock is ahead, beyond what the asking took."""
+    before = time.time()
+    found = read()
+    after = time.time()
+    return min(found - before, 0.0) or max(found - after, 0.0)
+
+
+def _file_time(folder: Path) -> float:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"x")
+        file.flush()
+        return os.fstat(file.fileno()).st_mtime
+
+
+def _database_time(settings: Settings) -> float:
+    with _connected(settings) as connection:
+        return float(connection.scalar(text("SELECT extract(epoch FROM clock_timestamp())")) or 0)
+
+
+def _redis_time(url: str) -> float:
+    from scheduler.links.redis_clients import pooled
+
+    client = pooled(url)
+    try:
+        seconds, micros = client.time()
+        return float(seconds) + float(micros) / 1e6
+    finally:
+        client.close()
+
+
+@contextmanager
+def _connected(settings: Settings) -> Iterator[Connection]:
+    engine = create_engine(settings.effective_database_url)
+    try:
+        with engine.connect() as connection:
+            yield connection
+    finally:
+        engine.dispose()

@@ -1,0 +1,160 @@
+"""What a second rank brings a trainer: tokens per second of two ranks over those of one, on bench/trainer.py's model.
+
+    python bench/ranks.py [--json] [--out FILE] [--ranks 2] [--rounds 7] [--tokens 4096]
+
+Both trainers are worker processes as the server starts them, with one thread for each rank, and take the same passes in
+turn: a forward_backward of each of eight tenants, 512 tokens each by default. The time is the trainer's own for the
+pass, decoding and answers included; the minimum of the rounds counts. The ranks share the model: each holds its part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from peers import transformers_model
+from serving import claim, machine
+from trainer import CONFIG, SEQUENCE, toy
+from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
+
+from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
+from scheduler.links.messages import Done, FromTrainer, OpKind, Pass, PassOver, PullPass, RunSpec, TrainOp
+from store.folder_blobs import FolderBlobs
+from workers.model.weights import places
+
+TENANTS, ADAPTER_RANK = 8, 8
+TARGET = 1.8
+
+
+class Trainer:
+    """A trainer's process, and the server's end of its link."""
+
+    def __init__(self, folder: Path, model: Path, ranks: int) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "workers", "trainer", "--link-fd", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+        )
+        theirs.close()
+        self.blobs = FolderBlobs(folder / "blobs")
+        bounds = TrainerBounds(snapshot_every_tokens=1 << 40)
+        self._send(TrainerConfig(Basics(str(folder), {"toy": str(model)}, device="cpu"), bounds, ranks=ranks))
+        self._until(PullPass)
+        self.work([TrainOp(f"c{n}", f"run{n}", 0, OpKind.CREATE, spec=spec(f"run{n}")) for n in range(TENANTS)])
+
+    def work(self, ops: list[TrainOp]) -> float:
+        """The seconds that the trainer took for a pass."""
+        self._send(Pass(1, "toy", ops))
+        over: PassOver = self._until(PassOver)
+        self._until(PullPass)
+        return over.seconds
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+    def _send(self, message: msgspec.Struct) -> None:
+        payload = msgspec.msgpack.encode(message)
+        self._socket.sendall(struct.pack("<I", len(payload)) + payload)
+
+    def _until(self, kind: type[Any]) -> Any:
+        while True:
+            (size,) = struct.unpack("<I", self._socket.recv(4, socket.MSG_WAITALL))
+            message = msgspec.msgpack.decode(self._socket.recv(size, socket.MSG_WAITALL), type=FromTrainer)
+            if isinstance(message, Done) and message.failure is not None:
+                raise RuntimeError(message.failure.message)
+            if isinstance(message, kind):
+                return message
+
+
+def spec(name: str) -> RunSpec:
+    return RunSpec(name, "toy", ADAPTER_RANK, 16.0, 1, train_attn=True, train_mlp=True, train_unembed=True)
+
+
+def body(tenant: int, tokens: int) -> bytes:
+    rng = np.random.default_rng(tenant)
+    data = [
+        ArrayDatum(
+            rng.integers(0, CONFIG.vocab_size, length).astype(np.int32),
+            {"target_tokens": rng.integers(0, CONFIG.vocab_size, length), "weights": np.ones(length, np.float32)},
+        )
+        for length in [SEQUENCE] * (tokens // SEQUENCE) + [tokens % SEQUENCE] * (tokens % SEQUENCE > 0)
+    ]
+    return encode_train_request(TrainBatch(f"run{tenant}", 1, "cross_entropy", data=data))
+
+
+def save_toy(folder: Path) -> Path:
+    """The toy as a folder that a trainer loads."""
+    from safetensors.torch import save_file
+
+    transformers_model(CONFIG).config.save_pretrained(folder)
+    tensors = {name: place.target.clone() for name, place in places(toy())}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def compare(ranks: int, tokens: int, rounds: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as place:
+        model = save_toy(Path(place) / "toy")
+        trainers = {count: Trainer(Path(place) / f"data{count}", model, count) for count in (1, ranks)}
+        seconds: dict[int, list[float]] = {count: [] for count in trainers}
+        for number in range(-1, rounds):  # the first warms up
+            for count, trainer in trainers.items():
+                ops = []
+                for tenant in range(TENANTS):
+                    ref = f"body{tenant}"
+                    if not trainer.blobs.exists(ref):
+                        trainer.blobs.put(ref, body(tenant, tokens // TENANTS))
+                    op_id, seq = f"f{number}-{tenant}", number + 2
+                    ops.append(TrainOp(op_id, f"run{tenant}", seq, OpKind.FORWARD_BACKWARD, ref))
+                took = trainer.work(ops)
+                if number >= 0:
+                    seconds[count].append(took)
+        for trainer in trainers.values():
+            trainer.close()
+    best = {count: min(found) for count, found in seconds.items()}
+    return {
+        "ranks": ranks,
+        "pass_tokens": tokens,
+        "seconds": {str(count): found for count, found in seconds.items()},
+        "tokens_per_s": {str(count): round(tokens / found) for count, found in best.items()},
+        "speedup": round(best[1] / best[ranks], 3),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="Two ranks of a trainer against one.")
+    parser.add_argument("--json", action="store_true", help="print the whole result")
+    parser.add_argument("--out", type=Path, help="write the result there too")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a pass, over all tenants")
+    args = parser.parse_args(argv)
+    found = compare(args.ranks, args.tokens, args.rounds)
+    name = f"{args.ranks} ranks / one rank, tokens/s at {args.tokens}-token passes"
+    result = {
+        "machine": machine(),
+        **found,
+        "claims": [claim(name, found["speedup"], TARGET, found["speedup"] >= TARGET)],
+    }
+    text = json.dumps(result, indent=2)
+    if args.out is not None:
+        args.out.write_text(text + "\n")
+    print(text if args.json else f"{name}: {found['speedup']:.2f} ({found['tokens_per_s']})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""Which runs each trainer may take, and which it is to hand over: `scheduler.order.homes` on the runs in hand.
+
+A run that moves is nobody's until the trainer that has it has said that it is forgotten (`HandedOver`), or is gone.
+What is queued of it is made anew then, from what was saved: as for a trainer that was lost, so that a move changes no
+bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from scheduler.journal.training import Training
+from scheduler.order.compose import lanes
+from scheduler.order.fair import Only
+from scheduler.order.homes import Claim, Homes
+from scheduler.order.lanes import RunLane, Unit
+from scheduler.order.light_work import cost_of, move_cost
+
+#: Bytes of a parameter's state: weight, two moments and gradient, in float32.
+STATE_BYTES = 16
+
+
+class Residents:
+    def __init__(self, training: Training, pass_tokens: int, clock: Callable[[], float]) -> None:
+        self._training = training
+        self._homes = Homes(pass_tokens, clock)
+        self._there: dict[str, bool] = {}  # trainers: whether they take runs
+        self._moving: dict[str, str] = {}  # runs that are to be handed over, and by whom
+        self.moves = 0
+
+    def offer(self, trainer: str, models: Iterable[str], memory_bytes: int) -> None:
+        self._there[trainer] = True
+        self._homes.offer(trainer, models, memory_bytes)
+
+    def retire(self, trainer: str) -> None:
+        self._there[trainer] = False
+        self._homes.retire(trainer)
+
+    def only_of(self, trainer: str) -> Only | None:
+        """The runs that this trainer may take: those that live there, and those that would go there now."""
+        if len(self._there) == 1 and not self._moving:
+            return None
+        homes, runs = self._homes, self._training.runs
+        models = self._training.queue.children()
+        ready = [path[-1] for model in models for path in lanes(self._training.queue, model)]
+        waiting = [runs[run_id] for run_id in ready if run_id in runs and homes.home(run_id) is None]
+        at_home = [lane for lane in runs.values() if homes.home(lane.run_id)] if waiting else []
+        places = homes.place(list(map(self._claim, waiting)), list(map(self._claim, at_home)))
+        return lambda run_id: run_id not in self._moving and (homes.home(run_id) or places.get(run_id)) == trainer
+
+    def taken(self, trainer: str, units: Iterable[Unit]) -> None:
+        """These are in the trainer's hands."""
+        for unit in units:
+            lane = self._training.runs.get(unit.send.run_id)
+            if lane is None:
+                continue
+            if self._homes.home(lane.run_id) != trainer:
+                self._homes.settle(self._claim(lane), trainer)
+            self._homes.served(lane.run_id, cost_of(unit, lane.spec, self._training.sizes(lane.spec)))
+
+    def released(self) -> list[tuple[str, str]]:
+        """Trainers that may forget a run, and that run."""
+        over, self._training.released = self._training.released, []
+        found = [(self._holder(run_id), run_id) for run_id in over]
+        for run_id in over:
+            self._homes.forget(run_id)
+        return [(holder, run_id) for holder, run_id in found if holder is not None]
+
+    def even_out(self) -> list[tuple[str, str]]:
+        """Trainers that are to hand over a run, and that run."""
+        at_home = (lane for lane in self._training.runs.values() if self._homes.home(lane.run_id) is not None)
+        moves = self._homes.even_out(map(self._claim, at_home))
+        self._moving.update((move.run_id, move.source) for move in moves)
+        return [(move.source, move.run_id) for move in moves]
+
+    def handed_over(self, run_id: str, *, kept: bool) -> None:
+        """The trainer that had it holds a run no more; or, with `kept`, still."""
+        source, lane = self._moving.pop(run_id, None), self._training.runs.get(run_id)
+        if source is None or lane is None:
+            return
+        if kept:
+            self._homes.settle(self._claim(lane), source)
+            return
+        self.moves += 1
+        self._training.rebuild(lane)
+
+    def gone(self, trainer: str) -> None:
+        """A trainer is not there any more: queue what rebuilds its runs."""
+        self._there.pop(trainer, None)
+        lost = [lane for lane in self._training.runs.values() if self._holder(lane.run_id) == trainer]
+        self._homes.leave(trainer)
+        self._moving = {run_id: source for run_id, source in self._moving.items() if source != trainer}
+        for lane in lost:
+            self._training.rebuild(lane)
+
+    def count(self, trainer: str) -> int:
+        """The runs that live there."""
+        return sum(self._holder(run_id) == trainer for run_id in self._training.runs)
+
+    def _holder(self, run_id: str) -> str | None:
+        """The trainer that has it, also of a run that it is to hand over."""
+        return self._moving.get(run_id) or self._homes.home(run_id)
+
+    def _claim(self, lane: RunLane) -> Claim:
+        sizes, spec, holder = self._training.sizes(lane.spec), lane.spec, self._holder(lane.run_id)
+        return Claim(
+            spec.run_id,
+            spec.base_model,
+            self._training.queue.queued(lane.path),
+            STATE_BYTES * sizes.adapter if sizes is not None else 0,
+            move_cost(spec, sizes),
+            fixed=bool(lane.paused) or lane.run_id in self._moving or not self._there.get(holder or ""),
+        )

@@ -1,0 +1,176 @@
+"""`weftd doctor` on what may be wrong with a machine and a data folder: it is named, with what to do; exit code 1."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import types
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from api.cli import weftd
+from api.commands import doctor as command
+from api.doctor import machine, stores
+from store.db import Database
+from tests.servers import free_port, redis_server
+from workers.model.tiny import TINY_PATH
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def folder(tmp_path: Path, migrated_sqlite: Path) -> Path:
+    made = tmp_path / "data"
+    made.mkdir(mode=0o700)
+    shutil.copy(migrated_sqlite, made / "weft.db")
+    return made
+
+
+def examined(folder: Path) -> tuple[int, dict[str, dict[str, str]]]:
+    result = CliRunner().invoke(weftd, ["doctor", "--json", "--data-dir", str(folder)])
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    return result.exit_code, {finding["about"]: finding for finding in found}
+
+
+@pytest.fixture
+def without_torch(monkeypatch: Patch) -> None:
+    """It is asked in one test; to load it takes seconds."""
+    checks = tuple(check for check in command.CHECKS if check is not machine.computing)
+    monkeypatch.setattr(command, "CHECKS", checks)
+
+
+def test_everything_is_looked_at_and_what_is_missing_is_named(folder: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("WEFT_TRAINER__DEVICE", "cuda:7")  # the eighth GPU
+    result = CliRunner().invoke(weftd, ["doctor", "--data-dir", str(folder)])
+    lines = [line for line in result.stdout.splitlines() if not line.startswith(" ")]
+    areas = [
+        "disk",
+        "permissions",
+        "open",
+        "server",
+        "database",
+        "clocks",
+        "prices",
+        "model",
+        "engines",
+        "kernels",
+        "gpu",
+    ]
+    assert {line.split()[1] for line in lines} == set(areas), result.stdout
+    assert [line.split()[:2] for line in lines if line.startswith("wrong")] == [["wrong", "gpu"]]
+    assert "trainer.device is cuda:7, and torch" in result.stdout
+    assert "-> install torch for this GPU's driver" in result.stdout
+    assert result.exit_code == 1
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_healthy_folder_and_one_that_is_not_there_yet(folder: Path, tmp_path: Path) -> None:
+    code, found = examined(folder)
+    assert (code, {finding["state"] for finding in found.values()}) == (0, {"ok"})
+    assert found["database"]["says"] == "weft.db is whole, at revision 0001"
+    assert examined(tmp_path / "later")[0] == 0
+    assert not (tmp_path / "later").exists()
+
+
+def _newer(folder: Path, _patch: Patch) -> None:
+    with closing(sqlite3.connect(folder / "weft.db")) as writing, writing:
+        writing.execute("update alembic_version set version_num = '0999'")
+
+
+def _damaged(folder: Path, _patch: Patch) -> None:
+    with (folder / "weft.db").open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xff" * 8192)
+
+
+def _lost(folder: Path, _patch: Patch) -> None:
+    (folder / "weft.db-commits").write_text("90\n")
+
+
+def _cut_model(folder: Path, patch: Patch) -> None:
+    model = shutil.copytree(TINY_PATH, folder / "model")
+    with (model / "model.safetensors").open("r+b") as file:
+        file.truncate(100_000)
+    patch.setenv("WEFT_MODELS__MINE", f'"{model}"')
+
+
+def _no_model(_folder: Path, patch: Patch) -> None:
+    patch.setenv("WEFT_MODELS__MINE", '"/nowhere"')
+
+
+def _no_room(_folder: Path, patch: Patch) -> None:
+    usage = shutil.disk_usage("/")
+    patch.setattr("shutil.disk_usage", lambda _path: usage._replace(free=100 << 20))
+
+
+def _wrong_time(_folder: Path, patch: Patch) -> None:
+    patch.setattr(stores, "time", types.SimpleNamespace(time=lambda: __import__("time").time() - 30))
+
+
+def _no_redis(_folder: Path, patch: Patch) -> None:
+    patch.setenv("WEFT_REDIS_URL", f"redis://127.0.0.1:{free_port()}/0")
+
+
+def _no_postgres(_folder: Path, patch: Patch) -> None:
+    patch.setenv("WEFT_DATABASE_URL", f"postgresql+psycopg://u:p@127.0.0.1:{free_port()}/x")
+
+
+def _no_vllm(_folder: Path, patch: Patch) -> None:
+    patch.setenv("WEFT_GENERATOR__ENGINE", "vllm")
+    patch.setenv("WEFT_GENERATOR__VLLM__PROGRAM", '"/nowhere/vllm"')
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize(
+    ("harm", "about", "says", "remedy"),
+    [
+        (_newer, "database", "is of revision 0999, and this weftd knows", "use the version of Weft that made it"),
+        (_damaged, "database", "weft.db is damaged", "weftd restore"),
+        (_lost, "database", "has lost commits", "weftd restore"),
+        (_cut_model, "model", "model.safetensors", "download it again"),
+        (_no_model, "model", "/nowhere", "weftd model check"),
+        (_no_room, "disk", "100 MiB free", "free some room"),
+        (_wrong_time, "clocks", "that of the file system is +", "chrony"),
+        (_no_redis, "redis", "does not answer", "WEFT_REDIS_URL"),
+        (_no_postgres, "database", "does not answer", "WEFT_DATABASE_URL"),
+        (_no_vllm, "engines", "there is no vLLM at /nowhere/vllm", "docs/vllm.md"),
+    ],
+    ids=lambda value: value.__name__.strip("_") if callable(value) else "",
+)
+def test_what_is_wrong_is_named_with_its_remedy(
+    folder: Path, monkeypatch: Patch, harm: Callable[[Path, Patch], None], about: str, says: str, remedy: str
+) -> None:
+    harm(folder, monkeypatch)
+    code, found = examined(folder)
+    assert code == 1
+    assert found[about]["state"] == "wrong"
+    assert says in found[about]["says"]
+    assert remedy in found[about]["remedy"]
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_what_may_become_wrong_is_a_warning(folder: Path, monkeypatch: Patch) -> None:
+    folder.chmod(0o755)
+    with redis_server("--maxmemory-policy", "allkeys-lru") as url:
+        monkeypatch.setenv("WEFT_REDIS_URL", url)
+        code, found = examined(folder)
+    warned = {about for about, finding in found.items() if finding["state"] == "warning"}
+    assert (code, warned) == (0, {"permissions", "redis", "jobs"})
+    assert found["redis"]["remedy"] == "CONFIG SET maxmemory-policy noeviction"
+    assert "Redis" in found["clocks"]["says"]
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_login_that_row_level_security_does_not_bind(
+    folder: Path, postgres_database: Database, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv("WEFT_DATABASE_URL", postgres_database.url)
+    code, found = examined(folder)
+    assert (code, found["login"]["state"]) == (0, "warning")
+    assert found["database"]["says"].startswith("PostgreSQL ")
+    assert "the database" in found["clocks"]["says"]

@@ -1,0 +1,73 @@
+"""A trainer of two ranks through a real server: whichever of them dies or hangs, clients see a pause."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+import tinker
+
+from tests.e2e.conftest import BASE_MODEL, Weftd
+from tests.e2e.data import ADAM, supervised
+from tests.e2e.test_crashes import billed
+
+pytestmark = pytest.mark.server
+Start = Callable[..., Weftd]
+TENANTS = ("acme", "globex")
+STEPS = 4
+
+
+def ranks_of(server: Weftd) -> list[psutil.Process]:
+    """The processes of the trainer's ranks, rank 0 first."""
+    children = server.worker("trainer").children(recursive=True)
+    ranks = [child for child in children if "workers.trainer.ranks.process" in " ".join(child.cmdline())]
+    return sorted(ranks, key=lambda process: int(process.environ()["RANK"]))
+
+
+def train(server: Weftd, seed: int, found: dict[str, list[float]], before_step: Callable[[int], None]) -> None:
+    """Both tenants at once, so that each rank has a run."""
+    runs = {}
+    for tenant in TENANTS:
+        service = tinker.ServiceClient(base_url=server.url, api_key=server.key(tenant))
+        runs[tenant] = service.create_lora_training_client(BASE_MODEL, rank=4, seed=seed).result()
+    for step in range(STEPS):
+        before_step(step)
+        waiting: dict[str, Any] = {}
+        for tenant, run in runs.items():
+            data = supervised(seed=step) * (4 if tenant == TENANTS[0] else 1)
+            waiting[tenant] = run.forward_backward(data, "cross_entropy"), run.optim_step(ADAM)
+        for tenant, (backward, update) in waiting.items():
+            found.setdefault(tenant, []).append(backward.result(timeout=120).metrics["loss:sum"])
+            update.result(timeout=120)
+
+
+def test_whichever_rank_is_lost_losses_are_those_of_one_process(own_weftd: Start, tmp_path: Any) -> None:
+    config = tmp_path / "weft.toml"
+    config.write_text("[trainer]\nthreads = 1\npass_limit_s = 8.0\n")
+    calm: dict[str, list[float]] = {}
+    alone = own_weftd("--config", str(config))
+    train(alone, 7, calm, lambda step: None)
+    alone.stop()
+    server = own_weftd("--config", str(config), "--trainer-ranks", "2")
+    lost: list[int] = []
+
+    def harm(step: int) -> None:
+        if step == 0:
+            return
+        process = ranks_of(server)[0 if step == 1 else 1]
+        lost.append(process.pid)
+        # In the middle of what is about to be asked: the third hangs, and the limit of a pass ends it.
+        threading.Timer(0.1, process.send_signal, [signal.SIGSTOP if step == 3 else signal.SIGKILL]).start()
+
+    shaken: dict[str, list[float]] = {}
+    train(server, 7, shaken, harm)
+    assert shaken == calm
+    assert len(set(lost)) == 3
+    done, events = billed(server)
+    assert done == events == len(TENANTS) * STEPS
+    assert server.stop() == 0
+    assert not any(psutil.pid_exists(pid) for pid in lost)

@@ -1,0 +1,157 @@
+"""Several trainers under one service: four tenants, while trainers come, leave and are killed. Every number is that of
+the undisturbed runs, to the bit, and the bill is exact."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+
+from tests.e2e.conftest import BASE_MODEL, Weftd
+from tests.e2e.data import ADAM, supervised
+from tests.e2e.production import Production, stop
+from tests.e2e.test_crashes import fingerprint
+from tests.servers import OwnRedis, PostgresServer
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
+TENANTS = 4
+STEPS = 9
+PATIENCE_S = 200
+#: Of two plays: a create, the steps, and the look at what came of them.
+OPERATIONS = 2 * TENANTS * (2 + 2 * STEPS)
+#: A small pass, so that many are in flight; a small replay, so that snapshots are in play.
+TRAINER = "pass_tokens = 256\nsnapshot_every_tokens = 400\nthreads = 1\n"
+
+
+class Tenant:
+    """An organisation with one run."""
+
+    def __init__(self, url: str, key: str, seed: int) -> None:
+        self.seed = seed
+        service = tinker.ServiceClient(base_url=url, api_key=key)
+        self.run = service.create_lora_training_client(BASE_MODEL, rank=4, seed=seed).result(timeout=PATIENCE_S)
+
+    def step(self, number: int) -> float:
+        data = supervised(sequences=8, length=40, seed=10 * self.seed + number)
+        backward, update = self.run.forward_backward(data, "cross_entropy"), self.run.optim_step(ADAM)
+        found: float = backward.result(timeout=PATIENCE_S).metrics["loss:sum"]
+        update.result(timeout=PATIENCE_S)
+        return found
+
+
+def play(
+    url: str, keys: list[str], before: dict[int, Callable[[], None]] | None = None
+) -> list[tuple[list[float], np.ndarray[Any, Any]]]:
+    """All tenants train at the same time, step by step; `before` a step something else may happen. Losses, and what the
+    trained runs say of other data."""
+    with ThreadPoolExecutor(TENANTS) as threads:
+        tenants = list(threads.map(Tenant, [url] * TENANTS, keys, range(1, TENANTS + 1)))
+        losses: list[list[float]] = []
+        for number in range(STEPS):
+            happens = (before or {}).get(number)
+            disturbance = threading.Thread(target=happens) if happens is not None else None
+            if disturbance is not None:
+                disturbance.start()
+            losses.append(list(threads.map(lambda tenant, n=number: tenant.step(n), tenants)))  # type: ignore[misc]
+            if disturbance is not None:
+                disturbance.join()
+        prints = list(threads.map(lambda tenant: fingerprint(tenant.run), tenants))
+    return list(zip(map(list, zip(*losses, strict=True)), prints, strict=True))
+
+
+def same(found: list[tuple[list[float], np.ndarray[Any, Any]]], calm: list[tuple[list[float], Any]]) -> None:
+    assert [losses for losses, _ in found] == [losses for losses, _ in calm]
+    for (_, logprobs), (_, expected) in zip(found, calm, strict=True):
+        np.testing.assert_array_equal(logprobs, expected)
+
+
+def report(url: str, key: str) -> dict[str, Any]:
+    reply = httpx.get(f"{url}/api/v1/weft/stats", headers={"X-API-Key": key}, timeout=30)
+    found: dict[str, Any] = reply.json()["trainer"]
+    return found
+
+
+def until(holds: Callable[[], bool], said: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.05)
+
+
+def shared(url: str, key: str, trainers: int) -> None:
+    """Until so many trainers are here and each has runs."""
+
+    def runs() -> list[int]:
+        return [one["runs"] for one in report(url, key)["replicas"].values()]
+
+    until(lambda: len(runs()) == trainers and all(runs()), lambda: report(url, key))
+
+
+def test_embedded_trainers_share_the_runs_and_may_leave_and_die(
+    own_weftd: Callable[..., Weftd], tmp_path: Path
+) -> None:
+    config = tmp_path / "weft.toml"
+    config.write_text(f"[trainer]\n{TRAINER}")
+    server = own_weftd("--config", str(config), "--trainers", "2")
+    keys = [server.key(f"tenant-{n}") for n in range(TENANTS)]
+    calm = play(server.url, keys, {5: lambda: shared(server.url, keys[0], 2)})
+    first, second = server.workers("trainer")
+    found = play(server.url, keys, {2: first.kill, 5: lambda: second.send_signal(signal.SIGTERM)})
+    same(found, calm)
+    with sqlite3.connect(f"file:{server.data_dir / 'weft.db'}?mode=ro", uri=True) as db:
+        ended = db.execute("select state, count(*) from operations group by state").fetchall()
+        assert ended == [("done", OPERATIONS)]
+        billed = db.execute("select org_id, count(*), count(distinct operation_id), sum(quantity) from usage_events "
+                            "where kind = 'train' group by org_id").fetchall()  # fmt: skip
+        suspected = db.execute("select count(*) from operations where attempts > 1").fetchone()
+    assert len(billed) == TENANTS
+    assert {row[1:3] for row in billed} == {(2 * STEPS, 2 * STEPS)}
+    assert suspected == (0,)
+    assert "Traceback" not in server.log()
+
+
+@pytest.fixture
+def production(tmp_path: Path, postgres: PostgresServer, migrated_postgres: str) -> Iterator[Production]:
+    redis, name = OwnRedis(), postgres.create(migrated_postgres)
+    made = Production(tmp_path, postgres.url(name), redis.url)
+    made.config.write_text(made.config.read_text().replace("[trainer]\nthreads = 1\n", f"[trainer]\n{TRAINER}"))
+    yield made
+    made.close()
+    postgres.drop(name)
+    redis.stop()
+
+
+def test_on_redis_one_joins_one_leaves_and_one_is_killed(production: Production) -> None:
+    trainers = [production.worker("trainer")]
+    ((url, _),) = production.serve(1).items()
+    keys = [production.key(f"tenant-{n}") for n in range(TENANTS)]
+
+    def join() -> None:
+        trainers.append(production.worker("trainer"))
+        shared(url, keys[0], 2)
+
+    def swap() -> None:
+        trainers.append(production.worker("trainer"))
+        assert stop(trainers[0], PATIENCE_S) == 0
+        shared(url, keys[0], 2)
+
+    calm = play(url, keys)
+    found = play(url, keys, {3: join, 5: swap, 7: lambda: trainers[1].kill()})
+    same(found, calm)
+    assert production.query("select state, count(*) from operations group by state") == [("done", OPERATIONS)]
+    billed = production.query(
+        "select org_id, count(*), count(distinct operation_id) from usage_events where kind = 'train' group by org_id"
+    )
+    assert {row[1:] for row in billed} == {(2 * STEPS, 2 * STEPS)}
+    assert report(url, keys[0])["moves"] >= 1
+    assert [stop(worker, PATIENCE_S) for worker in trainers[2:]] == [0], production.log()

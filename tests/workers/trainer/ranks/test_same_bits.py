@@ -1,0 +1,61 @@
+"""A trainer of several ranks gives every run the bits that one process gives it, whatever becomes of a step on one
+rank; and no rank has more of the base than its part."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "scenarios"),
+    [(2, ["plain", "recomputed", "short of memory", "paged"]), (4, ["plain"])],
+    ids=["two ranks", "four ranks"],
+)
+def test_as_one_process(model: Any, tmp_path: Path, ranks: int, scenarios: list[str]) -> None:
+    model.save_pretrained(tmp_path / "model")
+    lines = together(ranks, [str(tmp_path / "model"), str(tmp_path), *scenarios])
+    found = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [world["scenario"] for world in found] == scenarios
+    for world in found:
+        assert len(world["same"]) > 60
+        assert all(world["same"]), world
+        assert set(world["homes"]) == set(range(ranks))
+        assert world["moves"] >= 5, "the large operation was computed at home alone"
+        for size in (*world["held"], *world["read"]):
+            assert size <= 1.1 * world["total"] / ranks
+        assert world["scenario"] != "paged" or world["pages"] > 0
+
+
+def together(ranks: int, args: list[str]) -> list[str]:
+    """Run the worlds on so many ranks; what rank 0 printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.workers.trainer.ranks.worlds", *args],
+            cwd=ROOT,
+            env={**os.environ, **common, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        out = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * ranks
+    return out[0].splitlines()

@@ -1,0 +1,231 @@
+"""One rank of a trainer, beside a trainer of one process.
+
+    python -m tests.workers.trainer.ranks.worlds MODEL FOLDER SCENARIO ...
+
+Rank 0 plays the same program in one process and, in each of the scenarios, on all ranks, and compares every byte that
+comes out. It prints what it has found as JSON, a line for each scenario.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from weft.wire.checks.custom_format import encode_custom_loss
+from weft.wire.codec import decode_train_output
+
+from scheduler.links.messages import Done, OpKind, loss_ref
+from store.folder_blobs import FolderBlobs
+from tests.workers.trainer.kit import MODEL, Bench, ce_data, rl_data, sliced
+from workers.model.sharded import Sharded, held_bytes, load_sharded
+from workers.model.stored import Stored
+from workers.model.weights import load_decoder
+from workers.trainer import computing
+from workers.trainer.ranks import guests
+from workers.trainer.ranks.group import Group
+from workers.trainer.ranks.leader import Leader, Member, Word, follow
+from workers.trainer.trainer import Trainer
+
+STEPS = 5
+TENANTS = {f"r{i}": rank for i, rank in enumerate((2, 4, 8, 3, 16, 4, 1, 5))}
+DIMUON = ("r1", "r4")
+#: Whose operations are larger than a rank's share.
+LARGE = "r3"
+#: Whose loss is uploaded; they live on different ranks.
+UPLOADED, LOSS_ID = ("r6", "r7"), "s:loss:0"
+
+
+class ManyRanks(Bench):
+    """A bench of the trainer of many ranks."""
+
+    leader: Leader
+
+    def restart(self) -> None:
+        self.trainer = self.leader  # type: ignore[assignment]
+
+
+def program(bench: Bench) -> list[bytes]:
+    """What every operation answers, and every byte of every saved run."""
+    bench.blobs.put(loss_ref(LOSS_ID), SUM_OF_LOGPROBS)
+    bench.ok(*(bench.create(run_id, rank, optimizer=optimizer(run_id)) for run_id, rank in TENANTS.items()))
+    said: list[bytes] = []
+    for step in range(STEPS):
+        ops = []
+        for i, run_id in enumerate(TENANTS):
+            ops += work(bench, run_id, 10 * step + i)
+            ops.append(bench.dimuon(run_id) if run_id in DIMUON else bench.optim(run_id))
+        if step == 1:  # two passes, the large operation in both
+            cut = next(at for at, op in enumerate(ops) if op.run_id == LARGE and not op.final) + 1
+            said += answers(bench, ops[:cut])
+            said += answers(bench, ops[cut:])
+        else:
+            said += answers(bench, ops)
+    saves = [bench.op(run_id, OpKind.SAVE_STATE, target_ref=f"saved/{run_id}") for run_id in TENANTS]
+    said += answers(bench, saves)
+    for run_id in TENANTS:
+        folder = bench.blobs.path(f"saved/{run_id}")
+        said += [file.read_bytes() for file in sorted(folder.iterdir()) if file.suffix == ".safetensors"]
+    return said
+
+
+def node(op: str, name: str, target: str, *args: Any) -> dict[str, Any]:
+    return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": {}}
+
+
+SUM_OF_LOGPROBS = encode_custom_loss(
+    "sum",
+    [("logprobs", 1)],
+    {
+        "format": 1,
+        "nodes": [
+            node("placeholder", "logprobs", "logprobs"),
+            node("call_method", "total", "sum", {"ref": "logprobs"}),
+            node("output", "output", "output", {"tuple": [{"ref": "total"}, {"dict": {}}]}),
+        ],
+    },
+)
+
+
+def optimizer(run_id: str) -> str:
+    return "dimuon" if run_id in DIMUON else "adamw"
+
+
+def work(bench: Bench, run_id: str, seed: int) -> list[Any]:
+    if run_id == LARGE:
+        return sliced(bench.fb(run_id, ce_data([30, 17, 25, 9, 40, 28, 31, 12], seed)), 2, 4, 6)
+    if run_id in UPLOADED:
+        return [bench.fb(run_id, ce_data([5, 4], seed), "custom", loss_id=LOSS_ID)]
+    if run_id == "r5":
+        return [
+            bench.fb(run_id, ce_data([20, 7], seed), kind=OpKind.FORWARD),
+            bench.fb(run_id, rl_data([9], seed), "ppo"),
+        ]
+    return [bench.fb(run_id, ce_data([3 + seed % 7, 11], seed))]
+
+
+def answers(bench: Bench, ops: list[Any]) -> list[bytes]:
+    done: Mapping[str, Done] = bench.ok(*ops)
+    return [plain(op, done[op.op_id].payload) for op in ops if op.final]
+
+
+def plain(op: Any, payload: bytes) -> bytes:
+    """A result without protobuf's choice of the order of its entries."""
+    if op.kind not in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD):
+        return payload
+    outputs, metrics = decode_train_output(payload)
+    return repr((sorted(metrics.items()), [fields["logprobs"].tobytes() for fields in outputs])).encode()
+
+
+@contextmanager
+def recomputed(rank: int) -> Iterator[None]:
+    """On one rank alone: the others gather the same, whatever it keeps."""
+    with (
+        patch("workers.model.memory.ALWAYS_FITS_BYTES", -1 if rank == 1 else 1 << 60),
+        patch("workers.model.memory.SHARE", 0.0),
+    ):
+        yield
+
+
+@contextmanager
+def short_of_memory(rank: int) -> Iterator[None]:
+    """Memory runs out in the middle of a forward on one rank, and of a backward on the other, above 40 tokens."""
+    real = computing.run_microbatch
+
+    def run(decoder: Any, parts: Any, *, trains: bool) -> None:
+        def fail(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+        def late(module: Any, args: Any, out: torch.Tensor) -> None:
+            out.register_hook(fail)
+
+        if sum(part.tokens for part in parts) <= 40 or len(parts) == 1:
+            real(decoder, parts, trains=trains)
+            return
+        layer = decoder.layers[rank % len(decoder.layers)]
+        handle = layer.register_forward_hook(late if trains and rank % 2 else fail)
+        try:
+            real(decoder, parts, trains=trains)
+        finally:
+            handle.remove()
+
+    with patch.object(computing, "run_microbatch", run):
+        yield
+
+
+SCENARIOS: dict[str, tuple[Any, dict[str, int]]] = {
+    "plain": (None, {"microbatch_tokens": 64}),
+    "recomputed": (recomputed, {"microbatch_tokens": 64}),
+    "short of memory": (short_of_memory, {"microbatch_tokens": 64}),
+    "paged": (None, {"microbatch_tokens": 64, "resident_bytes": 300_000}),
+}
+
+
+def main(model: Path, folder: Path, chosen: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    group, read = Group(), list[int]()
+    with patch.object(Stored, "rows", counted(Stored.rows, read)):
+        base = load_sharded(model, torch.float32, torch.device("cpu"), init_device_mesh("cpu", (group.size,)))
+    held, files = zip(*group.exchange((held_bytes(base.decoder), sum(read))), strict=True)
+    total, wanted = 0, list[bytes]()
+    if group.leads:
+        whole = load_decoder(model)
+        total = sum(weight.nbytes for weight in whole.parameters())
+        wanted = program(Bench(whole, folder / "one", microbatch_tokens=64))
+    if not group.leads:  # the server is told of an uploaded loss at once: by rank 0, which computes it
+        patch("workers.trainer.microbatch.custom_loss", side_effect=AssertionError).start()
+    moved: list[int] = []
+    for name in chosen:
+        fault, bounds = SCENARIOS[name]
+        with ExitStack() as stack:
+            if fault is not None:
+                stack.enter_context(fault(group.rank))
+            stack.enter_context(patch.object(guests, "spread", counted(guests.spread, moved)))
+            found = play(group, base, wanted, folder / name, bounds)
+        if group.leads:
+            found |= {"scenario": name, "moves": sum(moved), "total": total, "held": held, "read": files}
+            print(json.dumps(found))
+        moved.clear()
+
+
+def counted(real: Any, into: list[int]) -> Any:
+    def call(*args: Any) -> Any:
+        result = real(*args)
+        into.append(result.nbytes if isinstance(result, torch.Tensor) else len(result))
+        return result
+
+    return call
+
+
+def play(group: Group, base: Sharded, wanted: list[bytes], folder: Path, bounds: dict[str, int]) -> dict[str, Any]:
+    def begin() -> Member:
+        def make(others: Any) -> Trainer:
+            of = Bench(base.decoder, folder / "many", **bounds)
+            pages = folder / f"pages-{group.rank}"
+            return Trainer({MODEL: base.decoder}, FolderBlobs(folder / "many"), of.bounds, pages, others=others)
+
+        return Member(group, {MODEL: base}, torch.device("cpu"), make)
+
+    if not group.leads:
+        follow(group, begin)
+        return {}
+    group.tell([Word.BEGIN] * group.size)
+    ManyRanks.leader = Leader(begin())
+    found = program(ManyRanks(base.decoder, folder / "many", **bounds))
+    homes = [ManyRanks.leader.home_of(run_id) for run_id in TENANTS]
+    pages = ManyRanks.leader.residency.page_ins
+    group.tell([Word.STOP] * group.size)
+    return {"same": [x == y for x, y in zip(found, wanted, strict=True)], "homes": homes, "pages": pages}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

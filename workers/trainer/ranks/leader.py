@@ -1,0 +1,176 @@
+"""What the server meets as one trainer: rank 0 takes passes, hands each rank its share, and the answers of all leave
+through it. The others follow.
+
+A run lives on one rank, its home, from its creation on: there lie weights, moments and gradient, there it is stepped,
+saved and paged. It is placed where runs take the least memory; what a pass then asks of a rank beyond its fair share,
+other ranks compute for it (`spread`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import partial
+
+import msgspec
+import torch
+
+from scheduler.links.messages import HandedOver, Pass, PassOver
+from workers.model.decoder import Decoder
+from workers.model.sharded import Sharded
+from workers.trainer.ranks.group import Group, Want
+from workers.trainer.ranks.guests import Ranks
+from workers.trainer.residency import Residency
+from workers.trainer.trainer import Others, Send, Trainer
+
+
+class Word(Enum):
+    """What rank 0 says besides passes."""
+
+    BEGIN = "drop what you hold: another server"
+    DRAIN = "save what has changed"
+    STOP = "leave"
+
+
+#: A trainer of this rank's, with empty hands.
+MakeTrainer = Callable[[Others], Trainer]
+
+
+class Member:
+    """A rank's part in a trainer, for one server."""
+
+    def __init__(self, group: Group, bases: Mapping[str, Sharded], device: torch.device, make: MakeTrainer) -> None:
+        self.group, self._bases = group, bases
+        ranks = Ranks(group, device)
+        self.trainer = make(ranks)
+        ranks.welcome = partial(self.trainer.welcome, send=group.say)
+
+    def execute(self, share: Pass) -> None:
+        self.group.base = self._bases.get(share.base_model)
+        self.trainer.execute(share, self.group.say)
+
+    def drain(self) -> None:
+        self.trainer.drain(self.group.say)
+        self.group.vote(Want.NOTHING)  # with which the messages leave
+
+
+class Homes:
+    """Where runs live: a new one where runs take the least memory."""
+
+    def __init__(self, ranks: int) -> None:
+        self._of: dict[str, tuple[int, int]] = {}
+        self._used_bytes = [0] * ranks
+
+    def of(self, run_id: str) -> int:
+        """Rank 0 for a run that is nowhere: it says so."""
+        return self._of.get(run_id, (0, 0))[0]
+
+    def place(self, run_id: str, size_bytes: int) -> None:
+        if run_id not in self._of:
+            rank = self._used_bytes.index(min(self._used_bytes))
+            self._of[run_id] = rank, size_bytes
+            self._used_bytes[rank] += size_bytes
+
+    def forget(self, run_id: str) -> None:
+        rank, size_bytes = self._of.pop(run_id, (0, 0))
+        self._used_bytes[rank] -= size_bytes
+
+
+class Leader:
+    """Rank 0's trainer and those of all others, as one. An EOFError of `send` (the server is gone) is raised when all
+    ranks have come to the end of what they do: they cannot be left in the middle of it."""
+
+    def __init__(self, member: Member) -> None:
+        self._member, self._group = member, member.group
+        self._homes = Homes(self._group.size)
+
+    @property
+    def models(self) -> Mapping[str, Decoder]:
+        return self._member.trainer.models
+
+    @property
+    def residency(self) -> Residency:
+        """Of rank 0; the others' are as large."""
+        return self._member.trainer.residency
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.residency.budget_bytes * self._group.size
+
+    def home_of(self, run_id: str) -> int:
+        return self._homes.of(run_id)
+
+    def execute(self, pass_: Pass, send: Send) -> None:
+        began, overs = time.monotonic(), list[PassOver]()
+        shares = self._shares(pass_)
+        self._group.tell(list(shares))
+        self._speaking(send, overs, lambda: self._member.execute(shares[0]))
+        seconds = time.monotonic() - began
+        send(PassOver(pass_.pass_id, sum(o.tokens for o in overs), sum(o.runs for o in overs), seconds))
+
+    def drain(self, send: Send) -> None:
+        self._group.tell([Word.DRAIN] * self._group.size)
+        self._speaking(send, [], self._member.drain)
+
+    def _speaking(self, send: Send, overs: list[PassOver], work: Callable[[], None]) -> None:
+        """Do `work`, while what ranks say goes to the server, except that their passes are over."""
+        lost: list[EOFError] = []
+
+        def out(message: msgspec.Struct) -> None:
+            if isinstance(message, PassOver):
+                overs.append(message)
+                return
+            if isinstance(message, HandedOver) and not message.kept:
+                self._homes.forget(message.run_id)
+            if not lost:
+                try:
+                    send(message)
+                except EOFError as error:
+                    lost.append(error)
+
+        self._group.send = out
+        work()
+        if lost:
+            raise lost[0]
+
+    def _shares(self, pass_: Pass) -> list[Pass]:
+        for op in pass_.ops:
+            if op.spec is not None:
+                self._homes.place(op.run_id, self._member.trainer.size_of(op))
+        shares = []
+        for rank in range(self._group.size):
+
+            def at_home(run_id: str, rank: int = rank) -> bool:
+                return self.home_of(run_id) == rank
+
+            shares.append(
+                msgspec.structs.replace(
+                    pass_,
+                    ops=[op for op in pass_.ops if at_home(op.run_id)],
+                    release=[run_id for run_id in pass_.release if at_home(run_id)],
+                    soon=[run_id for run_id in pass_.soon if at_home(run_id)],
+                    hand_over=[run_id for run_id in pass_.hand_over if at_home(run_id)],
+                )
+            )
+        for run_id in pass_.release:
+            self._homes.forget(run_id)
+        return shares
+
+
+def follow(group: Group, begin: Callable[[], Member]) -> None:
+    """What every rank but 0 does, until it is told to stop. `begin` gives it empty hands."""
+    member: Member | None = None
+    while (word := group.tell()) is not Word.STOP:
+        if word is Word.BEGIN:
+            if member is not None:
+                member.trainer.residency.close()
+            member = begin()
+            continue
+        assert member is not None
+        if word is Word.DRAIN:
+            member.drain()
+        else:
+            member.execute(word)
+    if member is not None:
+        member.trainer.residency.close()

@@ -1,0 +1,121 @@
+"""One rank of a trainer (`python -m workers.trainer.ranks.process DOOR PARENT`), started by torchrun (`launch`).
+
+Rank 0 is to the server what a trainer of one process is; the others do what it says. SIGTERM is for rank 0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from scheduler.links.configs import TrainerConfig
+from scheduler.links.sockets import WorkerLink
+from workers.blobs import blobs_of
+from workers.leave import leave
+from workers.model.device import ModelDevice, device_of
+from workers.model.isolation import probe
+from workers.model.sharded import Sharded, held_bytes, load_sharded
+from workers.trainer.process import StopFlag, say, serve_all
+from workers.trainer.ranks.group import FOR_EVER, Group
+from workers.trainer.ranks.launch import handed
+from workers.trainer.ranks.leader import Leader, Member, Word, follow
+from workers.trainer.trainer import Others, Trainer
+from workers.trainer.watchdog import Watchdog
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(door: str, parent: int) -> int:
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    config, link = handed(door)
+    torch.set_num_threads(config.basics.threads)
+    where = device_of(_own(config.basics.device), config.basics.dtype)
+    on_gpu = where.device.type == "cuda"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=FOR_EVER)
+    group = Group(dist.new_group(backend="gloo", timeout=FOR_EVER) if on_gpu else None)
+    bases = load(config, where, mesh_of(config, where), group)
+    watchdog = Watchdog()
+    blobs = blobs_of(config.basics)
+
+    def begin(pages: Path) -> Member:
+        models = {name: base.decoder for name, base in bases.items()}
+
+        def make(others: Others) -> Trainer:
+            return Trainer(models, blobs, config.bounds, pages, watchdog.limit, others)
+
+        return Member(group, bases, where.device, make)
+
+    with tempfile.TemporaryDirectory(prefix="weft-pages-") as temporary:
+        pages = _pages(config, Path(temporary))
+        if link is None:
+            follow(group, lambda: begin(pages))
+            return 0
+        stop = StopFlag()
+        signal.signal(signal.SIGTERM, stop.set)
+
+        def lead(_: Path) -> Leader:
+            group.tell([Word.BEGIN] * group.size)
+            return Leader(begin(pages))
+
+        code = serve_all(config, WorkerLink(link), blobs, stop, lead)
+        group.tell([Word.STOP] * group.size)
+        return code
+
+
+def mesh_of(config: TrainerConfig, where: ModelDevice) -> DeviceMesh:
+    """All ranks keep a part each; or, of several nodes, each node keeps the whole among its ranks."""
+    if config.nodes > 1 and config.shard == "node":
+        return init_device_mesh(where.device.type, (config.nodes, config.ranks))
+    return init_device_mesh(where.device.type, (config.nodes * config.ranks,))
+
+
+def load(config: TrainerConfig, where: ModelDevice, mesh: DeviceMesh, group: Group) -> dict[str, Sharded]:
+    """This rank's parts of the base models. Tenants are packed where every rank finds that they can be."""
+    bases: dict[str, Sharded] = {}
+    for name, path in config.basics.models.items():
+        bases[name] = base = load_sharded(path, where.dtype, where.device, mesh)
+        probe(base.decoder, Path(config.basics.data_dir) / "isolation")
+        found = group.exchange(base.decoder.isolation)
+        base.decoder.isolation = "per-segment" if "per-segment" in found else found[0]
+        if group.leads:
+            held = held_bytes(base.decoder) >> 20
+            say(f"loaded {name} over {group.size} ranks, {held} MiB of it on this one; {base.decoder.isolation}")
+    return bases
+
+
+def _pages(config: TrainerConfig, temporary: Path) -> Path:
+    """A folder of this rank's own; in it may be what a lost trainer has left."""
+    if config.basics.redis_url:
+        return temporary
+    pages = Path(config.basics.data_dir) / f"{config.pages}-{dist.get_rank()}"
+    shutil.rmtree(pages, ignore_errors=True)
+    return pages
+
+
+def _own(device: str) -> str:
+    """A rank's own GPU, where GPUs are used."""
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    return f"cuda:{os.environ['LOCAL_RANK']}" if cuda else device
+
+
+def _die_with(parent: int) -> None:
+    """torchrun's children are in sessions of their own: have the kernel end them with it, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            leave(1)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1], int(sys.argv[2])))
