@@ -47,7 +47,8 @@ is not loaded.
 | `train_attn` | `self_attn.q_proj`, `k_proj`, `v_proj`, `o_proj` |
 | `train_attn`, Ling 2 | `attention.query_key_value` (one linear, one adapter), `attention.dense` |
 | `train_attn`, latent attention | `q_a_proj` (`q_proj` where queries have no latent), `kv_a_proj_with_mqa`, `o_proj` |
-| `train_attn`, gated delta rule | `linear_attn.out_proj` and `in_proj_qkvz`, `in_proj_ba` (Qwen3-Next) |
+| `train_attn`, gated delta rule | `linear_attn.in_proj_qkvz`, `in_proj_ba`, `out_proj` |
+| the same in Qwen3.5 | `linear_attn.in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, `out_proj` |
 | `train_mlp` | `gate_proj`, `up_proj`, `down_proj`: of a dense MLP, of every expert, of shared experts |
 | `train_unembed` | `lm_head`, also where it is tied to the embedding (which stays as it is) |
 
@@ -58,6 +59,10 @@ name. All experts of a layer share the factor on the hidden side (`docs/design.m
 transformers 5 does (`mlp.experts.N.gate_proj`), in every family; adapters with the names of Mixtral's checkpoints
 (`block_sparse_moe.experts.N.w1`) are imported as well. Ling 2, for which transformers has no class, is named as in its
 checkpoints.
+
+Of a checkpoint that sees (`...ForConditionalGeneration`) the text model is served; a request with an image is refused.
+Exports name its modules as `AutoModelForCausalLM` has them (`model.layers.N`); adapters that name them
+`model.language_model.layers.N` are imported as well.
 
 ## What the cache keeps of a token
 
@@ -84,11 +89,15 @@ numbers are the same bits in any company. `tests/workers/model/test_decoder.py` 
 def page() -> str:
     families = list(FAMILIES.values())
     rows = [
-        f"| {family.name} | `{family.architecture}` | {', '.join(f'`{name}`' for name in family.checkpoints)} |\n"
+        f"| {family.name} | {_listed(family.architecture, family.vision)} | {_listed(*family.checkpoints)} |\n"
         for family in families
     ]
     parts = [f"| {family.name} | {family.attention} | {family.mlp} |\n" for family in families]
     return _BEFORE + "".join(rows) + _PARTS + "".join(parts) + _AFTER.format(rope=", ".join(KINDS))
+
+
+def _listed(*names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names if name)
 
 
 if __name__ == "__main__":

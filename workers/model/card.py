@@ -68,7 +68,10 @@ def read_card(name: str, path: str | Path) -> ModelCard:
         raise UnsupportedModel(name, folder, "no tokenizer", "a folder with tokenizer.json beside the weights")
     generation = read_json(folder / "generation_config.json")
     raw = read_json(folder / "config.json")
-    eos = dict.fromkeys([*_ids(generation.get("eos_token_id")), *_ids(raw.get("eos_token_id"))])
+    text = raw.get("text_config") or {}
+    eos = dict.fromkeys(
+        [*_ids(generation.get("eos_token_id")), *_ids(raw.get("eos_token_id")), *_ids(text.get("eos_token_id"))]
+    )
     return ModelCard(name=name, path=folder, config=config, eos_token_ids=tuple(eos))
 
 

@@ -43,6 +43,8 @@ _PART = r"(?P<part>self_attn|attention|linear_attn|mlp\.experts|mlp\.shared_expe
 _LAYER = re.compile(rf"model\.(?P<layer>layers\.\d+)\.{_PART}\.(?P<name>\w+)")
 #: What Mixtral's checkpoints call a mixture, and so adapters that were trained on it.
 _MIXTRAL = ".block_sparse_moe."
+#: What names of the text model begin with in an adapter of a model that sees.
+_SEEING = "model.language_model."
 #: The modules of each part; attention's are those of one of its kinds.
 _MLP = ("gate_proj up_proj down_proj",)
 _LATENT = tuple(f"{queries} kv_a_proj_with_mqa o_proj" for queries in ("q_a_proj", "q_proj"))
@@ -248,7 +250,8 @@ def _by_module(found: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
         if match is None:
             raise PeftFormatError(f"tensor {key} is no LoRA factor")
         module = _SHORT.sub(lambda short: f"{short[1]}{_LONG_NAMES[short[2]]}", match["module"])
-        modules.setdefault(module.replace(_MIXTRAL, ".mlp."), {})[match["factor"]] = tensor
+        module = module.replace(_MIXTRAL, ".mlp.").replace(_SEEING, "model.")
+        modules.setdefault(module, {})[match["factor"]] = tensor
     return modules
 
 

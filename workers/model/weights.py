@@ -7,6 +7,7 @@ fused over experts; quantised weights become bfloat16 (stored.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ from workers.model.decoder import Decoder
 from workers.model.families.read import read_config
 from workers.model.families.table import FAMILIES
 from workers.model.stored import Stored
+
+#: What names of the text model begin with in a checkpoint that sees.
+_TEXT = re.compile(r"^model\.language_model\.")
 
 #: Tensors that some checkpoints carry and the decoder computes from its config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -79,9 +83,10 @@ def matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, P
     filled: set[str] = set()
     matched = []
     for name in stored.names():
+        known = _TEXT.sub("model.", name)
         if name in ignored or name.startswith(unused) or name.endswith(IGNORED_SUFFIXES):
             continue
-        names, place = fused.get(name) or ([name], single.get(name))
+        names, place = fused.get(known) or ([known], single.get(known))
         if place is None or not filled.isdisjoint(names):
             raise ModelWeightsError(f"{stored.file(name)}: tensor {name} has no place in a {config.architecture}")
         matched.append((name, place))

@@ -25,6 +25,10 @@ from transformers import (
     OlmoeForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -173,6 +177,18 @@ FAMILIES |= {
         Qwen3NextForCausalLM,
         Qwen3NextConfig,
         {**EXPERTS, **HYBRID, "shared_expert_intermediate_size": 48, "mlp_only_layers": [2]},
+    ),
+    "qwen3.5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, {**HYBRID, "tie_word_embeddings": True}),
+    "qwen3.5-moe": (
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5MoeTextConfig,
+        {
+            **EXPERTS,
+            **HYBRID,
+            "num_hidden_layers": 3,
+            "layer_types": HYBRID["layer_types"][1:],
+            "shared_expert_intermediate_size": 48,
+        },
     ),
 }
 

@@ -44,6 +44,19 @@ DELTA: dict[str, Any] = {
     "attention_bias": False, "full_attention_interval": 4, "head_dim": 256, "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_value_head_dim": 128,
 }  # fmt: skip
+DELTA_3_5: dict[str, Any] = {
+    "attn_output_gate": True, "dtype": "bfloat16", "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+    "mlp_only_layers": [], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False, "vocab_size": 248320, "eos_token_id": 248044,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "rope_type": "default",
+    },
+}  # fmt: skip
+SEEING: dict[str, Any] = {
+    "image_token_id": 248056, "video_token_id": 248057, "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054, "vision_config": {"depth": 27, "hidden_size": 1152},
+}  # fmt: skip
 #: Every field of the config.json as published, and the size of the model in billions as its makers give it.
 PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
     "Qwen2ForCausalLM": (7.62, {
@@ -125,6 +138,19 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
             "rope_type": "yarn", "truncate": False,
         },
         "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "vocab_size": 201088,
+    }),
+    "Qwen3_5ForConditionalGeneration": (27, {
+        **SEEING, "text_config": {
+            **DELTA, **DELTA_3_5, "hidden_size": 5120, "intermediate_size": 17408, "linear_num_value_heads": 48,
+            "num_attention_heads": 24, "num_hidden_layers": 64, "num_key_value_heads": 4,
+        },
+    }),
+    "Qwen3_5MoeForConditionalGeneration": (35, {
+        **SEEING, "text_config": {
+            **DELTA, **DELTA_3_5, **MIXTURE, "hidden_size": 2048, "linear_num_value_heads": 32,
+            "moe_intermediate_size": 512, "num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8,
+            "num_hidden_layers": 40, "num_key_value_heads": 2, "shared_expert_intermediate_size": 512,
+        },
     }),
     "Qwen3NextForCausalLM": (79.7, {
         **MIXTURE, **DELTA, "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 5120,

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from tests.workers.model.models import FAMILIES, ours, packed, random_adapter, reference
+from tests.workers.model.models import FAMILIES, HYBRID, SIZES, ours, packed, random_adapter, reference
 from workers.model.adapter import Adapter
 from workers.model.decoder import LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
@@ -27,6 +28,27 @@ def test_packed_logits_equal_transformers(family: str, tmp_path: Path) -> None:
         logits = decoder.logits(decoder(tokens, positions, PackedAttend(LENGTHS)))
         for got, sequence in zip(logits.split(LENGTHS), tokens.split(LENGTHS), strict=True):
             torch.testing.assert_close(got, model(sequence[None]).logits[0], atol=2e-5, rtol=1e-5)
+
+
+def test_of_a_checkpoint_that_sees_the_text_model_is_served(tmp_path: Path) -> None:
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+    text = {
+        **SIZES,
+        **HYBRID,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    }
+    torch.manual_seed(0)
+    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision)).eval()
+    for weight in model.parameters():
+        weight.requires_grad_(False).normal_(std=0.1)
+    decoder = ours(model, tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    assert {name.split(".")[1] for name in names if name.startswith("model.")} == {"language_model", "visual"}
+    assert decoder.config.architecture == "Qwen3_5ForCausalLM"
+    tokens, positions = packed([40], decoder.config.vocab_size)
+    with torch.no_grad():
+        got = decoder.logits(decoder(tokens, positions, PackedAttend([40])))
+        torch.testing.assert_close(got, model(tokens[None]).logits[0], atol=2e-5, rtol=1e-5)
 
 
 def test_decoder_sparse_step_leaves_the_other_layers_dense(tmp_path: Path) -> None:

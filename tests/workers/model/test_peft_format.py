@@ -96,7 +96,10 @@ def rebuilt(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> Any:
     return type(model).from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "moe", "moe-mixed", "mixtral", "glm4-moe", "deepseek"])
+FAMILIES_BACK = ["qwen3", "qwen3-tied", "moe", "moe-mixed", "mixtral", "glm4-moe", "deepseek", "qwen3-next"]
+
+
+@pytest.mark.parametrize("family", FAMILIES_BACK)
 @pytest.mark.parametrize("targets", [{}, {"train_attn": False}, {"train_mlp": False, "train_unembed": False}])
 def test_an_export_comes_back_bit_for_bit(family: str, targets: dict[str, bool], tmp_path: Path) -> None:
     decoder = ours(reference(family), tmp_path / "model")
@@ -187,6 +190,18 @@ def test_an_adapter_with_the_names_of_mixtrals_checkpoints_is_read(tmp_path: Pat
     assert "base_model.model.model.layers.1.block_sparse_moe.experts.3.w2.lora_A.weight" in renamed
     save_file(renamed, file)
     assert torch.equal(load_adapter(folder, decoder.config).adapter.flat, adapter.flat)
+
+
+def test_an_adapter_with_the_names_of_a_model_that_sees_is_read(tmp_path: Path) -> None:
+    adapter = random_adapter(ours(reference("qwen3.5"), tmp_path / "model"), 2, seed=1, train_unembed=False)
+    tensors = {name: view.numpy() for name, view in adapter.views.items()}
+    write_export(tmp_path, tensors, base_model="tiny", rank=2, alpha=4.0)
+    plain = load_file(tmp_path / "adapter_model.safetensors")
+    seeing = {name.replace(".model.layers.", ".model.language_model.layers."): x for name, x in plain.items()}
+    assert not plain.keys() & seeing.keys()
+    found = read_layout({name: x.numpy() for name, x in seeing.items()})
+    assert found.keys() == tensors.keys()
+    assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
 
 
 def test_an_export_of_another_model_is_refused(tmp_path: Path) -> None:

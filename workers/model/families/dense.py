@@ -23,7 +23,7 @@ def decoder(architecture: str, fields: Fields, **parts: Any) -> DecoderConfig:
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": fields.whole("head_dim", parts.pop("head_dim", hidden // heads)),
-        "intermediate_size": fields.need("intermediate_size"),
+        "intermediate_size": parts.pop("intermediate_size", None) or fields.need("intermediate_size"),
         "context_length": fields.need("max_position_embeddings"),
         "norm_eps": fields.number("rms_norm_eps", 1e-6),
         "tie_embeddings": fields.flag("tie_word_embeddings"),

@@ -63,3 +63,31 @@ def qwen3_next(fields: Fields) -> DecoderConfig:
         **shared_expert(fields),
         **delta_and_gates(fields, grouped=True),
     )
+
+
+def qwen3_5(fields: Fields) -> DecoderConfig:
+    _known(fields)
+    return decoder("Qwen3_5ForCausalLM", fields, **delta_and_gates(fields, grouped=False))
+
+
+def qwen3_5_moe(fields: Fields) -> DecoderConfig:
+    _known(fields)
+    mixture = shared_expert(fields)
+    return decoder(
+        "Qwen3_5MoeForCausalLM",
+        fields,
+        intermediate_size=fields.whole("intermediate_size", mixture["moe_intermediate_size"]),  # no layer is dense
+        norm_topk=True,
+        **mixture,
+        **delta_and_gates(fields, grouped=False),
+    )
+
+
+def _known(fields: Fields) -> None:
+    """What their configs say besides."""
+    fields.only("attn_output_gate", True)
+    fields.only("mamba_ssm_dtype", "float32")
+    fields.only("norm_topk_prob", True)
+    fields.unset("mlp_only_layers", "the same MLP in every layer")
+    for prediction in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
+        fields.get(prediction)  # of layers that are not loaded

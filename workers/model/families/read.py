@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from workers.model.config import DecoderConfig, UnsupportedModel, read_json
 from workers.model.families.fields import Fields
-from workers.model.families.table import FAMILIES
+from workers.model.families.table import FAMILIES, VISION
 
 
 def read_config(name: str, path: Path) -> DecoderConfig:
@@ -17,13 +18,23 @@ def read_config(name: str, path: Path) -> DecoderConfig:
     if not raw:
         raise UnsupportedModel(name, path, "no config.json in the folder", "a local Hugging Face model folder")
     found = raw.get("architectures") or []
-    if len(found) != 1 or found[0] not in FAMILIES:
-        raise UnsupportedModel(name, path, f"architectures={found!r}", ", ".join(FAMILIES))
-    fields = Fields(name, path, raw)
+    if len(found) != 1 or found[0] not in {*FAMILIES, *VISION}:
+        raise UnsupportedModel(name, path, f"architectures={found!r}", ", ".join([*FAMILIES, *VISION]))
+    fields = Fields(name, path, _text_part(raw) if found[0] in VISION else raw)
     _check_quantised(fields)
-    config = FAMILIES[found[0]].read(fields)
+    config = FAMILIES[VISION.get(found[0], found[0])].read(fields)
     fields.finish()
     return config
+
+
+#: What the config.json of a model that sees says of seeing.
+_SEEING = {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
+
+
+def _text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of its text model; what stands outside counts for the whole."""
+    whole = {key: value for key, value in raw.items() if key not in {*_SEEING, "text_config"}}
+    return {**(raw.get("text_config") or {}), **whole}
 
 
 #: The quantised forms that stored.py reads, with what their description must say.

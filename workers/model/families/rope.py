@@ -19,8 +19,17 @@ KINDS: dict[str, tuple[str, str]] = {
         "original_max_position_embeddings beta_fast beta_slow truncate attention_factor mscale mscale_all_dim",
     ),
 }
-#: Fields of any kind; `finetuned` says how a context was stretched, and changes nothing.
-_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
+#: Fields of any kind. `finetuned` says how a context was stretched, `mrope_*` how the positions of images turn: of text
+#: both change nothing.
+_COMMON = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "finetuned",
+    "mrope_section",
+    "mrope_interleaved",
+}
 
 
 def read_rope(fields: Fields, *, theta: float = 10000.0, partial: float | None = None) -> RopeConfig:

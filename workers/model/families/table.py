@@ -37,8 +37,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Family:
-    """`architecture` is what config.json names. `checkpoints` are examples of published ones. `attention` and `mlp` say
-    in words what its layers are made of."""
+    """`architecture` is what config.json names; `vision` that of checkpoints that see and have this text model.
+    `checkpoints` are examples of published ones. `attention` and `mlp` say in words what its layers are made of."""
 
     architecture: str
     name: str
@@ -47,6 +47,7 @@ class Family:
     mlp: str
     read: Callable[[Fields], DecoderConfig] = field(repr=False)
     layout: Layout = Layout()
+    vision: str = ""
 
 
 _GROUPED = "grouped-query, rotary"
@@ -59,6 +60,8 @@ _HYBRID = (
     "three layers in four (as the config says) gated delta rule with a short convolution and a gated norm, the others "
     "grouped-query with an output gate, rotary over a quarter of a head, q/k norm by head; zero-centred norms"
 )
+
+_QWEN3_5 = Layout(centred_norms=True, unused=("mtp.", "model.visual."))
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
@@ -178,5 +181,28 @@ FAMILIES: dict[str, Family] = {
             hybrids.qwen3_next,
             Layout(centred_norms=True, unused=("mtp.",)),
         ),
+        Family(
+            "Qwen3_5ForCausalLM",
+            "Qwen3.5, Qwen3.6 (text)",
+            ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-27B"),
+            _HYBRID,
+            "SwiGLU",
+            hybrids.qwen3_5,
+            _QWEN3_5,
+            "Qwen3_5ForConditionalGeneration",
+        ),
+        Family(
+            "Qwen3_5MoeForCausalLM",
+            "Qwen3.5, Qwen3.6 MoE (text)",
+            ("Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3.6-35B-A3B"),
+            _HYBRID,
+            "softmax top-k, normalised, of SwiGLU experts; a shared expert with a gate",
+            hybrids.qwen3_5_moe,
+            _QWEN3_5,
+            "Qwen3_5MoeForConditionalGeneration",
+        ),
     )
 }
+
+#: The architectures of checkpoints that see, and the family of their text model.
+VISION = {family.vision: family.architecture for family in FAMILIES.values() if family.vision}
