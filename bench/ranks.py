@@ -99,7 +99,7 @@ def save_toy(folder: Path) -> Path:
     """The toy as a folder that a trainer loads."""
     from safetensors.torch import save_file
 
-    transformers_model(CONFIG).config.save_pretrained(folder)
+    transformers_model(CONFIG).save_pretrained(folder)  # for its config.json
     tensors = {name: place.target.clone() for name, place in places(toy())}
     save_file(tensors, folder / "model.safetensors")
     return folder

@@ -48,9 +48,10 @@ def plan_on(
     asked |= {generator.dtype} if samples else set()
     dtypes = {default if dtype == "auto" else dtype for dtype in asked} or {default}
     models = [check_model(card, max(dtypes)) for card in cards.values()]
-    known = _known(device)
+    known, ranks = _known(device), trainer.ranks if device.name == "cpu" else 1
     wanted = Wanted(
-        trainers=(trainer.ranks if device.name == "cpu" else 1) if trains else 0,
+        trainers=ranks * (1 if alone else trainer.replicas) if trains else 0,
+        ranks=ranks,
         generators=generator.kinds.count("torch") if samples else 0,
         one_base=device.kind == "cpu" and bool(settings.base_dir) and len(dtypes) == 1,
         spread=not known,

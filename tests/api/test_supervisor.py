@@ -436,7 +436,14 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
     assert second.config == TrainerConfig(training, bounds, "pages/trainer-2")
     assert (second.role, second.command[-1]) == ("trainer-2", "trainer")
     assert generator.config == GeneratorConfig(sampling, 15, 16, TorchConfig(17, 18, 19, 20, False))
+    ranks = "ranks = 2\n        nodes = 3\n        rendezvous = 'a:1'\n        shard = 'node'\n"
+    config.write_text(config.read_text().replace('device = "cuda:1"', 'device = "cuda"\n        ' + ranks))
+    with pytest.raises(SettingsError, match=r"trainer\.nodes: .* Redis"):
+        embedded_workers(load_settings(config, data_dir=tmp_path), models)
     shared = load_settings(config, data_dir=tmp_path, redis_url="redis://r")
+    of_many = lone_worker(shared, models, "trainer").config
+    assert isinstance(of_many, TrainerConfig)
+    assert (of_many.ranks, of_many.nodes, of_many.rendezvous, of_many.shard) == (2, 3, "a:1", "node")
     there = Basics(**place, threads=4, device="cpu", dtype="bfloat16", redis_url="redis://r")
     assert lone_worker(shared, models, "generator").config == GeneratorConfig(
         there, 15, 16, TorchConfig(17, 18, 19, 20, False)

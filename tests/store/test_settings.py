@@ -32,6 +32,8 @@ def test_the_command_line_wins_and_paths_are_relative_to_the_file(tmp_path: Path
     file = write(tmp_path, 'data_dir = "d"\nport = 1\nhost = "h"\n[models]\n"Qwen/Q" = "m/q"\n[trainer]\nthreads = 3\n')
     settings = load_settings(file, port=2)
     assert (settings.port, settings.host, settings.trainer.threads) == (2, "h", 3)
+    trainer = load_settings(file, trainer_ranks=4).trainer
+    assert (trainer.ranks, trainer.threads) == (4, 3)
     assert settings.data_dir == tmp_path / "d"
     assert settings.models == {"Qwen/Q": tmp_path / "m/q"}
 
@@ -44,6 +46,8 @@ def test_the_command_line_wins_and_paths_are_relative_to_the_file(tmp_path: Path
         ("data_dir = 'x'\nport = 70000", "port"),
         ("data_dir = 'x'\n[trainer]\npass_tokens = 0", r"trainer\.pass_tokens"),
         ("data_dir = 'x'\nmodels = 3", "models"),
+        ("data_dir = 'x'\n[trainer]\nranks = 2\ndevice = 'cuda:1'", r"trainer: .*each of 2 ranks has a GPU of its own"),
+        ("data_dir = 'x'\n[trainer]\nnodes = 2", r"trainer: .*2 nodes need a rendezvous"),
         ("port = 1", "data_dir"),
         ("port =", "not TOML"),
     ],

@@ -52,11 +52,12 @@ class Device:
 @dataclass(frozen=True)
 class Wanted:
     """Settings of these names (`store.settings`), 0 where the plan chooses; and who is on the device. `packed` None: as
-    memory allows. `trainers` are processes: ranks, where there are several. `one_base`: workers map one copy, except
+    memory allows. `trainers` are processes, of which `ranks` are one trainer. `one_base`: workers map one copy, except
     ranks. `spread`: a base that no device holds whole may be spread for sampling. `tenants` runs of `rank` are what is
     planned for."""
 
     trainers: int = 1
+    ranks: int = 1
     generators: int = 1
     one_base: bool = False
     spread: bool = False
@@ -157,14 +158,16 @@ def _weights(models: Sequence[Check], device: Device, wanted: Wanted, room: _Roo
     """Whether the generators, too, hold parts of a base that no device could hold whole."""
     whole = sum(model.weight_bytes for model in models)
     must, way_out = f"models: {', '.join(model.card.name for model in models)}", "more devices, or fewer models"
-    if wanted.one_base and wanted.trainers <= 1:
+    if wanted.one_base and wanted.ranks <= 1:
         note = f"one copy for {wanted.trainers + wanted.generators} workers"
         room.take("weights", whole, note, must=must, way_out=way_out)
         return False
     if wanted.trainers:
         gathered = max(map(_gathered_bytes, models)) if device.count > 1 else 0
         note = f"a part of {device.count}, and what is gathered of it" if device.count > 1 else ""
-        room.take("weights of the trainer", -(-whole // device.count) + gathered, note, must=must, way_out=way_out)
+        each = -(-whole // device.count) + gathered
+        replicas = -(-wanted.trainers // wanted.ranks)
+        room.take("weights of the trainer", replicas * each, note, must=must, way_out=way_out)
     copies = min(1, wanted.generators) if wanted.one_base else wanted.generators
     spread = wanted.spread and device.count > 1 and whole * copies > room.left_bytes * (1 - 2 * SPARE)
     note = f"a part of {device.count}: only vLLM does that" if spread else ""
@@ -252,7 +255,10 @@ def _keys_and_values(
     if least > most:
         way_out = f"at most {most:,} tokens fit; set less"
         room.take("keys and values", least * each, must=f"generator.context_tokens = {longest:,}", way_out=way_out)
-    slots = wanted.slots or MOST_SLOTS[device.kind]
+    slots, state = wanted.slots or MOST_SLOTS[device.kind], wanted.generators * sum(m.state_bytes for m in models)
+    if state and not wanted.slots:
+        slots = max(1, min(slots, room.free_bytes // 4 // state))
+    room.take("states of sequences", slots * state, must=f"generator.slots = {slots}", way_out="set less")
     full = slots * (least + PAGE_TOKENS)
     fits = room.free_bytes // 2 // each if wanted.trainers else room.free_bytes // each
     kv_tokens = wanted.kv_tokens or max(least, min(full, fits) // PAGE_TOKENS * PAGE_TOKENS)

@@ -34,6 +34,17 @@ class Together(Protocol):
         """Those of the `parts` that other ranks have computed; their results are added, in their order."""
 
 
+class Others(Together, Protocol):
+    """The other ranks of this trainer (workers/trainer/ranks), each of which executes its own part of the same pass."""
+
+    def wait(self) -> None:
+        """Return when all ranks are ready for the next work, or have nothing more to do."""
+
+    def attend(self, work: Callable[[], object]) -> None:
+        """This rank has done its part. Take part in what the others do until they have too: `work` computes what they
+        hand out."""
+
+
 class Alone:
     """There are no others."""
 

@@ -24,7 +24,6 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -46,7 +45,7 @@ from scheduler.links.messages import (
 )
 from store.blobs import Blobs, StoreAway, is_lasting
 from workers.model.decoder import Decoder
-from workers.trainer.computing import Computing, Together
+from workers.trainer.computing import Computing, Others
 from workers.trainer.custom_losses import CustomLosses, UploadedLoss, most_work_of
 from workers.trainer.failures import NotResident, failure_of
 from workers.trainer.pages import PageError
@@ -68,17 +67,6 @@ from workers.trainer.watchdog import no_limit
 Send = Callable[[msgspec.Struct], None]
 #: Bounds what is done within it to so many seconds.
 Limit = Callable[[float], AbstractContextManager[None]]
-
-
-class Others(Together, Protocol):
-    """The other ranks of this trainer (workers/trainer/ranks), each of which executes its own part of the same pass."""
-
-    def wait(self) -> None:
-        """Return when all ranks are ready for the next work, or have nothing more to do."""
-
-    def attend(self, work: Callable[[], object]) -> None:
-        """This rank has done its part. Take part in what the others do until they have too: `work` computes what they
-        hand out."""
 
 
 COMPUTE = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)

@@ -50,7 +50,8 @@ def _command(tour: Tour, name: str, *arguments: str, shows: str = "", local: boo
     call = f"tinker {name}"
     done = CliRunner().invoke(main_cli, ["-f", "json", *name.split(), *arguments], input="y\n")
     said = f"{done.output} {done.exception or ''}".strip()
-    if "No such command" in said:
+    # 0.18's "checkpoint delete" calls its own command `list` where it means Python's, and never reaches a server.
+    if "No such command" in said or "Got unexpected extra argument (tinker://" in said:
         tour.record(call, "absent")
     elif done.exit_code != 0 and not (local and "API key" in said):
         tour.record(call, "fail", said[-400:])

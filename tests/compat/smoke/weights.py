@@ -22,7 +22,9 @@ def save(tour: Tour, service: Any, run: Any) -> dict[str, str | None]:
     )
     there = forward(run)
     going = _go_on(run)
-    tour.call("TrainingClient.save_state: a name that is taken, then overwritten", lambda: _names(run))
+    done(run.save_state("s2"))
+    taken = "TrainingClient.save_state: a name that is taken, then overwritten"
+    tour.call(taken, lambda: _names(run), takes=("overwrite",))
     tour.call("TrainingClient.save_state: with a ttl", lambda: done(run.save_state("short", ttl_seconds=7200)))
     _load(tour, service, run, state, there, going)
     external = tour.call(
@@ -80,7 +82,6 @@ def _same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 
 def _names(run: Any) -> None:
-    done(run.save_state("s2"))
     assert "s2" in refusal(lambda: done(run.save_state("s2")))
     done(run.save_state("s2", overwrite=True))
 

@@ -67,11 +67,11 @@ def sizes(found: Plan) -> dict[str, int]:
     return {part.name: part.size_bytes for part in found.parts}
 
 
-@pytest.mark.parametrize("family", ["moe", "qwen3-tied", "gpt-oss", "glm4-moe"])
+@pytest.mark.parametrize("family", ["moe", "qwen3-tied", "gpt-oss", "deepseek", "qwen3-next"])
 def test_the_arithmetic_is_what_the_cpu_allocates(family: str, tmp_path: Path) -> None:
     decoder = ours(reference(family), tmp_path)
     model = check_model(ModelCard("m", tmp_path, decoder.config, ()), "float32")
-    wanted = Wanted(kv_tokens=640, context_tokens=128, packed=True, rank=5, resident_bytes=1 << 20)
+    wanted = Wanted(slots=3, kv_tokens=640, context_tokens=128, packed=True, rank=5, resident_bytes=1 << 20)
     found = plan([model], Device("cpu", 8 * GIB), wanted)
     engine = TorchEngine(decoder, (), slots=found.slots, context=128, kv_tokens=found.kv_tokens)
     cache = engine._cache
@@ -80,6 +80,7 @@ def test_the_arithmetic_is_what_the_cpu_allocates(family: str, tmp_path: Path) -
     page = kept // (cache.pages + 1)  # one that no sequence holds
     assert sizes(found)["keys and values"] == kept - page + routes
     assert sizes(found)["weights of the trainer"] == sum(weight.nbytes for weight in decoder.parameters())
+    assert sizes(found).get("states of sequences", 0) == found.slots * decoder.config.state_bytes
     panels = [packed(weight) for weight in decoder.products()]
     there = sum(each._panels.nbytes for each in panels if each is not None)
     tables = sum(weight.nbytes for weight in decoder.parameters()) - sum(w.nbytes for w in decoder.products())
@@ -107,7 +108,7 @@ def test_a_mixture_of_30_billion_on_one_gpu(folder_of: Any) -> None:
     assert once.kv_tokens > 2 * found.kv_tokens
     with pytest.raises(DoesNotFit, match=r"generator.kv_tokens = 262,144 takes 24.2 GiB .*: at most [\d,]+ tokens fit"):
         plan([model], gpu, Wanted(kv_tokens=262_144))
-    ranks = replace(Wanted(), trainers=4, one_base=True)
+    ranks = replace(Wanted(), trainers=4, ranks=4, one_base=True)
     assert sizes(plan([model], Device("cpu", 999 * GIB), ranks))["weights of the generator"] == model.weight_bytes
     with pytest.raises(DoesNotFit, match=r"models: 30B-A3B takes 56.9 GiB .* 80.0 GiB, of which 56.9 GiB are taken"):
         plan([model], Device("gpu", 80 * GIB), Wanted())

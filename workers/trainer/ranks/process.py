@@ -24,11 +24,12 @@ from workers.leave import leave
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
 from workers.model.sharded import Sharded, held_bytes, load_sharded
+from workers.trainer.computing import Others
 from workers.trainer.process import StopFlag, say, serve_all
 from workers.trainer.ranks.group import FOR_EVER, Group
 from workers.trainer.ranks.launch import handed
 from workers.trainer.ranks.leader import Leader, Member, Word, follow
-from workers.trainer.trainer import Others, Trainer
+from workers.trainer.trainer import Trainer
 from workers.trainer.watchdog import Watchdog
 
 _PR_SET_PDEATHSIG = 1
@@ -37,8 +38,9 @@ _PR_SET_PDEATHSIG = 1
 def main(door: str, parent: int) -> int:
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     config, link = handed(door)
+    # Rank 0 has nothing to finish yet; the others leave when it does.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if link is None else lambda signum, frame: leave(0))
     torch.set_num_threads(config.basics.threads)
     where = device_of(_own(config.basics.device), config.basics.dtype)
     on_gpu = where.device.type == "cuda"
@@ -76,7 +78,7 @@ def main(door: str, parent: int) -> int:
 def mesh_of(config: TrainerConfig, where: ModelDevice) -> DeviceMesh:
     """All ranks keep a part each; or, of several nodes, each node keeps the whole among its ranks."""
     if config.nodes > 1 and config.shard == "node":
-        return init_device_mesh(where.device.type, (config.nodes, config.ranks))
+        return init_device_mesh(where.device.type, (config.nodes, config.ranks), mesh_dim_names=("nodes", "ranks"))
     return init_device_mesh(where.device.type, (config.nodes * config.ranks,))
 
 

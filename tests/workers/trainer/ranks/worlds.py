@@ -19,13 +19,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from weft.wire.checks.custom_format import encode_custom_loss
 from weft.wire.codec import decode_train_output
 
+from scheduler.links.configs import Basics, TrainerConfig
 from scheduler.links.messages import Done, OpKind, loss_ref
 from store.folder_blobs import FolderBlobs
 from tests.workers.trainer.kit import MODEL, Bench, ce_data, rl_data, sliced
+from workers.model.device import ModelDevice
 from workers.model.sharded import Sharded, held_bytes, load_sharded
 from workers.model.stored import Stored
 from workers.model.weights import load_decoder
@@ -33,6 +34,7 @@ from workers.trainer import computing
 from workers.trainer.ranks import guests
 from workers.trainer.ranks.group import Group
 from workers.trainer.ranks.leader import Leader, Member, Word, follow
+from workers.trainer.ranks.process import mesh_of
 from workers.trainer.trainer import Trainer
 
 STEPS = 5
@@ -174,7 +176,10 @@ def main(model: Path, folder: Path, chosen: list[str]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     group, read = Group(), list[int]()
     with patch.object(Stored, "rows", counted(Stored.rows, read)):
-        base = load_sharded(model, torch.float32, torch.device("cpu"), init_device_mesh("cpu", (group.size,)))
+        where = ModelDevice(torch.device("cpu"), torch.float32)
+        # Four ranks are two nodes, each of which has the whole base.
+        nodes = TrainerConfig(Basics("", {}), ranks=2, nodes=group.size // 2, shard="node")
+        base = load_sharded(model, where.dtype, where.device, mesh_of(nodes, where))
     held, files = zip(*group.exchange((held_bytes(base.decoder), sum(read))), strict=True)
     total, wanted = 0, list[bytes]()
     if group.leads:
