@@ -1,0 +1,217 @@
+"""What a second trainer brings, and what it costs when one dies or a run moves.
+
+    python bench/scale.py [--json] [--quick]
+
+- Two services in turns, one with one trainer and one with two, each trainer with one thread: trained tokens per second
+  of eight unmodified `tinker` clients, through API, journal and settlement. Clients and servers share the machine's
+  cores, so on two cores both trainers are slowed by all else; the figure beside it is of the trainers alone: tokens per
+  second of their passes (`busy_s`), summed.
+- On the one with two, with all clients at work: a trainer is killed by SIGKILL. From then to the next result of the
+  run that waited longest, less what a run usually waits. States are saved every 2,048 tokens: a replay of two steps.
+- Then a trainer is told to leave (SIGTERM), its runs move to the other one, its successor joins, and runs move to it:
+  the longest that any run waited for a result meanwhile, less what a run usually waits, in passes of that time (the
+  mean of `busy_s` / `passes`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import tinker
+from path import ADAM, batch
+from serving import BASE_MODEL, claim, machine, make_key, serve
+
+TENANTS, SEQUENCES, LENGTH, RANK = 8, 8, 128, 8
+TOKENS = SEQUENCES * LENGTH
+CONFIG = """
+[trainer]
+threads = 1
+replicas = {trainers}
+pass_tokens = 2048
+snapshot_every_tokens = 2048
+[generator]
+threads = 1
+"""
+#: Nothing here takes so long.
+PATIENCE_S = 60.0
+
+
+class Service:
+    """A server with some trainers, and its clients."""
+
+    def __init__(self, url: str, data_dir: Path) -> None:
+        keys = [make_key(data_dir, f"tenant-{i}") for i in range(TENANTS)]
+        self._http = httpx.Client(base_url=url, headers={"X-API-Key": keys[0]}, timeout=PATIENCE_S)
+        self.pid = int((data_dir / "server.lock").read_text())
+        clients = [tinker.ServiceClient(base_url=url, api_key=key) for key in keys]
+        self._runs = [client.create_lora_training_client(BASE_MODEL, rank=RANK).result() for client in clients]
+        self.results: list[list[float]] = [[] for _ in self._runs]  # when each client had one
+
+    def train(self, number: int, steps: int, over: threading.Event) -> None:
+        """Two steps in flight, until `over` or that many are done."""
+        run, data, open_steps = self._runs[number], batch(SEQUENCES, LENGTH, seed=number), deque[Any]()
+        for _ in range(steps):
+            if over.is_set():
+                break
+            if len(open_steps) == 2:
+                self._end(number, open_steps.popleft())
+            open_steps.append((run.forward_backward(data, "cross_entropy"), run.optim_step(ADAM)))
+        for step in open_steps:
+            self._end(number, step)
+
+    def _end(self, number: int, step: tuple[Any, Any]) -> None:
+        for future in step:
+            future.result()
+        self.results[number].append(time.monotonic())
+
+    def steps(self, count: int) -> float:
+        """Tokens per second over `count` steps of every client."""
+        start, never = time.perf_counter(), threading.Event()
+        with ThreadPoolExecutor(TENANTS) as pool:
+            list(pool.map(lambda number: self.train(number, count, never), range(TENANTS)))
+        return count * TENANTS * TOKENS / (time.perf_counter() - start)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """All clients train meanwhile."""
+        over = threading.Event()
+        with ThreadPoolExecutor(TENANTS) as pool:
+            working = [pool.submit(self.train, number, 10**9, over) for number in range(TENANTS)]
+            try:
+                yield
+            finally:
+                over.set()
+                for work in working:
+                    work.result()
+
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._http.get("/api/v1/weft/stats").json()["trainer"]
+        return found
+
+    def shared(self, trainers: int) -> None:
+        """Until so many trainers have runs."""
+        deadline = time.monotonic() + PATIENCE_S
+        while sum(one["runs"] > 0 for one in self.stats()["replicas"].values()) < trainers:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the runs are not on {trainers} trainers: {self.stats()}")
+            time.sleep(0.1)
+
+    def trainer(self) -> psutil.Process:
+        """A trainer that works."""
+        children = psutil.Process(self.pid).children()
+        return next(child for child in children if child.name() == "weft-trainer")
+
+    def all_after(self, since: float) -> None:
+        """Until every client has had a result."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not all(times and times[-1] > since for times in self.results):
+            if time.monotonic() > deadline:
+                raise RuntimeError("a client has had no result for a minute")
+            time.sleep(0.02)
+
+    def gaps(self, since: float, until: float) -> list[float]:
+        """The longest that each client waited for a result."""
+        found = []
+        for times in self.results:
+            inside = [at for at in times if since <= at <= until]
+            marks = [since, *inside, min([at for at in times if at > until], default=until)]
+            found.append(max(b - a for a, b in pairwise(marks)))
+        return found
+
+
+def trainers_alone(before: dict[str, Any], after: dict[str, Any]) -> float:
+    """Tokens per second of passes, of all trainers together."""
+    parts = after["replicas"].items()
+    speeds = []
+    for name, part in parts:
+        old = before["replicas"].get(name, {"tokens": 0, "busy_s": 0.0})
+        if part["busy_s"] > old["busy_s"]:
+            speeds.append((part["tokens"] - old["tokens"]) / (part["busy_s"] - old["busy_s"]))
+    return sum(speeds)
+
+
+def disturbances(service: Service, calm_s: float) -> dict[str, float]:
+    """A death, then a trainer that leaves and its successor that joins, in seconds."""
+    with service.at_work():
+        service.shared(2)
+        began = time.monotonic()
+        time.sleep(calm_s)
+        usual_s = statistics.median(service.gaps(began, time.monotonic()))
+        killed = time.monotonic()
+        service.trainer().send_signal(signal.SIGKILL)
+        service.all_after(killed)
+        death_s = max(service.gaps(killed, time.monotonic()))
+        service.shared(2)
+        time.sleep(calm_s)
+        told, before = time.monotonic(), service.stats()
+        service.trainer().send_signal(signal.SIGTERM)
+        service.all_after(told)
+        service.shared(2)
+        service.all_after(time.monotonic())
+        pause_s, after = max(service.gaps(told, time.monotonic())), service.stats()
+    pass_s = (after["busy_s"] - before["busy_s"]) / (after["passes"] - before["passes"])
+    return {"usual_s": usual_s, "death_s": death_s, "moves": after["moves"], "pause_s": pause_s, "pass_s": pass_s}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    args = parser.parse_args()
+    rounds, count, calm_s = (1, 3, 4.0) if args.quick else (5, 8, 10.0)
+    through: dict[int, list[float]] = {1: [], 2: []}
+    alone: dict[int, list[float]] = {1: [], 2: []}
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
+        configs = {trainers: Path(folder) / f"{trainers}.toml" for trainers in (1, 2)}
+        for trainers, config in configs.items():
+            config.write_text(CONFIG.format(trainers=trainers))
+        with serve("--config", str(configs[1])) as first, serve("--config", str(configs[2])) as second:
+            services = {1: Service(*first), 2: Service(*second)}
+            with services[2].at_work():
+                services[2].shared(2)
+            for turn in range(rounds + 1):
+                for trainers, service in services.items():
+                    before = service.stats()
+                    figure = service.steps(count)
+                    if turn:
+                        through[trainers].append(figure)
+                        alone[trainers].append(trainers_alone(before, service.stats()))
+            disturbed = disturbances(services[2], calm_s)
+    best = {trainers: max(figures) for trainers, figures in through.items()}
+    ratio, inside = best[2] / best[1], max(alone[2]) / max(alone[1])
+    death_s = disturbed["death_s"] - disturbed["usual_s"]
+    passes = max(0.0, disturbed["pause_s"] - disturbed["usual_s"]) / disturbed["pass_s"]
+    result = {
+        "bench": "scale",
+        "compares": "two trainers of one thread with one, through the API, in turns; a death, and moves",
+        "machine": machine(),
+        "tokens_per_s": through,
+        "tokens_per_s_in_passes": alone,
+        "disturbed": disturbed,
+        "claims": [
+            claim("two trainers / one, tokens/s through the API", ratio, 1.8, ratio >= 1.8),
+            claim("two trainers / one, tokens/s in their passes", inside, 1.8, inside >= 1.8),
+            claim("from a trainer's death to its runs' next result, s", death_s, 10.0, death_s <= 10.0),
+            claim("the pause of a run that moves, passes", passes, 2.0, passes <= 2.0),
+        ],
+    }
+    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
