@@ -13,10 +13,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 ROOMS := api billing migrations scheduler store workers weft_server setup.py client_sdk/weft examples bench tools tests
 
-.PHONY: help setup vllm demo test test-quick soak chaos compat loaders cookbook mutants lint format clean
+.PHONY: help setup vllm demo test test-quick soak chaos compat loaders cookbook mutants gpu-bundle gpu-check lint format clean
 
 help:
-	@echo "make setup | vllm | demo | test | test-quick | soak | chaos | compat | loaders | cookbook | mutants | lint | format | clean"
+	@echo "make setup | vllm | demo | test | test-quick | soak | chaos | compat | loaders | cookbook | mutants | gpu-bundle | gpu-check | lint | format | clean"
 
 setup: $(STAMP)
 
@@ -102,6 +102,21 @@ $(MUTANTS)/.setup-done:
 	test -x $(MUTANTS)/bin/python || $(PYTHON) -m venv $(MUTANTS)
 	$(MUTANTS)/bin/python -m pip install --quiet 'cosmic-ray==8.7.0'
 	@touch $@
+
+# Everything to try on a GPU, in under nine minutes: deploy/gpu/check.py. It needs torch, triton, transformers and Python
+# 3.12, and no `make setup`; what else is imported comes from the wheels of gpu-bundle, made here and taken along.
+GPU_BUNDLE := .gpu-bundle
+HERE := $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+GPU_PLATFORMS := $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64)
+
+gpu-bundle:
+	rm -rf $(GPU_BUNDLE)
+	$(HERE) -m pip download --quiet --dest $(GPU_BUNDLE) --only-binary :all: --python-version 3.12 $(GPU_PLATFORMS) \
+	  --requirement deploy/gpu/requirements.txt
+	@size=$$(du -sm $(GPU_BUNDLE) | cut -f1); echo "$(GPU_BUNDLE): $$size MB"; test $$size -le 60
+
+gpu-check:
+	$(HERE) deploy/gpu/check.py
 
 lint: setup
 	$(BIN)/ruff check $(ROOMS)

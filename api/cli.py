@@ -31,6 +31,7 @@ COMMANDS = {
     "model": "model",
     "org": "org",
     "payments": "payments",
+    "plan": "plan",
     "project": "project",
     "repair": "repair",
     "restore": "backup",

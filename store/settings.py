@@ -73,7 +73,7 @@ class TrainerSettings(_Section):
     #: A run's whole state is written after this many tokens of training, which bounds what a lost trainer replays.
     snapshot_every_tokens: Positive = 65_536
     #: Memory for the states of runs (weights, moments, gradient), on the device if the trainer has one; the others are
-    #: paged out. 0: half of what is free when the trainer starts, and of that its part, where this server has several.
+    #: paged out. 0: what is left of the memory (`weftd plan`), on a CPU half of it; trainers of one server share it.
     resident_bytes: Annotated[int, Field(ge=0)] = 0
     #: With a device: memory of the host for runs that are paged out of it; beyond, they are in files. 0: half.
     host_bytes: Annotated[int, Field(ge=0)] = 0
@@ -117,15 +117,18 @@ class GeneratorSettings(_Section):
     threads: Positive = Field(default_factory=_half_the_cores)
     device: Device = "auto"
     dtype: Dtype = "auto"
-    #: Sequences that are decoded at the same time.
-    slots: Positive = 32
+    #: Sequences that are decoded at the same time; 0: as memory allows, at most 32 on a CPU and 64 on a GPU.
+    slots: Annotated[int, Field(ge=0)] = 0
     #: The longest sequence, prompt and completion; a model's own context holds as well.
     context_tokens: Positive = 8192
-    #: Keys and values kept for running sequences, in tokens of all of them; 0: as many as full slots take. With less,
-    #: more slots fit into the same memory, and the youngest sequences are set aside when they all grow long.
+    #: Keys and values kept for running sequences, in tokens of all of them; 0: as many as full slots take, or half of
+    #: what is left of the memory. With less, the youngest sequences are set aside when they all grow long.
     kv_tokens: Annotated[int, Field(ge=0)] = 0
     #: Prompt tokens computed between two decode steps; longer prompts are computed in pieces.
     prefill_tokens: Positive = 2048
+    #: On a CPU, a second copy of the weights in the order in which they are multiplied, which is faster. auto: where it
+    #: takes less than half of the memory that is left.
+    packed: bool | Literal["auto"] = "auto"
     #: Memory, of each base model, for adapters that were used.
     adapter_cache_bytes: Positive = 2 << 30
     #: Memory, of each base model, for prompts that later ones may begin with; 0 keeps none.

@@ -18,7 +18,7 @@ from api.commands.places import database_of, refuse, settings_of, where
 @click.option("--redis", metavar="URL", help="The Redis of the API replicas (default: redis_url of the settings).")
 def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | None) -> None:
     """Work as ROLE until SIGTERM, which lets it finish what it has. Whatever supervises it starts it again."""
-    from api.server.serve import CannotServe, read_cards
+    from api.server.serve import CannotServe, read_cards, with_plan
     from api.server.worker_programs import lone_worker
     from store.opening import check_blobs
     from store.settings import SettingsError
@@ -28,10 +28,14 @@ def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | N
         refuse("there is no Redis to come to: give --redis URL, or redis_url in the settings")
     try:
         check_blobs(settings)
-        models = {name: card.path for name, card in read_cards(settings.models).items()}
+        cards = read_cards(settings.models)
+        settings, tables = with_plan(settings, cards, role)
+        models = {name: card.path for name, card in cards.items()}
         program = lone_worker(settings, models, role)
     except (CannotServe, SettingsError) as error:
         refuse(str(error))
+    for table in tables:
+        click.echo(table, err=True)
     ours, theirs = socket.socketpair()
     ours.sendall(program.first_word)  # which waits in the link for the program that takes this one's place
     os.set_inheritable(theirs.fileno(), True)

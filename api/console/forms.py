@@ -11,11 +11,14 @@ from starlette.types import Message
 
 
 def as_json(request: Request, **fields: Any) -> Request:
-    """The request with `fields` as its body; those that are None or "" are left out."""
+    """The request with `fields` as its body; those that are None or "" are left out. What comes after the body is that
+    the client leaves."""
     body = orjson.dumps({name: value for name, value in fields.items() if value not in (None, "")})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
 
+    bodies = [body]
+
     async def receive() -> Message:
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": bodies.pop(), "more_body": False} if bodies else await request.receive()
 
     return Request({**request.scope, "headers": headers}, receive)

@@ -47,6 +47,7 @@ NAVIGATION: tuple[tuple[str, tuple[Link, ...]], ...] = (
             Link("/runs", "Runs", "run"),
             Link("/checkpoints", "Checkpoints", "disk"),
             Link("/queues", "Queues", "queue"),
+            Link("/playground", "Playground", "chat", ("sample",)),
         ),
     ),
     (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import logging
 import os
 import shutil
 import socket
@@ -16,15 +17,19 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from api.server.memory_plan import planned
 from api.server.worker_process import WorkerProcess, WorkerProgram, start_ahead
 from api.server.worker_programs import embedded_workers
-from billing.prices import load_prices
+from billing.prices import PriceList, load_prices
 from store.settings import PaymentsSettings, Settings, SettingsError
 from workers.model.card import ModelCard, UnsupportedModel, read_card
+from workers.model.plan import DoesNotFit
 from workers.model.tiny import TINY_NAME, TINY_PATH
 
 if TYPE_CHECKING:
     from store.db import Database
+
+log = logging.getLogger(__name__)
 
 #: Connections that wait to be taken, as during a start.
 BACKLOG = 4096
@@ -45,34 +50,52 @@ def serve(settings: Settings) -> int:
         check_payments(settings.payments)
     check_store(settings)
     cards = read_cards(settings.models)
-    programs = [] if settings.redis_url else worker_programs(settings, cards)
     alone = nullcontext() if settings.redis_url else only_one(settings.data_dir)
-    with alone, _listening(settings.host, settings.port) as sock, _ahead(programs[:1]) as ahead:
-        gc.disable()  # what is imported stays: looking through it again and again takes a tenth of the time
-        from api.server.app import create_app
-        from api.server.listener import Server
-        from billing.wallets import set_default
-        from store.opening import blobs_of
+    with alone, _listening(settings.host, settings.port) as sock:
+        tables: list[str] = []
+        if not settings.redis_url:
+            settings, tables = with_plan(settings, cards)
+        programs = [] if settings.redis_url else worker_programs(settings, cards)
+        with _ahead(programs[:1]) as ahead:
+            return _serve(settings, cards, prices, sock, programs, ahead, tables)
 
-        gc.freeze()
-        gc.enable()
-        ahead.update(start_ahead(programs[1:]))
-        database = open_database(settings)
-        try:
-            database.write_now(lambda session: set_default(session, settings.billing))
-            blobs = blobs_of(settings)
-            if not settings.redis_url:
-                blobs.clear_unfinished()
-                shutil.rmtree(settings.data_dir / "pages", ignore_errors=True)  # of trainers, which are gone
-            app = create_app(settings, cards, database, blobs, prices)
-            app.state.ahead = ahead
-            server = Server(app, _url(settings.host, sock), BACKLOG, settings.front)
-            code = server.run_until_signal(sock)
-            if server.failure is not None:
-                raise CannotServe(str(server.failure))
-            return code
-        finally:
-            database.close()
+
+def _serve(
+    settings: Settings,
+    cards: dict[str, ModelCard],
+    prices: PriceList,
+    sock: socket.socket,
+    programs: Sequence[WorkerProgram],
+    ahead: dict[str, WorkerProcess],
+    tables: Sequence[str],
+) -> int:
+    gc.disable()  # what is imported stays: looking through it again and again takes a tenth of the time
+    from api.server.app import create_app
+    from api.server.listener import Server
+    from billing.wallets import set_default
+    from store.opening import blobs_of
+
+    gc.freeze()
+    gc.enable()
+    ahead.update(start_ahead(programs[1:]))
+    database = open_database(settings)
+    try:
+        database.write_now(lambda session: set_default(session, settings.billing))
+        blobs = blobs_of(settings)
+        if not settings.redis_url:
+            blobs.clear_unfinished()
+            shutil.rmtree(settings.data_dir / "pages", ignore_errors=True)  # of trainers, which are gone
+        app = create_app(settings, cards, database, blobs, prices)
+        app.state.ahead = ahead
+        for table in tables:
+            log.info("the plan of memory (docs/operating.md):\n%s", table)
+        server = Server(app, _url(settings.host, sock), BACKLOG, settings.front)
+        code = server.run_until_signal(sock)
+        if server.failure is not None:
+            raise CannotServe(str(server.failure))
+        return code
+    finally:
+        database.close()
 
 
 def check_payments(settings: PaymentsSettings) -> None:
@@ -104,6 +127,15 @@ def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:
     try:
         return {name: read_card(name, path) for name, path in (models or {TINY_NAME: TINY_PATH}).items()}
     except UnsupportedModel as error:
+        raise CannotServe(str(error)) from None
+
+
+def with_plan(settings: Settings, cards: Mapping[str, ModelCard], alone: str = "") -> tuple[Settings, list[str]]:
+    """The settings, with what they leave to the memory of this machine, and the tables. Raises CannotServe when they do
+    not fit it."""
+    try:
+        return planned(settings, cards, alone)
+    except DoesNotFit as error:
         raise CannotServe(str(error)) from None
 
 

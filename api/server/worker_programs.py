@@ -23,6 +23,7 @@ from scheduler.links.configs import (
     WorkerConfig,
 )
 from store.settings import EngineKind, GeneratorSettings, Settings, SettingsError, TrainerSettings
+from workers.model.plan import MOST_SLOTS
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,7 +84,7 @@ def _generator(
     generator = settings.generator
     return GeneratorConfig(
         _basics(settings, generator, models),
-        slots=generator.slots,
+        slots=generator.slots or MOST_SLOTS["cpu"],
         context_tokens=generator.context_tokens,
         engine=_vllm(settings, url, vllm_folder) if kind == "vllm" else _torch(generator),
     )
@@ -110,6 +111,7 @@ def _torch(generator: GeneratorSettings) -> TorchConfig:
         prefill_tokens=generator.prefill_tokens,
         adapter_bytes=generator.adapter_cache_bytes,
         prefix_bytes=generator.prefix_cache_bytes,
+        packed=bool(generator.packed),
     )
 
 

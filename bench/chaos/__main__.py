@@ -10,7 +10,8 @@ one to the bit. The pause of a kill is the longest time that any client had no a
 kill follows another when all clients work again, and a worker is not killed again within the 30 s in which its server
 would wait longer and longer to start it. Prints a markdown table; `--into docs/recovery.md` puts it there.
 
---production: two API replicas, two trainers, two generators, PostgreSQL and Redis instead of one embedded server.
+--production: two API replicas, two trainers, two generators, PostgreSQL, Redis, an object store and no shared folder
+    instead of one embedded server.
 --idle: one client with one operation under way, on an embedded service that has nothing else to do.
 --damage: fill the disk and damage files instead, one fresh service for each, and print who was told what.
 --tree: the service of another checkout. The clients and this script are always those of this one.

@@ -1,5 +1,6 @@
 """The service that is harmed: embedded, one `weftd` with its two workers; or a production in small, API replicas and
-workers as processes of their own on a real PostgreSQL and Redis. It may be of another checkout (`tree`)."""
+workers as processes of their own on a real PostgreSQL, Redis and object store. It may be of another checkout
+(`tree`)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import httpx
 import psutil
 import psycopg
 
-from tests.servers import OwnRedis, PostgresServer, postgres_server
+from tests.servers import OwnRedis, OwnStore, PostgresServer, postgres_server
 
 HERE = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -59,21 +60,22 @@ class Service(Protocol):
 
 
 class Programs:
-    """Processes of one checkout, on one data folder."""
+    """Processes of one checkout, on one data folder; with a `store` each has its own."""
 
-    def __init__(self, tree: Path, folder: Path, config: str) -> None:
-        self.folder, self.data = folder, folder / "data"
+    def __init__(self, tree: Path, folder: Path, config: str, store: OwnStore | None = None) -> None:
+        self.folder, self.data, self._own_folders = folder, folder / "data", store is not None
         self.data.mkdir(parents=True, exist_ok=True)
         (folder / "weft.toml").write_text(config)
-        self._where = ["--data-dir", str(self.data), "--config", str(folder / "weft.toml")]
         self._environment = os.environ | {"PYTHONPATH": f"{tree}:{tree / 'client_sdk'}"}
+        if store is not None:
+            self._environment |= store.environment | {"WEFT_BLOB_URL": store.url, "WEFT_SERVER_SECRET": "of all" * 8}
         self._started: list[subprocess.Popen[str]] = []
         self._keys: dict[str, str] = {}
 
     def start(self, *command: str) -> subprocess.Popen[str]:
         with (self.folder / "log").open("a") as log:
             process = subprocess.Popen(
-                [str(BIN / "weftd"), command[0], *self._where, *command[1:]],
+                [str(BIN / "weftd"), command[0], *self._where(len(self._started)), *command[1:]],
                 stdout=subprocess.PIPE if command[0] == "serve" else log,
                 stderr=log,
                 text=True,
@@ -97,11 +99,19 @@ class Programs:
 
     def run(self, *command: str) -> str:
         ran = subprocess.run(
-            [str(BIN / "weftd"), *command, *self._where], env=self._environment, cwd="/", capture_output=True, text=True
+            [str(BIN / "weftd"), *command, *self._where()],
+            env=self._environment,
+            cwd="/",
+            capture_output=True,
+            text=True,
         )
         if ran.returncode:
             raise RuntimeError(f"weftd {' '.join(command)}: {ran.stderr}")
         return ran.stdout.strip()
+
+    def _where(self, number: int | None = None) -> list[str]:
+        data = self.folder / f"data-{number}" if self._own_folders and number is not None else self.data
+        return ["--data-dir", str(data), "--config", str(self.folder / "weft.toml")]
 
     def key(self, organisation: str) -> str:
         if organisation not in self._keys:
@@ -181,8 +191,11 @@ class Production:
     """Two replicas, a trainer that works and one that stands by, two generators. Clients stay with the replica that
     they came to: half of them with each."""
 
-    def __init__(self, programs: Programs, postgres: PostgresServer, database: str, redis: OwnRedis) -> None:
-        self.programs, self._postgres, self._database, self._redis = programs, postgres, database, redis
+    def __init__(
+        self, programs: Programs, postgres: PostgresServer, database: str, redis: OwnRedis, store: OwnStore
+    ) -> None:
+        self.programs, self._postgres, self._database = programs, postgres, database
+        self._redis, self._store = redis, store
         programs.run("migrate")
         self._trainers, self._generators = ([programs.start("worker", role) for _ in range(2)] for role in WORKERS)
         self._replicas = {url: process for process, url in (programs.serve() for _ in range(2))}
@@ -193,6 +206,7 @@ class Production:
             "generator, kill -9, started again": lambda: self._replace(self._generators, "generator"),
             "Redis, emptied": self._empty_redis,
             "PostgreSQL, stopped at once and started": self._restart_postgres,
+            f"object store, away for {AWAY_S:.0f} s": self._lose_the_store,
         }
         self.key, self.log = programs.key, programs.log
 
@@ -238,7 +252,14 @@ class Production:
         self._postgres.stop()
         self._postgres.start()
 
+    def _lose_the_store(self) -> None:
+        self._store.stop()
+        time.sleep(AWAY_S)
+        self._store.start()
 
+
+#: The object store is away for so long.
+AWAY_S = 40.0
 WORKERS = ("trainer", "generator")
 
 
@@ -273,6 +294,8 @@ def production(tree: Path, folder: Path) -> Iterator[Production]:
         # As PostgreSQL is everywhere but in tests: what it has committed survives its own death.
         postgres.execute(f'ALTER DATABASE "{database}" SET synchronous_commit = on')
         config = SHARED.format(database=postgres.url(database), redis=redis.url) + CONFIG
-        programs = Programs(tree, folder, config)
+        store = OwnStore(folder / "objects")
+        stack.callback(store.stop)
+        programs = Programs(tree, folder, config, store)
         stack.callback(programs.close)
-        yield Production(programs, postgres, database, redis)
+        yield Production(programs, postgres, database, redis, store)

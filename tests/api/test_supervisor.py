@@ -374,7 +374,13 @@ def test_workers_die_with_a_server_that_is_killed() -> None:
 def test_the_embedded_workers_of_the_defaults(tmp_path: Path) -> None:
     settings = load_settings(None, data_dir=tmp_path)
     trainer, generator = embedded_workers(settings, {"a/b": Path("/models/b")})
-    basics = Basics(str(tmp_path), {"a/b": "/models/b"}, threads=settings.trainer.threads, base_dir="/dev/shm")
+    basics = Basics(
+        str(tmp_path),
+        {"a/b": "/models/b"},
+        threads=settings.trainer.threads,
+        base_dir="/dev/shm",
+        blob_cache_bytes=settings.blob_cache_bytes,
+    )
     assert trainer.command[3:] == ["workers", "trainer"]
     assert generator.command[3:] == ["workers", "generator"]
     assert trainer.environment["OMP_NUM_THREADS"] == str(settings.trainer.threads)
@@ -390,6 +396,7 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
         """
         durable = true
         base_dir = "/b"
+        blob_cache_bytes = 21
         [trainer]
         replicas = 2
         threads = 3
@@ -410,18 +417,25 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
         prefill_tokens = 18
         adapter_cache_bytes = 19
         prefix_cache_bytes = 20
+        packed = false
         """
     )
     settings, models = load_settings(config, data_dir=tmp_path), {"m": Path("/m")}
     trainer, second, generator = embedded_workers(settings, models)
-    place = {"data_dir": str(tmp_path), "models": {"m": "/m"}, "durable": True, "base_dir": "/b"}
+    place = {
+        "data_dir": str(tmp_path),
+        "models": {"m": "/m"},
+        "durable": True,
+        "base_dir": "/b",
+        "blob_cache_bytes": 21,
+    }
     training = Basics(**place, threads=3, device="cuda:1", dtype="float32")
     sampling = Basics(**place, threads=4, device="cpu", dtype="bfloat16")
     bounds = TrainerBounds(11, 12, 13, 14, 2.5, trainers=2)
     assert trainer.config == TrainerConfig(training, bounds, "pages/trainer")
     assert second.config == TrainerConfig(training, bounds, "pages/trainer-2")
     assert (second.role, second.command[-1]) == ("trainer-2", "trainer")
-    assert generator.config == GeneratorConfig(sampling, 15, 16, TorchConfig(17, 18, 19, 20))
+    assert generator.config == GeneratorConfig(sampling, 15, 16, TorchConfig(17, 18, 19, 20, False))
     ranks = "ranks = 2\n        nodes = 3\n        rendezvous = 'a:1'\n        shard = 'node'\n"
     config.write_text(config.read_text().replace('device = "cuda:1"', 'device = "cuda"\n        ' + ranks))
     with pytest.raises(SettingsError, match=r"trainer\.nodes: .* Redis"):
@@ -432,7 +446,7 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
     assert (of_many.ranks, of_many.nodes, of_many.rendezvous, of_many.shard) == (2, 3, "a:1", "node")
     there = Basics(**place, threads=4, device="cpu", dtype="bfloat16", redis_url="redis://r")
     assert lone_worker(shared, models, "generator").config == GeneratorConfig(
-        there, 15, 16, TorchConfig(17, 18, 19, 20)
+        there, 15, 16, TorchConfig(17, 18, 19, 20, False)
     )
 
 

@@ -29,6 +29,7 @@ SHOTS = (
     ("console-runs", "/runs", "light", WIDE),
     ("console-checkpoints", "/checkpoints", "light", WIDE),
     ("console-queues", "/queues", "light", WIDE),
+    ("console-playground", "/playground", "light", WIDE),
     ("console-keys", "/keys", "light", WIDE),
     ("console-members", "/members", "dark", WIDE),
     ("console-budgets", "/budgets", "light", WIDE),

@@ -84,7 +84,7 @@ def open_page(browser: Browser, console: Console) -> Iterator[Open]:
 def everywhere(console: Console) -> list[str]:
     run = console.made.runs[0]
     pages = ["/", "/usage", "/usage?by=run", "/runs", f"/runs/{run}", f"/runs/{console.made.runs[-1]}", "/checkpoints"]
-    return [*pages, "/queues", "/keys", "/members", "/budgets", "/billing", "/audit"]
+    return [*pages, "/queues", "/playground", "/keys", "/members", "/budgets", "/billing", "/audit"]
 
 
 def violations(page: Page) -> list[str]:

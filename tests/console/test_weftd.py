@@ -3,6 +3,7 @@ runs; and its page shows what the loop logs."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,8 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 import weft
+from playwright.sync_api import expect, sync_playwright
 from weft import types
 
+from tests.console.screenshots import CHROMIUM
+from tests.console.test_browser import WATCH
 from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
 
 pytestmark = pytest.mark.server
@@ -88,3 +92,63 @@ def test_a_login_link(server: Weftd) -> None:
     assert page.get(link).status_code == 200
     assert "me@acme.example" in page.post(link).text
     assert page.post(link).status_code == 401
+
+
+@pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"needs Chromium at {CHROMIUM}")
+def test_the_playground(server: Weftd) -> None:
+    """Two models side by side, for two turns, in Chromium under the console's policy; paid as what the API says."""
+    key = server.key()
+    with weft.ServiceClient(base_url=server.url, api_key=key) as service:
+        training = service.create_lora_training_client(BASE_MODEL, rank=4).result()
+        path = training.save_weights_for_sampler("played").result().path
+    headers = {"x-api-key": key}
+
+    def spent() -> float:
+        return float(httpx.get(f"{server.url}/api/v1/weft/usage", headers=headers).json()["total_usd"])
+
+    before = spent()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        context = browser.new_context()
+        context.add_init_script(WATCH)
+        page = context.new_page()
+        wrong: list[str] = []
+        page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
+        page.goto(f"{server.url}/console/login")
+        page.get_by_label("API key").fill(key)
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/console/")
+        page.get_by_role("link", name="Playground").click()
+        assert page.locator(f"#models option[value='{path}']").count() == 1
+        page.get_by_label("Model", exact=True).fill(BASE_MODEL)
+        page.get_by_label("Beside it").fill(path)
+        page.get_by_label("At most, tokens").fill("12")
+        for turn in (1, 2):
+            page.get_by_label("Message").fill("What is <b>3</b> + 5?")
+            page.get_by_role("button", name="Send").click()
+            expect(page.locator(".turn")).to_have_count(turn, timeout=60_000)
+            expect(page.get_by_label("Message")).to_have_value("")
+        assert page.locator(".turn .said b").count() == 0, "what was typed is text"
+        assert page.locator(".drawn").count() == 4
+        for shown in page.locator(".drawn span").all():
+            first, *others = str(shown.get_attribute("title")).split("\n")
+            assert re.fullmatch(r".*: \d+\.\d\d%", first, re.S)
+            assert len(others) == 5
+        read = [int(text.split()[0]) for text in page.locator(".turn header p").all_inner_texts()]
+        assert read[2] > read[0], "the second turn reads the first"
+        kept = [json.loads(one.input_value()) for one in page.locator("input[name=history]").all()]
+        assert [[said["role"] for said in side] for side in kept] == [["user", "assistant"] * 2] * 2
+        costs = [float(str(one.get_attribute("value"))) for one in page.locator(".turn data.usd").all()]
+        assert all(cost > 0 for cost in costs)
+        assert sum(costs) == pytest.approx(spent() - before, abs=1e-12)
+        assert page.evaluate("window.violations") == wrong == []
+        page.get_by_label("Beside it").fill("run:nobody's")
+        page.get_by_label("Message").fill("Hello?")
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".turn .problem")).to_contain_text("is not there", timeout=60_000)
+        cookies = {str(one["name"]): str(one["value"]) for one in context.cookies()}
+        browser.close()
+    form = {"said": "Hello", "model": BASE_MODEL}
+    forged = httpx.post(f"{server.url}/console/playground", data=form, cookies=cookies, headers=SAME_SITE)
+    assert forged.status_code == 403
+    assert "CSRF" in forged.text

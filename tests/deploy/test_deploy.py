@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,22 @@ def test_compose_names_only_what_it_has() -> None:
     conditions = {d: how["condition"] for d, how in services["api-1"]["depends_on"].items()}
     assert conditions == {"migrate": "service_completed_successfully", "redis": "service_healthy"}
     assert set(services["migrate"]["depends_on"]) == {"postgres"}
+
+
+def test_with_a_store_every_part_of_weft_has_its_address_and_a_folder_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_store = yaml.safe_load((DEPLOY / "compose.s3.yaml").read_text())["services"]
+    assert with_store.keys() == {name for name, found in COMPOSE["services"].items() if found["image"] == "weft"}
+    environment: dict[str, str] = with_store["api-1"]["environment"]
+    assert all(found["environment"] == environment for found in with_store.values())
+    assert all(found["volumes"] == [{"type": "volume", "target": "/data"}] for found in with_store.values())
+    for name, value in (COMPOSE["services"]["api-1"]["environment"] | environment).items():
+        monkeypatch.setenv(name, re.sub(r"\$\{\w+:-(\w[\w-]*)\}", r"\1", value))
+    settings = load_settings(DEPLOY / "weft.toml")
+    assert (settings.blob_url, settings.server_secret is not None) == ("s3://weft/production", True)
+    stores = [c["envFrom"] for c in containers()]
+    assert stores == [[{"secretRef": {"name": "weft-store", "optional": True}}]] * len(stores)
 
 
 def test_grace_periods_are_longer_than_the_drain() -> None:

@@ -15,11 +15,19 @@ from weft.wire.money import SetBudgetRequest
 from api.routes.keys import NewKey, Rotation
 from api.routes.limits import NewLimits
 from api.routes.members import NewMember, RoleChange
+from api.routes.openai.bodies import (
+    ChatBody,
+    ChatTokensBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    TokenizeBody,
+)
 from api.routes.payments import TopUp
 from api.routes.projects import NewProject, ProjectChange
 from api.server.app import front
 
-#: Paths below /api/v1 whose body is JSON, and its type.
+#: Paths, below /api/v1 if they are there, whose body is JSON, and its type.
 BODIES: dict[str, type[Any]] = {
     "/client/config": types.ClientConfigRequest,
     "/client/dynamic_config": types.ClientConfigRequest,
@@ -57,6 +65,12 @@ BODIES: dict[str, type[Any]] = {
     "/weft/projects": NewProject,
     "/weft/projects/{project_id}": ProjectChange,
     "/weft/rate_limits/{scope}/{id}": NewLimits,
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/v1/chat/completions/tokens": ChatTokensBody,
+    "/inference/v1/generate": GenerateBody,
+    **dict.fromkeys(("/tokenize", "/v1/tokenize"), TokenizeBody),
+    **dict.fromkeys(("/detokenize", "/v1/detokenize"), DetokenizeBody),
 }
 #: POST, PUT and PATCH without a body, or with one that is not JSON.
 NO_JSON = {
@@ -67,12 +81,16 @@ NO_JSON = {
     "/stripe/webhook",
 }
 PREFIX = "/api/v1"
+#: What other APIs' clients call.
+DOORS = ("/v1/", "/inference/", "/tokenize", "/detokenize")
 
 
 def document() -> dict[str, Any]:
     """The whole API, without the console. Fails for a route that takes a body and is not named here."""
     described = copy.deepcopy(front().openapi())
-    described["paths"] = {path: found for path, found in described["paths"].items() if path.startswith(PREFIX)}
+    described["paths"] = {
+        path: found for path, found in described["paths"].items() if path.startswith((PREFIX, *DOORS))
+    }
     for path, operations in described["paths"].items():
         name = path.removeprefix(PREFIX)
         for method in ("post", "put", "patch"):

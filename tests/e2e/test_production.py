@@ -4,6 +4,7 @@ anywhere ends, once, whoever is killed and whatever is away."""
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 import threading
 import time
@@ -105,6 +106,7 @@ def test_nothing_is_lost_or_billed_twice_whoever_is_killed(
     np.testing.assert_array_equal(fingerprint(resumed), found[1])
     assert not list(production.folder.glob("data*/blobs"))
     inflight_samples_follow_their_run(other, key)
+    a_stream_is_read_while_it_is_drawn(other, key)
     until(lambda: production.query("select count(*) from operations where state = 'queued'") == [(0,)])
     failed = production.query("select kind, error from operations where state = 'failed'")
     doubled = production.query(
@@ -209,6 +211,39 @@ def inflight_samples_follow_their_run(url: str, key: str) -> None:
     assert sum(span.length for span in found.policy_versions) == 1000
     assert stale.stale
     assert len(stale.tokens) < 1000
+
+
+def a_stream_is_read_while_it_is_drawn(url: str, key: str) -> None:
+    """By our client and at OpenAI's door, though another process draws; and it ends where its reader says."""
+    start = weft.types.ModelInput.from_ints([40, 43, 46, 49])
+    with weft.ServiceClient(base_url=url, api_key=key) as service:
+        sampler = service.create_sampling_client(base_model=BASE_MODEL).result(PATIENCE_S)
+        params = weft.types.SamplingParams(max_tokens=400, stop=[], seed=2)
+        whole = sampler.sample(start, 1, params, stream=True)
+        early, seen = 0, list[int]()
+        for part in whole:
+            early += not whole.done()
+            seen += part.tokens
+        assert early > 3
+        assert seen == whole.result(PATIENCE_S).sequences[0].tokens
+        ended = sampler.sample(start, 1, params.model_copy(update={"max_tokens": 2000}), stream=True)
+        for _ in ended:
+            break
+        stopped = ended.stop(PATIENCE_S)
+        assert 0 < len(stopped.sequences[0].tokens) < 2000
+        assert stopped.usage is not None
+        assert stopped.usage.sample == len(stopped.sequences[0].tokens)
+    body = {"model": BASE_MODEL, "prompt": start.to_ints(), "max_tokens": 400, "seed": 2, "stream": True}
+    asked = {"json": body | {"return_token_ids": True, "stop_token_ids": [0]}, "headers": {"X-API-Key": key}}
+    drawn, pieces = list[int](), 0
+    with httpx.stream("POST", f"{url}/v1/completions", timeout=PATIENCE_S, **asked) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                pieces += 1
+                drawn += json.loads(line[6:])["choices"][0].get("token_ids") or []
+    assert line == "data: [DONE]" or drawn
+    assert drawn == seen[: len(drawn)]
+    assert pieces > 3
 
 
 def until(holds: Callable[[], bool]) -> None:

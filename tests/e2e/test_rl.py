@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -270,20 +270,31 @@ class Noted(rl.JsonLines):
         time.sleep(0.2)
 
 
-def test_a_client_killed_goes_on_where_it_was_saved(weftd: Weftd, tmp_path: Path) -> None:
-    lines, steps = tmp_path / "steps.jsonl", 12
+def test_killed_whatever_is_killed_it_goes_on_and_trains_nothing_too_old(
+    own_weftd: Callable[..., Weftd], tmp_path: Path
+) -> None:
+    """The trainer, the generator, then the client, each with SIGKILL. The client's next life goes on where it was
+    saved; and of both runs the server says, by the sequences that training named, how old tokens were."""
+    server, lines, steps = own_weftd(), tmp_path / "steps.jsonl", 12
     environment = os.environ | {
-        "WEFT_BASE_URL": weftd.url,
-        "WEFT_API_KEY": weftd.key("killed"),
+        "WEFT_BASE_URL": server.url,
+        "WEFT_API_KEY": server.key("killed"),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
     }
     command = [sys.executable, "-c", LIFE, str(lines), str(steps)]
     first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while len(seen(lines)) < 5:
-        assert time.monotonic() < deadline
-        assert first.poll() is None
-        time.sleep(0.02)
+
+    def reach(step: int) -> None:
+        deadline = time.monotonic() + 200
+        while len(seen(lines)) < step:
+            assert time.monotonic() < deadline
+            assert first.poll() is None
+            time.sleep(0.02)
+
+    for step, role in ((1, "trainer"), (3, "generator")):
+        reach(step)
+        server.worker(role).kill()
+    reach(5)
     first.send_signal(signal.SIGKILL)
     first.wait()
     second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
@@ -294,8 +305,16 @@ def test_a_client_killed_goes_on_where_it_was_saved(weftd: Weftd, tmp_path: Path
     again = numbers[numbers.index(told["resumed_at"], 5 if told["resumed_at"] < 5 else 0) :]
     assert again == list(range(told["resumed_at"], steps))
     assert max(each["lag/max"] for each in seen(lines)) <= 1
-    with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("killed")) as service:
-        assert service.create_rest_client().get_usage().result(60).total_nusd <= told["spent"]
+    with weft.ServiceClient(base_url=server.url, api_key=server.key("killed")) as service:
+        rest = service.create_rest_client()
+        assert rest.get_usage().result(60).total_nusd <= told["spent"]
+        runs = rest.list_training_runs().result(60).training_runs
+        ages = [rest.get_run_health(run.training_run_id).result(60) for run in runs]
+    assert len(ages) == 2
+    for health in ages:
+        assert health.named
+        assert sum(health.staleness.values()) > 0
+        assert max(health.staleness) <= 1
 
 
 def seen(path: Path) -> list[dict[str, float]]:

@@ -54,9 +54,21 @@ def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_the_example_learns(weftd: Weftd) -> None:
+    said = example(weftd, "rl_agent.py", "--steps", "20")
+    rewards = json.loads(said[-1].removeprefix("reward "))
+    assert sum(rewards[-4:]) > 1.6 * sum(rewards[:4]), rewards
+
+
+def test_an_agent_that_knows_only_openai_learns(weftd: Weftd) -> None:
+    said = example(weftd, "openai_agent.py", "--steps", "8", "--batch", "8")
+    rewards = [float(line.split()[-1]) for line in said]
+    assert len(rewards) == 8
+    assert sum(rewards[-2:]) > 2 * sum(rewards[:2]), rewards
+
+
+def example(weftd: Weftd, name: str, *options: str) -> list[str]:
     environment = os.environ | {"WEFT_BASE_URL": weftd.url, "WEFT_API_KEY": weftd.key("example")}
-    command = [sys.executable, str(ROOT / "examples" / "rl_agent.py"), "--steps", "20"]
+    command = [sys.executable, str(ROOT / "examples" / name), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
-    rewards = json.loads(done.stdout.splitlines()[-1].removeprefix("reward "))
-    assert sum(rewards[-4:]) > 1.6 * sum(rewards[:4]), rewards
+    return done.stdout.splitlines()

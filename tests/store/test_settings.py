@@ -23,7 +23,7 @@ def test_defaults(tmp_path: Path) -> None:
     assert settings.port == 8000
     assert settings.trainer.pass_tokens == 4096
     assert settings.trainer.slice_tokens == 1024
-    assert settings.generator.slots == 32
+    assert settings.generator.slots == 0  # as memory allows
     assert settings.limits.max_rank == 128
     assert settings.effective_database_url == f"sqlite:///{tmp_path}/data/weft.db"
 

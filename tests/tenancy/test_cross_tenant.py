@@ -26,6 +26,7 @@ from tests.api.test_custom_loss import body as custom_loss
 from tests.tenancy.conftest import Route, org_id_of, routes_of
 
 ROUTES = [route for route in routes_of(front()) if route.path.startswith("/api/v1")]
+DOORS_AT_TOP = ("/tokenize", "/detokenize")
 Ids = dict[str, str]
 
 _PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
@@ -274,6 +275,41 @@ def expected_status(world: World, route: Route, sides: Sides) -> int:
     assert route.access is not None
     scopes = SCOPES - BEYOND_A_PROJECT if sides.colleagues else SCOPES
     return 403 if route.access.public or not route.access.allows(scopes) else 404
+
+
+#: Doors for other APIs' clients, and what is asked there of a model that the body names: too much, so nobody waits.
+DOORS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "POST /v1/completions": lambda model: {"model": model, "prompt": [1] * 99},
+    "POST /v1/chat/completions": lambda model: {"model": model, "messages": [{"role": "user", "content": "a b " * 99}]},
+    "POST /v1/chat/completions/tokens": lambda model: {"model": model, "tokens": [1] * 99},
+    "POST /inference/v1/generate": lambda model: {"model": model, "token_ids": [1] * 99},
+    **{f"POST {at}/tokenize": lambda model: {"model": model, "prompt": "a"} for at in ("", "/v1")},
+    **{f"POST {at}/detokenize": lambda model: {"model": model, "tokens": [1]} for at in ("", "/v1")},
+}
+
+
+def test_no_door_opens_anothers_weights(any_world: World, sides: Sides) -> None:
+    """Named as a run, and as a path; by whom they belong to, they are found."""
+    world, ids = any_world, sides.ids
+    doors = [route for route in routes_of(front()) if route.path.startswith(("/v1/", "/inference/", *DOORS_AT_TOP))]
+    assert {str(route) for route in doors if route.method != "GET"} == DOORS.keys()
+    world.key, key = sides.owner, world.key
+    path = world.checkpoint(ids["run_id"], 3, "sampled", sampler=True)
+    world.key = key
+    for route in doors:
+        if route.path == "/v1/models":
+            continue  # the base models
+        for model in (f"run:{ids['run_id']}", path):
+            asked = route.path.replace("{name:path}", model)
+            body = {"json": DOORS[str(route)](model)} if str(route) in DOORS else {}
+            found = {}
+            for who in (sides.intruder, sides.owner):
+                reply = world.http.request(route.method, asked, headers={"x-api-key": who}, **body)
+                error = reply.json().get("error") or {"code": "", "message": ""}
+                found[who] = (reply.status_code, error["code"])
+                assert who == sides.owner or "sampled" not in error["message"].replace(model, "")
+            assert found[sides.intruder] == (404, "model_not_found"), route
+            assert found[sides.owner] in [(200, ""), (400, "context_length_exceeded")], route
 
 
 def test_no_list_shows_anothers_things(any_world: World, sides: Sides) -> None:

@@ -68,6 +68,7 @@ def test_what_makes_operations_is_counted_as_work() -> None:
         "POST /v1/chat/completions",
         "POST /v1/chat/completions/tokens",
         "POST /inference/v1/generate",
+        "POST /console/playground",
     }
     assert all(r.access and r.access.limit == "work" for r in metered)
 

@@ -80,7 +80,7 @@ def remove_unused(folder: Path, but: str = "") -> None:
                     os.close(descriptor)
 
 
-def kept_bytes(folder: Path) -> int:
+def stored_bytes(folder: Path) -> int:
     """What the files take that are there already."""
     with suppress(CannotShare, OSError):
         return sum(path.stat().st_size for path in _own(folder).iterdir())
@@ -89,7 +89,8 @@ def kept_bytes(folder: Path) -> int:
 
 def _let_go(descriptor: int) -> None:
     """Unlock it, too: a mapping has a duplicate, which would keep the lock."""
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,6 +43,20 @@ def filled(start: int, end: int, rows: int) -> int:
     return stop if stop <= rows else end
 
 
+_replayed: ContextVar[bool] = ContextVar("replayed", default=False)
+
+
+@contextmanager
+def replayed() -> Iterator[None]:
+    """Within, experts on a device are multiplied by a kernel that a CUDA graph may hold: the library's grouped product
+    is reported to read illegal memory in graphs, and where there is none the host must know the experts' rows."""
+    before = _replayed.set(True)
+    try:
+        yield
+    finally:
+        _replayed.reset(before)
+
+
 #: torch's CUDA kernel takes fewer groups than this, and rows that are multiples of 16 bytes.
 MAX_GROUPS = 1024
 ROW_BYTES = 16
@@ -46,10 +64,15 @@ ROW_BYTES = 16
 
 def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: bool = False) -> Tensor:
     """y_P = x W_e^T (x W_e when `transposed`) of rows sorted by expert, in the weights' dtype: one grouped GEMM where
-    the device has it, else expert by expert. `ends_E` int32 on the device: where the rows of each expert end."""
+    the device has it, else expert by expert; what is `replayed` in Triton. `ends_E` int32 on the device: where the rows
+    of each expert end."""
     if not transposed and (panels := packed(weight_EOI)) is not None:
         return panels.product(x_PI.contiguous(), ends_E=ends_E)
     x_PI = x_PI.to(weight_EOI.dtype)
+    if not transposed and in_triton(x_PI):
+        from workers.model.gpu.experts import expert_mm  # Triton: only a GPU needs it
+
+        return expert_mm(x_PI, weight_EOI, ends_E)
     weight_EIO = weight_EOI if transposed else weight_EOI.transpose(1, 2)
     if takes(x_PI, weight_EIO):
         return _grouped(x_PI, weight_EIO, ends_E)
@@ -62,6 +85,11 @@ def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: 
             base_mm(x_PI[start:stop], weight_OI, transposed=transposed, out=y_PO[start:stop])
         start = end
     return y_PO
+
+
+def in_triton(x_PI: Tensor) -> bool:
+    """Whether these rows belong to work that is replayed on a device."""
+    return _replayed.get() and x_PI.is_cuda
 
 
 def takes(x_PI: Tensor, weight_EIO: Tensor) -> bool:

@@ -13,7 +13,7 @@ from workers.model.adapter_shape import AdapterShape
 from workers.model.config import DecoderConfig, UnsupportedModel, read_json
 from workers.model.families.read import read_config
 
-__all__ = ["DecoderConfig", "ModelCard", "UnsupportedModel", "read_card", "weight_files"]
+__all__ = ["DecoderConfig", "ModelCard", "UnsupportedModel", "config_card", "read_card", "weight_files"]
 
 #: Any one of these sets of files makes a tokenizer that transformers can load.
 TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -70,6 +70,11 @@ def read_card(name: str, path: str | Path) -> ModelCard:
     raw = read_json(folder / "config.json")
     eos = dict.fromkeys([*_ids(generation.get("eos_token_id")), *_ids(raw.get("eos_token_id"))])
     return ModelCard(name=name, path=folder, config=config, eos_token_ids=tuple(eos))
+
+
+def config_card(name: str, path: Path) -> ModelCard:
+    """The card of a model of which only config.json may be there: to plan with, not to serve."""
+    return ModelCard(name, path, read_config(name, path), ())
 
 
 def weight_files(name: str, folder: Path) -> list[Path]:

@@ -12,15 +12,9 @@ UNKNOWN_BYTES = 1 << 62
 
 def free_bytes() -> int:
     """Of the host's memory, what can be allocated now. In a container the cgroup's limit applies as well."""
-    free = _meminfo_bytes("MemAvailable")
+    free = _available_bytes()
     limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
     return max(0, free if limit is None or used is None else min(free, limit - used))
-
-
-def total_bytes() -> int:
-    """Of the host's memory, what one could ever have."""
-    limit, total = _cgroup_bytes("memory.max"), _meminfo_bytes("MemTotal")
-    return total if limit is None else min(total, limit)
 
 
 def cuda_bytes() -> list[int]:
@@ -43,12 +37,12 @@ def cuda_bytes() -> list[int]:
     return found
 
 
-def _meminfo_bytes(name: str) -> int:
+def _available_bytes() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return UNKNOWN_BYTES
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")), UNKNOWN_BYTES)
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), UNKNOWN_BYTES)
 
 
 def _cgroup_bytes(name: str) -> int | None:

@@ -52,7 +52,7 @@ def base_decoder(path: Path, where: ModelDevice, folder: Path | None) -> tuple[D
     remove_unused(folder, but=name)
     try:
         descriptor, filled = hold(folder, name, layout.size_bytes, fill)
-    except CannotShare as error:
+    except (CannotShare, OSError) as error:  # of a file system without locks; of the checkpoint, then raised again
         return load_decoder(path, where.dtype, where.device), f"loaded, a copy of its own: {error}"
     how = "loaded, for all workers of this host" if filled else "mapped, as another worker has loaded it"
     return _mapped(config, where.dtype, descriptor, layout.size_bytes, mmap.PROT_READ), how

@@ -39,3 +39,20 @@ def test_what_the_grouped_kernel_takes() -> None:
     assert not grouped.takes(rows.float(), weight)
     assert not grouped.takes(rows, weight[..., :7])
     assert not grouped.takes(rows[:0], weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_graphs_hold_is_one_after_the_other(dtype: torch.dtype) -> None:
+    """Runs below and beyond a block, none, and widths that no block divides."""
+    from workers.model.gpu.experts import expert_mm
+
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.tensor([4, 4, 45, 46, 64, 64], dtype=torch.int32)
+    weight = torch.randn(6, 72, 88, generator=generator).to(dtype)
+    x = torch.randn(64, 88, generator=generator).to(dtype)
+    found = expert_mm(x.to(DEVICE), weight.to(DEVICE), ends.to(DEVICE))
+    assert found.dtype == dtype
+    starts = [0, *ends.tolist()]
+    wanted = [x[a:b].double() @ weight[e].double().t() for e, (a, b) in enumerate(pairwise(starts))]
+    tolerance = {"atol": 1e-4, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 1.6e-2}
+    torch.testing.assert_close(found.cpu().double(), torch.cat(wanted), **tolerance)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -20,20 +21,32 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from workers.model.gpu import kernels, launch
+from workers.model.gpu import experts, kernels, launch
+from workers.model.gpu.runs import DENSE_ROWS, EXPERT_ROWS
 
 POINTERS = {"u": "*fp32", "scales": "*fp32"} | dict.fromkeys(
     ("addresses", "ranks", "block_run", "first_block", "run_start", "owner_start", "owner_groups"), "*i64"
 )
 
-def compiled(name, capability, rank_block, precision, dtype):
+def base(capability, precision, dtype):
+    fixed = {"PRECISION": precision, "BLOCK_M": EXPERT_ROWS, "BLOCK_N": experts.BLOCK_N, "BLOCK_K": experts.BLOCK_K}
+    types = dict.fromkeys(("block_expert", "first_block", "start"), "*i64") | dict.fromkeys(fixed, "constexpr")
+    types |= dict.fromkeys(("x", "weight", "y"), "*" + dtype)
+    return built(kernels.experts, fixed, types, capability)
+
+def compiled(name, capability, rank_block, precision, dtype, rows=DENSE_ROWS):
+    if name == "experts":
+        return base(capability, precision, dtype)
     kernel = getattr(kernels, name)
-    fixed = {"STACK": 3, "SCALED": True, "PRECISION": precision, "BLOCK_M": 32, "BLOCK_R": rank_block}
+    fixed = {"STACK": 3, "SCALED": True, "PRECISION": precision, "BLOCK_M": rows, "BLOCK_R": rank_block}
     if name == "shrink":
         fixed |= {"BLOCK_K": launch.STEP, "SPLIT": launch.MAX_SPLIT}
     else:
         fixed |= {"BLOCK_N": launch._wide_block(rank_block)}
     types = POINTERS | {"x": "*" + dtype, "y": "*" + dtype} | dict.fromkeys(fixed, "constexpr")
+    return built(kernel, fixed, types, capability)
+
+def built(kernel, fixed, types, capability):
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
     places = {(kernel.arg_names.index(argument),): value for argument, value in fixed.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
@@ -46,10 +59,14 @@ for form in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 
-FORMS = [
+FORMS: list[tuple[Any, ...]] = [
     *((name, 90, block, "tf32", "fp32") for name in ("shrink", "expand", "outer") for block in (16, 128)),
     *((name, 90, 32, "ieee", "fp32") for name in ("shrink", "expand", "outer")),
     *((name, 80, 32, "tf32", "bf16") for name in ("shrink", "expand", "outer")),
+    # Of experts, whose runs are short.
+    *((name, 90, 16, "tf32", "fp32", 16) for name in ("shrink", "expand", "outer")),
+    ("outer", 80, 128, "tf32", "fp32", 16),
+    *(("experts", gpu, 0, *of) for gpu, of in ((90, ("tf32", "bf16")), (80, ("ieee", "fp32")))),
 ]
 
 

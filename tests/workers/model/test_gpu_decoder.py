@@ -121,6 +121,21 @@ def test_varlen_attention_is_asked_in_the_words_of_the_installed_torch() -> None
         torch.testing.assert_close(VarlenAttend([5, 7], attention)(q, k, v), wanted)
     assert asked == [{}, {"enable_gqa": True, "num_splits": 1}]
 
+    def without_splits(*args: Any, num_splits: int | None = None, **options: Any) -> Tensor:
+        if num_splits is not None:
+            raise RuntimeError("num_splits is not supported with this backend.")
+        return torch_211(*args, **options)
+
+    attend = VarlenAttend([5, 7], without_splits)
+    for _ in range(2):
+        torch.testing.assert_close(attend(q, k, v), wanted)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        VarlenAttend([5, 7], out_of_memory)(q, k, v)
+
+
+def out_of_memory(*args: Any, num_splits: int | None = None, **options: Any) -> Tensor:
+    raise RuntimeError("CUDA out of memory")
+
 
 def test_the_installed_varlen_attention_has_the_parameters_we_pass() -> None:
     attend = VarlenAttend([2])

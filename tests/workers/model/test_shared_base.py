@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.memory import TINY, Host, forget_pages, make_model, pair, taken
+from bench.memory import TINY, Host, forget_pages, make_model, pair, planned, taken
 from tests.workers.model.models import packed, random_adapter, reference
 from workers.model.base_files import CannotShare, hold, leave_files, remove_unused
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
@@ -128,6 +129,14 @@ def test_no_room_is_said_and_costs_a_copy(tmp_path: Path, folder: Path, monkeypa
     (folder / f"weft-{os.geteuid()}").chmod(0o755)  # as another user might have made it
     decoder, how = base_decoder(tmp_path / "model", where, folder)
     assert "not a folder of this user alone" in how
+    (folder / f"weft-{os.geteuid()}").chmod(0o700)
+
+    def no_locks(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("workers.model.base_files.fcntl.flock", no_locks)
+    decoder, how = base_decoder(tmp_path / "model", where, folder)
+    assert "No locks available" in how
     assert torch.equal(decoder.embed, load_decoder(tmp_path / "model").embed)
 
 
@@ -184,6 +193,7 @@ def test_workers_take_one_copy_and_a_restart_reads_none(tmp_path: Path, folder: 
     with pair(host) as (trainer, generator):
         together = trainer.pss_bytes + generator.pss_bytes
         assert 0.9 * weights < together - fixed < 1.15 * weights
+        assert 0.7 * planned(model, 2) < together < planned(model, 2)
         assert trainer.read_bytes > 0.9 * weights
         before, sampled = host.train(trainer), host.sample(generator)
         assert "loaded, for all" in trainer.end(signal.SIGKILL)

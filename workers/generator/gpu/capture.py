@@ -7,7 +7,8 @@ never captured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
@@ -45,14 +46,28 @@ class Repeated(Generic[T]):
 
 
 class CudaGraphs(Generic[T]):
-    """Captures in CUDA graphs that share one memory pool: a result must be used before the next replay of any."""
+    """Captures in CUDA graphs that share one memory pool: a result must be used before the next replay of any. What
+    waits for the device cannot be captured, and fails in a rehearsal: after a capture that was broken off the allocator
+    may go on as if it captured."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        with _waiting_fails():
+            function()
         graph = torch.cuda.CUDAGraph()
         # Another thread may be reading an adapter to the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             found = function()
         return graph.replay, found
+
+
+@contextmanager
+def _waiting_fails() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -20,6 +20,7 @@ from workers.generator.gpu.attend import PagedAttend
 from workers.generator.kv_cache import KVCache
 from workers.model.adapter import Adapter
 from workers.model.adapter_shape import AdapterShape
+from workers.model.base_mm import replayed
 from workers.model.decoder import Decoder
 from workers.model.gpu.runs import rewritable
 from workers.model.lora_rows import LoraRows
@@ -78,7 +79,8 @@ class Step:
         chosen: list[Tensor] = []
         tokens_R, positions_R = self._inputs_2R.unbind()
         lora = self._adapters[0] if self._adapters is not None else None
-        hidden_RD = self._decoder(
-            tokens_R, positions_R, self._attend, lora, lambda _, experts_TK: chosen.append(experts_TK)
-        )
-        return self._decoder.logits(hidden_RD, lora), chosen
+        with replayed():
+            hidden_RD = self._decoder(
+                tokens_R, positions_R, self._attend, lora, lambda _, experts_TK: chosen.append(experts_TK)
+            )
+            return self._decoder.logits(hidden_RD, lora), chosen

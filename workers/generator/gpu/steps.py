@@ -19,7 +19,6 @@ from workers.generator.gpu.capture import Capture, CudaGraphs, Repeated
 from workers.generator.gpu.step import Step
 from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.model.adapter_shape import AdapterShape
-from workers.model.base_mm import MAX_GROUPS, ROW_BYTES
 from workers.model.decoder import Decoder
 from workers.model.gpu.runs import forms
 
@@ -46,8 +45,7 @@ class DecodeSteps:
 
     @classmethod
     def on_device(cls, decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> DecodeSteps:
-        capture = CudaGraphs[Computed]() if never_waits(decoder) else None
-        return cls(decoder, cache, slots=slots, context=context, capture=capture)
+        return cls(decoder, cache, slots=slots, context=context, capture=CudaGraphs[Computed]())
 
     def __call__(self, plan: DecodePlan) -> Tensor:
         plan.turn_pages()
@@ -95,13 +93,3 @@ class _Repeated(NamedTuple):
 def bucket(rows: int, slots: int) -> int:
     """Round rows up to a captured size: a power of two, or all slots."""
     return min(1 << (rows - 1).bit_length(), slots)
-
-
-def never_waits(decoder: Decoder) -> bool:
-    """Whether a step launches everything without waiting for a result. Experts that the grouped kernel does not take
-    are computed one by one, for which the host must know their rows."""
-    config = decoder.config
-    widths = (config.hidden_size, config.moe_intermediate_size)
-    aligned = all(width * decoder.dtype.itemsize % ROW_BYTES == 0 for width in widths)
-    grouped = decoder.dtype == torch.bfloat16 and aligned and config.num_experts < MAX_GROUPS
-    return grouped or not config.mixture_layers

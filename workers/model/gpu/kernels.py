@@ -181,3 +181,42 @@ def outer(
                 total = total * tl.load(scales + group)
             dw_in += total
         tl.store(dw, dw_in, mask)
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def experts(
+    x,
+    stride_x,
+    weight,
+    stride_e,
+    stride_n,
+    stride_k,
+    y,
+    stride_y,
+    block_expert,
+    first_block,
+    start,
+    num_experts,
+    inner,
+    wide,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """y[m, n] = sum over k of x[m, k] weight[e, n, k], for the expert e of row m; sums in float32."""
+    index = tl.program_id(0)
+    expert = tl.load(block_expert + index)
+    if expert < num_experts:
+        row, own = _block(expert, first_block, start, index, BLOCK_M)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = n < wide
+        w = weight + expert.to(tl.int64) * stride_e
+        total = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+        for begin in range(0, inner, BLOCK_K):
+            k = begin + tl.arange(0, BLOCK_K)
+            x_mk = tl.load(x + row[:, None] * stride_x + k[None], own[:, None] & (k < inner)[None], 0.0)
+            at = w + n[None].to(tl.int64) * stride_n + k[:, None].to(tl.int64) * stride_k
+            w_kn = tl.load(at, (k < inner)[:, None] & inside[None], 0.0)
+            total = tl.dot(x_mk.to(tl.float32), w_kn.to(tl.float32), total, input_precision=PRECISION)
+        tl.store(y + row[:, None] * stride_y + n[None], total.to(y.dtype.element_ty), own[:, None] & inside[None])

@@ -2,12 +2,14 @@
 
 torch.nn.attention.varlen got options between torch 2.11 and 2.13 (`enable_gqa`, which grouped heads then need, and
 `num_splits`), so the installed version's signature is looked up. Without splits along the keys a sequence's result does
-not depend on the others in the batch.
+not depend on the others in the batch. A backend that takes no `num_splits` (cuDNN's says so) is called without: of
+packed sequences FlashAttention 2 splits none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import signature
 from itertools import accumulate
 from typing import Any
@@ -46,5 +48,12 @@ class VarlenAttend:
         bounds, longest = self._bounds, self._longest
         options = self._options | (self._grouped if q_THD.shape[1] != k_TKD.shape[1] else {})
         q, k, v = (t.contiguous() for t in (q_THD, k_TKD, v_TKD))
-        out: Tensor = self._attention(q, k, v, bounds, bounds, longest, longest, window_size=(window - 1, 0), **options)
+        call = partial(self._attention, q, k, v, bounds, bounds, longest, longest, window_size=(window - 1, 0))
+        try:
+            out: Tensor = call(**options)
+        except RuntimeError as error:
+            if "num_splits" not in str(error) or not self._options:
+                raise
+            self._options = {}
+            out = call(**{name: value for name, value in options.items() if name != "num_splits"})
         return out

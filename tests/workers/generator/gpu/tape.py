@@ -19,7 +19,7 @@ from workers.model.gpu import kernels as adapter_kernels
 
 T = TypeVar("T")
 
-KERNELS = [(adapter_kernels, "shrink"), (adapter_kernels, "expand")]
+KERNELS = [(adapter_kernels, name) for name in ("shrink", "expand", "experts")]
 KERNELS += [(decode_kernels, name) for name in ("store", "partial", "combine")]
 
 #: What would make the host wait for a device.

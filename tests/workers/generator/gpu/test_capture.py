@@ -54,6 +54,39 @@ def test_what_cannot_be_captured_goes_on_as_it_is(caplog: pytest.LogCaptureFixtu
     assert caplog.text.count("cannot be captured") == 1
 
 
+def test_what_waits_for_the_device_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails before, in a rehearsal that says `error` to every wait."""
+    said: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", said.append)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: said.append("captured"))
+
+    def function() -> int:
+        if said and said[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return 7
+
+    repeated = Repeated(function, CudaGraphs[int]())
+    assert [repeated() for _ in range(3)] == [7] * 3
+    assert said == ["error", 0]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
+def test_after_one_that_waits_others_are_captured(device: str) -> None:
+    graphs, x = CudaGraphs[torch.Tensor](), torch.ones(1 << 20, device=device)
+    waiting = Repeated(lambda: x * x.sum().item(), graphs)
+    plain = Repeated(lambda: x * 2, graphs)
+    for _ in range(3):
+        assert waiting()[0].item() == 1 << 20
+        assert plain()[0].item() == 2
+    assert waiting._captured is None
+    assert plain._captured is not None
+    held = torch.cuda.memory_allocated()
+    torch.empty(1 << 20, device=device)
+    assert torch.cuda.memory_allocated() == held, "what is given back is given back outside of graphs"
+
+
 class Counted(CudaGraphs[Any]):
     captured = 0
 

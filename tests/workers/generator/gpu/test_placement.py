@@ -10,12 +10,12 @@ from tests.workers.model.gpu_kit import CONFIG, DENSE
 from tests.workers.model.test_gpu_placement import CUDA, Indexing, Launches, launches  # noqa: F401
 from workers.generator.gpu import kernels
 from workers.generator.gpu.step import Step
-from workers.generator.gpu.steps import never_waits
 from workers.generator.kv_cache import KVCache
 from workers.model.adapter import Adapter
 from workers.model.adapter_shape import AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
+from workers.model.gpu import kernels as adapter_kernels
 from workers.model.gpu.runs import forms
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -24,9 +24,11 @@ RANKS = (4, 8, 40)
 
 
 @pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["moe", "dense"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("adapted", [True, False], ids=["adapters", "base"])
 def test_a_decode_step_stays_on_the_device_and_never_waits(
     config: DecoderConfig,
+    dtype: torch.dtype,
     adapted: bool,
     launches: dict[str, Launches],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -34,14 +36,16 @@ def test_a_decode_step_stays_on_the_device_and_never_waits(
     own = {name: Launches() for name in ("store", "partial", "combine")}
     for name, kernel in own.items():
         monkeypatch.setattr(kernels, name, kernel)
+    experts_launched = Launches()
+    monkeypatch.setattr(adapter_kernels, "experts", experts_launched)
     with FakeTensorMode(), Indexing(), torch.inference_mode():
-        decoder = Decoder(config, torch.bfloat16, CUDA)
+        decoder = Decoder(config, dtype, CUDA)
         cache = KVCache(
             layers=config.num_layers,
             pages=16,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            dtype=torch.bfloat16,
+            dtype=dtype,
             device=CUDA,
         )
         adapters = [Adapter.zeros(AdapterShape(config, rank), device=CUDA) for rank in RANKS if adapted]
@@ -49,13 +53,7 @@ def test_a_decode_step_stays_on_the_device_and_never_waits(
         logits, chosen = step.compute()
         assert all(tensor.device == CUDA for tensor in (logits, *chosen))
         assert logits.shape == (8, config.vocab_size)
-        assert never_waits(decoder)
+    assert experts_launched.count == 2 * len(config.mixture_layers)
     assert {kernel.count for kernel in own.values()} == {config.num_layers}
     # Two rank classes (4 and 8, 40), five products of x and eight of outputs.
     assert (launches["shrink"].count, launches["expand"].count) == ((2 * 5, 2 * 8) if adapted else (0, 0))
-
-
-def test_experts_that_no_grouped_kernel_takes_are_not_captured() -> None:
-    with FakeTensorMode():
-        assert not never_waits(Decoder(CONFIG, torch.float32, CUDA))
-        assert never_waits(Decoder(DENSE, torch.float32, CUDA))

@@ -1,0 +1,54 @@
+"""`weftd plan`: what serving a model takes of a machine's memory, and the settings that follow from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from api.commands.places import refuse
+
+
+@click.command()
+@click.option(
+    "--model", "paths", type=click.Path(path_type=Path), multiple=True, required=True, help="Folder (repeat)."
+)
+@click.option("--gpu-gib", type=click.FloatRange(min=0, min_open=True), help="Memory of each GPU (default: here).")
+@click.option("--gpus", type=click.IntRange(min=1), default=1, help="GPUs that the trainer's base is spread over.")
+@click.option("--tenants", type=click.IntRange(min=1), default=16, help="Runs in training at the same time.")
+@click.option("--rank", type=click.IntRange(min=1), default=32, help="Of their adapters, on everything.")
+@click.option("--context", type=click.IntRange(min=1), help="Longest sequence (generator.context_tokens).")
+@click.option("--config", type=click.Path(path_type=Path), help="Settings as TOML, which the plan keeps to.")
+def plan(
+    paths: tuple[Path, ...],
+    gpu_gib: float | None,
+    gpus: int,
+    tenants: int,
+    rank: int,
+    context: int | None,
+    config: Path | None,
+) -> None:
+    """Print a table of memory and the settings that fit, or, with exit code 2, the one that does not. Of the model only
+    config.json is read."""
+    from api.server.memory_plan import devices_here, plan_on
+    from store.settings import SettingsError, load_settings
+    from workers.model.card import UnsupportedModel, config_card
+    from workers.model.plan import Device, DoesNotFit
+
+    try:
+        settings = load_settings(config, data_dir=Path())
+        if context is not None:
+            generator = settings.generator.model_copy(update={"context_tokens": context})
+            settings = settings.model_copy(update={"generator": generator})
+        cards = {path.name: config_card(path.name, path) for path in paths}
+        size = int((gpu_gib or 0) * 2**30)
+        devices = [Device(f"GPU of {gpu_gib:g} GiB", size, gpus)] if gpu_gib else devices_here(settings)
+        for number, device in enumerate(devices):
+            if number:
+                click.echo()
+            for line in plan_on(device, settings, cards, tenants=tenants, rank=rank).lines():
+                click.echo(line)
+    except (SettingsError, UnsupportedModel, DoesNotFit) as error:
+        refuse(str(error))
+    except ValueError as error:
+        refuse(f"model at {', '.join(map(str, paths))}: {error}")

@@ -1,0 +1,114 @@
+"""The plan of memory (`workers.model.plan`) for the workers that the settings ask for, on the devices they name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from store.settings import Settings
+from workers.model.base_files import stored_bytes
+from workers.model.card import ModelCard
+from workers.model.check import check_model
+from workers.model.machine import UNKNOWN_BYTES, cuda_bytes, free_bytes
+from workers.model.plan import Device, Plan, Wanted, plan
+
+#: Runs that the table of a start is made for.
+TENANTS, RANK = 16, 32
+
+
+def planned(settings: Settings, cards: Mapping[str, ModelCard], alone: str = "") -> tuple[Settings, list[str]]:
+    """The settings, with what they leave open chosen for this machine, and the tables: for all workers, or for one of
+    the role `alone`, whose neighbours are not known. Raises DoesNotFit."""
+    tables = []
+    for device in devices_here(settings):
+        trains, samples = _who(device, settings, alone)
+        if device.size_bytes >= UNKNOWN_BYTES or not (trains or samples):
+            continue
+        found = plan_on(device, settings, cards, alone=alone)
+        tables.append("\n".join(found.lines()))
+        settings = _with(settings, found, trains and not alone, samples)
+    return settings, tables
+
+
+def plan_on(
+    device: Device,
+    settings: Settings,
+    cards: Mapping[str, ModelCard],
+    *,
+    tenants: int = TENANTS,
+    rank: int = RANK,
+    alone: str = "",
+) -> Plan:
+    """The plan for one device. Where the workers on it compute with different dtypes, all are planned with the wider.
+    Raises DoesNotFit."""
+    trainer, generator = settings.trainer, settings.generator
+    trains, samples = _who(device, settings, alone)
+    default = "float32" if device.kind == "cpu" else "bfloat16"
+    asked = {trainer.dtype} if trains else set()
+    asked |= {generator.dtype} if samples else set()
+    dtypes = {default if dtype == "auto" else dtype for dtype in asked} or {default}
+    models = [check_model(card, max(dtypes)) for card in cards.values()]
+    known, ranks = _known(device), trainer.ranks if device.name == "cpu" else 1
+    wanted = Wanted(
+        trainers=ranks * (1 if alone else trainer.replicas) if trains else 0,
+        ranks=ranks,
+        generators=generator.kinds.count("torch") if samples else 0,
+        one_base=device.kind == "cpu" and bool(settings.base_dir) and len(dtypes) == 1,
+        spread=not known,
+        slots=generator.slots,
+        context_tokens=generator.context_tokens,
+        kv_tokens=generator.kv_tokens,
+        prefill_tokens=generator.prefill_tokens,
+        adapter_cache_bytes=generator.adapter_cache_bytes,
+        prefix_cache_bytes=generator.prefix_cache_bytes,
+        packed=None if generator.packed == "auto" else generator.packed,
+        resident_bytes=trainer.resident_bytes,
+        microbatch_tokens=trainer.microbatch_tokens,
+        tenants=tenants,
+        rank=rank,
+    )
+    return plan(models, device, wanted)
+
+
+def devices_here(settings: Settings) -> list[Device]:
+    """Those that trainer and generators are to compute on, of a trainer's ranks the first; of devices that are not
+    there the workers will speak."""
+    cuda = {f"cuda:{number}": size for number, size in enumerate(cuda_bytes())}
+    found = []
+    for name in dict.fromkeys(_place(worker.device, bool(cuda)) for worker in (settings.trainer, settings.generator)):
+        if name == "cpu":
+            files = stored_bytes(Path(settings.base_dir)) if settings.base_dir else 0  # they may be mapped, or will go
+            found.append(Device(name, free_bytes() + files))
+        elif name in cuda:
+            trainer = settings.trainer
+            parts = trainer.ranks * (trainer.nodes if trainer.shard == "all" else 1)
+            found.append(Device(name, cuda[name], parts))
+    return found
+
+
+def _who(device: Device, settings: Settings, alone: str) -> tuple[bool, bool]:
+    """Whether the trainer is on the device, and whether the generators are. Both are on a device that is not here."""
+    here = [_place(worker.device, device.kind == "cuda") for worker in (settings.trainer, settings.generator)]
+    trains, samples = (here[0] == device.name, here[1] == device.name) if _known(device) else (True, True)
+    return trains and alone != "generator", samples and alone != "trainer"
+
+
+def _known(device: Device) -> bool:
+    """Whether it is of this machine."""
+    return device.name == "cpu" or device.name.startswith("cuda:")
+
+
+def _place(asked: str, cuda: bool) -> str:
+    """As `workers.model.device` chooses."""
+    name = ("cuda" if cuda else "cpu") if asked == "auto" else asked
+    return "cuda:0" if name == "cuda" else name
+
+
+def _with(settings: Settings, found: Plan, trains: bool, samples: bool) -> Settings:
+    trainer, generator = settings.trainer, settings.generator
+    if trains:
+        trainer = trainer.model_copy(update={"resident_bytes": found.resident_bytes})
+    if samples:
+        chosen = {"slots": found.slots, "kv_tokens": found.kv_tokens, "packed": found.packed}
+        generator = generator.model_copy(update=chosen)
+    return settings.model_copy(update={"trainer": trainer, "generator": generator})

@@ -1,0 +1,67 @@
+"""An agent that knows only the `openai` package, trained by what it said: `python examples/openai_agent.py --steps 20`.
+
+Its requests name the run as their model and carry a session id, so the server has the exact tokens of each
+conversation; the loop below makes data of them, and takes a step (docs/openai.md, docs/rl.md).
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import uuid
+from typing import Any
+
+import openai
+import weft
+from weft import rl
+
+
+async def agent(client: openai.AsyncOpenAI, model: str, session: str, a: int, b: int) -> float:
+    """Any program that talks to OpenAI's API could stand here. Returns its reward."""
+    messages: list[Any] = [{"role": "user", "content": f"What is {a} + {b}?"}]
+    for tries in (1, 2):
+        said = await client.chat.completions.create(
+            model=model, messages=messages, max_tokens=4, extra_headers={"X-Session-ID": session}
+        )
+        answer = (said.choices[0].message.content or "").strip()
+        if answer == str(a + b):
+            return 1 / tries
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"No. What is {a} + {b}?"}]
+    return 0.0
+
+
+async def train(steps: int, batch: int, size: int) -> None:
+    service, rng = weft.ServiceClient(), random.Random(0)
+    run = await service.create_lora_training_client_async("weft/tiny-moe", rank=16, seed=0)
+    loss, model = rl.losses.importance_sampling(), f"run:{run.model_id}"
+    async with openai.AsyncOpenAI(
+        base_url=f"{os.environ['WEFT_BASE_URL']}/v1", api_key=os.environ["WEFT_API_KEY"]
+    ) as client:
+
+        async def rollout(a: int, b: int) -> rl.Rollout:
+            session = uuid.uuid4().hex
+            reward = await agent(client, model, session, a, b)
+            return await rl.trajectories_async(session, service, reward)
+
+        for step in range(steps):
+            await run.save_weights_and_get_sampling_client_async()  # what `run:` means from here on
+            tasks = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(batch)]
+            groups = await asyncio.gather(*(asyncio.gather(*(rollout(*task) for _ in range(size))) for task in tasks))
+            graded = [
+                pair for group in groups for pair in zip(group, rl.dr_grpo([one.reward for one in group]), strict=True)
+            ]
+            data = [datum for one, advantage in graded if advantage for datum in rl.data_of(one, advantage)]
+            if data:
+                drawn = sum(one.sampled for one, _ in graded)
+                backward = loss.forward_backward(run, [loss.datum(datum, 1 / drawn) for datum in data], None)
+                await run.optim_step_async(weft.AdamParams(learning_rate=2e-3))
+                await backward
+            print("reward", step, round(sum(one.reward for one, _ in graded) / len(graded), 3), flush=True)
+    await service.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("steps", 20), ("batch", 12), ("size", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    asyncio.run(train(**vars(parser.parse_args())))

@@ -1,0 +1,35 @@
+"""A server whose object store cannot be used does not start, and says in one line what to set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from api.server.serve import CannotServe, check_store
+from store.secret import secret_of
+from store.settings import Settings
+from tests.servers import OwnStore
+
+SECRET = "the same for all replicas, and long"
+
+
+def test_replicas_on_a_bucket_need_one_secret(
+    object_store: OwnStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    place = {"data_dir": tmp_path, "blob_url": object_store.url}
+    check_store(Settings(**place))
+    check_store(Settings(**place, redis_url="redis://x", server_secret=SECRET))
+    with pytest.raises(CannotServe, match="WEFT_SERVER_SECRET"):
+        check_store(Settings(**place, redis_url="redis://x"))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    with pytest.raises(CannotServe, match=r"AWS_SECRET_ACCESS_KEY: .*SignatureDoesNotMatch"):
+        check_store(Settings(**place))
+
+
+def test_a_secret_that_is_set_is_in_no_dump_and_makes_one_key(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path, server_secret=SECRET)
+    assert SECRET not in f"{settings!r} {settings.model_dump(mode='json')}"
+    assert secret_of(SECRET) == secret_of(SECRET) != secret_of(SECRET + "!")

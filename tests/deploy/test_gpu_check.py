@@ -1,0 +1,58 @@
+"""`make gpu-check` without a device: it says so; and what it makes of steps that fail or take too long."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from zipfile import ZipFile
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "deploy" / "gpu" / "check.py"
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["gpu_check"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_it_says_that_there_is_no_device(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, SCRIPT, "--out", tmp_path / "out"], capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "there is no CUDA device" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_step_ends_and_is_told(check: ModuleType, tmp_path: Path) -> None:
+    python = [sys.executable, "-c"]
+    todo = [
+        check.Step("good", [*python, "print('3 passed')"], 60),
+        check.Step("bad", [*python, "raise SystemExit(4)"], 60),
+        check.Step("long", [*python, "import time; time.sleep(60)"], 0.2),
+    ]
+    check.run(todo, tmp_path, dict(os.environ))
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert [each["outcome"] for each in found.values()] == ["passed", "failed with code 4", "ended, its time was over"]
+    assert found["good"]["log"] == ["3 passed"]
+    assert sum(step.limit_s for step in check.steps(tmp_path)) <= check.LIMIT_S < 9 * 60
+    assert all(path.exists() for path in [*check.KERNELS, *check.MARKED])
+
+
+def test_only_what_is_missing_comes_from_the_bundle(check: ModuleType, tmp_path: Path) -> None:
+    for name in ("pytest", "weft_missing"):
+        with ZipFile(tmp_path / f"{name}-1-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}.py", "")
+    assert check.unpack(sorted(tmp_path.glob("*.whl")), tmp_path / "packages") == ["weft_missing"]
+    assert [path.name for path in (tmp_path / "packages").iterdir()] == ["weft_missing.py"]
