@@ -122,8 +122,8 @@ def copy_shards(decoder: Decoder, files: Sequence[Path], mesh: DeviceMesh) -> No
 
 
 def _copy(stored: Stored, name: str, place: Place, whole: Tensor, sharded: Tensor, mesh: DeviceMesh) -> None:
-    """Copy the rows of a stored tensor that this process keeps. `place` says which rows of `whole` the tensor is; rows
-    stay rows however it is arranged."""
+    """Copy the rows of a stored tensor that this process keeps. `place` says which rows of `whole` the tensor is.
+    Where it is arranged across rows it is read whole."""
     shape = stored.shape(name)
     if place.arranged(torch.empty(shape, device="meta")).shape != place.target.shape:
         got, need = list(shape), f"floating point {list(place.target.shape)}"
@@ -134,13 +134,15 @@ def _copy(stored: Stored, name: str, place: Place, whole: Tensor, sharded: Tenso
     end = min(place.target.shape[0], (last - start) // row)
     if begin >= end:
         return
-    rows = stored.rows(name, begin, end)
+    as_it_is = place.arranged is Place.arranged
+    by_rows = as_it_is or len(shape) == place.target.dim() == 3  # of a stack of experts each is arranged by itself
+    rows = stored.rows(name, begin, end) if by_rows else place.arranged(stored.read(name))[begin:end]
     if not rows.is_floating_point():
         raise ModelWeightsError(f"{stored.file(name)}: tensor {name} is {rows.dtype}, the config needs floating point")
     mine = cast(DTensor, sharded).to_local().view(-1)
     at = start + begin * row - first
     target = mine[at : at + (end - begin) * row].view(end - begin, *place.target.shape[1:])
-    target.copy_(place.arranged(rows))
+    target.copy_(place.arranged(rows) if by_rows and not as_it_is else rows)
 
 
 def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
