@@ -43,6 +43,7 @@ from api.routes import (
     weights,
 )
 from api.routes.openai import chat, generate, listing
+from api.server import reference
 from api.server.housekeeping import keep_house
 from api.server.machines import EmbeddedMachines, Machines
 from api.server.worker_process import WorkerProcess
@@ -173,5 +174,6 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         app.include_router(routes.router)
     for router in (listing.router, listing.turns_router, chat.router, generate.router):
         app.include_router(router)
+    app.include_router(reference.router)
     console.install(app)
     return app

@@ -8,10 +8,12 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from weft.wire import SamplingParams
 
 from api.checks.priority import PriorityDep
+from api.errors import explain
 from api.http.access import declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
@@ -103,14 +105,17 @@ def params_of(body: Any, most: int | None, target: Target) -> SamplingParams:
     stop: Any = list(stops_of(body)) or None
     if body.stop_token_ids:
         stop = sorted({*target.card.eos_token_ids, *body.stop_token_ids})
-    return SamplingParams(
-        max_tokens=most,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=body.top_k or -1,
-        seed=body.seed,
-        stop=stop,
-    )
+    try:
+        return SamplingParams(
+            max_tokens=most,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=body.top_k or -1,
+            seed=body.seed,
+            stop=stop,
+        )
+    except ValidationError as error:  # a number that no tokenizer and no generator has
+        raise Refused(explain(error)) from None
 
 
 def _options(body: Sampling, form: Form) -> dict[str, Any]:

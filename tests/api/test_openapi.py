@@ -1,0 +1,81 @@
+"""`/openapi.json` against what the routes do: which there are, who is let in, and how they refuse.
+`tests/e2e/test_api_fuzz.py` holds a server's statuses to it under random requests."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.server.app import front
+from api.server.openapi import error_codes
+from tests.api.conftest import World
+from tests.tenancy.conftest import member, routes_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+#: Not of the API: pages for people, and the document itself.
+PAGES = {"/", "/docs", "/openapi.json", "/sdk"}
+
+
+@pytest.fixture
+def described(world: World) -> dict[str, Any]:
+    reply = world.http.get("/openapi.json")
+    assert reply.status_code == 200
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+def operations(described: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    return [(method.upper(), path, op) for path, ops in described["paths"].items() for method, op in ops.items()]
+
+
+def test_every_route_is_described_and_every_reference_leads_somewhere(described: dict[str, Any]) -> None:
+    paths = {(r.method, re.sub(r":\w+}", "}", r.path)) for r in routes_of(front()) if not r.path.startswith("/console")}
+    assert {(method, path) for method, path in paths if path not in PAGES} == {o[:2] for o in operations(described)}
+    for name in re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(described)):
+        assert name in described["components"]["schemas"], name
+    for method, path, operation in operations(described):
+        takes = "requestBody" in operation
+        assert takes <= (method in ("POST", "PUT", "PATCH")), path
+        assert set(operation["x-weft"]) == {"scopes", "counts", "meters"}
+
+
+def test_who_is_let_in_and_how_routes_refuse(world: World, described: dict[str, Any]) -> None:
+    """Without a key, with one that may do little, and with one that may do all, each with a body that says nothing."""
+    _, viewer = member(world, "viewer")
+    _, owner = member(world, "owner")
+    last = ("DELETE", "/api/v1/auth/apikey/me")  # after it the key is gone
+    unsaid = []
+    for method, path, operation in sorted(operations(described), key=lambda found: found[:2] == last):
+        address, secured = re.sub(r"{[^}]*}", "0", path), bool(operation["security"])
+        for key in ("", viewer, owner):
+            headers = {"x-api-key": key} if key else {}
+            reply = world.http.request(method, address, headers=headers, json={})
+            if str(reply.status_code) not in operation["responses"]:
+                unsaid.append((method, path, reply.status_code, reply.text))
+            if not key:
+                assert (reply.status_code == 401) == secured, (method, path, reply.text)
+            if reply.status_code == 403 and "needs the scope" in reply.text:
+                assert all(scope in reply.text for scope in operation["x-weft"]["scopes"])
+            if reply.status_code >= 400 and path.startswith("/api/v1"):
+                assert {"detail", "code"} <= reply.json().keys(), (method, path, reply.text)
+    assert not unsaid
+
+
+def test_people_find_the_console_and_every_route(world: World, described: dict[str, Any]) -> None:
+    assert world.http.get("/", follow_redirects=False).headers["location"] == "/console/"
+    page = world.http.get("/docs")
+    assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
+    assert not re.search(r"<script(?![^>]*src=\"/console/static/)|<style| style=| on\w+=|https?://(?!127)", page.text)
+    for method, path, _ in operations(described):
+        assert f"<code>{method} {path}</code>" in page.text
+
+
+def test_the_page_of_errors_has_every_code_with_its_status() -> None:
+    rows = re.findall(r"^\| (`[^|]+) \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
+    told = {(code.strip("`"), int(status)) for codes, status in rows for code in codes.split(", ")}
+    of_no_class = {("method_not_allowed", 405), ("organisation_suspended", 403), ("organisation_closed", 403)}
+    assert told == set(error_codes()) | of_no_class
