@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from weft.wire.base import Count, Integer, Positive
+from weft.wire.inputs import Token
 
 from api.errors import quote
 from api.routes.openai.errors import Refused
@@ -41,6 +42,7 @@ UNUSED = {
 
 #: Folded into a sampler's seed; it comes to no database.
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]
 
 
 class Sampling(BaseModel):
@@ -56,7 +58,7 @@ class Sampling(BaseModel):
     n: Positive | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[Count] | None = None
+    stop_token_ids: Tokens | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     prompt_logprobs: Count | None = None
@@ -105,11 +107,11 @@ class ChatTokensBody(ChatBody):
     """vLLM's and verifiers' chat over a prompt in tokens: `messages` were rendered by the client."""
 
     messages: list[dict[str, Any]] = []
-    tokens: Annotated[list[Count], Field(min_length=1)]
+    tokens: Annotated[Tokens, Field(min_length=1)]
 
 
 class CompletionBody(Sampling):
-    prompt: str | list[Count] | Annotated[list[str], Field(min_length=1)]
+    prompt: str | Tokens | Annotated[list[str], Field(min_length=1)]
     logprobs: Count | None = None
 
 
@@ -125,7 +127,7 @@ class GenerateParams(BaseModel):
     top_k: Integer | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[Count] | None = None
+    stop_token_ids: Tokens | None = None
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
 
@@ -138,7 +140,7 @@ class GenerateParams(BaseModel):
 class GenerateBody(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     model: str
-    token_ids: Annotated[list[Count], Field(min_length=1)]
+    token_ids: Annotated[Tokens, Field(min_length=1)]
     sampling_params: GenerateParams = GenerateParams()
     return_routed_experts: bool | None = None
     max_staleness: Count | None = None
@@ -158,4 +160,4 @@ class TokenizeBody(BaseModel):
 class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     model: str | None = None
-    tokens: list[Count]
+    tokens: Tokens
