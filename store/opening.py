@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from store.blobs import Blobs
 from store.folder_blobs import FolderBlobs
-from store.settings import Settings
+
+if TYPE_CHECKING:  # workers are told without them
+    from store.settings import Settings
 
 
 def open_blobs(

@@ -25,6 +25,8 @@ GIVEN = {
     "50 ms": "how long a sample is left to one generator (LEFT_S)",
     "20 times ": "what `make soak TIMES=20` means",
     "16 times ": "the weight of interactive work",
+    "30 ms": "what a distant object store is assumed to take",
+    "350 GB/s": "assumed of NVLink 4, in the arithmetic of sharding",
     "48 tokens/s": "of the published cluster that the simulator plays",
     "816 tokens/s": "of the published cluster that the simulator plays",
     "3.6 times ": "parameters of an adapter, counted from shapes",
