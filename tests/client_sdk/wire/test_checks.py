@@ -89,7 +89,8 @@ def test_lists_everything() -> None:
     bad = {"target_tokens": np.array([1, 100]), "weights": np.array([np.nan]), "mask": np.ones(2)}
     assert said("cross_entropy", {"beta": 1.0}, [bad, CE, {}], 2) == [
         "unknown loss_fn_config key 'beta': cross_entropy takes none",
-        "datum 0: unknown input 'mask': cross_entropy takes routed_experts, target_tokens, weights",
+        "datum 0: unknown input 'mask': cross_entropy takes routed_experts, sampling_temperature, "
+        "target_tokens, weights",
         "datum 0: 'weights' has shape (1,), target_tokens has (2,)",
         "datum 2: cross_entropy needs the input 'target_tokens'; it has []",
         "datum 2: cross_entropy needs the input 'weights'; it has []",
