@@ -182,6 +182,12 @@ def _sums(*halves: Any) -> tuple[int, int]:
     return upper_quantity * _HALF + quantity, upper_amount * _HALF + amount
 
 
+def used_days(session: Session, org_id: str) -> list[date]:
+    """The days with usage."""
+    day = _day(session)
+    return [_date(found) for found in session.scalars(select(day).where(UsageHour.org_id == org_id).group_by(day))]
+
+
 def _day(session: Session) -> ColumnElement[Any]:
     if session.get_bind().dialect.name == "sqlite":
         return func.date(UsageHour.hour)

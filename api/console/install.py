@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
-from fastapi.responses import FileResponse, RedirectResponse
+from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse
 
 from api.console.pages import (
     audit,
@@ -66,6 +66,11 @@ async def static(name: str) -> FileResponse:
     if name not in _files():
         raise NotFound(f"no file {quote(name)} of the console")
     return FileResponse(STATIC / name, headers={"cache-control": "public, max-age=31536000, immutable"})
+
+
+@router.get("/{path:path}", **declare(scope="public", limit="poll"))
+async def nowhere(path: str) -> HTMLResponse:
+    raise NotFound(f"there is no page {quote('/' + path)} in the console")
 
 
 def _files() -> frozenset[str]:

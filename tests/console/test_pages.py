@@ -10,14 +10,14 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 from weft.money import usd
 
 from api.console import formats
 from store.tables import Checkpoint, LedgerEntry, Project, Run, UsageEvent, Wallet
 from store.tables import Session as Owner
-from tests.console.conftest import Console
+from tests.console.conftest import SAME_SITE, Console
 from tests.console.seed import HOSTILE
 
 
@@ -243,6 +243,28 @@ def test_what_to_do_when_there_is_nothing(console: Console) -> None:
     assert "weft.log" in console.get("/")
     assert "create_lora_training_client" in console.get("/runs")
     assert "save_state" in console.get("/checkpoints")
+
+
+def test_a_page_that_is_not_there_is_a_page(console: Console) -> None:
+    for path in ("/nothing", "/runs/x/y/z", "/<b>"):
+        reply = console.http.get(f"/console{path}", headers={"accept": "text/html"})
+        assert reply.status_code == 404
+        assert reply.headers["content-type"].startswith("text/html")
+        assert "Not found" in reply.text
+        assert "there is no page" in reply.text
+        assert "<b>" not in reply.text
+    assert console.http.post("/console/nothing", headers=SAME_SITE).status_code in (403, 404, 405)
+
+
+def test_quotas_are_shown(console: Console) -> None:
+    console.sign_in()
+    page = console.get("/budgets")
+    quotas = page[page.index('id="quotas"') :]
+    with console.database.read() as session:
+        live = session.scalar(select(func.count()).select_from(Run).filter_by(org_id=console.made.org_id, state="live"))
+    row = re.search(r'<td class="name">Runs</td><td class="n">(\d+)</td>', quotas)
+    assert row is not None
+    assert int(row[1]) == live
 
 
 def test_an_account_without_a_limit(console: Console) -> None:

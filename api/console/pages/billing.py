@@ -15,7 +15,9 @@ from sqlalchemy.orm import Session
 from weft.money import usd
 
 from api.console.formats import csv_cell
-from api.console.lists import PageNumber, paged
+from api.console.lists import PageNumber
+from api.console.movements import movements
+from api.console.pages.runs import title_of
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep, need_fresh
 from api.http.access import declare
@@ -24,7 +26,8 @@ from api.state.service import Service, ServiceDep
 from billing.payments.periods import name_of
 from billing.prices import ANY_MODEL, KINDS, STORAGE
 from billing.wallets import available_nusd
-from store.tables import CreditGrant, Invoice, LedgerEntry, Wallet
+from store import tables
+from store.tables import CreditGrant, Invoice, LedgerEntry, Run, Wallet
 
 router = APIRouter(route_class=ConsoleRoute)
 
@@ -44,15 +47,14 @@ async def billing(
     def read(session: Session) -> dict[str, Any]:
         org_id = viewer.org_id
         wallet = session.get(Wallet, org_id)
-        entries, pages = paged(
-            session, select(LedgerEntry).filter_by(org_id=org_id).order_by(LedgerEntry.id.desc()), page_number
-        )
+        moved, pages = movements(session, org_id, page_number)
         invoices = select(Invoice).filter_by(org_id=org_id).order_by(Invoice.period_start.desc())
         grants = select(CreditGrant).filter_by(org_id=org_id).where(CreditGrant.remaining_nusd > 0)
         return {
             "wallet": wallet,
             "available_nusd": available_nusd(wallet) if wallet is not None else None,
-            "entries": entries,
+            "movements": moved,
+            "titles": _titles(session, org_id, {each.run_id for each in moved if each.run_id}),
             "pages": pages,
             "query": {},
             "invoices": [(row, name_of(row.period_start)) for row in session.scalars(invoices.limit(36))],
@@ -101,6 +103,13 @@ async def ledger_csv(service: ServiceDep, viewer: ViewerDep) -> Response:
 
     headers = {"content-disposition": 'attachment; filename="weft-ledger.csv"'}
     return Response(await service.read(read), media_type="text/csv; charset=utf-8", headers=headers)
+
+
+def _titles(session: Session, org_id: str, run_ids: set[str]) -> dict[str, str]:
+    """What people call these runs."""
+    query = select(Run, tables.Session).join(tables.Session, tables.Session.id == Run.session_id)
+    rows = session.execute(query.where(Run.org_id == org_id, Run.id.in_(run_ids)))
+    return {run.id: title_of(run, owner) or run.id for run, owner in rows}
 
 
 def _prices(service: Service) -> list[tuple[str, str, dict[str, str]]]:

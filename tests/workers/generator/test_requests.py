@@ -76,13 +76,13 @@ def test_answers(blobs: FolderBlobs) -> None:
     assert (failed.failure.message, failed.failure.category) == ("too long", "user")
 
 
-def test_an_answer_counts_tokens_by_version_where_the_weights_are_of_a_run(blobs: FolderBlobs) -> None:
+def test_an_answer_counts_tokens_of_each_sequence_by_version_where_the_weights_are_of_a_run(blobs: FolderBlobs) -> None:
     pending = pending_of(blobs)
     moved = replace(SEQUENCE, policy=(PolicySpan(6, 1), PolicySpan(7, 1)))
     finished = Finished("op", (SEQUENCE, moved, moved))
-    assert answer(pending, finished).drawn == {}  # type: ignore[union-attr]
+    assert answer(pending, finished).drawn == ()  # type: ignore[union-attr]
     of_a_run = replace(pending, op=msgspec.structs.replace(pending.op, run_id="run"))
-    assert answer(of_a_run, finished).drawn == {6: 2, 7: 2}  # type: ignore[union-attr]
+    assert answer(of_a_run, finished).drawn == ({}, {6: 1, 7: 1}, {6: 1, 7: 1})  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
