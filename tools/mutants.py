@@ -37,11 +37,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "billing/charges.py": ("tests/billing/test_charges.py", "tests/billing/test_hard_limits.py"),
     "billing/wallets.py": ("tests/billing/test_hard_limits.py", "tests/billing/test_wallet_defaults.py"),
     "scheduler/journal/ending/settlement.py": ("tests/scheduler/journal",),
-    "scheduler/order/compose.py": (
-        "--noconftest",
-        "tests/scheduler/order/test_compose.py",
-        "tests/scheduler/order/test_fair.py",
-    ),
+    "scheduler/order/compose.py": ("--noconftest", "tests/scheduler/order/test_compose.py"),
     "scheduler/order/fair.py": ("tests/scheduler/order",),
     "store/keys.py": ("tests/store/test_keys.py", "tests/tenancy/test_keys.py"),
     "store/roles.py": ("tests/tenancy/test_routes.py",),
