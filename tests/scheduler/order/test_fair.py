@@ -344,3 +344,71 @@ def test_a_newcomer_waits_for_nobody_who_was_served_elsewhere() -> None:
         tree.push(("m", "new", "p", "n"), "new", LAG // 10)
     taken = [tree.pop(("m",), lambda run: run != "s") for _ in range(20)]
     assert taken.index("fast") <= 13  # about one LAG, not thirty
+
+
+def test_an_item_is_taken_out_wherever_it_stands() -> None:
+    queue: FairTree[str] = FairTree()
+    for item in ("a1", "a2", "a3"):
+        queue.push(("m", "x", "batch", "a"), item, 10)
+    queue.push(("m", "y", "batch", "b"), "b1", 10)
+    assert not queue.discard(("m", "x", "batch", "a"), "b1")
+    assert not queue.discard(("m", "x", "batch", "none"), "a1")
+    assert queue.discard(("m", "x", "batch", "a"), "a2")
+    assert not queue.discard(("m", "x", "batch", "a"), "a2")
+    assert queue.queued(("m", "x", "batch", "a")) == 20
+    assert queue.head(("m", "x", "batch", "a")) == "a1"
+    assert queue.discard(("m", "y", "batch", "b"), "b1")
+    assert queue.children(("m",)) == ["x"]
+    assert queue.children(("m", "y")) == []
+    assert queue.head(("m", "y", "batch", "b")) is None
+    assert queue.head(("m", "none")) is None
+    assert [queue.pop(), queue.pop(), queue.pop()] == ["a1", "a3", None]
+
+
+def test_what_leaves_one_branch_leaves_the_others_alone() -> None:
+    queue: FairTree[str] = FairTree()
+    for org in ("x", "y"):
+        for run in ("1", "2"):
+            queue.push(("m", org, "batch", org + run), org + run, 10)
+    assert queue.remove(("m", "x", "batch", "x1")) == ["x1"]
+    assert queue.remove(("m", "x", "batch", "x1")) == []
+    assert queue.children(("m", "x", "batch")) == ["x2"]
+    assert queue.remove(("m", "x", "batch", "x2")) == ["x2"]
+    assert queue.children() == ["m"]
+    assert queue.children(("m",)) == ["y"]
+    assert [queue.pop(), queue.pop(), queue.pop()] == ["y1", "y2", None]
+    queue.push(("m", "x", "batch", "x1"), "again", 10)
+    assert queue.pop() == "again"
+
+
+def test_who_comes_and_goes_is_forgotten_but_not_what_is_owed() -> None:
+    """Thousands of organisations that had one item each do not stay; one that has had more than its turn does."""
+    queue: FairTree[int] = FairTree()
+    queue.push(("m", "greedy", "batch", "g"), -1, 1_000_000)
+    queue.push(("m", "steady", "batch", "s"), 0, 1)
+    assert queue.pop() == -1
+    for number in range(1, 3000):
+        queue.push(("m", "steady", "batch", "s"), number, 1)
+        queue.push(("m", f"guest {number}", "batch", "r"), -number, 1)
+    served = [queue.pop() for _ in range(5999)]
+    assert None not in served
+    model = queue._find(("m",))
+    assert model is not None
+    assert len(model.children) < 200
+    queue.push(("m", "greedy", "batch", "g"), -2, 1)
+    queue.push(("m", "newcomer", "batch", "n"), -3, 1)
+    assert queue.pop() == -3, "what was a million tokens ahead is not forgotten"
+
+
+def test_a_correction_backwards_takes_those_along_who_wait_for_a_first_turn() -> None:
+    queue: FairTree[str] = FairTree()
+    path = ("m", "x", "batch", "a")
+    for item in ("a1", "a2"):
+        queue.push(path, item, 100)
+    queue.push(("m", "y", "batch", "b"), "b0", 10)
+    assert queue.pop() == "a1"
+    assert queue.pop() == "b0"
+    queue.push(("m", "z", "batch", "c"), "c1", 10)  # its first turn is now
+    queue.correct(path, -100)  # `a` has used nothing
+    assert queue.pop() == "c1"
+    assert queue.pop() == "a2"
