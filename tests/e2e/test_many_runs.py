@@ -76,7 +76,7 @@ def test_a_hundred_runs_with_memory_for_a_few(own_weftd: Callable[..., Weftd], t
 
 
 def pages(server: Weftd) -> int:
-    return len(list((server.data_dir / "pages").glob("*.page")))
+    return len(list((server.data_dir / "pages").rglob("*.page")))
 
 
 def logprobs(result: bytes) -> list[float]:
