@@ -1,16 +1,18 @@
-"""Servers that start at the same moment all store the defaults of new wallets."""
+"""What new wallets are, and what they leave to spend; servers that start at the same moment all store the defaults."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
+import pytest
 from sqlalchemy.orm import Session
 
-from billing.wallets import set_default
+from billing.wallets import Mode, available_nusd, set_default, set_mode, wallet_of
 from store.db import Database
 from store.settings import BillingSettings
-from store.tables import WalletDefault
+from store.tables import Wallet, WalletDefault
+from tests.billing.conftest import add_organisations
 
 BILLING = BillingSettings()
 
@@ -45,3 +47,23 @@ def test_two_servers_store_the_defaults_at_once(postgres_database: Database) -> 
     assert errors == []
     with postgres_database.read() as session:
         assert session.get(WalletDefault, 1) is not None
+
+
+def test_wallets_begin_as_the_settings_say_and_are_their_own(any_database: Database) -> None:
+    any_database.write_now(add_organisations)
+    assert any_database.write_now(lambda session: wallet_of(session, "a").mode) == "unlimited"
+    billing = BillingSettings(mode="postpaid", overdraft_usd=3)
+    any_database.write_now(lambda session: set_default(session, billing))
+    any_database.write_now(lambda session: set_mode(session, "a", "prepaid", 7))
+
+    def read(session: Session) -> list[tuple[str, str, int]]:
+        wallets = [wallet_of(session, org_id) for org_id in ("a", "b")]
+        return [(wallet.org_id, wallet.mode, wallet.overdraft_nusd) for wallet in wallets]
+
+    assert any_database.write_now(read) == [("a", "prepaid", 7), ("b", "postpaid", 3 * 10**9)]
+
+
+@pytest.mark.parametrize(("mode", "available"), [("prepaid", 100 + 30 - 7), ("postpaid", 123), ("unlimited", None)])
+def test_what_is_left(mode: Mode, available: int | None) -> None:
+    wallet = Wallet(org_id="a", mode=mode, balance_nusd=100, overdraft_nusd=30, held_nusd=7)
+    assert available_nusd(wallet) == available

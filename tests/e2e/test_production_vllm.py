@@ -92,7 +92,7 @@ def test_vllm_works_from_redis_beside_the_other_engine_and_may_be_killed(
     assert again == expected  # the other engine's
     assert production.query("select kind, error from operations where state = 'failed'") == []
     drawn = production.query("select policy -> 'drawn' from operations where kind = 'sample' and policy is not null")
-    assert max(len(by_version) for (by_version,) in drawn) > 1
+    assert max(len(by_version) for (sequences,) in drawn for by_version in sequences) > 1
 
 
 def tokens(future: Any) -> list[int]:

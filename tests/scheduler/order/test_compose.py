@@ -113,6 +113,10 @@ def test_a_trainer_gets_its_models_and_its_runs() -> None:
     assert taken(queue, only=lambda run: run == "b") == [("b", 10), ("b", 0)]
     assert taken(queue, only=lambda run: run == "b") == []
     assert taken(queue) == [("a", 10)]
+    full = queue_of(heavy("y", "b", BUDGET), light("y", "b", 50), light("y", "c", 1))
+    assert taken(full, only=lambda run: run == "b") == [("b", BUDGET), ("b", 0)], (
+        "a rider beyond the budget is its run's"
+    )
     queue = queue_of(heavy("x", "a", 10), model="first")
     queue.push(("m", "x", "batch", "b"), Piece("b", 10), 10)
     assert taken(queue) == [("b", 10)]
@@ -125,6 +129,7 @@ def test_upcoming_takes_turns_among_organisations() -> None:
     assert upcoming(queue, "m") == ["x1", "y1", "x2"]
     assert upcoming(queue, "other") == ["z1"]
     assert upcoming(queue, "none") == []
+    assert upcoming(queue, "m", lambda run: run.startswith("x")) == ["x1", "x2"]
     assert sum(1 for _ in queue) == 5
 
 
