@@ -182,12 +182,14 @@ def test_swap_takes_effect_while_others_keep_generating(make_engine: MakeEngine,
     began = time.monotonic()
     before = finish(engine, swapped)["swapped"].sequences[0].tokens.tolist()
     took_s = time.monotonic() - began
-    for share in (0.3, 0.1, 0.6, 0.03, 0.9):  # the swap must come after its first token and before its last
+    for share in 5 * (0.3, 0.1, 0.6, 0.03, 0.9):  # the swap must come after its first token and before its last
+        began = time.monotonic()
         for request in (swapped, other):
             engine.add(request)
         time.sleep(share * took_s)
         engine.swap_adapter("policy", adapters["a1"])
         finished = finish(engine)
+        took_s = time.monotonic() - began  # of a machine that is busy as it is now
         sequence = finished["swapped"].sequences[0]
         if len(sequence.policy) == 2:
             break
