@@ -78,6 +78,27 @@ def limit_of(session: Session, org_id: str, claim: Claim) -> int:
     return int(own.get(claim.quota, claim.default))
 
 
+@dataclass(frozen=True)
+class Standing:
+    """How an organisation stands to one of its quotas. `used` None: it is counted by who adds to it."""
+
+    name: str
+    limit: int
+    used: int | None
+
+    @property
+    def percent(self) -> int:
+        return 0 if self.used is None else 100 if not self.limit else self.used * 100 // self.limit
+
+
+def standings(session: Session, org_id: str, limits: Limits) -> list[Standing]:
+    """What an organisation may keep, and keeps."""
+    return [
+        Standing(name, limit_of(session, org_id, claim(limits, name)), quota.used and quota.used(session, org_id))
+        for name, quota in QUOTAS.items()
+    ]
+
+
 def stored_bytes(session: Session, org_id: str) -> int:
     """Of checkpoints and samplers, and of saves that are queued."""
     span, op = tables.StorageSpan, tables.Operation

@@ -11,9 +11,8 @@ from sqlalchemy.orm import Session
 from api.commands import org_data
 from api.commands.changes import change, check_org_name, organisation
 from api.commands.places import database_of, refuse, settings_of, where
-from billing.quotas import QUOTAS, claim, limit_of
+from billing.quotas import QUOTAS, Standing, standings
 from store import people
-from store.settings import Limits
 from store.tables import Organisation
 
 
@@ -105,16 +104,15 @@ def quota(data_dir: Path | None, config: Path | None, name: str, changes: tuple[
         if values:
             people.set_quotas(session, row, values)
             session.flush()
-        return [_shown(session, row, limits, quota) for quota in QUOTAS]
+        return [_shown(row, standing) for standing in standings(session, row.id, limits)]
 
     click.echo("\n".join(change(data_dir, config, write)))
 
 
-def _shown(session: Session, row: Organisation, limits: Limits, quota: str) -> str:
-    count = QUOTAS[quota].used
-    used = count(session, row.id) if count is not None else "-"
-    whose = "set" if quota in row.quotas else "default"
-    return f"{quota}\t{limit_of(session, row.id, claim(limits, quota))}\t{used}\t{whose}"
+def _shown(row: Organisation, standing: Standing) -> str:
+    used = "-" if standing.used is None else standing.used
+    whose = "set" if standing.name in row.quotas else "default"
+    return f"{standing.name}\t{standing.limit}\t{used}\t{whose}"
 
 
 def _quota(text: str) -> tuple[str, int | None]:

@@ -23,7 +23,7 @@ from api.http.auth import PrincipalDep
 from api.http.bodies import parse, parse_protobuf, read_body
 from api.http.body_sizes import ROOM_KEY
 from api.http.json_forms import PROTOBUF, train_body
-from api.operations.submit import Address, Checked, submit
+from api.operations.submit import Address, Check, Checked, submit
 from api.state.service import Service, ServiceDep
 from api.who.lookup import served_model
 from api.who.principal import Principal
@@ -58,9 +58,7 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
     def check(run: tables.Run) -> Checked:
         return _check(service, message, body, run)
 
-    future, refused = await submit(service, who, address, kind, body, check)
-    request.scope[ROOM_KEY].refused = refused is not None
-    return future
+    return await _submit(request, service, who, address, kind, body, check)
 
 
 @router.post(
@@ -84,7 +82,14 @@ async def _submit_json(request: Request, service: Service, who: Principal, forwa
 
     address = await parse(raw, Address)
     kind = OpKind.FORWARD if forward_only else OpKind.FORWARD_BACKWARD
-    future, refused = await submit(service, who, address, kind, raw, check)
+    return await _submit(request, service, who, address, kind, raw, check)
+
+
+async def _submit(
+    request: Request, service: Service, who: Principal, address: Address, kind: OpKind, body: bytes, check: Check
+) -> UntypedAPIFuture:
+    """`submit`, whose refusal the future tells alone: the room of the body is told here."""
+    future, refused = await submit(service, who, address, kind, body, check)
     request.scope[ROOM_KEY].refused = refused is not None
     return future
 

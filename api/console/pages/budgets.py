@@ -14,7 +14,7 @@ from weft.wire.money import SetBudgetRequest
 
 from api.console.alerts import alerts_of
 from api.console.lists import names
-from api.console.pages.limits import OF, limits_shown, quotas_shown
+from api.console.pages.limits import OF, limits_shown
 from api.console.render import ConsoleRoute, page, say
 from api.console.security import ViewerDep
 from api.errors import Invalid, Malformed, explain
@@ -22,6 +22,7 @@ from api.http.access import declare
 from api.routes.money import change_budget, delete_budget
 from api.state.service import ServiceDep
 from billing.budgets import BudgetState, states
+from billing.quotas import standings
 from store.tables import ApiKey, Project
 
 router = APIRouter(route_class=ConsoleRoute)
@@ -53,7 +54,7 @@ async def budgets(
             "projects": list(projects),
             "keys": list(keys),
             "alerts": alerts_of(session, viewer, SHOWN_ALERTS),
-            "quotas": quotas_shown(session, org_id, service.settings.limits),
+            "quotas": standings(session, org_id, service.settings.limits),
         }
 
     return page(request, "budgets.html", viewer, limits=limits, of=of, chosen=chosen, **await service.read(read))

@@ -16,8 +16,6 @@ from api.console.security import Viewer, ViewerDep
 from api.http.access import declare
 from api.routes.limits import rate_limits, set_rate_limits
 from api.state.service import Service, ServiceDep
-from billing.quotas import QUOTAS, claim, limit_of
-from store.settings import Limits
 
 router = APIRouter(route_class=ConsoleRoute)
 
@@ -56,27 +54,6 @@ class ShownLimits:
     row: RateLimitsRow
     of: str
     title: str
-
-
-@dataclass(frozen=True)
-class ShownQuota:
-    """`used` None: it is counted where it is added to."""
-
-    name: str
-    limit: int
-    used: int | None
-
-    @property
-    def percent(self) -> int:
-        return 0 if self.used is None else 100 if not self.limit else self.used * 100 // self.limit
-
-
-def quotas_shown(session: Session, org_id: str, limits: Limits) -> list[ShownQuota]:
-    """What the organisation may keep, and keeps."""
-    return [
-        ShownQuota(name, limit_of(session, org_id, claim(limits, name)), quota.used and quota.used(session, org_id))
-        for name, quota in QUOTAS.items()
-    ]
 
 
 async def limits_shown(service: Service, viewer: Viewer) -> list[ShownLimits]:
