@@ -37,6 +37,7 @@ from scheduler.links.messages import (
     SetAside,
     TrainOp,
 )
+from store.ahead import Ahead
 from store.blobs import Blobs, StoreAway, is_lasting
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Computing, Others
@@ -84,6 +85,7 @@ class Trainer:
         device = next((decoder.device for decoder in self.models.values()), torch.device("cpu"))
         self.held = HeldRuns(blobs, self.bounds, pages_dir, device)
         self._aside: dict[str, SetAside] = {}  # runs that take no further part in this pass
+        self._bodies = Ahead(blobs)
         self._custom_losses = CustomLosses(blobs)
         self._limit, self._others = limit, others
 
@@ -113,6 +115,8 @@ class Trainer:
             self.held.forget(run_id)
         for run_id in pass_.hand_over:
             self.held.hand_over(run_id, send)
+        unread = (op for op in pass_.ops if op.body_ref and op.op_id not in self.held.open)
+        self._bodies.fetch((op.body_ref, op.body_sha256) for op in unread)
         queues: dict[str, deque[TrainOp]] = {}
         for op in pass_.ops:
             queues.setdefault(op.run_id, deque()).append(op)
@@ -200,7 +204,7 @@ class Trainer:
             self.held.snapshot(run, send)
 
     def _body(self, op: TrainOp) -> bytes:
-        return self.blobs.get(op.body_ref, op.body_sha256)
+        return self._bodies.get(op.body_ref, op.body_sha256)
 
     def _create(self, op: TrainOp) -> None:
         spec = op.spec
