@@ -10,6 +10,7 @@ from api.console.pages import (
     billing,
     budgets,
     checkpoints,
+    compare,
     keys,
     limits,
     login,
@@ -20,6 +21,7 @@ from api.console.pages import (
     queues,
     run,
     runs,
+    search,
     usage,
 )
 from api.console.render import STATIC, ConsoleRoute
@@ -35,6 +37,8 @@ PAGES = (
     usage,
     runs,
     run,
+    compare,
+    search,
     checkpoints,
     queues,
     playground,

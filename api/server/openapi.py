@@ -61,6 +61,7 @@ BODIES: dict[str, type[Any]] = {
     "/cancel_future": types.CancelFutureRequest,
     "/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": types.SetTtlRequest,
     "/weft/runs/{run_id}/metrics": types.LogMetricsRequest,
+    "/weft/runs/{run_id}/notes": types.SetNotesRequest,
     "/weft/budgets": SetBudgetRequest,
     "/weft/billing/topups": TopUp,
     "/weft/keys": NewKey,
