@@ -93,7 +93,7 @@ class TorchEngine:
             values_within=0 if config.latent is None else config.latent.kv_rank,
             mixture_layers=len(config.mixture_layers),
             choices=config.experts_per_token,
-            without=config.delta_layers,
+            without=set(range(config.num_layers)) - set(config.attention_layers),
             dtype=weight.dtype,
             device=weight.device,
         )
@@ -310,7 +310,7 @@ class TorchEngine:
 def _decoding(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> Callable[[forward.DecodePlan], Tensor]:
     """How to `forward.decode` here: on a CUDA device by steps that are captured and replayed, but of latent attention
     and of recurrent layers (whose states are other tensors after each step), launched piece by piece."""
-    if cache.device.type != "cuda" or cache.latent or decoder.config.delta is not None:
+    if cache.device.type != "cuda" or cache.latent or decoder.config.recurrence is not None:
         return partial(forward.decode, decoder, cache)
     from workers.generator.gpu.steps import DecodeSteps  # Triton: only a GPU needs it
 
