@@ -10,6 +10,7 @@ from api.console.pages import (
     billing,
     budgets,
     checkpoints,
+    join,
     keys,
     limits,
     login,
@@ -20,6 +21,7 @@ from api.console.pages import (
     queues,
     run,
     runs,
+    sso,
     usage,
 )
 from api.console.render import STATIC, ConsoleRoute
@@ -31,6 +33,8 @@ router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 PAGES = (
     login,
+    sso,
+    join,
     overview,
     usage,
     runs,
