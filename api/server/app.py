@@ -139,24 +139,30 @@ def parts_of(
 def front(lifespan: Lifespan | None = None) -> FastAPI:
     """The routes alone; `app.state.service` must be there before the first request."""
     app = FastAPI(
-        title="Weft", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+        title="Weft",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # looked for with each request, and never set up
     )
     app.state.keys = KeyCache()
     errors.install(app)
-    for routes in (
-        service,
+    for routes in (  # looked through in this order: first what is asked for most
+        futures,
+        training,
+        batches,
+        sampling,
+        completions,
         sessions,
+        service,
         trace,
         audit,
         billing,
-        training,
-        batches,
         custom_loss,
         weights,
-        sampling,
-        futures,
         health,
-        completions,
         rest,
         checkpoints,
         copies,

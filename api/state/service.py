@@ -24,9 +24,12 @@ from api.state.liveness import Liveness
 from api.state.misses import Misses
 from api.state.polls import LongPolls
 from api.state.rates import LocalRates, Rates
+from api.state.remembered import Remembered
 from api.state.telemetry import Telemetry
+from api.who.lanes import Lane
 from api.who.signing import Signer
 from api.who.tokens import Tokens
+from store import tables
 from store.blobs import Blobs
 from store.db import Database
 from store.secret import secret_of, server_secret
@@ -58,6 +61,8 @@ class Service:
     misses: Misses = field(default_factory=Misses)
     attempts: Attempts = field(default_factory=Attempts)
     turns_coming: set[ComingTurn] = field(default_factory=set)
+    runs: Remembered[Lane[tables.Run]] = field(default_factory=Remembered)
+    samplers: Remembered[Lane[tables.Sampler]] = field(default_factory=Remembered)
 
     @cached_property
     def limits(self) -> LimitsResponse:
@@ -126,4 +131,9 @@ def service_of(request: Request) -> Service:
     return cast(Service, request.app.state.service)
 
 
-ServiceDep = Annotated[Service, Depends(service_of)]
+async def _service(request: Request) -> Service:
+    """`service_of` for `Depends`, which would call what is not asynchronous in a thread."""
+    return service_of(request)
+
+
+ServiceDep = Annotated[Service, Depends(_service)]

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from scheduler.links.messages import Cancel, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
+from store.ahead import Ahead
 from store.blobs import Blobs, is_lasting
 from workers.generator.engine import Engine, Finished
 from workers.generator.requests import (
@@ -59,7 +60,7 @@ class Generator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engines = dict(engines)
-        self._blobs = blobs
+        self._blobs, self._bodies = blobs, Ahead(blobs)
         self._link = link
         self._slots = slots
         self._pending: dict[str, PendingSample] = {}  # samples that have not ended, by operation
@@ -109,6 +110,7 @@ class Generator:
     def _on(self, message: SampleWork | Cancel | PolicyMoved | Drain) -> None:
         match message:
             case SampleWork():
+                self._bodies.fetch((op.body_ref, op.body_sha256) for op in message.ops)
                 for op in message.ops:
                     self._offered -= op.num_samples
                     self._add(op)
@@ -144,7 +146,7 @@ class Generator:
             self._link.send(failure(op.op_id, f"this generator does not serve {op.base_model}"))
             return
         try:
-            pending = read_sample(op, self._blobs)
+            pending = read_sample(op, self._blobs, self._bodies)
         except Exception as error:
             log.exception("sample %s: its body cannot be read", op.op_id)
             if is_lasting(error):
