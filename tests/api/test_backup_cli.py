@@ -164,7 +164,7 @@ def test_tables_and_backups_of_another_version_are_refused(backup: Path, databas
         run("backup", tmp_path / "b", "--data-dir", tmp_path),
     ):
         assert refused.exit_code == 2
-        assert "is of revision 0999, and this weftd knows revisions up to 0001" in refused.stderr
+        assert "is of revision 0999, and this weftd knows revisions up to 0002" in refused.stderr
         assert len(refused.stderr.splitlines()) == 1
     with create_engine(database.url).connect() as connection:
         assert inspect(connection).get_table_names()  # as they were

@@ -72,7 +72,7 @@ def test_everything_is_looked_at_and_what_is_missing_is_named(folder: Path, monk
 def test_a_healthy_folder_and_one_that_is_not_there_yet(folder: Path, tmp_path: Path) -> None:
     code, found = examined(folder)
     assert (code, {finding["state"] for finding in found.values()}) == (0, {"ok"})
-    assert found["database"]["says"] == "weft.db is whole, at revision 0001"
+    assert found["database"]["says"] == "weft.db is whole, at revision 0002"
     assert examined(tmp_path / "later")[0] == 0
     assert not (tmp_path / "later").exists()
 
