@@ -200,12 +200,25 @@ def simulated() -> str:
     return f"`{read('simulate')['command']}`:\n\n" + grid((*head, "p95 wait of a chat", "of a small run"), rows)
 
 
+def families() -> str:
+    found = read("families")
+    rows = []
+    for claimed, (name, each) in zip(found["claims"], found["families"].items(), strict=True):
+        times, step = each["cpu_ms"], each["step_cpu_ms"]
+        peft = number(times["peft"] / times.get("alike", times["batched"])) if "peft" in times else ""
+        holds = "yes" if claimed["holds"] else "no"
+        rows.append((name, number(claimed["value"]), holds, peft, number(step["shared"] / step["distinct"])))
+    head = ("", "16 x 64 tokens: one adapter / batched", "0.9 holds", "peft in turn / batched")
+    return taken(found) + "\n\n" + grid((*head, "step of 64: one adapter / 64 distinct"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "training-peers": training_peers,
     "through-api": lambda: claims("through_api"),
     "paging": lambda: claims("paging"),
     "path": lambda: claims("path"),
+    "families": families,
     "decoding": decoding,
     "decoding-peers": decoding_peers,
     "vllm": vllm,

@@ -107,6 +107,11 @@ class VllmSettings(_Section):
     max_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
     #: Memory for keys and values, on a CPU.
     kv_bytes: Positive = 1 << 30
+    #: More of vLLM's own options, by their names there: those of docs/vllm.md, and no others.
+    options: dict[str, Any] = {}
+    #: Serve adapters even where options round weights, or keys and values, so that what is drawn has other
+    #: log-probabilities than training gives it.
+    lossy_adapters: bool = False
 
 
 class GeneratorSettings(_Section):

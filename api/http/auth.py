@@ -6,7 +6,6 @@ for people who have signed in.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
@@ -15,6 +14,7 @@ from fastapi import Depends, Request
 from sqlalchemy.orm import Session
 
 from api.errors import Forbidden, InvalidToken, Unauthenticated
+from api.state.remembered import Remembered
 from api.state.service import service_of
 from api.who.principal import Principal, principal_of
 from api.who.tokens import PREFIX as TOKEN_PREFIX
@@ -22,28 +22,8 @@ from api.who.tokens import BadToken
 from store import keys, logs, tables
 from store.caller import Caller, become
 
-#: A revoked key still works for this long, and so does a role, a scope, a limit or a status after it was changed.
-REMEMBERED_S = 3.0
-#: Keys remembered at a time.
-REMEMBERED_KEYS = 10_000
-
-
-class KeyCache:
-    """Keys seen in the last seconds, by their SHA-256 (those of tokens by their number), so that a busy client costs no
-    read for each request. Only good keys are kept: nobody can fill it from outside, and a new key works at once."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._known: dict[str, tuple[float, Principal]] = {}
-
-    def get(self, digest: str) -> Principal | None:
-        until, principal = self._known.get(digest, (0.0, None))
-        return principal if self._clock() < until else None
-
-    def put(self, digest: str, principal: Principal) -> None:
-        if len(self._known) >= REMEMBERED_KEYS:
-            self._known.clear()
-        self._known[digest] = (self._clock() + REMEMBERED_S, principal)
+#: Keys seen in the last seconds, by their SHA-256 (those of tokens by their number).
+KeyCache = Remembered[Principal]
 
 
 def presented_key(request: Request) -> str:

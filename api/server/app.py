@@ -161,26 +161,26 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        # `Requests` has its own: FastAPI's would tell whole paths, and what was sent to those that look at errors.
+        # `Requests` has its own: FastAPI's would tell whole paths, and is looked for with each request.
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
     )
     app.state.keys = KeyCache()
     app.state.traffic = Traffic()
     errors.install(app)
-    for routes in (
-        service,
+    for routes in (  # looked through in this order: first what is asked for most
+        futures,
+        training,
+        batches,
+        sampling,
+        completions,
         sessions,
+        service,
         trace,
         audit,
         billing,
-        training,
-        batches,
         custom_loss,
         weights,
-        sampling,
-        futures,
         health,
-        completions,
         rest,
         checkpoints,
         copies,

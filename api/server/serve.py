@@ -83,6 +83,7 @@ def _serve(
     database = open_database(settings)
     try:
         database.write_now(lambda session: set_default(session, settings.billing))
+        claim_store(settings, database)
         blobs = blobs_of(settings)
         if not settings.redis_url:
             blobs.clear_unfinished()
@@ -133,6 +134,16 @@ def check_store(settings: Settings) -> None:
         raise CannotServe(str(error)) from None
 
 
+def claim_store(settings: Settings, database: Database) -> None:
+    """Raises CannotServe when the prefix of the object store is another service's."""
+    from store.blob_owner import claim_prefix
+
+    try:
+        claim_prefix(settings, database)
+    except (SettingsError, OSError) as error:
+        raise CannotServe(str(error)) from None
+
+
 def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:
     """The cards of the models to serve, or of the built-in one when none is named."""
     try:
@@ -146,7 +157,7 @@ def with_plan(settings: Settings, cards: Mapping[str, ModelCard], alone: str = "
     not fit it."""
     try:
         return planned(settings, cards, alone)
-    except DoesNotFit as error:
+    except (DoesNotFit, SettingsError) as error:
         raise CannotServe(str(error)) from None
 
 

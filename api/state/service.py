@@ -23,9 +23,12 @@ from api.state.liveness import Liveness
 from api.state.misses import Misses
 from api.state.polls import LongPolls
 from api.state.rates import LocalRates, Rates
+from api.state.remembered import Remembered
 from api.state.telemetry import Telemetry
+from api.who.lanes import Lane
 from api.who.signing import Signer
 from api.who.tokens import Tokens
+from store import tables
 from store.blobs import Blobs
 from store.db import Database
 from store.secret import secret_of, server_secret
@@ -55,6 +58,8 @@ class Service:
     rates: Rates = field(default_factory=LocalRates)
     misses: Misses = field(default_factory=Misses)
     turns_coming: set[ComingTurn] = field(default_factory=set)
+    runs: Remembered[Lane[tables.Run]] = field(default_factory=Remembered)
+    samplers: Remembered[Lane[tables.Sampler]] = field(default_factory=Remembered)
 
     @cached_property
     def limits(self) -> LimitsResponse:
@@ -114,4 +119,9 @@ def service_of(request: Request) -> Service:
     return cast(Service, request.app.state.service)
 
 
-ServiceDep = Annotated[Service, Depends(service_of)]
+async def _service(request: Request) -> Service:
+    """`service_of` for `Depends`, which would call what is not asynchronous in a thread."""
+    return service_of(request)
+
+
+ServiceDep = Annotated[Service, Depends(_service)]

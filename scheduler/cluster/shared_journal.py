@@ -26,6 +26,7 @@ from scheduler.cluster.shared_limits import BacklogBoard, SharedBacklog, SharedI
 from scheduler.cluster.streams import SharedStreams
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.admission import Admission
+from scheduler.journal.accepting.numbers import known
 from scheduler.journal.ending.completions import Completion, FeedKey
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
@@ -136,6 +137,13 @@ class SharedJournal:
         with self._database.read() as session:
             states = session.execute(query.where(tables.Run.id == run_id)).one_or_none()
         return states is not None and tuple(states) == ("live", "active")
+
+    async def taken(self, lane: str, seq: int) -> bool:
+        def look() -> bool:
+            with self._database.read() as session:
+                return known(session, lane, seq)
+
+        return await self.run(look)
 
     def maybe_stored(self, new: NewOperation) -> bool:
         return True

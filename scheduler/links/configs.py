@@ -6,6 +6,8 @@ settings of its own and takes no other arguments than the link.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -78,7 +80,8 @@ class TorchConfig(msgspec.Struct, frozen=True, tag=True):
 class VllmConfig(msgspec.Struct, frozen=True, tag=True):
     """vLLM: the command `program`, which the worker starts, or one that is there already at `url`. Adapters are
     written to `folder`, which is emptied. It has room for `max_adapters` in one batch, of `max_rank` at most, and on a
-    CPU `kv_bytes` for keys and values."""
+    CPU `kv_bytes` for keys and values. `options` are vLLM's own, `gpus` the numbers of those of each model's vLLM.
+    `lossy_adapters`: serve adapters though options make its numbers others than the trainer's."""
 
     folder: str
     program: str = ""
@@ -86,6 +89,9 @@ class VllmConfig(msgspec.Struct, frozen=True, tag=True):
     max_adapters: int = 16
     max_rank: int = 64
     kv_bytes: int = 1 << 30
+    options: dict[str, Any] = {}
+    gpus: dict[str, list[int]] = {}
+    lossy_adapters: bool = False
 
 
 class GeneratorConfig(msgspec.Struct, frozen=True, tag=True):

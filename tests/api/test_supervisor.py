@@ -480,7 +480,7 @@ def test_generators_of_both_kinds(tmp_path: Path) -> None:
     assert engines == [
         TorchConfig(),
         VllmConfig(str(tmp_path / "vllm" / "generator-2"), url="http://10.0.0.7:8000", **room),
-        VllmConfig(str(tmp_path / "vllm" / "generator-3"), program=str(program), **room),
+        VllmConfig(str(tmp_path / "vllm" / "generator-3"), program=str(program), gpus={"m": [0]}, **room),
     ]
     with pytest.raises(SettingsError, match="one base model"):
         embedded_workers(settings, {"m": Path("/m"), "n": Path("/n")})

@@ -16,6 +16,7 @@ import msgspec
 
 from scheduler.links.messages import Cancel, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork, facts_of
 from store import logs, tracing
+from store.ahead import Ahead
 from store.blobs import Blobs, is_lasting
 from workers.generator.engine import Engine, Finished
 from workers.generator.requests import (
@@ -61,7 +62,7 @@ class Generator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engines = dict(engines)
-        self._blobs = blobs
+        self._blobs, self._bodies = blobs, Ahead(blobs)
         self._link = link
         self._slots = slots
         self._pending: dict[str, PendingSample] = {}  # samples that have not ended, by operation
@@ -111,6 +112,7 @@ class Generator:
     def _on(self, message: SampleWork | Cancel | PolicyMoved | Drain) -> None:
         match message:
             case SampleWork():
+                self._bodies.fetch((op.body_ref, op.body_sha256) for op in message.ops)
                 for op in message.ops:
                     self._offered -= op.num_samples
                     self._add(op)
@@ -146,7 +148,7 @@ class Generator:
             self._link.send(failure(op.op_id, f"this generator does not serve {op.base_model}"))
             return
         try:
-            pending = read_sample(op, self._blobs)
+            pending = read_sample(op, self._blobs, self._bodies)
         except Exception as error:
             with logs.on(**facts_of(op)):
                 log.exception("sample %s: its body cannot be read", op.op_id)

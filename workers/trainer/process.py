@@ -35,8 +35,9 @@ from workers.model.decoder import Decoder
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
 from workers.model.shared_base import base_decoder
+from workers.trainer.held import Send
 from workers.trainer.residency import Residency
-from workers.trainer.trainer import Send, Trainer
+from workers.trainer.trainer import Trainer
 from workers.trainer.watchdog import Watchdog
 
 log = logging.getLogger("trainer")
