@@ -1,5 +1,5 @@
-"""Render the chart of deploy/helm as Helm does, without a cluster. `python -m tools.chart > deploy/kubernetes.yaml` writes
-what `kubectl apply -f` takes where there is no Helm: the chart with its defaults. A test compares them.
+"""Render the chart of deploy/helm as Helm does, without a cluster. `python -m tools.chart > deploy/kubernetes.yaml`
+writes what `kubectl apply -f` takes where there is no Helm: the chart with its defaults. A test compares them.
 
 Helm's own code renders (helm-python-sdk, of the extra `dev`).
 """
