@@ -220,7 +220,10 @@ def _error_schema() -> dict[str, Any]:
         "properties": {
             "detail": {**text, "description": "What was wrong, which input, the limit and the value, and what to do"},
             "code": {**text, "description": "One of docs/api.md's, for programs"},
-            "request_id": {**text, "description": "Of the operation that is meant, or to be found in the server's log"},
+            "request_id": {
+                **text,
+                "description": "Of the operation that is meant, else of this HTTP request (X-Request-ID)",
+            },
         },
     }
 
