@@ -8,8 +8,7 @@ import pytest
 from sqlalchemy import event
 
 from store.tables import Operation
-from tests.api.conftest import World
-from tests.api.data import MODEL
+from tests.api.conftest import MODEL, World
 
 STEP = {"adam_params": {"learning_rate": 1e-4}, "type": "optim_step"}
 
