@@ -82,8 +82,9 @@ class Submitter:
     @classmethod
     def _in(cls, who: Principal, project_id: str | None, project: RateLimit | None) -> Submitter:
         """The limits of a key that is bound to the project hold those of the project already."""
-        more = (project,) if project is not None and who.project_id is None else ()
-        return cls(who, project_id, (*who.limits, *more))
+        if who.project_id is not None or project is None:
+            return cls(who, project_id, who.limits)
+        return cls(who, project_id, (*who.limits, project))
 
     def sign(self, new: NewOperation) -> NewOperation:
         return replace(new, key_id=self.who.key_id, user_id=self.who.user_id, project_id=self.project_id)

@@ -5,8 +5,8 @@ from starlette.requests import Request
 
 from api.errors import Unauthenticated
 from api.http.auth import KeyCache, presented_key
-from api.who.principal import Principal
 from api.state.remembered import REMEMBERED_S
+from api.who.principal import Principal
 from store.keys import revoke
 from tests.api.conftest import World
 
