@@ -30,7 +30,7 @@ from sqlalchemy.orm import Session
 
 from store import audit
 from store.bulk import sent_together
-from store.caller import caller, enter, lift
+from store.caller import enter, lift
 from store.commit_mark import CommitMark
 from store.wal import BUSY_TIMEOUT_MS, use_wal
 
@@ -115,9 +115,6 @@ class Database:
         self.url = url
         sqlite = make_url(url).get_backend_name() == "sqlite"
         self._read_engine = create_engine(url, pool_size=8, max_overflow=56, hide_parameters=True)
-        # Only a restriction to an organisation needs a transaction on PostgreSQL, which is two round trips more.
-        options = {} if sqlite else {"isolation_level": "AUTOCOMMIT"}
-        self._server_engine = self._read_engine.execution_options(**options)
         self._write_engine = create_engine(url, pool_size=1, max_overflow=0, hide_parameters=True)
         if sqlite:
             _prepare_sqlite(self._read_engine, begin="BEGIN", durable=durable, query_only=True)
@@ -138,8 +135,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Session]:
         """A session for a short read, in any thread. It sees every write that was answered before it began."""
-        engine = self._server_engine if caller().org_id is None else self._read_engine
-        with Session(engine, expire_on_commit=False, autoflush=False) as session:
+        with Session(self._read_engine, expire_on_commit=False, autoflush=False) as session:
             enter(session)
             yield session
 
