@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from store.oidc_settings import OidcSettings
+
 Positive = Annotated[int, Field(gt=0)]
 
 #: Where a worker's model lives: auto is a GPU when there is one. Both workers may use the same.
@@ -287,6 +289,7 @@ class Settings(_Section):
     billing: BillingSettings = Field(default_factory=BillingSettings)
     jobs: JobsSettings = Field(default_factory=JobsSettings)
     payments: PaymentsSettings = Field(default_factory=PaymentsSettings)
+    oidc: OidcSettings = Field(default_factory=OidcSettings)
     ownership: OwnershipSettings = Field(default_factory=OwnershipSettings)
     #: Prometheus' /metrics, for operators, on a port of its own and on the same host. 0: none.
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0

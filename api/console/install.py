@@ -10,6 +10,8 @@ from api.console.pages import (
     billing,
     budgets,
     checkpoints,
+    compare,
+    join,
     keys,
     limits,
     login,
@@ -20,6 +22,8 @@ from api.console.pages import (
     queues,
     run,
     runs,
+    search,
+    sso,
     usage,
 )
 from api.console.render import STATIC, ConsoleRoute
@@ -31,10 +35,14 @@ router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 PAGES = (
     login,
+    sso,
+    join,
     overview,
     usage,
     runs,
     run,
+    compare,
+    search,
     checkpoints,
     queues,
     playground,

@@ -17,6 +17,7 @@ from weft.wire.money import SetBudgetRequest
 
 from api.errors import ApiError
 from api.http.access import Access, declared
+from api.routes.invitations import NewInvitation
 from api.routes.keys import NewKey, Rotation
 from api.routes.limits import NewLimits
 from api.routes.members import NewMember, RoleChange
@@ -61,8 +62,10 @@ BODIES: dict[str, type[Any]] = {
     "/cancel_future": types.CancelFutureRequest,
     "/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": types.SetTtlRequest,
     "/weft/runs/{run_id}/metrics": types.LogMetricsRequest,
+    "/weft/runs/{run_id}/notes": types.SetNotesRequest,
     "/weft/budgets": SetBudgetRequest,
     "/weft/billing/topups": TopUp,
+    "/weft/invitations": NewInvitation,
     "/weft/keys": NewKey,
     "/weft/keys/{key_id}/rotate": Rotation,
     "/weft/members": NewMember,

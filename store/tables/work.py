@@ -10,6 +10,9 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from store.tables.base import Base, BigInt
 
+#: Characters that may be written about a run.
+MAX_NOTES = 4096
+
 
 class Session(Base):
     """One client process: the owner of runs and samplers. `state` is active | finished | expired; `key_id` is the key
@@ -60,6 +63,7 @@ class Run(Base):
     snapshot_part: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     broken: Mapped[str | None] = mapped_column(String(4096))
     user_metadata: Mapped[dict[str, Any]]
+    notes: Mapped[str | None] = mapped_column(String(MAX_NOTES))  # what people write about it
     created_at: Mapped[datetime]
     last_request_at: Mapped[datetime]
 
