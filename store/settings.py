@@ -194,6 +194,15 @@ class FrontSettings(_Section):
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
 
 
+class LogSettings(_Section):
+    """Of the server, its workers and its jobs (`store.logs`)."""
+
+    #: text: lines for people. json: an object on each line.
+    format: Literal["text", "json"] = "text"
+    #: debug has a line for each request and each operation, where it was accepted, computed and settled.
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
 class BillingSettings(_Section):
     """How organisations pay that are new from now on; `weftd billing mode` changes one that is there."""
 
@@ -276,6 +285,7 @@ class Settings(_Section):
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     limits: Limits = Field(default_factory=Limits)
     front: FrontSettings = Field(default_factory=FrontSettings)
+    logs: LogSettings = Field(default_factory=LogSettings)
     billing: BillingSettings = Field(default_factory=BillingSettings)
     jobs: JobsSettings = Field(default_factory=JobsSettings)
     payments: PaymentsSettings = Field(default_factory=PaymentsSettings)

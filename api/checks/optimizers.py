@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from weft.wire import DimuonOptimizerConfig, DimuonParams, OptimStepRequest
 from weft.wire.checks.runs import ADAMW, DIMUON, adam_problems, optimizer_problems, step_problems
 
 from api.errors import Invalid, Malformed, explain, quote, refuse
+
+M = TypeVar("M", DimuonOptimizerConfig, DimuonParams)
 
 #: What clients are told of a run's optimizer, by its name.
 CONFIGS: dict[str, dict[str, Any]] = {ADAMW: {"type": ADAMW}, DIMUON: {"type": DIMUON, "version": 1}}
@@ -30,19 +32,19 @@ def family_of(config: Any, field: str) -> str | None:
     return str(family)
 
 
-def check_step(request: OptimStepRequest, optimizer: str) -> None:
-    """A step must be one of the run's own optimizer."""
+def check_step(request: OptimStepRequest, optimizer: str) -> dict[str, float]:
+    """A step must be one of the run's own optimizer. Returns the settings that the optimizer gets, defaults too."""
     if request.adam_params is not None:
         refuse(step_problems(ADAMW, optimizer), "adam_params")
         refuse(problem.within("adam_params") for problem in adam_problems(request.adam_params))
-        return
+        return request.adam_params.model_dump()
     given = request.optimizer_params or {}
     if given.get("type") not in CONFIGS:
         family_of(given, "optimizer_params")
     if given["type"] == ADAMW:
         raise Invalid("optimizer_params: AdamW takes its parameters under the name adam_params")
     refuse(step_problems(given["type"], optimizer), "optimizer_params")
-    _parsed(DimuonParams, given, "optimizer_params")
+    return _parsed(DimuonParams, given, "optimizer_params").model_dump(exclude={"type"})
 
 
 def check_same_optimizer(saved: str, used: str) -> None:
@@ -51,8 +53,8 @@ def check_same_optimizer(saved: str, used: str) -> None:
         raise Invalid(f"optimizer: that checkpoint holds the state of {saved}, the model uses {used}; load it without")
 
 
-def _parsed(model: type[DimuonOptimizerConfig] | type[DimuonParams], given: dict[str, Any], field: str) -> None:
+def _parsed(model: type[M], given: dict[str, Any], field: str) -> M:
     try:
-        model.model_validate(given)
+        return model.model_validate(given)
     except ValidationError as error:
         raise Malformed(f"{field}: {explain(error)}") from None

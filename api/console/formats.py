@@ -86,6 +86,18 @@ def ago(passed: timedelta) -> str:
     return f"{text} ago" if passed >= timedelta(0) else f"in {text}"
 
 
+def lasts(passed: timedelta) -> Markup:
+    """How long something took: "3 h 20 min"."""
+    seconds = int(passed.total_seconds())
+    units = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+    counts = [
+        (seconds % above // unit, name) for (unit, name), above in zip(units, (10**12, 86_400, 3_600, 60), strict=True)
+    ]
+    first = next((place for place, (number, _) in enumerate(counts) if number), len(counts) - 1)
+    text = " ".join(f"{number} {name}" for number, name in counts[first : first + 2] if number) or "0 s"
+    return Markup('<data value="{}">{}</data>').format(seconds, text)
+
+
 def minute(at: datetime) -> Markup:
     utc = at.astimezone(UTC)
     return Markup('<time datetime="{}">{}</time>').format(at.isoformat(), f"{utc:%Y-%m-%d %H:%M:%S}")

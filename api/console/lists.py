@@ -10,6 +10,7 @@ from fastapi import Query
 from sqlalchemy import Select, func, select
 from sqlalchemy.orm import Session
 
+from api.console.titles import run_titles
 from billing.reports import Dimension
 from store.tables import ApiKey, Membership, Project, User
 
@@ -50,7 +51,7 @@ def paged(session: Session, query: Select[T], number: int) -> tuple[list[T], Pag
 
 
 def names(session: Session, org_id: str, dimension: Dimension, values: Iterable[str | None]) -> dict[str | None, str]:
-    """What people call the projects, keys and users with these ids; what has no name is called by its id."""
+    """What people call the projects, keys, users and runs with these ids; what has no name is called by its id."""
     wanted = [value for value in values if value is not None]
     found: dict[str | None, str] = {None: "none", **{value: value for value in wanted}}
     for start in range(0, len(wanted), 500):
@@ -60,6 +61,8 @@ def names(session: Session, org_id: str, dimension: Dimension, values: Iterable[
 
 
 def _names(session: Session, org_id: str, dimension: Dimension, values: list[str]) -> dict[str | None, str]:
+    if dimension == "run":
+        return {run_id: title for run_id, title in run_titles(session, org_id, values).items()}
     if dimension == "project":
         projects = session.execute(
             select(Project.id, Project.name).filter_by(org_id=org_id).where(Project.id.in_(values))

@@ -1,49 +1,111 @@
-"""What moved a balance, as one reads it: what each run used on a day is one line, all else is a line of its own."""
+"""What moved a balance, as one reads it: what each run used on a day is one line, all else is a line of its own.
+
+A page is the next days with movements before a given one, the newest first. However much an organisation has, a page
+asks for its own days alone, and shows so many lines of each; the others of a day are one line, so that every page adds
+up to the ledger.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, date
+from datetime import UTC, date, datetime, time, timedelta
+from typing import Literal
 
-from sqlalchemy import select
+from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
-from api.console.lists import Pages
-from billing.reports import Window, by_day_and, used_days
-from store.tables import LedgerEntry
+from billing.reports import Window, by_day_and
+from store.tables import LedgerEntry, UsageHour
 
-#: Days of a page of the ledger.
+#: Days of a page of the ledger; runs, and other entries, of a day that have lines of their own.
 DAYS = 14
+LINES = 25
+#: As the index on these entries has it: a parameter in its place would not be known to be the same.
+_NOT_USAGE = text("ledger_entries.type <> 'usage'")
 
 
 @dataclass(frozen=True)
 class Movement:
-    """An entry of the ledger; or, without one, what `run_id` used on that day (None: what belongs to no run)."""
+    """An entry of the ledger; or, without one, what `run_id` used on that day (None: what belongs to no run); or what
+    so many `others` come to, runs or entries, that have no line."""
 
     day: date
     amount_nusd: int
     entry: LedgerEntry | None = None
     run_id: str | None = None
+    others: int = 0
+    others_are: Literal["runs", "entries"] = "runs"
 
 
-def movements(session: Session, org_id: str, number: int) -> tuple[list[Movement], Pages]:
-    """Page `number` of the days with movements, the newest first."""
-    others: dict[date, list[LedgerEntry]] = defaultdict(list)
-    entries = select(LedgerEntry).where(LedgerEntry.org_id == org_id, LedgerEntry.type != "usage")
-    for entry in session.scalars(entries.order_by(LedgerEntry.id.desc())):
-        others[entry.at.astimezone(UTC).date()].append(entry)
-    days = sorted({*others, *used_days(session, org_id)}, reverse=True)
-    pages = Pages(number, len(days), DAYS)
-    shown = days[pages.offset : pages.offset + DAYS]
-    if not shown:
-        return [], pages
-    used: dict[date, dict[str | None, int]] = defaultdict(lambda: defaultdict(int))
-    for row in by_day_and(session, org_id, Window(shown[-1], shown[0]), "run"):
-        used[row.day][row.name] -= row.amount_nusd
-    found = []
-    for day in shown:
-        found += [Movement(day, entry.amount_nusd, entry) for entry in others[day]]
-        lines = sorted(used[day].items(), key=lambda line: line[1])
-        found += [Movement(day, amount, run_id=run_id) for run_id, amount in lines if amount]
-    return found, pages
+def movements(session: Session, org_id: str, before: date | None = None) -> tuple[list[Movement], date | None]:
+    """The movements of a page, and where the next one begins (None: this is the last)."""
+    days, following = _days(session, org_id, before)
+    if not days:
+        return [], None
+    used: dict[date, dict[str | None, int]] = {day: {} for day in days}
+    for row in by_day_and(session, org_id, Window(days[-1], days[0]), "run"):
+        used[row.day][row.name] = used[row.day].get(row.name, 0) - row.amount_nusd
+    found: list[Movement] = []
+    for day in days:
+        found += _entries(session, org_id, day)
+        found += _runs(day, used[day])
+    return found, following
+
+
+def _days(session: Session, org_id: str, before: date | None) -> tuple[list[date], date | None]:
+    """The days of a page, and the last of them if there are more after it. Each costs two looks into an index."""
+    found: list[date] = []
+    for day in _backwards(session, org_id, before):
+        if len(found) == DAYS:
+            return found, found[-1]
+        found.append(day)
+    return found, None
+
+
+def _backwards(session: Session, org_id: str, before: date | None) -> Iterator[date]:
+    entries = select(func.max(LedgerEntry.at)).where(LedgerEntry.org_id == org_id, _NOT_USAGE)
+    hours = select(func.max(UsageHour.hour)).where(UsageHour.org_id == org_id)
+    while True:
+        if before is not None:
+            start = _start(before)
+            found = (
+                session.scalar(entries.where(LedgerEntry.at < start)),
+                session.scalar(hours.where(UsageHour.hour < start)),
+            )
+        else:
+            found = session.scalar(entries), session.scalar(hours)
+        latest = max((at for at in found if at is not None), default=None)
+        if latest is None:
+            return
+        before = latest.astimezone(UTC).date()
+        yield before
+
+
+def _entries(session: Session, org_id: str, day: date) -> list[Movement]:
+    start, end = _start(day), _start(day + timedelta(days=1))
+    query = select(LedgerEntry).where(LedgerEntry.org_id == org_id, _NOT_USAGE)
+    query = query.where(LedgerEntry.at >= start, LedgerEntry.at < end)
+    newest = list(session.scalars(query.order_by(LedgerEntry.at.desc(), LedgerEntry.id.desc()).limit(LINES + 1)))
+    lines = [Movement(day, entry.amount_nusd, entry) for entry in newest[:LINES]]
+    if len(newest) > LINES:
+        amounts = query.with_only_columns(LedgerEntry.amount_nusd).execution_options(yield_per=10_000)
+        count, total = 0, 0
+        for amount in session.scalars(amounts):  # in Python: the database's sums have bounds
+            count, total = count + 1, total + amount
+        rest = total - sum(line.amount_nusd for line in lines)
+        lines.append(Movement(day, rest, others=count - LINES, others_are="entries"))
+    return lines
+
+
+def _runs(day: date, used: dict[str | None, int]) -> list[Movement]:
+    """The runs that cost most, and the others together."""
+    lines = sorted(((run_id, amount) for run_id, amount in used.items() if amount), key=lambda line: line[1])
+    shown = [Movement(day, amount, run_id=run_id) for run_id, amount in lines[:LINES]]
+    if rest := lines[LINES:]:
+        shown.append(Movement(day, sum(amount for _, amount in rest), others=len(rest)))
+    return shown
+
+
+def _start(day: date) -> datetime:
+    return datetime.combine(day, time(), UTC)

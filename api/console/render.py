@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -94,6 +94,12 @@ def link_with(query: Mapping[str, Any], **changes: Any) -> str:
     return "?" + urlencode({name: value for name, value in merged.items() if value not in (None, "")})
 
 
+def link_with_all(query: Mapping[str, Any], **lists: Sequence[str]) -> str:
+    """`link_with`, where a name may have several values."""
+    filters = [(name, value) for name, value in query.items() if value not in (None, "")]
+    return "?" + urlencode([*filters, *((name, value) for name, values in lists.items() for value in values)])
+
+
 class ConsoleRoute(APIRoute):
     """A route whose errors are pages, or one line for the part of a page that asked."""
 
@@ -129,10 +135,15 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for name in ("usd", "usd_text", "count", "size", "number", "when", "minute", "as_data"):
+    for name in ("usd", "usd_text", "count", "size", "number", "when", "lasts", "minute", "as_data"):
         environment.filters[name] = getattr(formats, name)
     environment.globals.update(
-        kind_names=formats.KIND_NAMES, link_with=link_with, root=PREFIX, static=static_url, zip=zip
+        kind_names=formats.KIND_NAMES,
+        link_with=link_with,
+        link_with_all=link_with_all,
+        root=PREFIX,
+        static=static_url,
+        zip=zip,
     )
     return environment
 

@@ -25,7 +25,7 @@ from api.operations.submit import Checked, submit_json
 from api.state.service import ServiceDep
 from api.who.lookup import run_by_id, served_model
 from scheduler.links.messages import OpKind, RunSpec
-from scheduler.order.plans import Create
+from scheduler.order.plans import Create, Step
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
@@ -82,8 +82,7 @@ async def get_info(request: Request, service: ServiceDep, who: PrincipalDep) -> 
 @router.post("/optim_step", response_model_exclude_none=True, **declare(scope="train", limit="work"))
 async def optim_step(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     def check(body: OptimStepRequest, run: tables.Run) -> Checked:
-        check_step(body, run.optimizer)
-        return Checked()
+        return Checked(Step(check_step(body, run.optimizer)))
 
     raw = await read_body(request)
     return await submit_json(service, who, OpKind.OPTIM_STEP, raw, OptimStepRequest, check, at_once=True)

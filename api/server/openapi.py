@@ -62,6 +62,7 @@ BODIES: dict[str, type[Any]] = {
     "/cancel_future": types.CancelFutureRequest,
     "/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": types.SetTtlRequest,
     "/weft/runs/{run_id}/metrics": types.LogMetricsRequest,
+    "/weft/runs/{run_id}/notes": types.SetNotesRequest,
     "/weft/budgets": SetBudgetRequest,
     "/weft/billing/topups": TopUp,
     "/weft/invitations": NewInvitation,
@@ -219,7 +220,10 @@ def _error_schema() -> dict[str, Any]:
         "properties": {
             "detail": {**text, "description": "What was wrong, which input, the limit and the value, and what to do"},
             "code": {**text, "description": "One of docs/api.md's, for programs"},
-            "request_id": {**text, "description": "Of the operation that is meant, or to be found in the server's log"},
+            "request_id": {
+                **text,
+                "description": "Of the operation that is meant, else of this HTTP request (X-Request-ID)",
+            },
         },
     }
 

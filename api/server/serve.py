@@ -22,6 +22,7 @@ from api.server.memory_plan import planned
 from api.server.worker_process import WorkerProcess, WorkerProgram, start_ahead
 from api.server.worker_programs import embedded_workers
 from billing.prices import PriceList, load_prices
+from store import tracing
 from store.oidc_settings import OidcError, OidcSettings, client_secret
 from store.settings import PaymentsSettings, Settings, SettingsError
 from workers.model.card import ModelCard, UnsupportedModel, read_card
@@ -47,6 +48,7 @@ def serve(settings: Settings) -> int:
     What takes long is begun first: clients that come while a server starts are kept waiting by the kernel instead of
     refused, and the first worker imports torch while this process imports the rest of itself. The others follow then:
     on two cores they would only keep both from being there."""
+    trace_as("weft-api")
     prices = load_prices(settings.prices)
     if settings.payments.enabled:
         check_payments(settings.payments)
@@ -100,6 +102,15 @@ def _serve(
         return code
     finally:
         database.close()
+        tracing.stop()
+
+
+def trace_as(program: str) -> None:
+    """Send traces, where they are asked for. Raises CannotServe."""
+    try:
+        tracing.configure(program)
+    except tracing.TracingError as error:
+        raise CannotServe(str(error)) from None
 
 
 def check_payments(settings: PaymentsSettings) -> None:

@@ -27,6 +27,10 @@ def options_of(settings: Settings) -> dict[str, object]:
         raise SettingsError(str(error)) from None
 
 
+def gpus_of_one(settings: Settings) -> int:
+    return Layout.of(options_of(settings)).gpus
+
+
 def started_here(settings: Settings, alone: str = "") -> int:
     """Generators whose vLLM is started here; `alone`: of a worker of that role by itself."""
     kinds = settings.generator.kinds[:1] if alone else settings.generator.kinds
@@ -100,5 +104,5 @@ def vllm_table(settings: Settings, card: ModelCard, device: Device) -> str:
         slots=generator.slots or MOST_SLOTS["cuda"],
     )
     of = f"vLLM of {card.name}, on {device.count} x {device.name}, each"
-    lines = [f"{of:<32}{gib(device.size_bytes):>12}"]
+    lines = [of, f"{'':<32}{gib(device.size_bytes):>12}"]
     return "\n".join([*lines, *(f"{part.name:<32}{gib(part.size_bytes):>12}  {part.note}".rstrip() for part in parts)])

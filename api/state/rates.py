@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 PERIOD_S = 60.0
 #: What clients send on their own (telemetry), of one key, apart from what it is used for.
 BACKGROUND_PER_MINUTE = 600
+#: What somebody looks for in the console, letter by letter.
+SEARCHES_PER_MINUTE = 240
+#: Points of curves that an organisation may log: what protects the writer.
+POINTS_PER_MINUTE = 120_000
 #: Buckets kept in memory; full ones are forgotten first.
 MAX_BUCKETS = 100_000
 
@@ -101,6 +105,17 @@ async def count_background(request: Request, who: Principal) -> None:
     """Raises RateLimited."""
     rates: Rates = request.app.state.service.rates
     await _take(rates, [Charge("key", who.urn, "background_per_minute", BACKGROUND_PER_MINUTE, 1)])
+
+
+async def count_searches(request: Request, who: Principal) -> None:
+    """Raises RateLimited."""
+    rates: Rates = request.app.state.service.rates
+    await _take(rates, [Charge("key", f"{who.org_id} {who.urn}", "searches_per_minute", SEARCHES_PER_MINUTE, 1)])
+
+
+async def count_points(rates: Rates, who: Principal, points: int) -> None:
+    """Raises RateLimited."""
+    await _take(rates, [Charge("organisation", who.org_id, "points_per_minute", POINTS_PER_MINUTE, points)])
 
 
 async def count_tokens(rates: Rates, limits: Iterable[RateLimit], tokens: int) -> None:

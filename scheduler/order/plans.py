@@ -84,11 +84,18 @@ class Sample(msgspec.Struct, frozen=True, tag=True):
     priority: str
 
 
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """optim_step: the settings that its body gives the optimizer, by name, for people who look at the run later, when
+    the body is gone. What computes reads the body."""
+
+    settings: dict[str, float]
+
+
 class BodyOnly(msgspec.Struct, frozen=True, tag=True):
-    """Nothing that its body does not say: an optim_step. Also a request that is refused, or known to be a repeat:
-    nothing is done for either."""
+    """Nothing that its body does not say. Also a request that is refused, or known to be a repeat: nothing is done for
+    either."""
 
 
 BODY_ONLY = BodyOnly()
 
-Plan = Create | Load | ForwardBackward | Save | NewSampler | Sample | BodyOnly
+Plan = Create | Load | ForwardBackward | Save | NewSampler | Sample | Step | BodyOnly

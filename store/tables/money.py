@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, String, UniqueConstraint
+from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, String, UniqueConstraint, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from store.tables.base import Base, BigInt
@@ -108,6 +108,13 @@ class LedgerEntry(Base):
             name="type",
         ),
         Index("ix_ledger_entries_org_at", "org_id", "at"),
+        # What moved a balance beside usage, of which there is far more.
+        Index(
+            "ix_ledger_entries_not_usage",
+            *("org_id", "at", "id"),
+            sqlite_where=text("type <> 'usage'"),
+            postgresql_where=text("type <> 'usage'"),
+        ),
     )
     id: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=True)
     org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"))

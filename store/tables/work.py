@@ -10,6 +10,9 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from store.tables.base import Base, BigInt
 
+#: Characters that may be written about a run.
+MAX_NOTES = 4096
+
 
 class Session(Base):
     """One client process: the owner of runs and samplers. `state` is active | finished | expired; `key_id` is the key
@@ -60,6 +63,7 @@ class Run(Base):
     snapshot_part: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     broken: Mapped[str | None] = mapped_column(String(4096))
     user_metadata: Mapped[dict[str, Any]]
+    notes: Mapped[str | None] = mapped_column(String(MAX_NOTES))  # what people write about it
     created_at: Mapped[datetime]
     last_request_at: Mapped[datetime]
 
@@ -157,6 +161,7 @@ class Operation(Base):
     body_sha256: Mapped[str] = mapped_column(String(64))  # as hex; "" without a body
     sent_sha256: Mapped[str | None] = mapped_column(String(64))  # of what the client sent, where that is not the body
     plan: Mapped[dict[str, Any]]  # what is needed to queue it again: scheduler.order.plans
+    origin: Mapped[str] = mapped_column(String(128), server_default="")  # store.tracing.origin_here
     result_ref: Mapped[str | None] = mapped_column(String(256))
     result_type: Mapped[str | None] = mapped_column(String(64))
     result_bytes: Mapped[int | None] = mapped_column(BigInteger)  # None: there is none, or it is no longer kept

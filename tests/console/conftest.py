@@ -8,7 +8,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,6 +19,7 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 from starlette.testclient import TestClient
 
 from api.server.app import front
@@ -36,6 +37,15 @@ from workers.model.card import read_card
 from workers.model.tiny import TINY_PATH
 
 SAME_SITE = {"sec-fetch-site": "same-origin"}
+CHROMIUM = "/usr/bin/chromium"
+#: Violations of the policy are kept by the page itself, from before its first script.
+WATCH = """
+window.violations = [];
+addEventListener("securitypolicyviolation", (e) => violations.push(e.violatedDirective + " " + e.blockedURI), true);
+"""
+#: Whether every chart of a page is there.
+DRAWN = "[...document.querySelectorAll('.chart')].every((el) => el.querySelector('canvas'))"
+Open = Callable[..., Page]
 
 
 class Console:
@@ -151,3 +161,54 @@ def served(folder: Path, days: int = 30, tidy: bool = False) -> Iterator[Console
         server.should_exit = True
         thread.join(30)
     database.close()
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
+    """One served console for all tests with a browser."""
+    with served(tmp_path_factory.mktemp("console"), days=9) as console:
+        yield console
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Of a module, because its loop is in the way of tests with loops of their own."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser, site: Console) -> Iterator[Open]:
+    """Signed-in pages; at the end nothing may have been violated, thrown or complained of."""
+    from tests.console.screenshots import sign_in, sign_in_as_operator
+
+    contexts: list[BrowserContext] = []
+    wrong: list[str] = []
+    pages: list[Page] = []
+
+    def open_page(path: str = "/", role: str | None = "owner", refusals: bool = False, **options: Any) -> Page:
+        context = browser.new_context(reduced_motion="reduce", **options)
+        context.set_default_timeout(60_000)
+        context.add_init_script(WATCH)
+        contexts.append(context)
+        page = context.new_page()
+        if not refusals:  # a browser complains of every 4xx
+            page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        pages.append(page)
+        if role == "operator":
+            sign_in_as_operator(page, site)
+        elif role is not None:
+            sign_in(page, site, role)
+        if role is not None:
+            page.goto(f"{site.url}/console{path}")
+        return page
+
+    yield open_page
+    for page in pages:
+        wrong += page.evaluate("window.violations")
+    for context in contexts:
+        context.close()
+    assert wrong == []

@@ -14,9 +14,8 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from api.console.sessions import new_link
-from tests.console.conftest import Console, served
+from tests.console.conftest import CHROMIUM, Console, served
 
-CHROMIUM = "/usr/bin/chromium"
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "images"
 WIDE = {"width": 1280, "height": 860}
 NARROW = {"width": 375, "height": 780}
@@ -40,6 +39,14 @@ SHOTS = (
     ("console-overview-mobile", "/", "light", NARROW),
     ("console-run-mobile", "/runs/{run}", "dark", NARROW),
 )
+
+
+def everywhere(console: Console) -> list[str]:
+    """Every page that an operator sees, with something on it."""
+    runs = console.made.runs
+    pages = ["/", "/usage", "/usage?by=run", "/runs", f"/runs/{runs[0]}", f"/runs/{runs[-1]}", "/compare"]
+    pages += [f"/compare?run={runs[0]}&run={runs[3]}", f"/compare?run={'&run='.join(runs[:5])}", "/checkpoints"]
+    return [*pages, "/queues", "/playground", "/keys", "/members", "/budgets", "/billing", "/audit", "/ownership"]
 
 
 def sign_in_as_operator(page: Page, console: Console) -> None:

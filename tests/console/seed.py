@@ -17,7 +17,7 @@ from billing.budgets import set_budget
 from billing.charges import Charge
 from billing.prices import PriceList
 from billing.wallets import set_mode
-from scheduler.order.plans import BODY_ONLY
+from scheduler.order.plans import BODY_ONLY, Step
 from store import people, tables
 from store.curves import Point, log_points
 from store.keys import new_key
@@ -75,6 +75,7 @@ def seed(
         made.runs.append(_run(session, made, number, name, made.users[owner], project, now - rng.random() * 20 * DAY))
     _usage(session, made, prices, rng, now, days)
     _curves(session, made.org_id, made.runs[0], rng, now)
+    _curves(session, made.org_id, made.runs[3], rng, now, steps=180, delay=0.22)
     _checkpoints(session, made, now)
     _operations(session, made, rng, now)
     if tidy:
@@ -142,7 +143,9 @@ def _run(session: Session, made: Seeded, number: int, name: str, user: str, proj
     session.add(_session_row(made.org_id, session_id, user, project, at))
     session.flush()
     run_id = f"{session_id}:train:0"
-    row = _run_row(made.org_id, session_id, run_id, at, {"name": name})
+    metadata = {"name": name, "batch_size": 64 if number % 2 else 128, "dataset": "gsm8k" if "grpo" in name else "own"}
+    row = _run_row(made.org_id, session_id, run_id, at, metadata)
+    row.notes = "Baseline: the reward rises late.\nNext: a larger batch." if number == 0 else None
     row.state = "live" if number in (0, 5) else "closed"
     session.add(row)
     session.flush()
@@ -170,13 +173,23 @@ def _usage(session: Session, made: Seeded, prices: PriceList, rng: random.Random
             charges.settle(session, [charge], prices, at)
 
 
-def _curves(session: Session, org_id: str, run_id: str, rng: random.Random, now: datetime) -> None:
-    steps = 240
+def _curves(
+    session: Session,
+    org_id: str,
+    run_id: str,
+    rng: random.Random,
+    now: datetime,
+    steps: int = 240,
+    delay: float = 0.0,
+) -> None:
+    """`delay` is how much later it learns, in parts of the whole."""
     for start in range(0, steps, 12):
         points = []
         for step in range(start, start + 12):
             done = step / steps
-            points.append(Point("reward", step, 0.08 + 0.78 / (1 + math.exp(-7 * (done - 0.42))) + rng.gauss(0, 0.03)))
+            points.append(
+                Point("reward", step, 0.08 + 0.78 / (1 + math.exp(-7 * (done - 0.42 - delay))) + rng.gauss(0, 0.03))
+            )
             points.append(Point("loss", step, 2.4 * math.exp(-3.2 * done) + 0.35 + rng.gauss(0, 0.04)))
             points.append(Point("kl", step, 0.002 + 0.03 * done**1.5 + abs(rng.gauss(0, 0.002))))
             points.append(Point("entropy", step, 1.9 * math.exp(-1.1 * done) + rng.gauss(0, 0.03)))
@@ -196,6 +209,9 @@ def _operations(session: Session, made: Seeded, rng: random.Random, now: datetim
                 session.add(_operation(f"{kind}-{second}-{number}", org_id, lane, kind, at, length, share, total))
         step = _operation(f"optim_step-{second}-0", made.org_id, made.runs[0], "optim_step", at, length, 0.0, total)
         step.timings = None
+        step.plan = msgspec.to_builtins(
+            Step({"learning_rate": 4e-5, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.01})
+        )
         session.add(step)
     session.flush()
 

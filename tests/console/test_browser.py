@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 from sqlalchemy import select
 from weft.money import usd
 
 from api.console.formats import usd_text
 from store.tables import ApiKey, LedgerEntry, Wallet
-from tests.console.conftest import Console, served, take_cards
+from tests.console.conftest import DRAWN, WATCH, Console, Open, take_cards
 from tests.console.provider import provider_process
-from tests.console.screenshots import CHROMIUM, sign_in, sign_in_as_operator
+from tests.console.screenshots import CHROMIUM, everywhere, sign_in
 from tests.console.sso import person, take_provider
 from tests.fakestripe import fake_stripe
 
@@ -26,67 +25,10 @@ pytestmark = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"needs Chro
 NARROW: Any = {"width": 375, "height": 780}
 WIDE: Any = {"width": 1280, "height": 860}
 
-#: Violations are kept by the page itself, from before its first script.
-WATCH = """
-window.violations = [];
-addEventListener("securitypolicyviolation", (e) => violations.push(e.violatedDirective + " " + e.blockedURI), true);
-"""
 
-
-@pytest.fixture(scope="module")
-def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
-    with served(tmp_path_factory.mktemp("console"), days=9) as console:
-        yield console
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-Open = Callable[..., Page]
-
-
-@pytest.fixture
-def open_page(browser: Browser, console: Console) -> Iterator[Open]:
-    """Signed-in pages; at the end nothing may have been violated, thrown or complained of."""
-    contexts: list[BrowserContext] = []
-    wrong: list[str] = []
-    pages: list[Page] = []
-
-    def open_page(path: str = "/", role: str | None = "owner", refusals: bool = False, **options: Any) -> Page:
-        context = browser.new_context(reduced_motion="reduce", **options)
-        context.set_default_timeout(60_000)
-        context.add_init_script(WATCH)
-        contexts.append(context)
-        page = context.new_page()
-        if not refusals:  # a browser complains of every 4xx
-            page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        pages.append(page)
-        if role == "operator":
-            sign_in_as_operator(page, console)
-        elif role is not None:
-            sign_in(page, console, role)
-        if role is not None:
-            page.goto(f"{console.url}/console{path}")
-        return page
-
-    yield open_page
-    for page in pages:
-        wrong += page.evaluate("window.violations")
-    for context in contexts:
-        context.close()
-    assert wrong == []
-
-
-def everywhere(console: Console) -> list[str]:
-    run = console.made.runs[0]
-    pages = ["/", "/usage", "/usage?by=run", "/runs", f"/runs/{run}", f"/runs/{console.made.runs[-1]}", "/checkpoints"]
-    return [*pages, "/queues", "/playground", "/keys", "/members", "/budgets", "/billing", "/audit"]
+@pytest.fixture(name="console")
+def of_the_site(site: Console) -> Console:
+    return site
 
 
 def violations(page: Page) -> list[str]:
@@ -97,9 +39,9 @@ def violations(page: Page) -> list[str]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_keeps_the_policy(console: Console, open_page: Open, scheme: Any) -> None:
     page = open_page(role="operator", color_scheme=scheme, viewport=WIDE)
-    for path in [*everywhere(console), "/ownership"]:
+    for path in everywhere(console):
         page.goto(f"{console.url}/console{path}")
-        page.wait_for_load_state("networkidle")
+        page.wait_for_function(DRAWN)
         assert violations(page) == [], path
         for chart in page.locator(".chart").all():
             expect(chart.locator("canvas").first).to_be_visible()
@@ -211,14 +153,8 @@ def test_a_curve_against_cost(console: Console, open_page: Open) -> None:
     expect(chart.locator(".tip")).to_contain_text("$")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_on_a_telephone(console: Console, open_page: Open, scheme: Any) -> None:
-    page = open_page(viewport=NARROW, color_scheme=scheme)
-    for path in everywhere(console):
-        page.goto(f"{console.url}/console{path}")
-        page.wait_for_load_state("networkidle")
-        width = page.evaluate("document.documentElement.scrollWidth")
-        assert width <= 375, f"{path} is {width} wide"
+def test_the_menu_of_a_telephone(open_page: Open) -> None:
+    page = open_page(viewport=NARROW)
     menu = page.get_by_role("button", name="Menu")
     expect(page.get_by_role("link", name="Usage", exact=True)).to_be_hidden()
     menu.click()

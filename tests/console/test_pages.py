@@ -188,7 +188,8 @@ def test_a_run_is_linked_to_what_it_goes_on_from(console: Console) -> None:
 
     console.sign_in()
     console.database.write_now(partial(link, path=f"tinker://{first}/weights/w"))
-    assert re.search(rf'<a href="[^"]*/runs/[^"]*">tinker://{first}/weights/w</a>', console.get(f"/runs/{second}"))
+    said = rf'<a href="[^"]*/runs/{first}" title="tinker://{first}/weights/w">w of gsm8k-grpo</a>'
+    assert re.search(said, console.get(f"/runs/{second}").replace("%3A", ":"))
     console.database.write_now(partial(link, path="<b>x"))
     assert "&lt;b&gt;x</dd>" in console.get(f"/runs/{second}")
 
@@ -229,8 +230,8 @@ def test_checkpoints_expire_and_go(console: Console) -> None:
     console.press("/checkpoints/delete", path=path, status=404)
     console.press("/checkpoints/delete", path="nonsense", status=400)
     log = console.get("/audit?group=checkpoints")
-    for event in ("checkpoint ttl set", "checkpoint deleted"):
-        assert event in log
+    for told in ("let the checkpoint “step-200 of gsm8k-grpo” expire after 7 days", "deleted the checkpoint “step-200"):
+        assert f"owner@acme.example {told}" in log
 
 
 def test_what_to_do_when_there_is_nothing(console: Console) -> None:

@@ -18,8 +18,7 @@ import weft
 from playwright.sync_api import expect, sync_playwright
 from weft import types
 
-from tests.console.screenshots import CHROMIUM
-from tests.console.test_browser import WATCH
+from tests.console.conftest import CHROMIUM, WATCH
 from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
 
 pytestmark = pytest.mark.server

@@ -84,6 +84,7 @@ BODIES: dict[str, Callable[[Ids], dict[str, Any]]] = {
     "PUT /training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": lambda ids: {"ttl_seconds": None},
     "POST /training_runs/{run_id}/checkpoints/{kind}/{name}/publish": lambda ids: {},
     "POST /weft/runs/{run_id}/metrics": lambda ids: {"points": [{"step": 1, "name": "loss", "value": 1.0}]},
+    "PUT /weft/runs/{run_id}/notes": lambda ids: {"notes": "x"},
     "POST /weft/keys/{key_id}/rotate": lambda ids: {},
     "PUT /weft/members/{user_id}": lambda ids: {"role": "viewer"},
     "PATCH /weft/projects/{project_id}": lambda ids: {"archived": False},

@@ -33,6 +33,7 @@ MAKES_NOTHING = {
     "POST /stream_future",
     "POST /cancel_future",
     "POST /weft/runs/{run_id}/metrics",
+    "PUT /weft/runs/{run_id}/notes",
     "DELETE /training_runs/{run_id}/checkpoints/{kind}/{name}",
     "DELETE /training_runs/{run_id}/checkpoints/{kind}/{name}/publish",
 }

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 #: What an option does to log-probabilities: the same up to rounding; those of other weights or keys.
 Numbers = Literal["same", "others"]
-#: Methods of speculation that draw from the model's own distribution whatever they guess, and need no second model.
-GUESSERS = ("ngram", "suffix")
+#: Methods of speculation that need no second model, and were measured.
+GUESSERS = ("ngram",)
 #: What `quantization` may be for weights that are stored in bfloat16: vLLM rounds them as it loads them.
 QUANTIZATIONS = ("fp8_per_tensor", "fp8_per_block")
 KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")

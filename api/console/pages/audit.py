@@ -1,8 +1,9 @@
-"""Who did what to what, newest first, and whether the chain of entries is whole."""
+"""Who did what to what, newest first, in sentences."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -13,10 +14,13 @@ from sqlalchemy.orm import Session
 from api.console.lists import PageNumber, names, paged
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
+from api.console.sentences import Called, Fact, sentence
+from api.console.titles import run_of_path, run_titles
 from api.http.access import declare
 from api.state.service import ServiceDep
+from store import tables
 from store.audit import GROUPS
-from store.tables import AuditEntry
+from store.tables import ApiKey, AuditEntry
 
 router = APIRouter(route_class=ConsoleRoute)
 
@@ -37,10 +41,10 @@ async def audit(
         begins = (AuditEntry.event.startswith(prefix, autoescape=True) for prefix in GROUPS[group])
         query = select(AuditEntry).where(AuditEntry.org_id == viewer.org_id, or_(*begins))
         entries, pages = paged(session, query.order_by(AuditEntry.at.desc(), AuditEntry.id.desc()), page_number)
+        called = called_in(session, viewer.org_id, entries)
+        told = [sentence(Fact(each.actor, each.event, each.target, each.detail, called)) for each in entries]
         return {
-            "entries": [
-                (entry, _actor(session, viewer.org_id, entry.actor), json.dumps(entry.detail)) for entry in entries
-            ],
+            "entries": [(entry, text, json.dumps(entry.detail)) for entry, text in zip(entries, told, strict=True)],
             "pages": pages,
             "query": {"group": "" if group == "all" else group},
             "group": group,
@@ -50,8 +54,46 @@ async def audit(
     return page(request, "audit.html", viewer, **await service.read(read))
 
 
-def _actor(session: Session, org_id: str, actor: str) -> str:
-    kind, _, who = actor.partition(":")
-    if kind == "user":
-        return names(session, org_id, "user", [who])[who]
-    return f"key {names(session, org_id, 'key', [who])[who]}" if kind == "key" else actor
+def called_in(session: Session, org_id: str, entries: Sequence[AuditEntry]) -> Called:
+    """Names for all that `entries` name: each of their words is looked up as what it may be."""
+    words = {word for entry in entries for word in _words(entry)}
+    runs = {run_of_path(word) or word for word in words}
+    return Called(
+        users={**_added(session, org_id, words), **_known(session, org_id, "user", words)},
+        keys={**_by_prefix(session, org_id, words), **_known(session, org_id, "key", words)},
+        projects={**_known(session, org_id, "project", words), "default": "default"},
+        runs={run_id: title for run_id, title in run_titles(session, org_id, runs).items() if title != run_id},
+        sessions=_sessions(session, org_id, words),
+    )
+
+
+def _words(entry: AuditEntry) -> Iterator[str]:
+    """What an entry says that may be an id."""
+    for text in (entry.actor, entry.target, *entry.detail.values()):
+        if isinstance(text, str | int):
+            yield str(text)
+            yield str(text).replace(":", " ").partition(" ")[2]
+
+
+def _known(session: Session, org_id: str, what: Literal["user", "key", "project"], words: set[str]) -> dict[str, str]:
+    found = names(session, org_id, what, sorted(words))
+    return {word: name for word, name in found.items() if word is not None and name != word}
+
+
+def _by_prefix(session: Session, org_id: str, words: set[str]) -> dict[str, str]:
+    keys = select(ApiKey.prefix, ApiKey.name).where(ApiKey.org_id == org_id, ApiKey.prefix.in_(words))
+    return {prefix: name for prefix, name in session.execute(keys) if name}
+
+
+def _added(session: Session, org_id: str, words: set[str]) -> dict[str, str]:
+    """Members that are gone, as they were called when they were added."""
+    query = select(AuditEntry.target, AuditEntry.detail).where(AuditEntry.org_id == org_id)
+    query = query.where(AuditEntry.event == "member_added", AuditEntry.target.in_(words))
+    return {user_id: detail["email"] for user_id, detail in session.execute(query) if detail.get("email")}
+
+
+def _sessions(session: Session, org_id: str, words: set[str]) -> dict[str, str]:
+    owner = tables.Session
+    query = select(owner.id, owner.display_name, owner.user_metadata).where(owner.org_id == org_id, owner.id.in_(words))
+    found = {id: metadata.get("name") or display for id, display, metadata in session.execute(query)}
+    return {id: str(name) for id, name in found.items() if name}

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import csv
 import io
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Form, Query, Request, Response
+from fastapi import APIRouter, Form, Request, Response
 from fastapi.responses import HTMLResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from weft.money import usd
 
 from api.console.formats import csv_cell
-from api.console.lists import PageNumber
 from api.console.movements import movements
-from api.console.pages.runs import title_of
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep, need_fresh
+from api.console.spending import bill
+from api.console.titles import run_titles
 from api.http.access import declare
 from api.routes.payments import begin_topup
 from api.state.service import Service, ServiceDep
 from billing.payments.periods import name_of
 from billing.prices import ANY_MODEL, KINDS, STORAGE
 from billing.wallets import available_nusd
-from store import tables
-from store.tables import CreditGrant, Invoice, LedgerEntry, Run, Wallet
+from store.tables import CreditGrant, Invoice, LedgerEntry, Wallet
 
 router = APIRouter(route_class=ConsoleRoute)
 
@@ -40,23 +39,24 @@ async def billing(
     request: Request,
     service: ServiceDep,
     viewer: ViewerDep,
-    page_number: Annotated[PageNumber, Query(alias="page")] = 1,
+    before: date | None = None,
 ) -> HTMLResponse:
     viewer.need("admin", "billing:read")
 
     def read(session: Session) -> dict[str, Any]:
         org_id = viewer.org_id
         wallet = session.get(Wallet, org_id)
-        moved, pages = movements(session, org_id, page_number)
+        moved, older = movements(session, org_id, before)
         invoices = select(Invoice).filter_by(org_id=org_id).order_by(Invoice.period_start.desc())
         grants = select(CreditGrant).filter_by(org_id=org_id).where(CreditGrant.remaining_nusd > 0)
         return {
             "wallet": wallet,
             "available_nusd": available_nusd(wallet) if wallet is not None else None,
             "movements": moved,
-            "titles": _titles(session, org_id, {each.run_id for each in moved if each.run_id}),
-            "pages": pages,
-            "query": {},
+            "titles": run_titles(session, org_id, {each.run_id for each in moved if each.run_id}),
+            "before": before,
+            "older": older,
+            "bill": bill(session, org_id, datetime.now(UTC)),
             "invoices": [(row, name_of(row.period_start)) for row in session.scalars(invoices.limit(36))],
             "grants": list(session.scalars(grants.order_by(CreditGrant.expires_at))),
         }
@@ -103,13 +103,6 @@ async def ledger_csv(service: ServiceDep, viewer: ViewerDep) -> Response:
 
     headers = {"content-disposition": 'attachment; filename="weft-ledger.csv"'}
     return Response(await service.read(read), media_type="text/csv; charset=utf-8", headers=headers)
-
-
-def _titles(session: Session, org_id: str, run_ids: set[str]) -> dict[str, str]:
-    """What people call these runs."""
-    query = select(Run, tables.Session).join(tables.Session, tables.Session.id == Run.session_id)
-    rows = session.execute(query.where(Run.org_id == org_id, Run.id.in_(run_ids)))
-    return {run.id: title_of(run, owner) or run.id for run, owner in rows}
 
 
 def _prices(service: Service) -> list[tuple[str, str, dict[str, str]]]:

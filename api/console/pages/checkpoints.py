@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from api.console.lists import PageNumber, Text, names, paged
 from api.console.render import ConsoleRoute, page, say
 from api.console.security import ViewerDep
+from api.console.titles import called, run_titles, with_owner
 from api.http.access import declare
 from api.paths import parse_path
 from api.routes.checkpoints import delete_checkpoint, expire
@@ -61,13 +62,13 @@ async def checkpoints(
         found = live.order_by(*ORDERS[sort])
         if query["search"]:
             text = query["search"]
-            found = found.where(
-                Checkpoint.name.contains(text, autoescape=True) | Checkpoint.run_id.contains(text, autoescape=True)
-            )
+            runs = with_owner(select(Run).where(visible(viewer.who, Run))).where(called(text)).with_only_columns(Run.id)
+            found = found.where(Checkpoint.name.icontains(text, autoescape=True) | Checkpoint.run_id.in_(runs))
         rows, pages = paged(session, found, page_number)
         owners = _by_project(session, viewer.who)
         return {
             "checkpoints": rows,
+            "titles": run_titles(session, viewer.org_id, {row.run_id for row in rows}),
             "pages": pages,
             "query": query,
             "owners": owners,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,6 +16,7 @@ from api.console.alerts import alerts_of
 from api.console.pages.runs import run_lines
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
+from api.console.spending import bill
 from api.http.access import declare
 from api.http.client_wheel import WHEEL_PATH
 from api.state.service import ServiceDep
@@ -68,15 +70,15 @@ async def overview(request: Request, service: ServiceDep, viewer: ViewerDep) -> 
 
 
 def _spending(session: Session, org_id: str) -> dict[str, Any]:
-    window, month = reports.last_days(DAYS), reports.this_month()
+    now = datetime.now(UTC)
+    window = reports.last_days(DAYS, now)
     rows = reports.by_day(session, org_id, window)
     totals = series.daily_totals(window, rows)
     return {
         "money": _money(session, org_id, sum(totals[-BURN_DAYS:]) // BURN_DAYS),
-        "month_nusd": reports.total(session, org_id, month),
+        "bill": bill(session, org_id, now),
         "today_nusd": totals[-1],
         "window_nusd": sum(totals),
-        "month": f"{month.first:%B}",
         "chart": series.cost_by_day(window, rows),
         "days": [(day, amount) for day, amount in zip(window.days, totals, strict=True) if amount],
     }

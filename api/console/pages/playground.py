@@ -22,6 +22,7 @@ from sqlalchemy.orm import Session
 from api.console.forms import as_json
 from api.console.render import ConsoleRoute, page
 from api.console.security import Viewer, ViewerDep
+from api.console.titles import checkpoint_title, run_of_path, run_titles
 from api.errors import ApiError, Invalid
 from api.http.access import declare
 from api.routes.openai.chat import chat_completions
@@ -78,14 +79,16 @@ class Side:
 async def playground(request: Request, service: ServiceDep, viewer: ViewerDep) -> HTMLResponse:
     viewer.need("sample")
 
-    def read(session: Session) -> list[str]:
+    def read(session: Session) -> dict[str, str]:
         saved = select(Checkpoint).where(visible(viewer.who, Checkpoint), live_checkpoints())
         saved = saved.where(Checkpoint.kind == "sampler_weights").order_by(Checkpoint.created_at.desc())
         runs = select(Run.id).where(visible(viewer.who, Run), Run.state == "live").order_by(Run.created_at.desc())
-        paths = [f"tinker://{one.run_id}/{one.kind}/{one.name}" for one in session.scalars(saved.limit(OFFERED))]
-        return [*paths, *(f"run:{run_id}" for run_id in session.scalars(runs.limit(OFFERED)))]
+        kept, live = list(session.scalars(saved.limit(OFFERED))), list(session.scalars(runs.limit(OFFERED)))
+        titles = run_titles(session, viewer.org_id, [*(one.run_id for one in kept), *live])
+        named = {f"tinker://{one.run_id}/{one.kind}/{one.name}": f"{one.name} of {titles[one.run_id]}" for one in kept}
+        return named | {f"run:{run_id}": f"{titles[run_id]}, as it is now" for run_id in live}
 
-    models = [*sorted(service.cards), *await service.read(read)]
+    models = {name: "" for name in sorted(service.cards)} | await service.read(read)
     return page(request, "playground.html", viewer, models=models)
 
 
@@ -114,7 +117,20 @@ async def say_something(
     ]
     sides = dict(zip((index for _, index in named), await asyncio.gather(*asking), strict=True))
     kept = [sides[index].kept if index in sides else "[]" for index in range(2)]
-    return page(request, "playground_turn.html", viewer, said=said, sides=list(sides.values()), kept=kept)
+    models = [side.model for side in sides.values() if not side.problem]
+    titles = await service.read(lambda session: _titles(session, viewer.org_id, models))
+    values: dict[str, Any] = {"said": said, "sides": list(sides.values()), "kept": kept, "titles": titles}
+    return page(request, "playground_turn.html", viewer, **values)
+
+
+def _titles(session: Session, org_id: str, models: Sequence[str]) -> dict[str, str]:
+    """What people call the runs and checkpoints among `models`, of those that have answered."""
+    runs = {model: run_of_path(model) or model.removeprefix("run:") for model in models}
+    titles = run_titles(session, org_id, runs.values())
+    return {
+        model: titles[run_id] if model == f"run:{run_id}" else checkpoint_title(model, titles)
+        for model, run_id in runs.items()
+    }
 
 
 async def _answer(

@@ -10,9 +10,9 @@ from fastapi.responses import HTMLResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.console.pages.runs import title_of
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
+from api.console.titles import title_of
 from api.errors import NotFound
 from api.http.access import declare
 from api.routes.health import run_health

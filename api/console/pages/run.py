@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Form, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 from weft.money import usd
 
 from api.console.formats import usd_text
+from api.console.hyperparameters import hyperparameters
 from api.console.lists import names
-from api.console.pages.runs import run_lines, state_of, title_of
-from api.console.render import ConsoleRoute, page
+from api.console.pages.runs import run_lines, state_of
+from api.console.render import ConsoleRoute, page, say
 from api.console.security import Viewer, ViewerDep
-from api.errors import Invalid, NotFound
+from api.console.titles import checkpoint_title, run_titles, title_of
+from api.errors import Forbidden, Invalid, NotFound
 from api.http.access import declare
 from api.paths import parse_path
 from api.routes.metrics import run_metrics
+from api.routes.notes import change_notes
 from api.routes.weights import CONTINUED_FROM
 from api.state.service import ServiceDep
 from api.who.lookup import live_checkpoints, run_by_id
+from api.who.may_change import own_run
 from billing import usage
 from store import tables
 from store.tables import Checkpoint, Operation
+from store.tables.work import MAX_NOTES
 
 router = APIRouter(route_class=ConsoleRoute)
 
@@ -43,6 +49,9 @@ async def run_page(request: Request, service: ServiceDep, viewer: ViewerDep, run
             "run": run,
             "title": title_of(run, owner),
             "continued": _continued(session, viewer, run),
+            "hyperparameters": hyperparameters(session, run),
+            "may_write": viewer.may("train") and _is_own(session, viewer, run_id),
+            "longest_notes": MAX_NOTES,
             "state_name": state_of(run, owner, datetime.now(UTC)),
             "session": owner,
             "project": names(session, viewer.org_id, "project", [owner.project_id])[owner.project_id],
@@ -54,13 +63,44 @@ async def run_page(request: Request, service: ServiceDep, viewer: ViewerDep, run
     return page(request, "run.html", viewer, **await service.read(read))
 
 
-def _continued(session: Session, viewer: Viewer, run: tables.Run) -> str | None:
-    """The run that this one goes on from, where the viewer may see it."""
+@router.post("/runs/{run_id}/notes", **declare(scope="public", limit="poll"))
+async def set_notes(
+    service: ServiceDep,
+    viewer: ViewerDep,
+    run_id: str,
+    notes: Annotated[str, Form(max_length=2 * MAX_NOTES)] = "",
+) -> Response:
+    viewer.need("train")
+    await change_notes(service, viewer.who, run_id, notes.replace("\r\n", "\n"))
+    return say("Notes kept")
+
+
+def _is_own(session: Session, viewer: Viewer, run_id: str) -> bool:
     try:
-        path = parse_path(str(run.user_metadata.get(CONTINUED_FROM)), CONTINUED_FROM)
-        return run_by_id(session, viewer.who, path.run_id).id
-    except (Invalid, NotFound):
+        own_run(session, viewer.who, run_id)
+    except Forbidden:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What a run goes on from: `run_id` is None where the viewer does not see that run."""
+
+    path: str
+    title: str
+    run_id: str | None = None
+
+
+def _continued(session: Session, viewer: Viewer, run: tables.Run) -> Continued | None:
+    path = run.user_metadata.get(CONTINUED_FROM)
+    if path is None:
         return None
+    try:
+        run_id = run_by_id(session, viewer.who, parse_path(str(path), CONTINUED_FROM).run_id).id
+    except (Invalid, NotFound):
+        return Continued(str(path), str(path))
+    return Continued(str(path), checkpoint_title(str(path), run_titles(session, viewer.org_id, [run_id])), run_id)
 
 
 @router.get("/runs/{run_id}/live", **declare(scope="public", limit="poll"))

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 from api.console.lists import PageNumber, Text, paged
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
+from api.console.titles import called, title_of, with_owner
 from api.http.access import declare
 from api.state.service import ServiceDep
 from api.who.lookup import visible
@@ -29,6 +30,8 @@ router = APIRouter(route_class=ConsoleRoute)
 TELLING = ("reward", "loss", "train/loss", "eval/reward", "eval/loss", "kl")
 
 
+#: Runs that are compared at a time.
+MOST_COMPARED = 5
 #: Clients say every ten seconds that they are there, and the database learns it every twenty.
 LOST_AFTER = timedelta(seconds=60)
 
@@ -69,15 +72,6 @@ def state_of(run: Run, session: tables.Session, now: datetime) -> str:
     return "lost" if run.shown_state == "live" and heard < now - LOST_AFTER else run.shown_state
 
 
-def title_of(run: Run, session: tables.Session) -> str:
-    """What a run is called: by its metadata, by its session's, or not at all."""
-    for metadata in (run.user_metadata, session.user_metadata):
-        for name in ("name", "run_name", "title"):
-            if isinstance(metadata.get(name), str) and metadata[name].strip():
-                return str(metadata[name])
-    return session.display_name or ""
-
-
 def _telling(curves: list[RunCurve]) -> RunCurve | None:
     by_name = {curve.name: curve for curve in curves}
     return next((by_name[name] for name in TELLING if name in by_name), curves[0] if curves else None)
@@ -100,16 +94,14 @@ async def runs(
             wanted = wanted.where(Run.state == state)
         if query["search"]:
             text = query["search"]
-            owner = tables.Session
-            wanted = wanted.join(owner, owner.id == Run.session_id).where(
-                or_(
-                    Run.id.contains(text, autoescape=True),
-                    Run.base_model.contains(text, autoescape=True),
-                    owner.display_name.contains(text, autoescape=True),
-                )
-            )
+            wanted = with_owner(wanted).where(or_(called(text), Run.base_model.icontains(text, autoescape=True)))
         rows, pages = paged(session, wanted, page_number)
-        return {"runs": run_lines(session, viewer.org_id, rows), "pages": pages, "query": query}
+        return {
+            "runs": run_lines(session, viewer.org_id, rows),
+            "pages": pages,
+            "query": query,
+            "most_compared": MOST_COMPARED,
+        }
 
     template = "runs_table.html" if request.headers.get("hx-target") == "runs" else "runs.html"
     return page(request, template, viewer, **await service.read(read))

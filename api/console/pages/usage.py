@@ -102,6 +102,7 @@ class Share:
     tokens: int = 0
     byte_hours: int = 0
     amounts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    per_mtok_nusd: int | None = None
 
     @property
     def amount_nusd(self) -> int:
@@ -137,6 +138,7 @@ async def usage_page(
             "shares": shares[pages.offset : pages.last],
             "pages": pages,
             "total_nusd": sum(row.amount_nusd for row in days),
+            "per_mtok_nusd": reports.per_mtok_got(days),
             "total_tokens": sum(row.quantity for row in days if row.kind in reports.TOKEN_KINDS),
             "today": datetime.now(UTC).date(),
         }
@@ -169,11 +171,15 @@ async def usage_csv(service: ServiceDep, viewer: ViewerDep, chosen: FiltersDep) 
 def _shares(session: Session, viewer: Viewer, split: Dimension, rows: list[ShareRow]) -> list[Share]:
     called = names(session, viewer.org_id, split, {row.name for row in rows})
     shares: dict[str | None, Share] = {}
+    by_name: defaultdict[str | None, list[ShareRow]] = defaultdict(list)
     for row in rows:
+        by_name[row.name].append(row)
         share = shares.setdefault(row.name, Share(row.name, called[row.name]))
         share.amounts[row.kind] += row.amount_nusd
         if row.kind in reports.TOKEN_KINDS:
             share.tokens += row.quantity
         else:
             share.byte_hours += row.quantity
+    for name, share in shares.items():
+        share.per_mtok_nusd = reports.per_mtok_got(by_name[name])
     return sorted(shares.values(), key=lambda share: (-share.amount_nusd, share.title))

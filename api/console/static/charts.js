@@ -95,6 +95,31 @@ const Charts = (() => {
     }, [xs, points.map((p) => p[1])]);
   }
 
+  /* The same curve of several runs: [{title, series, steps, values, tokens, cost_nusd}]; `series` gives the colour. */
+  function over(el, runs, axis) {
+    const scale = axis === "cost_nusd" ? 1e-9 : 1;
+    const label = axis === "cost_nusd" ? money : short;
+    const tables = runs.map((run) => {
+      const last = new Map(); // of several points at the same place the last is drawn
+      run[axis].forEach((x, i) => last.set(x * scale, run.values[i]));
+      const xs = [...last.keys()].sort((a, b) => a - b);
+      return [xs, xs.map((x) => last.get(x))];
+    });
+    const data = uPlot.join(tables);
+    const near = (i, at) => { for (let j = i; j >= 0; j--) if (data[at + 1][j] != null) return data[at + 1][j]; return null; };
+    draw(el, {
+      height: 220,
+      rows: (i) => [{ steps: "Step ", tokens: "Tokens ", cost_nusd: "" }[axis] + label(data[0][i]),
+        runs.map((run, at) => [run.title, near(i, at) == null ? "–" : short(near(i, at)), "series-" + run.series])],
+      plot: {
+        scales: { x: { time: false, range: (_u, lo, hi) => hi > lo ? [lo, hi] : [lo - 1, hi + 1] } },
+        axes: axes(label, short),
+        series: [{}, ...runs.map((run, at) => ({ stroke: css("--series-" + run.series), width: 1.8, spanGaps: true,
+          dash: [[], [7, 4], [2, 3], [10, 3, 2, 3], [4, 2]][run.series], points: { show: tables[at][0].length < 2, size: 4, fill: css("--series-" + run.series) } }))],
+      },
+    }, data);
+  }
+
   /* Shares of a whole over time: {times, series: [{name, kind, values}]}, in parts of 1. */
   function shares(el, data) {
     const sums = stack(data.series.map((s) => s.values));
@@ -111,5 +136,5 @@ const Charts = (() => {
     }, [data.times, ...order.map((i) => sums[i])]);
   }
 
-  return { costBars, curve, shares };
+  return { costBars, curve, over, shares };
 })();

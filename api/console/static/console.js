@@ -28,7 +28,7 @@
   if (said) { sessionStorage.removeItem("weft-said"); tell(said); }
 
   /* ---- menu on small screens */
-  const menu = $(".menu");
+  const menu = $("#menu");
   if (menu) menu.addEventListener("click", () => {
     const open = $("#side").classList.toggle("open");
     menu.setAttribute("aria-expanded", String(open));
@@ -65,33 +65,71 @@
     $$("input, select", form).forEach((field) => { if (!field.value) field.disabled = true; });
   }));
 
+  /* ---- tables on small screens: each row is a card whose lines say their column (console.css) */
+  function label(root) {
+    for (const table of $$("table", root)) {
+      const heads = $$("thead th", table).map((th) => th.textContent.trim());
+      for (const row of $$("tbody tr, tfoot tr", table)) [...row.cells].forEach((cell, i) => { cell.dataset.label = heads[i] || ""; });
+    }
+  }
+  document.body.addEventListener("htmx:afterSettle", () => label(document));
+  label(document);
+
+  /* ---- choosing runs to compare; the list is loaded again every few seconds, and what is chosen stays */
+  const chosenRuns = new Set();
+  function choose() {
+    const form = $("form.choose");
+    if (!form) return;
+    const boxes = $$("input[type=checkbox][name=run]").filter((box) => box.form === form);
+    for (const box of boxes) if (chosenRuns.has(box.value)) box.checked = true;
+    const count = boxes.filter((box) => box.checked).length, most = Number(form.dataset.most);
+    for (const box of boxes) box.disabled = !box.checked && count >= most;
+    $("button", form).disabled = count < 2;
+  }
+  document.body.addEventListener("change", (event) => {
+    if (!event.target.matches("input[name=run]")) return;
+    if (event.target.checked) chosenRuns.add(event.target.value); else chosenRuns.delete(event.target.value);
+    choose();
+  });
+  document.body.addEventListener("htmx:afterSettle", choose);
+  $$("input[name=run]:checked").forEach((box) => chosenRuns.add(box.value));
+  choose();
+
   /* ---- charts */
   function drawAll() {
     const names = JSON.parse(document.body.dataset.kinds || "{}");
     $$("[data-cost]").forEach((el) => Charts.costBars(el, JSON.parse(el.dataset.cost), names));
     $$("[data-shares]").forEach((el) => Charts.shares(el, JSON.parse(el.dataset.shares)));
     drawCurves();
+    drawCompared();
   }
 
   /* ---- a run */
   const run = $("[data-run]");
   let live = null, axis = "steps";
+  function byKind(a, b) {
+    const place = (name) => /reward/.test(name) ? 0 : /loss/.test(name) ? 1 : 2;
+    return place(a) - place(b) || a.localeCompare(b);
+  }
+  function curveCard(box, name) {
+    let card = $$(".card", box).find((c) => c.dataset.curve === name);
+    if (!card) {
+      card = $("#curve").content.firstElementChild.cloneNode(true);
+      card.dataset.curve = name;
+      $("h2", card).textContent = name;
+      $(".chart", card).setAttribute("aria-label", "Curve of " + name);
+      box.append(card);
+    }
+    return card;
+  }
   function drawCurves() {
     if (!run || !live) return;
     const box = $("#curves");
-    const first = (name) => /reward/.test(name) ? 0 : /loss/.test(name) ? 1 : 2;
-    const curves = [...live.curves].sort((a, b) => first(a.name) - first(b.name) || a.name.localeCompare(b.name));
+    const curves = [...live.curves].sort((a, b) => byKind(a.name, b.name));
     $("#no-curves").hidden = curves.length > 0;
     $("#axis").hidden = curves.length === 0;
     for (const data of curves) {
-      let card = $$(".card", box).find((c) => c.dataset.curve === data.name);
-      if (!card) {
-        card = $("#curve").content.firstElementChild.cloneNode(true);
-        card.dataset.curve = data.name;
-        $("h2", card).textContent = data.name;
-        $(".chart", card).setAttribute("aria-label", "Curve of " + data.name);
-        box.append(card);
-      }
+      const card = curveCard(box, data.name);
       $(".latest", card).textContent = String(+data.values[data.values.length - 1].toPrecision(4));
       $(".at", card).textContent = "step " + data.steps[data.steps.length - 1].toLocaleString("en");
       Charts.curve($(".chart", card), data, axis);
@@ -120,14 +158,36 @@
     if (document.visibilityState === "hidden") await new Promise((go) => document.addEventListener("visibilitychange", go, { once: true }));
     setTimeout(refresh, pause);
   }
-  if (run) {
+  /* ---- runs over each other */
+  const comparing = $("[data-compare]");
+  let compared = null;
+  function drawCompared() {
+    if (!comparing || !compared) return;
+    const box = $("#curves");
+    const names = [...new Set(compared.flatMap((run) => run.curves.map((curve) => curve.name)))].sort(byKind);
+    for (const name of names) {
+      const runs = compared.flatMap((run, i) => run.curves.filter((curve) => curve.name === name).map((curve) => ({ ...curve, title: titles[i], series: i })));
+      Charts.over($(".chart", curveCard(box, name)), runs, axis);
+    }
+  }
+  const titles = $$("[data-series]").map((el) => el.textContent.trim());
+  async function compare() {
+    const answer = await fetch(comparing.dataset.compare, { headers: { accept: "application/json" } });
+    if (!answer.ok) { tell("The curves could not be loaded (" + answer.status + ").", true); return; }
+    compared = (await answer.json()).runs;
+    drawCompared();
+  }
+  if (comparing && $("#curves")) compare();
+
+  if (run || comparing) {
     $$("#axis button").forEach((choice) => choice.addEventListener("click", () => {
       axis = choice.dataset.axis;
       $$("#axis button").forEach((b) => b.setAttribute("aria-pressed", String(b === choice)));
       drawCurves();
+      drawCompared();
     }));
-    refresh();
   }
+  if (run) refresh();
 
   showTheme(chosen());
 })();

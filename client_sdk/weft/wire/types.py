@@ -10,6 +10,7 @@ from weft.wire.inputs import *
 from weft.wire.limits import *
 from weft.wire.losses import *
 from weft.wire.metrics import *
+from weft.wire.notes import *
 from weft.wire.rest import *
 from weft.wire.sample_codec import *
 from weft.wire.sampling import *

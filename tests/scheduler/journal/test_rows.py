@@ -22,6 +22,7 @@ from scheduler.order.plans import (
     Save,
     Slice,
     Source,
+    Step,
 )
 from store import tables
 from store.bulk import insert_rows
@@ -39,6 +40,7 @@ PLANS: list[tuple[str, Plan]] = [
     (OpKind.SAVE_SAMPLER, NewSampler("s:sample:3", 3, inflight=True)),
     (SAMPLE, Sample(4, 7, "batch")),
     (OpKind.OPTIM_STEP, BODY_ONLY),
+    (OpKind.OPTIM_STEP, Step({"learning_rate": 1e-4, "beta1": 0.9})),
 ]
 
 
@@ -77,4 +79,4 @@ def test_queries_find_the_fields_of_plans(database: Database) -> None:
         found = [tuple(row) for row in session.execute(query)]
     source, sampler, sample = ("weights/abc", None, None), (None, "s:sample:3", None), (None, None, 4)
     nothing = (None, None, None)
-    assert found == [nothing, source, source, nothing, nothing, nothing, sampler, sample, nothing]
+    assert found == [nothing, source, source, nothing, nothing, nothing, sampler, sample, nothing, nothing]

@@ -1,0 +1,155 @@
+"""Every page as it is on a screen: whole at 375 pixels, readable for everybody (axe-core), and what is found, compared
+and written there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.base import AXE_SCRIPT
+from playwright.sync_api import Browser, Page, expect
+
+from tests.console.conftest import CHROMIUM, DRAWN, Console, Open
+from tests.console.screenshots import everywhere, sign_in_as_operator
+
+pytestmark = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"needs Chromium at {CHROMIUM}")
+
+NARROW: Any = {"width": 375, "height": 780}
+WIDE: Any = {"width": 1280, "height": 860}
+
+#: What is cut off: all that is shown beyond the window, and every box that hides a part of itself to the right. Code
+#: may scroll in its own box, and text may end in an ellipsis.
+CUT = """() => {
+  const found = [], shown = (el) => el.tagName + "." + el.className + " " + el.textContent.trim().slice(0, 40);
+  if (document.documentElement.scrollWidth > innerWidth) found.push("the page itself");
+  for (const el of document.querySelectorAll("body *")) {
+    if (el.closest("pre, dialog, .unseen, .skip, thead, #toast, .u-wrap, svg") || !el.checkVisibility()) continue;
+    const box = el.getBoundingClientRect(), style = getComputedStyle(el);
+    const hides = style.overflowX !== "visible" && style.textOverflow !== "ellipsis" && !el.matches("input, textarea");
+    if (box.width && (box.right > innerWidth + 1 || box.left < -1)) found.push(Math.round(box.right) + " " + shown(el));
+    else if (hides && el.clientWidth && el.scrollWidth > el.clientWidth + 1) found.push("hides " + shown(el));
+  }
+  return found.slice(0, 5);
+}"""
+AXE = """async () => {
+  const { violations } = await axe.run(document, { resultTypes: ["violations"] });
+  const bad = violations.filter((each) => ["serious", "critical"].includes(each.impact));
+  const said = (node) => node.html.slice(0, 160) + " " + (node.any[0] ? node.any[0].message.slice(0, 160) : "");
+  return bad.flatMap((each) => each.nodes.map((node) => each.id + ": " + said(node)));
+}"""
+#: Charts follow their boxes a frame later.
+FITTED = "[...document.querySelectorAll('.uplot')].every((el) => el.offsetWidth <= el.parentElement.clientWidth + 1)"
+
+
+@pytest.fixture(name="console")
+def of_the_site(site: Console) -> Console:
+    return site
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is wrong with a page: cut off at 375 pixels; what axe says of it in light and in dark."""
+
+    cut: list[str]
+    light: list[str]
+    dark: list[str]
+
+
+def look(page: Page) -> Seen:
+    page.wait_for_function(DRAWN)
+    page.evaluate(AXE_SCRIPT)
+    found = {}
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        found[scheme] = page.evaluate(AXE)
+    page.set_viewport_size(NARROW)
+    page.evaluate("document.querySelectorAll('main details').forEach((each) => { each.open = true; })")
+    page.wait_for_function(FITTED)
+    cut = page.evaluate(CUT)
+    page.set_viewport_size(WIDE)
+    return Seen(cut, found["light"], found["dark"])
+
+
+@pytest.fixture(scope="module")
+def seen(site: Console, browser: Browser) -> dict[str, Seen]:
+    """Every page, looked at once, and the open search."""
+    page = browser.new_page(viewport=WIDE, reduced_motion="reduce")
+    sign_in_as_operator(page, site)
+    found = {}
+    for path in (*everywhere(site), "/nothing"):
+        page.goto(f"{site.url}/console{path}")
+        found[path] = look(page)
+    page.goto(f"{site.url}/console/runs")
+    page.keyboard.press("Control+k")
+    expect(page.locator("#found .hit").first).to_be_visible()
+    found["search"] = look(page)
+    page.goto(f"{site.url}/console/login")
+    found["/login"] = look(page)
+    page.close()
+    return found
+
+
+@pytest.mark.parametrize("what", ["cut", "light", "dark"])
+def test_no_page_is_cut_off_or_hard_to_read(seen: dict[str, Seen], what: str) -> None:
+    assert {path: getattr(page, what) for path, page in seen.items() if getattr(page, what)} == {}
+
+
+def test_the_looks_find_what_is_wrong(open_page: Open) -> None:
+    """The test above could not fail if they found nothing."""
+    page = open_page("/keys", viewport=WIDE)
+    page.evaluate("document.querySelector('main h1').textContent = 'x'.repeat(200)")
+    page.evaluate("document.querySelector('main').insertAdjacentHTML('beforeend', '<input>')")
+    found = look(page)
+    assert any("H1" in one for one in found.cut)
+    assert any(one.startswith("label") for one in found.light)
+
+
+def test_search_by_keyboard(console: Console, open_page: Open) -> None:
+    page = open_page("/billing")
+    page.keyboard.press("Control+k")
+    expect(page.locator("#search-text")).to_be_focused()
+    expect(page.locator(".hit").first).to_contain_text("Overview")
+    page.keyboard.type("GRPO")
+    expect(page.locator(".hit")).to_have_count(6)
+    expect(page.locator(".hit[aria-selected=true]")).to_have_id("hit-0")
+    page.keyboard.press("ArrowDown")
+    expect(page.locator("#search-text")).to_have_attribute("aria-activedescendant", "hit-1")
+    chosen = page.locator("#hit-1").get_attribute("href")
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**{chosen}")
+    page.keyboard.press("Control+k")
+    page.keyboard.press("Escape")
+    expect(page.locator("#search-box")).to_be_hidden()
+    page.get_by_role("button", name="Search").first.click()
+    page.keyboard.type("<b>nobody</b>")
+    expect(page.locator("#found")).to_have_text(re.compile("Nothing is called “<b>nobody</b>”"))
+
+
+def test_runs_are_chosen_and_compared(console: Console, open_page: Open) -> None:
+    page = open_page("/runs")
+    button = page.get_by_role("button", name="Compare", exact=True)
+    expect(button).to_be_disabled()
+    for title in ("gsm8k-grpo", "tool-use-grpo"):
+        page.get_by_label(f"Compare {title}").check()
+    with page.expect_response("**/console/runs"):  # as every ten seconds; what is chosen stays
+        page.evaluate("htmx.ajax('GET', '/console/runs', { source: '#runs', target: '#runs' })")
+    expect(page.get_by_label("Compare gsm8k-grpo")).to_be_checked()
+    button.click()
+    page.wait_for_url("**/console/compare?run=*&run=*")
+    expect(page.locator("[data-curve=reward] canvas")).to_be_visible()
+    page.get_by_role("button", name="Cost", exact=True).click()
+    chart = page.locator("[data-curve=reward] .chart")
+    chart.hover(position={"x": 260, "y": 90})
+    expect(chart.locator(".tip")).to_contain_text("gsm8k-grpo")
+    expect(chart.locator(".tip")).to_contain_text("tool-use-grpo")
+
+
+def test_notes_are_written(console: Console, open_page: Open) -> None:
+    page = open_page(f"/runs/{console.made.runs[1]}")
+    page.get_by_label("Notes").fill("<b>worse</b> than before\nwhy?")
+    page.get_by_role("button", name="Keep notes").click()
+    expect(page.locator("#toast")).to_have_text("Notes kept")
+    expect(page.get_by_label("Notes")).to_have_value("<b>worse</b> than before\nwhy?")
