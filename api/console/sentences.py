@@ -155,6 +155,25 @@ def _checkpoint_ttl_set(fact: Fact) -> str:
     return f"let {fact.checkpoint()} {f'expire after {_lasts(seconds)}' if seconds else 'be kept for ever'}"
 
 
+def _member_added(fact: Fact) -> str:
+    who, by_groups = fact.detail.get("email") or fact.user(fact.target), fact.detail.get("by_groups_of")
+    role = fact.detail.get("role", "member")
+    return f"added {who} as {role}{', by their groups at the provider' if by_groups else ''}"
+
+
+def _member_role_set(fact: Fact) -> str:
+    by_groups = ", by their groups at the provider" if fact.detail.get("by_groups_of") else ""
+    return f"made {fact.user(fact.target)} {fact.detail.get('role')}, who was {fact.detail.get('was')}{by_groups}"
+
+
+def _invited(did: str) -> Callable[[Fact], str]:
+    def tell(fact: Fact) -> str:
+        email = fact.detail.get("email")
+        return f"{did}{f' of {email}' if email else ''} as {fact.detail.get('role', 'member')}"
+
+    return tell
+
+
 def _limits_set(fact: Fact) -> str:
     return f"set the rate limits of {fact.scope()}: {_listed(fact.detail)}"
 
@@ -190,15 +209,17 @@ SENTENCES: dict[str, Callable[[Fact], str]] = {
     ),
     "project_archived": lambda fact: f"archived {fact.project(fact.target)}",
     "project_restored": lambda fact: f"restored {fact.project(fact.target)}",
-    "member_added": lambda fact: (
-        f"added {fact.detail.get('email') or fact.user(fact.target)} as {fact.detail.get('role', 'member')}"
-    ),
-    "member_role_set": lambda fact: (
-        f"made {fact.user(fact.target)} {fact.detail.get('role')}, who was {fact.detail.get('was')}"
-    ),
+    "member_added": _member_added,
+    "member_role_set": _member_role_set,
+    "member_invited": _invited("made an invitation"),
+    "member_invitation_revoked": _invited("took back the invitation"),
+    "member_invitation_used": lambda fact: f"let {fact.user(fact.detail.get('user_id'))} use an invitation",
+    "member_unlinked": lambda fact: f"forgot which account of the provider is that of {fact.user(fact.target)}",
     "member_removed": lambda fact: f"removed {fact.user(fact.target)}, who was {fact.detail.get('role', 'member')}",
     "member_link_made": lambda fact: f"made a sign-in link for {fact.user(fact.target)}",
-    "console_signed_in": lambda fact: "signed in to the console",
+    "console_signed_in": lambda fact: (
+        f"signed in to the console{' by the provider' if fact.detail.get('issuer') else ''}"
+    ),
     "limits_set": _limits_set,
     "quotas_set": lambda fact: f"set quotas: {_listed(fact.detail)}",
     "budget_set": _budget_set,
@@ -214,6 +235,8 @@ SENTENCES: dict[str, Callable[[Fact], str]] = {
     "organization_weight_set": lambda fact: (
         f"set the organisation's share of the machines to {fact.detail.get('to')}, from {fact.detail.get('from')}"
     ),
+    "organization_sso_required": lambda fact: "let members sign in to the console by the provider alone",
+    "organization_sso_not_required": lambda fact: "let keys and links open the console again",
     "organization_data_deleted": lambda fact: "deleted the organisation's data",
 }
 
