@@ -14,7 +14,7 @@ from weft.money import usd
 
 from api.console.formats import usd_text
 from store.tables import ApiKey, LedgerEntry, Wallet
-from tests.console.conftest import DRAWN, WATCH, Console, Open, take_cards
+from tests.console.conftest import UNDRAWN, WATCH, Console, Open, take_cards
 from tests.console.screenshots import CHROMIUM, everywhere, sign_in
 from tests.fakestripe import fake_stripe
 
@@ -39,7 +39,7 @@ def test_every_page_keeps_the_policy(console: Console, open_page: Open, scheme: 
     page = open_page(role="operator", color_scheme=scheme, viewport=WIDE)
     for path in everywhere(console):
         page.goto(f"{console.url}/console{path}")
-        page.wait_for_function(DRAWN)
+        expect(page.locator(UNDRAWN)).to_have_count(0)
         assert violations(page) == [], path
         for chart in page.locator(".chart").all():
             expect(chart.locator("canvas").first).to_be_visible()
