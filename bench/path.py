@@ -3,10 +3,12 @@
     python bench/path.py [--json] [--quick]
 
 Starts one real `weftd` with the built-in model and drives it with unmodified `tinker` clients in this process, so
-client and server share the machine's cores; every figure includes both.
+client and server share the machine's cores; every figure includes both, but those under `light_clients`.
 
 - Round trip of an empty optim_step (submit, execute, commit, long poll) and of get_info over plain HTTP.
 - Operations per second of 16 clients that each keep one empty optim_step in flight.
+- The same two of clients that cost next to nothing, in a process of their own (`bench/light_client.py`), with the
+  processor time that each of the server's processes takes for an operation.
 - Training and sampling tokens per second, 1 and 16 tenants, the same total work.
 - A small forward submitted behind a neighbour's four batches of 32 x 128 tokens: what it waits beyond its round trip
   alone, as a share of the time of one such batch (one batch is one pass). It is submitted at different moments of the
@@ -25,6 +27,7 @@ from typing import Any
 
 import httpx
 import tinker
+from light_client import Run, measure
 from serving import BASE_MODEL, claim, machine, make_key, percentile, serve
 from tinker import types
 
@@ -77,6 +80,19 @@ def round_trips(run: Any, url: str, key: str, times: int) -> dict[str, float]:
         "optim_step_p95_ms": 1e3 * percentile(optim, 0.95),
         "get_info_p50_ms": 1e3 * percentile(info, 0.5),
         "get_info_p95_ms": 1e3 * percentile(info, 0.95),
+    }
+
+
+def light_clients(runs: list[Run], url: str, server: int, seconds: float) -> dict[str, Any]:
+    """The first of these fresh runs alone, then all."""
+    alone_ms, alone_cpu_ms, runs[:1] = measure(url, server, seconds, runs[:1])
+    together_ms, together_cpu_ms, _ = measure(url, server, seconds, runs)
+    return {
+        "optim_step_p50_ms": percentile(alone_ms, 0.5),
+        "optim_step_p95_ms": percentile(alone_ms, 0.95),
+        "optim_step_cpu_ms": alone_cpu_ms,
+        "operations_per_s_16_clients": len(together_ms) / seconds,
+        "cpu_ms_16_clients": together_cpu_ms,
     }
 
 
@@ -140,24 +156,35 @@ def main() -> None:
         runs = [c.create_lora_training_client(BASE_MODEL, rank=8).result() for c in clients]
         trips = round_trips(runs[0], url, keys[0], times)
         elapsed = together([lambda run=run: timed(lambda: run.optim_step(ADAM).result(), times // 4) for run in runs])
+        fresh = [c.create_lora_training_client(BASE_MODEL, rank=8).result().model_id for c in clients]
+        light = light_clients(
+            [(key, run_id, 1) for key, run_id in zip(keys, fresh, strict=True)],
+            url,
+            int((data_dir / "server.lock").read_text()),
+            times / 20,
+        )
         one, sixteen = throughput(runs[:1], repeats), throughput(runs, repeats)
         wait = behind_a_neighbour(runs[0], runs[1], 2 * repeats + 1)
         before = percentile(timed(lambda: runs[0].optim_step(ADAM).result(), times), 0.5)
         idle = [clients[0].create_lora_training_client(BASE_MODEL, rank=32).result() for _ in range(64)]
         after = percentile(timed(lambda: runs[0].optim_step(ADAM).result(), times), 0.5)
         del idle
+    many = light["operations_per_s_16_clients"]
     result = {
         "bench": "path",
         "compares": "unmodified tinker clients against one weftd, client and server on the same cores",
         "machine": machine(),
         **trips,
         "operations_per_s_16_clients": 16 * (times // 4 + 1) / elapsed,
+        "light_clients": light,
         "one_tenant": one,
         "sixteen_tenants": sixteen,
         "small_behind_large": wait,
         "optim_step_p50_ms_with_64_more_runs": 1e3 * after,
         "claims": [
             claim("empty optim_step p50 ms", trips["optim_step_p50_ms"], 10, trips["optim_step_p50_ms"] < 10),
+            claim("the same of a light client", light["optim_step_p50_ms"], 5, light["optim_step_p50_ms"] < 5),
+            claim("operations per second of 16 light clients", many, 1000, many >= 1000),
             claim(
                 "passes a small forward waits behind four large batches",
                 wait["passes_waited"],

@@ -57,10 +57,13 @@ def transformers_model(config: DecoderConfig) -> Any:
 
 
 def peft_model(config: DecoderConfig, adapters: Sequence[Adapter], folder: Path, *, trainable: bool = False) -> Any:
+    return with_adapters(transformers_model(config), adapters, folder, trainable=trainable)
+
+
+def with_adapters(model: Any, adapters: Sequence[Adapter], folder: Path, *, trainable: bool = False) -> Any:
     """The model with `adapters` loaded as a0, a1, ..., each through a file."""
     from peft import PeftModel
 
-    model: Any = transformers_model(config)
     for number, adapter in enumerate(adapters):
         place = folder / f"a{number}"
         arrays = {name: view.detach().numpy().copy() for name, view in adapter.views.items()}

@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import Parts, adapter_parameters, peft_model, shape_of
+from peers import adapter_parameters, peft_model, shape_of
 from serving import claim, machine
 
 from workers.model import base_mm
-from workers.model.adapter import Adapter
+from workers.model.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
@@ -159,8 +159,7 @@ class Tenants:
     grads: list[Adapter]
 
     @classmethod
-    def of(cls, rank: int, parts: Parts, count: int) -> Tenants:
-        shape = shape_of(CONFIG, rank, parts)
+    def of(cls, shape: AdapterShape, count: int) -> Tenants:
         adapters = [Adapter.init(shape, seed, scale=4.0) for seed in range(count)]
         return cls(adapters, [Adapter.zeros(shape) for _ in adapters])
 
@@ -170,7 +169,7 @@ class Tenants:
 
 
 def variants(decoder: Decoder, batch: Batch, rank: int, names: tuple[str, ...]) -> dict[str, Callable[[], None]]:
-    tenants = Tenants.of(rank, "experts", batch.tenants)
+    tenants = Tenants.of(shape_of(CONFIG, rank, "experts"), batch.tenants)
     few = min(TIMED_ALONE, batch.tenants)
     single = Batch(1, batch.tokens_each)
 
@@ -210,22 +209,25 @@ def variants(decoder: Decoder, batch: Batch, rank: int, names: tuple[str, ...]) 
         "unpadded": unpadded,
     }
     if "peft" in names:
-        every["peft"] = peft_step(single, tenants.adapters[:few])
+        every["peft"] = peft_step(peer(tenants.adapters[:few]), single, few)
     if "peft_attention" in names:
-        narrow = Tenants.of(rank, "attention", batch.tenants)
+        narrow = Tenants.of(shape_of(CONFIG, rank, "attention"), batch.tenants)
         every["batched_attention"] = partial(batched, narrow)
-        every["peft_attention"] = peft_step(single, narrow.adapters[:few])
+        every["peft_attention"] = peft_step(peer(narrow.adapters[:few]), single, few)
     return {name: every[name] for name in ("batched", "one", "base", *names)}
 
 
-def peft_step(batch: Batch, adapters: Sequence[Adapter]) -> Callable[[], None]:
-    """One tenant's step after another's, through transformers and peft."""
+def peer(adapters: Sequence[Adapter]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        model = peft_model(CONFIG, adapters, Path(folder), trainable=True)
+        return peft_model(CONFIG, adapters, Path(folder), trainable=True)
+
+
+def peft_step(model: Any, batch: Batch, adapters: int) -> Callable[[], None]:
+    """One tenant's step after another's, through transformers and peft."""
     tokens_BL = batch.tokens_T.view(-1, min(SEQUENCE, batch.tokens_each))
 
     def run() -> None:
-        for number in range(len(adapters)):
+        for number in range(adapters):
             model.set_adapter(f"a{number}")
             logits = model(input_ids=tokens_BL, use_cache=False).logits
             targets = tokens_BL.flatten().roll(-1)

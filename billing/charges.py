@@ -59,31 +59,51 @@ class Charge:
 def settle(session: Session, charges: Sequence[Charge], prices: PriceList, now: datetime) -> int:
     """Charge operations and release their holds; the caller has the locks of their organisations. Returns the total
     cost in nano-USD."""
-    charges = [charge for charge in charges if charge.quantities or charge.hold_nusd]
-    if not charges:
-        return 0
-    accounts = Accounts(session, {c.payer for c in charges}, {c.accepted_at for c in charges}, now)
-    settlements: defaultdict[str, str] = defaultdict(lambda: uuid.uuid4().hex)
-    events: list[dict[str, Any]] = []
-    spent: defaultdict[str, int] = defaultdict(int)
-    for charge in charges:
-        rows = _events(charge, prices, settlements[charge.payer.org_id], now)
-        amount = sum(row["amount_nusd"] for row in rows)
-        if charge.hold_nusd is not None and amount > charge.hold_nusd:
-            log.error("operation %s: held %d nUSD, costs %d", charge.operation_id, charge.hold_nusd, amount)
-        accounts.settle(charge.payer, charge.hold_nusd or 0, amount, charge.accepted_at)
-        events += rows
-        spent[charge.payer.org_id] += amount
-    entries = [_entry(org_id, -amount, settlements[org_id], now) for org_id, amount in spent.items() if amount]
-    connection = session.connection()
-    with sent_together(connection):
-        if events:
-            insert_rows(connection, UsageEvent, events)
-            connection.execute(_PUT_HOURS[connection.dialect.name], _hours(events, now))
-        if entries:
-            insert_rows(connection, LedgerEntry, entries)
-        accounts.store()
-    return sum(spent.values())
+    posting = Posting(session, charges, prices, now)
+    with sent_together(session.connection()):
+        posting.store()
+    return posting.total_nusd
+
+
+class Posting:
+    """What operations cost, and what that moves: read and computed at once, written by `store`, which waits for no
+    answer, so that it may go out with what else there is to write (`store.bulk.sent_together`)."""
+
+    def __init__(self, session: Session, charges: Sequence[Charge], prices: PriceList, now: datetime) -> None:
+        charges = [charge for charge in charges if charge.quantities or charge.hold_nusd]
+        self._session, self._now = session, now
+        self._events: list[dict[str, Any]] = []
+        self._entries: list[dict[str, Any]] = []
+        self._accounts: Accounts | None = None
+        self.total_nusd = 0
+        if charges:
+            accounts = Accounts(session, {c.payer for c in charges}, {c.accepted_at for c in charges}, now)
+            self._accounts = accounts
+            self._charge(accounts, charges, prices)
+
+    def _charge(self, accounts: Accounts, charges: Sequence[Charge], prices: PriceList) -> None:
+        settlements: defaultdict[str, str] = defaultdict(lambda: uuid.uuid4().hex)
+        spent: defaultdict[str, int] = defaultdict(int)
+        for charge in charges:
+            rows = _events(charge, prices, settlements[charge.payer.org_id], self._now)
+            amount = sum(row["amount_nusd"] for row in rows)
+            if charge.hold_nusd is not None and amount > charge.hold_nusd:
+                log.error("operation %s: held %d nUSD, costs %d", charge.operation_id, charge.hold_nusd, amount)
+            accounts.settle(charge.payer, charge.hold_nusd or 0, amount, charge.accepted_at)
+            self._events += rows
+            spent[charge.payer.org_id] += amount
+        self._entries = [_entry(org, -amount, settlements[org], self._now) for org, amount in spent.items() if amount]
+        self.total_nusd = sum(spent.values())
+
+    def store(self) -> None:
+        connection = self._session.connection()
+        if self._events:
+            insert_rows(connection, UsageEvent, self._events)
+            connection.execute(_PUT_HOURS[connection.dialect.name], _hours(self._events, self._now))
+        if self._entries:
+            insert_rows(connection, LedgerEntry, self._entries)
+        if self._accounts is not None:
+            self._accounts.store()
 
 
 def _events(charge: Charge, prices: PriceList, settlement: str, now: datetime) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,7 @@ from store.settings import SettingsError
 
 try:
     import obstore
-    from obstore.exceptions import BaseError
+    from obstore.exceptions import AlreadyExistsError, BaseError
     from obstore.store import S3Store
 except ImportError:
     raise SettingsError(
@@ -55,6 +55,8 @@ RETRY = {
 SAY_AGAIN_S = 5.0
 #: The mark that the bucket is Weft's.
 MARK = "weft"
+#: The object that says whose (`store.blob_owner`).
+OWNER = "owner"
 
 #: What a store says, and what to do about it.
 _REMEDIES = {
@@ -122,6 +124,15 @@ class Bucket:
     def put(self, key: str, data: bytes | Path) -> None:
         with self._asked():
             obstore.put(self._store, self._at(key), data, chunk_size=PART_BYTES, max_concurrency=PARTS)
+
+    def create(self, key: str, data: bytes) -> None:
+        """Nothing happens when it is there already."""
+        with self._asked():
+            try:
+                obstore.get(self._store, self._at(key))
+            except FileNotFoundError:
+                with suppress(AlreadyExistsError):
+                    obstore.put(self._store, self._at(key), data, mode="create")
 
     def get(self, key: str) -> bytes:
         """FileNotFoundError when there is none."""

@@ -114,13 +114,14 @@ class Database:
     def __init__(self, url: str, *, durable: bool = False) -> None:
         self.url = url
         sqlite = make_url(url).get_backend_name() == "sqlite"
-        self._read_engine = create_engine(url, pool_size=8, max_overflow=56)
-        self._write_engine = create_engine(url, pool_size=1, max_overflow=0)
+        self._read_engine = create_engine(url, pool_size=8, max_overflow=56, hide_parameters=True)
+        self._write_engine = create_engine(url, pool_size=1, max_overflow=0, hide_parameters=True)
         if sqlite:
             _prepare_sqlite(self._read_engine, begin="BEGIN", durable=durable, query_only=True)
             _prepare_sqlite(self._write_engine, begin="BEGIN IMMEDIATE", durable=durable, query_only=False)
         self._mark = CommitMark.of(url)
-        self._works: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[list[_Work] | None] = queue.SimpleQueue()
+        self._turns: dict[asyncio.AbstractEventLoop, list[_Work]] = {}  # works of the present turn of each
         self._closing = threading.Lock()
         self._closed = False
         self._writer = threading.Thread(target=self._write_groups, name="database-writer", daemon=True)
@@ -177,6 +178,9 @@ class Database:
             if self._closed:
                 return
             self._closed = True
+            for works in self._turns.values():
+                self._works.put(works)
+            self._turns.clear()
             self._works.put(None)
         self._writer.join()
         if self._mark is not None:
@@ -185,42 +189,67 @@ class Database:
         self._write_engine.dispose()
 
     def _submit(self, work: _Work) -> None:
+        """What comes in one turn of an event loop goes to the writer together: it is woken once, and commits once."""
         with self._closing:
             if self._closed:
                 raise RuntimeError("the database is closed")
-            self._works.put(work)
+            if not isinstance(work.waiting, _Awaiting):
+                self._works.put([work])
+                return
+            loop = work.waiting.loop
+            of_turn = self._turns.setdefault(loop, [])
+            of_turn.append(work)
+        if len(of_turn) == 1:
+            loop.call_soon(self._hand_over, loop)
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._closing:
+            works = self._turns.pop(loop, [])  # none: the database was closed meanwhile, and took them
+            if works:
+                self._works.put(works)
 
     def _write_groups(self) -> None:
-        while True:
-            group, last = self._next_group()
-            if group:
+        over = False
+        while not over:
+            works, over = self._next_works()
+            for start in range(0, len(works), GROUP_SIZE):
+                group = works[start : start + GROUP_SIZE]
                 _answer(group, self._commit(group))
-            del group
-            if last:
-                return
+                del group
+            del works
 
-    def _next_group(self) -> tuple[list[_Work], bool]:
-        """Wait for one work, then take all that have gathered. True with the last group before the end."""
-        group: list[_Work] = []
-        work = self._works.get()
-        while work is not None:
-            group.append(work)
-            if len(group) == GROUP_SIZE or self._works.empty():
-                return group, False
-            work = self._works.get()
-        return group, True
+    def _next_works(self) -> tuple[list[_Work], bool]:
+        """Wait for works, then take all that have gathered, up to about a group. True with the last before the end."""
+        works: list[_Work] = []
+        more = self._works.get()
+        while more is not None:
+            works += more
+            if len(works) >= GROUP_SIZE or self._works.empty():
+                return works, False
+            more = self._works.get()
+        return works, True
 
     def _commit(self, group: list[_Work]) -> BaseException | None:
         """Run and commit a group. An error returned is that of the transaction, and so of every work in it."""
+        parts = _parts(group)
+        if len(group) > 1 and all(works[0].batch is not None for works in parts):
+            try:  # batches hardly ever fail: a savepoint for each would cost as much as they do
+                return self._commit_parts(group, parts, savepoints=False)
+            except _BatchFailed:
+                pass
+        return self._commit_parts(group, parts, savepoints=len(group) > 1)
+
+    def _commit_parts(self, group: list[_Work], parts: list[list[_Work]], *, savepoints: bool) -> BaseException | None:
+        """Without `savepoints`, raises _BatchFailed and has done nothing if one of several fails."""
         try:
             with self._write_engine.connect() as connection, connection.begin() as transaction:
                 with sent_together(connection):  # with BEGIN
                     take_locks(connection, {work.lock for work in group if work.lock})
-                for works in _parts(group):
+                for works in parts:
                     if works[0].batch is not None:
-                        _run_batch(works[0].batch, works, connection, alone=len(group) == 1)
+                        _run_batch(works[0].batch, works, connection, savepoint=savepoints, only=len(group) == 1)
                     else:
-                        _run(works[0], connection, alone=len(group) == 1)
+                        _run(works[0], connection, alone=not savepoints)
                     if works[0].error is not None and _lost(connection):
                         raise works[0].error
                 audit.seal(connection, [entry for work in group if work.error is None for entry in work.noted])
@@ -233,9 +262,15 @@ class Database:
             if self._mark is not None and count is not None:
                 with suppress(OSError):  # the file stands behind, which is harmless
                     self._mark.write(count)
+        except _BatchFailed:
+            raise
         except BaseException as error:  # nobody may be left waiting for an answer
             return error
         return None
+
+
+class _BatchFailed(Exception):
+    """A batch has failed in a transaction that it shares without a savepoint of its own."""
 
 
 def _answer(group: list[_Work], error: BaseException | None) -> None:
@@ -288,15 +323,18 @@ def _parts(group: list[_Work]) -> list[list[_Work]]:
     return parts
 
 
-def _run_batch(batch: Batch, works: list[_Work], connection: Connection, *, alone: bool) -> None:
-    """Run a batch in its own savepoint; when it fails, each of its items in one of its own."""
-    mode: Literal["rollback_only", "create_savepoint"] = "rollback_only" if alone else "create_savepoint"
+def _run_batch(batch: Batch, works: list[_Work], connection: Connection, *, savepoint: bool, only: bool) -> None:
+    """Run a batch; when it fails in its own savepoint, each of its items in one of its own. Raises _BatchFailed when it
+    fails without one, unless this is the `only` work of the transaction."""
+    mode: Literal["rollback_only", "create_savepoint"] = "create_savepoint" if savepoint else "rollback_only"
     with Session(connection, expire_on_commit=False, join_transaction_mode=mode) as session:
         try:
             results = works[0].context.run(batch, session, [work.item for work in works])
             session.commit()
         except BaseException as error:
-            session.rollback()
+            session.rollback()  # without a savepoint, of all
+            if not (savepoint or only):
+                raise _BatchFailed from error
             if _lost(connection):
                 raise
             if len(works) == 1:
@@ -306,7 +344,7 @@ def _run_batch(batch: Batch, works: list[_Work], connection: Connection, *, alon
         noted = audit.pending(session)
     if results is None:
         for work in works:
-            _run_batch(batch, [work], connection, alone=False)
+            _run_batch(batch, [work], connection, savepoint=True, only=False)
         return
     for work, result in zip(works, results, strict=True):
         if isinstance(result, BaseException):

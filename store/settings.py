@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from store.oidc_settings import OidcSettings
+
 Positive = Annotated[int, Field(gt=0)]
 
 #: Where a worker's model lives: auto is a GPU when there is one. Both workers may use the same.
@@ -107,6 +109,11 @@ class VllmSettings(_Section):
     max_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
     #: Memory for keys and values, on a CPU.
     kv_bytes: Positive = 1 << 30
+    #: More of vLLM's own options, by their names there: those of docs/vllm.md, and no others.
+    options: dict[str, Any] = {}
+    #: Serve adapters even where options round weights, or keys and values, so that what is drawn has other
+    #: log-probabilities than training gives it.
+    lossy_adapters: bool = False
 
 
 class GeneratorSettings(_Section):
@@ -185,6 +192,15 @@ class FrontSettings(_Section):
     header_timeout_s: Annotated[float, Field(gt=0)] = 10.0
     #: Before a body counts as slow, and how long an answer may wait to be read on.
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+
+
+class LogSettings(_Section):
+    """Of the server, its workers and its jobs (`store.logs`)."""
+
+    #: text: lines for people. json: an object on each line.
+    format: Literal["text", "json"] = "text"
+    #: debug has a line for each request and each operation, where it was accepted, computed and settled.
+    level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 class BillingSettings(_Section):
@@ -269,9 +285,11 @@ class Settings(_Section):
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     limits: Limits = Field(default_factory=Limits)
     front: FrontSettings = Field(default_factory=FrontSettings)
+    logs: LogSettings = Field(default_factory=LogSettings)
     billing: BillingSettings = Field(default_factory=BillingSettings)
     jobs: JobsSettings = Field(default_factory=JobsSettings)
     payments: PaymentsSettings = Field(default_factory=PaymentsSettings)
+    oidc: OidcSettings = Field(default_factory=OidcSettings)
     ownership: OwnershipSettings = Field(default_factory=OwnershipSettings)
     #: Prometheus' /metrics, for operators, on a port of its own and on the same host. 0: none.
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0

@@ -17,7 +17,7 @@ from scheduler.order.operations import INTERACTIVE
 HEADER = "x-weft-priority"
 
 
-def priority_of(request: Request) -> str:
+async def priority_of(request: Request) -> str:
     """Raises Invalid for what is no priority."""
     value = request.headers.get(HEADER, INTERACTIVE)
     if value not in PRIORITY_SHARES:

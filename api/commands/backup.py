@@ -1,8 +1,8 @@
 """`weftd backup` and `weftd restore`: all that a service is made of, copied while it runs, and put back elsewhere.
 
 A row is committed after the files that it names are written, so what a copy of the database names is in the data folder
-unless it was deleted since. Files are copied, then the database, then the files that came meanwhile; when what
-this copy of the database needs was deleted in between (a snapshot that another has replaced), it is copied again.
+or the bucket unless it was deleted since. Files are copied, then the database, then the files that came meanwhile; when
+what this copy of the database needs was deleted in between (a snapshot that another has replaced), it is copied again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 from sqlalchemy import text
@@ -25,7 +25,10 @@ from weft.version import __version__
 from api.commands.places import refuse, settings_of, where
 from store.backup.databases import file_name, is_empty, put_back, rows_of, saved
 from store.backup.files import BadBackup, copy_checked, copy_new, digest_of, read_sums, write_sums
-from store.settings import Settings
+from store.settings import Settings, SettingsError
+
+if TYPE_CHECKING:
+    from store.bucket import Bucket
 
 T = TypeVar("T")
 
@@ -53,7 +56,7 @@ def backup(data_dir: Path | None, config: Path | None, target: Path) -> None:
     """Copy database, blobs and secret into the folder TARGET, which must not be there; the service may run.
 
     TARGET is there only once it is whole. Prints what is in it. Exit code 1: files that the database names were missing
-    in the data folder itself, and are listed; all else is in the backup."""
+    in the data folder (or the bucket) itself, and are listed; all else is in the backup."""
     settings = settings_of(config, data_dir)
     partial = target.with_name(f"{target.name}.partial")
     if target.exists() or partial.exists():
@@ -72,7 +75,7 @@ def _backup(settings: Settings, target: Path) -> tuple[About, int]:
     from scheduler.journal.ending.references import needed_files
     from store.commit_mark import CommitMark
 
-    _no_bucket(settings)
+    bucket = _bucket(settings)
     url = settings.effective_database_url
     if is_empty(url):
         raise BadBackup(f"there is no database to back up: {settings.data_dir} has not been served yet")
@@ -82,15 +85,15 @@ def _backup(settings: Settings, target: Path) -> tuple[About, int]:
     target.mkdir(parents=True)
     kept, sums = target / file_name(url), dict[str, str]()
     for _ in range(ROUNDS):
-        copy_new(settings.data_dir, target, sums)
+        _copy(settings, bucket, target, sums)
         kept.unlink(missing_ok=True)
         made_at = datetime.now(UTC).isoformat(timespec="seconds")
         with saved(url, kept) as session:
             needed, rows = needed_files(session), rows_of(session)
             revision = _revision(session)
         refuse_unknown(revision, "the database")
-        copy_new(settings.data_dir, target, sums)
-        missing = sorted(ref for ref in needed if not (target / "blobs" / ref).exists())
+        _copy(settings, bucket, target, sums)
+        missing = sorted(ref for ref in needed if not _has(target, ref))
         if not missing:
             break
     sums[kept.name] = digest_of(kept)
@@ -117,7 +120,7 @@ def _restore(settings: Settings, source: Path) -> About:
     from api.server.serve import only_one
     from migrations.upgrade import refuse_unknown
 
-    _no_bucket(settings)
+    bucket = _bucket(settings)
     sums, about = read_sums(source), _about(source)
     url, data_dir = settings.effective_database_url, settings.data_dir
     refuse_unknown(about.revision, f"the backup {source}")
@@ -129,11 +132,16 @@ def _restore(settings: Settings, source: Path) -> About:
         raise BadBackup(f"{data_dir} is not empty: name a new folder")
     if not is_empty(url):
         raise BadBackup("the database of the settings has tables already: name an empty one")
+    _same_place(source, bucket)
     with only_one(data_dir):
         copy_checked(source, data_dir / ".restoring", sums)
         for found in ("blobs", "server.secret"):
             if (data_dir / ".restoring" / found).exists():
                 (data_dir / ".restoring" / found).rename(data_dir / found)
+        if bucket is not None:
+            from store.backup.objects import put_objects
+
+            put_objects(bucket, data_dir / ".restoring", sums)
         rows = put_back(url, data_dir / ".restoring" / about.database)
         shutil.rmtree(data_dir / ".restoring")
     wrong = [name for name in about.rows if rows.get(name) != about.rows[name]]
@@ -144,12 +152,40 @@ def _restore(settings: Settings, source: Path) -> About:
     return about
 
 
-def _no_bucket(settings: Settings) -> None:
-    if settings.blob_url:
-        raise BadBackup(
-            f"blob_url: blobs are in {settings.blob_url}, which this command does not copy: back up the database "
-            "(pg_dump), then the bucket with the store's own means"
-        )
+def _bucket(settings: Settings) -> Bucket | None:
+    """Where the blobs are, if not in the data folder."""
+    if not settings.blob_url:
+        return None
+    from store.bucket import Bucket
+
+    return Bucket(settings.blob_url)
+
+
+def _copy(settings: Settings, bucket: Bucket | None, target: Path, sums: dict[str, str]) -> None:
+    copy_new(settings.data_dir, target, sums)
+    if bucket is not None:
+        from store.backup.objects import copy_objects
+
+        copy_objects(bucket, target, sums)
+
+
+def _has(backup: Path, ref: str) -> bool:
+    objects = backup / "objects"
+    return (backup / "blobs" / ref).exists() or any((objects / tree / ref).is_file() for tree in ("files", "folders"))
+
+
+def _same_place(source: Path, bucket: Bucket | None) -> None:
+    """A backup is put back into what it was taken of, and there into nothing."""
+    if (source / "objects").exists() and bucket is None:
+        raise BadBackup(f"{source} is of a service with an object store: set blob_url to an empty prefix")
+    if (source / "blobs").exists() and bucket is not None:
+        raise BadBackup(f"{source} is of a service with its blobs in a folder: leave blob_url out")
+    if bucket is not None:
+        from store.bucket import MARK
+
+        bucket.check()
+        if (found := next((one.key for one in bucket.listed("") if one.key != MARK), None)) is not None:
+            raise BadBackup(f"{bucket.url} is not empty ({found} is there): name a prefix that is")
 
 
 def _about(source: Path) -> About:
@@ -171,7 +207,7 @@ def _told(work: Callable[[], T]) -> T:
 
     try:
         return work()
-    except (BadBackup, CannotServe, LostCommits, UnknownRevision) as error:
+    except (BadBackup, CannotServe, LostCommits, SettingsError, UnknownRevision) as error:
         refuse(str(error))
     except (OSError, SQLAlchemyError) as error:
         refuse(str(getattr(error, "orig", error)).splitlines()[0])

@@ -31,6 +31,7 @@ def plan(
     """Print a table of memory and the settings that fit, or, with exit code 2, the one that does not. Of the model only
     config.json is read."""
     from api.server.memory_plan import devices_here, plan_on
+    from api.server.vllm_places import gpus_of_one, started_here, vllm_table
     from store.settings import SettingsError, load_settings
     from workers.model.card import UnsupportedModel, config_card
     from workers.model.plan import Device, DoesNotFit
@@ -48,6 +49,11 @@ def plan(
                 click.echo()
             for line in plan_on(device, settings, cards, tenants=tenants, rank=rank).lines():
                 click.echo(line)
+        if gpu_gib and started_here(settings):
+            for card in cards.values():
+                click.echo()
+                each = Device(f"GPU of {gpu_gib:g} GiB", size, gpus_of_one(settings))
+                click.echo(vllm_table(settings, card, each))
     except (SettingsError, UnsupportedModel, DoesNotFit) as error:
         refuse(str(error))
     except ValueError as error:

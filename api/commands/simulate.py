@@ -23,6 +23,8 @@ from api.commands.places import refuse
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the rows into a .png or .svg (needs matplotlib).")
 @click.option("--json", "as_json", is_flag=True, help="The rows, as JSON.")
+@click.option("--model", type=click.Path(path_type=Path), help="Divide the GPUs for this model (its config.json).")
+@click.option("--gpu-gib", type=click.FloatRange(min=1), default=141.0, show_default=True, help="With --model.")
 @click.option("--check", is_flag=True, help="Beside a real run of the embedded service, instead: exit code 1 if off.")
 def simulate(
     counts: tuple[int, ...],
@@ -35,11 +37,18 @@ def simulate(
     seed: int,
     plot: Path | None,
     as_json: bool,
+    model: Path | None,
+    gpu_gib: float,
     check: bool,
 ) -> None:
-    """Utilisation, waits, throughput and price of tenants on one cluster: in fair order, by arrival, and alone."""
+    """Utilisation, waits, throughput and price of tenants on one cluster: in fair order, by arrival, and alone.
+
+    With --model, for so many --tenants: how to divide the GPUs between trainers and generators, by arithmetic."""
     if check:
         _check(as_json)
+        return
+    if model is not None:
+        _divide(model, int(gpu_gib * 2**30), gpus, counts[0] if counts else 16, slots, hours, gpu_hour, seed, as_json)
         return
     from scheduler.simulator import report
     from scheduler.simulator.cluster import Cluster
@@ -54,6 +63,33 @@ def simulate(
             report.plot(rows, plot)
         except ImportError:
             refuse("--plot needs matplotlib: pip install matplotlib")
+
+
+def _divide(
+    model: Path, gpu_bytes: int, gpus: int, tenants: int, slots: int, hours: float, usd: float, seed: int, as_json: bool
+) -> None:
+    from api.server.gpu_shapes import shape_of
+    from scheduler.simulator import division
+    from scheduler.simulator.workloads import tenants_of
+    from workers.model.card import UnsupportedModel, config_card
+    from workers.model.plan import DoesNotFit
+
+    try:
+        shape = shape_of(config_card(model.name, model), gpu_bytes, slots)
+    except (UnsupportedModel, DoesNotFit, ValueError) as error:
+        refuse(f"model at {model}: {error}")
+    if shape.ranks + shape.gpus > gpus:
+        refuse(
+            f"--gpus {gpus}: one trainer takes {shape.ranks} GPUs of {gpu_bytes / 2**30:g} GiB, and one generator "
+            f"{shape.gpus}"
+        )
+    loads, gpu = tenants_of(tenants), division.Gpu(hour_usd=usd)
+    found = list(division.divisions(shape, gpu, gpus, loads, slots=slots, hours=hours, seed=seed))
+    if as_json:
+        rows = [asdict(one.cluster) | {"trained_per_s": one.trained_per_s} for one in found]
+        click.echo(json.dumps({"best": found.index(division.best(found)), "divisions": rows}))
+    else:
+        click.echo(division.table(found, gpus))
 
 
 def _check(as_json: bool) -> None:

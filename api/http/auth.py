@@ -6,8 +6,6 @@ for people who have signed in.
 from __future__ import annotations
 
 import hashlib
-import time
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
@@ -16,35 +14,16 @@ from fastapi import Depends, Request
 from sqlalchemy.orm import Session
 
 from api.errors import Forbidden, InvalidToken, Unauthenticated
+from api.state.remembered import Remembered
 from api.state.service import service_of
 from api.who.principal import Principal, principal_of
 from api.who.tokens import PREFIX as TOKEN_PREFIX
 from api.who.tokens import BadToken
-from store import keys, tables
+from store import keys, logs, tables
 from store.caller import Caller, become
 
-#: A revoked key still works for this long, and so does a role, a scope, a limit or a status after it was changed.
-REMEMBERED_S = 3.0
-#: Keys remembered at a time.
-REMEMBERED_KEYS = 10_000
-
-
-class KeyCache:
-    """Keys seen in the last seconds, by their SHA-256 (those of tokens by their number), so that a busy client costs no
-    read for each request. Only good keys are kept: nobody can fill it from outside, and a new key works at once."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._known: dict[str, tuple[float, Principal]] = {}
-
-    def get(self, digest: str) -> Principal | None:
-        until, principal = self._known.get(digest, (0.0, None))
-        return principal if self._clock() < until else None
-
-    def put(self, digest: str, principal: Principal) -> None:
-        if len(self._known) >= REMEMBERED_KEYS:
-            self._known.clear()
-        self._known[digest] = (self._clock() + REMEMBERED_S, principal)
+#: Keys seen in the last seconds, by their SHA-256 (those of tokens by their number).
+KeyCache = Remembered[Principal]
 
 
 def presented_key(request: Request) -> str:
@@ -88,7 +67,8 @@ def admit(request: Request, who: Principal) -> Principal:
     if who.key_id is not None:
         service_of(request).last_used.note(who.key_id)
     address = request.client.host if request.client is not None else None
-    become(Caller(who.org_id, who.actor, address, uuid.uuid4().hex, who.link_by))
+    become(Caller(who.org_id, who.actor, address, logs.about().get("request"), who.link_by))
+    logs.note(org=who.org_id)
     return who
 
 

@@ -13,11 +13,12 @@ from sqlalchemy.orm import Session
 from weft.wire import UntypedAPIFuture
 
 from api.errors import Invalid
-from api.operations.submit import Submitter, accept, known
+from api.operations.submit import Submitter, accept
 from api.state.service import Service
 from api.who.lookup import run_by_id
 from api.who.may_change import active_session
 from api.who.principal import Principal
+from scheduler.journal.accepting.numbers import known
 from scheduler.links.messages import OpKind
 from scheduler.order.operations import NewOperation
 from scheduler.order.plans import Create

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire import UntypedAPIFuture
@@ -20,11 +19,12 @@ from weft.wire.base import Integer
 
 from api.checks.runs import check_sequence
 from api.errors import ApiError, Busy, CannotStore, Invalid, OverQuota, PaymentRequired, Unavailable
-from api.http.bodies import parse, parse_json
+from api.http.bodies import INLINE_BYTES, parse, parse_json
+from api.operations.lanes import own_run
 from api.state.rates import check_in_flight, count_tokens
 from api.state.service import Service
+from api.who.lanes import Lane
 from api.who.lookup import session_by_id
-from api.who.may_change import own_run
 from api.who.principal import Principal, RateLimit
 from billing.accounts import OutOfMoney
 from billing.quotas import QuotaReached
@@ -57,7 +57,7 @@ class Checked:
     stores_bytes: int = 0
 
 
-#: Judges a request to a run, in a thread. Raises an ApiError to refuse it.
+#: Judges a request to a run. Raises an ApiError to refuse it.
 Check = Callable[[tables.Run], Checked]
 
 
@@ -72,10 +72,19 @@ class Submitter:
     @classmethod
     def of(cls, session: Session, who: Principal, session_id: str) -> Submitter:
         project_id = session_by_id(session, who, session_id).project_id
-        if who.project_id is not None:
-            return cls(who, project_id, who.limits)
         project = session.get(tables.Project, (who.org_id, project_id)) if project_id is not None else None
-        return cls(who, project_id, (*who.limits, RateLimit.of(project)) if project is not None else who.limits)
+        return cls._in(who, project_id, RateLimit.of(project) if project is not None else None)
+
+    @classmethod
+    def to(cls, lane: Lane[Any], who: Principal) -> Submitter:
+        return cls._in(who, lane.owner.project_id, lane.project)
+
+    @classmethod
+    def _in(cls, who: Principal, project_id: str | None, project: RateLimit | None) -> Submitter:
+        """The limits of a key that is bound to the project hold those of the project already."""
+        if who.project_id is not None or project is None:
+            return cls(who, project_id, who.limits)
+        return cls(who, project_id, (*who.limits, project))
 
     def sign(self, new: NewOperation) -> NewOperation:
         return replace(new, key_id=self.who.key_id, user_id=self.who.user_id, project_id=self.project_id)
@@ -107,32 +116,31 @@ async def accept(
         raise Invalid(str(error)) from None
 
 
-def known(session: Session, lane: str, seq: int) -> bool:
-    """Whether that operation was accepted before. A repeat is not judged again: what it needed may be gone by now."""
-    query = select(tables.Operation.id).filter_by(lane=lane, seq=seq)
-    return session.scalar(query) is not None
-
-
 async def submit(
-    service: Service, who: Principal, address: Address, kind: OpKind, body: bytes, check: Check
+    service: Service,
+    who: Principal,
+    address: Address,
+    kind: OpKind,
+    body: bytes,
+    check: Check,
+    *,
+    at_once: bool = False,
 ) -> tuple[UntypedAPIFuture, ApiError | None]:
     """Accept one operation of a run. Returns the future for the client, and why the operation will fail, if it will.
+    A check that reads nothing may be made `at_once`, in the event loop.
 
     Raises NotFound for a run that is not there, Forbidden for a colleague's, and Invalid for an impossible number:
     those consume none."""
     seq = check_sequence(address.seq_id, "seq_id", least=1)
-
-    def examine() -> tuple[tables.Run, Submitter, bool, Checked, ApiError | None]:
-        with service.database.read() as session:
-            run = own_run(session, who, address.model_id)
-            submitter = Submitter.of(session, who, run.session_id)
-            repeat = known(session, run.id, seq)
-        try:
-            return run, submitter, repeat, Checked() if repeat else check(run), None
-        except ApiError as error:
-            return run, submitter, repeat, Checked(), error
-
-    run, submitter, repeat, checked, refused = await run_in_threadpool(examine)
+    lane = await own_run(service, who, address.model_id)
+    run, submitter = lane.row, Submitter.to(lane, who)
+    repeat = await service.journal.taken(run.id, seq)
+    checked, refused = Checked(), None
+    try:
+        if not repeat:
+            checked = check(run) if at_once else await run_in_threadpool(check, run)
+    except ApiError as error:
+        refused = error
 
     def operation(checked: Checked, refused: ApiError | None) -> NewOperation:
         return NewOperation(
@@ -169,10 +177,16 @@ async def submit_json(
     body: bytes,
     model: type[M],
     check: Callable[[M, tables.Run], Checked],
+    *,
+    at_once: bool = False,
 ) -> UntypedAPIFuture:
     """`submit` for an operation with a JSON body. What is wrong with it is the answer at once, beside the outcome."""
-    address = await parse(body, Address)
-    future, refused = await submit(service, who, address, kind, body, lambda run: check(parse_json(body, model), run))
+    address, small = await parse(body, Address), len(body) <= INLINE_BYTES
+
+    def examine(run: tables.Run) -> Checked:
+        return check(parse_json(body, model), run)
+
+    future, refused = await submit(service, who, address, kind, body, examine, at_once=at_once and small)
     if refused is not None:
         raise refused
     return future

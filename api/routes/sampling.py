@@ -24,7 +24,8 @@ from api.errors import Invalid, quote
 from api.http.access import LOOKING, declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import INLINE_BYTES, parse, read_body, read_json
-from api.operations.submit import Submitter, accept, known
+from api.operations.lanes import sampler_of
+from api.operations.submit import Submitter, accept
 from api.paths import parse_path
 from api.state.service import Service, ServiceDep
 from api.who.lookup import plain_id, readable_checkpoint, run_of, sampler_by_id, sees, served_model
@@ -81,13 +82,9 @@ async def asample(request: Request, service: ServiceDep, who: PrincipalDep, prio
     if body.sampling_session_id is None:
         raise Invalid("sampling_session_id: required; create one with create_sampling_session")
     seq = check_sequence(body.seq_id, "seq_id", most=MAX_SAMPLE_SEQUENCE)
-    sampler_id = body.sampling_session_id
-
-    def read(session: Session) -> tuple[tables.Sampler, Submitter, bool]:
-        row = sampler_by_id(session, who, sampler_id)
-        return row, Submitter.of(session, who, row.session_id), known(session, row.id, seq)
-
-    sampler, submitter, repeat = await service.read(read)
+    lane = await sampler_of(service, who, body.sampling_session_id)
+    sampler, submitter = lane.row, Submitter.to(lane, who)
+    repeat = await service.journal.taken(sampler.id, seq)
     served_model(service.cards, sampler.base_model, "sampling_session_id")
     check = partial(checked_sample, service, body, sampler, seq, priority)
     new = await run_in_threadpool(check) if large else check()

@@ -135,6 +135,8 @@ async def assign_project(
         return project
 
     project = await service.database.write(write)
+    service.runs.clear()
+    service.samplers.clear()
     return AssignProjectResponse(project_id=project or DEFAULT_PROJECT)
 
 

@@ -85,4 +85,4 @@ async def optim_step(request: Request, service: ServiceDep, who: PrincipalDep) -
         return Checked(Step(check_step(body, run.optimizer)))
 
     raw = await read_body(request)
-    return await submit_json(service, who, OpKind.OPTIM_STEP, raw, OptimStepRequest, check)
+    return await submit_json(service, who, OpKind.OPTIM_STEP, raw, OptimStepRequest, check, at_once=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from api.server.vllm_places import taken_bytes, vllm_tables
 from store.settings import Settings
 from workers.model.base_files import stored_bytes
 from workers.model.card import ModelCard
@@ -18,8 +19,8 @@ TENANTS, RANK = 16, 32
 
 def planned(settings: Settings, cards: Mapping[str, ModelCard], alone: str = "") -> tuple[Settings, list[str]]:
     """The settings, with what they leave open chosen for this machine, and the tables: for all workers, or for one of
-    the role `alone`, whose neighbours are not known. Raises DoesNotFit."""
-    tables = []
+    the role `alone`, whose neighbours are not known. Raises DoesNotFit and SettingsError."""
+    tables = vllm_tables(settings, cards, cuda_bytes() if settings.generator.device != "cpu" else [], alone)
     for device in devices_here(settings):
         trains, samples = _who(device, settings, alone)
         if device.size_bytes >= UNKNOWN_BYTES or not (trains or samples):
@@ -66,6 +67,7 @@ def plan_on(
         microbatch_tokens=trainer.microbatch_tokens,
         tenants=tenants,
         rank=rank,
+        vllm_bytes=taken_bytes(device, settings, cards, alone) if known else 0,
     )
     return plan(models, device, wanted)
 

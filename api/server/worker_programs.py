@@ -9,9 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from api.server.vllm_places import gpus_of, options_of
 from api.server.worker_process import WorkerProgram
 from scheduler.links.configs import (
     Basics,
@@ -22,7 +26,7 @@ from scheduler.links.configs import (
     VllmConfig,
     WorkerConfig,
 )
-from store.settings import EngineKind, GeneratorSettings, Settings, SettingsError, TrainerSettings
+from store.settings import GeneratorSettings, Settings, SettingsError, TrainerSettings
 from workers.model.plan import MOST_SLOTS
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -33,10 +37,12 @@ def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[Wor
     urls, trainers = _vllm_urls(settings, models), settings.trainer.replicas
     roles = [_numbered("trainer", number) for number in range(1, trainers + 1)]
     programs = [_program(role, _trainer(settings, models, trainers, f"pages/{role}")) for role in roles]
+    here = count()
     for number, kind in enumerate(settings.generator.kinds, start=1):
-        role = _numbered("generator", number)
+        role, folder = _numbered("generator", number), settings.data_dir / "vllm" / _numbered("generator", number)
         url = urls.pop(0) if urls and kind == "vllm" else ""
-        programs.append(_program(role, _generator(settings, models, kind, url, settings.data_dir / "vllm" / role)))
+        engine = _vllm(settings, models, url, folder, here) if kind == "vllm" else _torch(settings.generator)
+        programs.append(_program(role, _generator(settings, models, engine)))
     return programs
 
 
@@ -47,7 +53,10 @@ def lone_worker(settings: Settings, models: Mapping[str, Path], role: str) -> Wo
     kind, urls = settings.generator.kinds[0], _vllm_urls(settings, models)
     # The data folder is for all, this one its own.
     folder = Path(tempfile.mkdtemp(prefix="weft-vllm-")) if kind == "vllm" else Path()
-    return _program(role, _generator(settings, models, kind, urls[0] if urls else "", folder))
+    engine = (
+        _vllm(settings, models, "".join(urls[:1]), folder, count()) if kind == "vllm" else _torch(settings.generator)
+    )
+    return _program(role, _generator(settings, models, engine))
 
 
 def _numbered(role: str, number: int) -> str:
@@ -78,15 +87,13 @@ def _trainer(settings: Settings, models: Mapping[str, Path], trainers: int = 1, 
     )
 
 
-def _generator(
-    settings: Settings, models: Mapping[str, Path], kind: EngineKind, url: str, vllm_folder: Path
-) -> GeneratorConfig:
+def _generator(settings: Settings, models: Mapping[str, Path], engine: TorchConfig | VllmConfig) -> GeneratorConfig:
     generator = settings.generator
     return GeneratorConfig(
         _basics(settings, generator, models),
         slots=generator.slots or MOST_SLOTS["cpu"],
         context_tokens=generator.context_tokens,
-        engine=_vllm(settings, url, vllm_folder) if kind == "vllm" else _torch(generator),
+        engine=engine,
     )
 
 
@@ -102,6 +109,8 @@ def _basics(settings: Settings, worker: TrainerSettings | GeneratorSettings, mod
         base_dir=settings.base_dir,
         blob_url=settings.blob_url,
         blob_cache_bytes=settings.blob_cache_bytes,
+        log_format=settings.logs.format,
+        log_level=settings.logs.level,
     )
 
 
@@ -115,7 +124,8 @@ def _torch(generator: GeneratorSettings) -> TorchConfig:
     )
 
 
-def _vllm(settings: Settings, url: str, folder: Path) -> VllmConfig:
+def _vllm(settings: Settings, models: Mapping[str, Path], url: str, folder: Path, here: Iterator[int]) -> VllmConfig:
+    """`here` numbers those that are started here."""
     vllm = settings.generator.vllm
     return VllmConfig(
         folder=str(folder),
@@ -124,6 +134,9 @@ def _vllm(settings: Settings, url: str, folder: Path) -> VllmConfig:
         max_adapters=vllm.max_adapters,
         max_rank=vllm.max_rank,
         kv_bytes=vllm.kv_bytes,
+        options={} if url else options_of(settings),
+        gpus={} if url else gpus_of(settings, list(models), next(here)),
+        lossy_adapters=vllm.lossy_adapters,
     )
 
 
@@ -156,7 +169,7 @@ def _program(role: str, config: WorkerConfig) -> WorkerProgram:
             "OMP_NUM_THREADS": threads,
             "OMP_WAIT_POLICY": "PASSIVE",
         },
-        config,
+        replace(config, basics=replace(config.basics, role=role)),
         # What takes long with vLLM is not this process.
         stands_by=not (isinstance(config, GeneratorConfig) and isinstance(config.engine, VllmConfig)),
     )

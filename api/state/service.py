@@ -15,6 +15,7 @@ from weft.wire import LimitsResponse
 from api.checks.adapter_sizes import sizes_of
 from api.checks.limits import limits_of
 from api.state.afterwards import Afterwards
+from api.state.attempts import Attempts
 from api.state.coming_turns import ComingTurn
 from api.state.fetched import Fetched
 from api.state.large_bodies import LargeBodies
@@ -23,9 +24,12 @@ from api.state.liveness import Liveness
 from api.state.misses import Misses
 from api.state.polls import LongPolls
 from api.state.rates import LocalRates, Rates
+from api.state.remembered import Remembered
 from api.state.telemetry import Telemetry
+from api.who.lanes import Lane
 from api.who.signing import Signer
 from api.who.tokens import Tokens
+from store import tables
 from store.blobs import Blobs
 from store.db import Database
 from store.secret import secret_of, server_secret
@@ -33,6 +37,7 @@ from store.settings import Settings
 from workers.model.card import ModelCard
 
 if TYPE_CHECKING:
+    from api.oidc.flow import SigningIn
     from billing.prices import PriceList
     from scheduler.journal.front import OperationJournal
     from scheduler.order.light_work import SizesOf
@@ -54,7 +59,10 @@ class Service:
     afterwards: Afterwards = field(default_factory=Afterwards)
     rates: Rates = field(default_factory=LocalRates)
     misses: Misses = field(default_factory=Misses)
+    attempts: Attempts = field(default_factory=Attempts)
     turns_coming: set[ComingTurn] = field(default_factory=set)
+    runs: Remembered[Lane[tables.Run]] = field(default_factory=Remembered)
+    samplers: Remembered[Lane[tables.Sampler]] = field(default_factory=Remembered)
 
     @cached_property
     def limits(self) -> LimitsResponse:
@@ -70,6 +78,15 @@ class Service:
     def secret(self) -> bytes:
         given = self.settings.server_secret
         return server_secret(self.settings.data_dir) if given is None else secret_of(given.get_secret_value())
+
+    @cached_property
+    def signing_in(self) -> SigningIn | None:
+        """Sign-in by the OpenID provider of the settings, if there is one; its libraries are loaded then alone."""
+        if not self.settings.oidc.on:
+            return None
+        from api.oidc.flow import SigningIn
+
+        return SigningIn(self.settings.oidc, self.secret)
 
     @cached_property
     def signer(self) -> Signer:
@@ -114,4 +131,9 @@ def service_of(request: Request) -> Service:
     return cast(Service, request.app.state.service)
 
 
-ServiceDep = Annotated[Service, Depends(service_of)]
+async def _service(request: Request) -> Service:
+    """`service_of` for `Depends`, which would call what is not asynchronous in a thread."""
+    return service_of(request)
+
+
+ServiceDep = Annotated[Service, Depends(_service)]

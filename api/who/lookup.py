@@ -63,15 +63,23 @@ def session_by_id(session: Session, who: Principal, session_id: str) -> tables.S
 def run_by_id(session: Session, who: Principal, run_id: str) -> tables.Run:
     row = session.get(tables.Run, run_id) if plain_id(run_id) else None
     if row is None or not sees(session, who, row):
-        raise NotFound(f"no model {quote(run_id)}")
+        raise no_run(run_id)
     return row
+
+
+def no_run(run_id: str) -> NotFound:
+    return NotFound(f"no model {quote(run_id)}")
 
 
 def sampler_by_id(session: Session, who: Principal, sampler_id: str) -> tables.Sampler:
     row = session.get(tables.Sampler, sampler_id) if plain_id(sampler_id) else None
     if row is None or not sees(session, who, row):
-        raise NotFound(f"no sampling session {quote(sampler_id)}")
+        raise no_sampler(sampler_id)
     return row
+
+
+def no_sampler(sampler_id: str) -> NotFound:
+    return NotFound(f"no sampling session {quote(sampler_id)}")
 
 
 def operation_by_id(session: Session, who: Principal, request_id: str) -> tables.Operation:

@@ -17,12 +17,17 @@ from store import tables
 def own_session(session: Session, who: Principal, session_id: str) -> tables.Session:
     """A session, to be changed by `who`. Raises Forbidden for a colleague's."""
     row = session_by_id(session, who, session_id)
+    check_own(who, row)
+    return row
+
+
+def check_own(who: Principal, row: tables.Session) -> None:
+    """Raises Forbidden for a colleague's session."""
     if not _is_own(who, row):
         raise Forbidden(
             f"session {row.id} is somebody else's, and a member changes only their own: use a session of your own "
             "(weights of other runs can be loaded, copied and sampled), or ask an admin"
         )
-    return row
 
 
 def active_session(session: Session, who: Principal, session_id: str) -> tables.Session:

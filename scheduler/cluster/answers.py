@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from scheduler.cluster.shared_journal import SharedJournal
-from scheduler.links.contract import Answered, FairQueue, QueueUnreachable
-from scheduler.links.large_results import unpack
+from scheduler.links.contract import Answered, FairQueue, Path, QueueUnreachable
+from scheduler.links.large_results import parcel_of, whole
 from scheduler.links.messages import Done
+from scheduler.order.operations import Operation
 from scheduler.order.timings import Stretch
 from store.blobs import Blobs
 
@@ -38,25 +40,55 @@ class SampleAnswers:
                 log.exception("answers cannot be taken; trying again")
                 await asyncio.sleep(AGAIN_S)
                 continue
-            await asyncio.gather(*(self._settle(answer) for answer in answers))
+            await self._settle_all(answers)
 
-    async def _settle(self, answer: Answered) -> None:
+    async def _settle_all(self, answers: list[Answered]) -> None:
         journal = self._journal
         try:
-            done, ref = await journal.run(unpack, answer.result, self._blobs)
-            op = await journal.run(journal.queued_row, answer.id)
+            queued = await journal.run(journal.queued_rows, [answer.id for answer in answers]) if answers else {}
+        except Exception:
+            log.exception("answers cannot be settled; another look is taken at them")
+            await asyncio.sleep(AGAIN_S)
+            return
+        ended = await asyncio.gather(*(self._settle(answer, queued.get(answer.id)) for answer in answers))
+        await journal.reach(self._done_with, [one for one in ended if one is not None])
+
+    async def _settle(self, answer: Answered, op: Operation | None) -> _Settled | None:
+        """None: it cannot be settled for now."""
+        journal, settled = self._journal, _Settled(answer)
+        try:
+            parcel = parcel_of(answer.result)
+            away = bool(parcel.payload_ref)
+            done, settled.ref = await journal.run(whole, parcel, self._blobs) if away else whole(parcel, self._blobs)
             if op is not None and isinstance(done, Done):
                 op.charged, begun = answer.cost, datetime.fromtimestamp(answer.leased_at, UTC)
                 op.timings.begin(Stretch(0, 1, 1, op.tokens, max(begun, op.accepted_at)))
                 await journal.end(op, done)
                 if done.failure is None:
-                    await journal.reach(self._queue.correct, op.path, journal.corrected(op, done))
+                    settled.path, settled.tokens = op.path, journal.corrected(op, done)
         except FileNotFoundError:  # its result is gone: it is sampled again
-            ref = ""
+            settled.ref = ""
         except Exception:
             log.exception("the answer to %s could not be settled; another look is taken at it", answer.id)
-            return
-        await journal.reach(self._queue.forget, answer.id, answer.receipt)
-        if ref:
-            with suppress(OSError):  # then the reaper finds it
-                await journal.run(self._blobs.delete, ref)
+            return None
+        return settled
+
+    def _done_with(self, settled: list[_Settled]) -> None:
+        for one in settled:
+            if one.tokens:
+                self._queue.correct(one.path, one.tokens)
+            self._queue.forget(one.answer.id, one.answer.receipt)
+            if one.ref:
+                with suppress(OSError):  # then the reaper finds it
+                    self._blobs.delete(one.ref)
+
+
+@dataclass
+class _Settled:
+    """An answer that was settled, the tokens that its flow at `path` is to be corrected by, and the blob of its
+    result, which is not needed any more."""
+
+    answer: Answered
+    path: Path = ()
+    tokens: int = 0
+    ref: str = ""

@@ -7,8 +7,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy.orm import Session
-
 from billing.prices import PriceList
 from scheduler.cluster.fence import Fenced, Superseded
 from scheduler.journal.ending.meters import Meters
@@ -63,17 +61,18 @@ class LeadingJournal:
         """Take up the runs that the one before has left."""
         recover_runs(self.training, self._database, self.training.enqueue)
 
-    def take_in(self, session: Session, row: tables.Operation) -> Operation | None:
+    def take_in(self, row: tables.Operation) -> Operation | None:
         """An operation that some replica has accepted. Returned when its run can do nothing more."""
         training = self.training
         lane = training.runs.get(row.lane)
         if training.opened(row.id) is not None or (lane is not None and lane.spent(row.seq)):
             return None
         if lane is None:
-            run = session.get(tables.Run, row.lane)
-            if run is not None and run.state == "live":
-                recover_run(training, session, run, training.enqueue)
-                return None
+            with self._database.read() as session:
+                run = session.get(tables.Run, row.lane)
+                if run is not None and run.state == "live":
+                    recover_run(training, session, run, training.enqueue)
+                    return None
             return from_row(row) if row.state == "queued" else None
         if row.state == "queued":
             training.enqueue(from_row(row))

@@ -22,10 +22,12 @@ from sqlalchemy.orm import Session
 
 from billing.prices import PriceList
 from scheduler.cluster.completions import SharedFeeds
+from scheduler.cluster.outbox import Outbox
 from scheduler.cluster.shared_limits import BacklogBoard, SharedBacklog, SharedInFlight
 from scheduler.cluster.streams import SharedStreams
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.admission import Admission
+from scheduler.journal.accepting.numbers import known
 from scheduler.journal.ending.completions import Completion, FeedKey
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
@@ -102,6 +104,7 @@ class SharedJournal:
         self.draining = False
         self.reachable: Callable[[], bool] = lambda: True  # Redis, as far as this replica knows
         self.generators: dict[str, float] = {}  # counts over all generators, as they were lately
+        self.each_generator: dict[str, dict[str, float]] = {}  # of each that has worked lately
         self._database = database
         self._costs = expected_costs_of(database)
         self._name, self._queue, self._broadcasts, self._threads = name, queue, broadcasts, threads
@@ -109,6 +112,8 @@ class SharedJournal:
         self._board = board
         self._backlog = SharedBacklog(max_queued_per_org, max_queued_bytes_per_org)
         self._waiters: dict[str, _Waiters] = {}
+        self._accepted = Outbox[Accepted](lambda notes: self.reach(broadcasts.accepted, notes))
+        self._ended = Outbox[Ended](lambda ends: self.reach(broadcasts.ended, ends))
         room = Room(blobs.root)
         self._storing = Storing(database, blobs, room)
         self._recorder = DatabaseRecorder(database, blobs, prices, room, self.answers, self.samplers)
@@ -136,17 +141,24 @@ class SharedJournal:
             states = session.execute(query.where(tables.Run.id == run_id)).one_or_none()
         return states is not None and tuple(states) == ("live", "active")
 
+    async def taken(self, lane: str, seq: int) -> bool:
+        def look() -> bool:
+            with self._database.read() as session:
+                return known(session, lane, seq)
+
+        return await self.run(look)
+
     def maybe_stored(self, new: NewOperation) -> bool:
         return True
 
     def put(self, op: Operation) -> None:
-        self._storing.in_background(self.push([op]) if op.kind == SAMPLE else self._tell(Accepted(op.id)))
+        self._storing.in_background(self.push([op]) if op.kind == SAMPLE else self._accepted.put(Accepted(op.id)))
 
     def adopt(self, request_id: str) -> None:
         """The leader finds it."""
 
     def skip(self, op: Operation) -> None:
-        self._storing.in_background(self._tell(Accepted(op.id)))
+        self._storing.in_background(self._accepted.put(Accepted(op.id)))
 
     async def push(self, ops: Sequence[Operation]) -> None:
         """Put samples into the shared queue, which knows those that are there already."""
@@ -155,9 +167,6 @@ class SharedJournal:
             sampler = self.samplers.facts(op.lane)
             item = item_of(op, sampler, self._costs.weight(op.org_id), _encode(message_of(op, sampler)))
             await self.reach(self._queue.push, item)
-
-    async def _tell(self, note: Accepted) -> None:
-        await self.reach(self._broadcasts.accepted, note)
 
     async def reach(self, call: Callable[..., T], *arguments: Any) -> T | None:
         """Call a carrier. When it cannot be reached, nothing is lost: the leader looks into the database."""
@@ -177,10 +186,16 @@ class SharedJournal:
         deadline = loop.time() + timeout_s
         waiters = self._waiters.setdefault(request_id, _Waiters())
         waiters.count += 1
+        looked = False
         try:
             while True:
                 waiters.changed.clear()
-                found = await self.run(self._look, org_id, request_id)
+                mine = self._open.get(request_id)  # until it is heard of, it has not ended
+                if mine is not None and mine.org_id == org_id and not looked:
+                    found: Operation | Outcome | Gone | None = mine
+                else:
+                    found = await self.run(self._look, org_id, request_id)
+                looked = True
                 if not isinstance(found, Operation):
                     return found
                 left = deadline - loop.time()
@@ -242,13 +257,13 @@ class SharedJournal:
                 known = [op.id for op in self._open.values() if not op.settling]
                 await self.tell_again(await self.run(self._ended_of, known))
                 self.generators = await self.reach(self._broadcasts.generators) or self.generators
+                self.each_generator = await self.reach(self._broadcasts.each_generator) or {}
             except Exception:
                 log.exception("cannot see what has ended; looking again")
 
     async def tell_again(self, rows: Sequence[tables.Operation]) -> None:
-        for row in rows:
-            end = Ended(row.id, row.org_id, row.lane, row.seq, row.kind, row.result_bytes)
-            await self.reach(self._broadcasts.ended, end)
+        ends = [Ended(row.id, row.org_id, row.lane, row.seq, row.kind, row.result_bytes) for row in rows]
+        await asyncio.gather(*map(self._ended.put, ends))
 
     async def exchange_backlogs(self) -> None:
         """For as long as the server runs: limits hold for all replicas together."""
@@ -269,9 +284,14 @@ class SharedJournal:
     # ---- finishing samples
 
     def queued_row(self, op_id: str) -> Operation | None:
+        return self.queued_rows([op_id]).get(op_id)
+
+    def queued_rows(self, op_ids: Sequence[str]) -> dict[str, Operation]:
+        """Those that have not ended, by their ids."""
+        row = tables.Operation
         with self._database.read() as session:
-            row = session.get(tables.Operation, op_id)
-        return from_row(row) if row is not None and row.state == "queued" else None
+            found = session.scalars(select(row).where(row.id.in_(op_ids), row.state == "queued")).all()
+        return {one.id: from_row(one) for one in found}
 
     async def end(self, op: Operation, done: Done) -> None:
         """Settle an operation that no journal of this process has in hand."""
@@ -299,7 +319,7 @@ class SharedJournal:
     async def announce(self, op: Operation) -> None:
         """Tell every replica that `op` has its outcome."""
         size = len(op.outcome.payload) if op.outcome is not None and op.outcome.error is None else None
-        await self.reach(self._broadcasts.ended, Ended(op.id, op.org_id, op.lane, op.seq, str(op.kind), size))
+        await self._ended.put(Ended(op.id, op.org_id, op.lane, op.seq, str(op.kind), size))
 
     async def flush(self) -> None:
         """Wait until everything that was begun is stored and told."""
@@ -321,7 +341,7 @@ class SharedJournal:
             await self.reach(self._broadcasts.cancel, worker, op.id)
 
     def close_run(self, run_id: str) -> None:
-        self._storing.in_background(self._tell(Accepted(closed_run=run_id)))
+        self._storing.in_background(self._accepted.put(Accepted(closed_run=run_id)))
 
     def working_sessions(self) -> set[str]:
         row = tables.Operation

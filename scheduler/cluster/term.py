@@ -28,7 +28,7 @@ from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.journal.rows import from_row
 from scheduler.journal.samples.sampling import GAVE_UP
-from scheduler.links.broadcasts import Accepted, Broadcasts
+from scheduler.links.broadcasts import MOST_AT_ONCE, Accepted, Broadcasts
 from scheduler.links.contract import FairQueue, QueueUnreachable
 from scheduler.links.messages import Done, Failure
 from scheduler.links.policies import PolicyBoard
@@ -161,27 +161,32 @@ class Term:
         log.info("%s is gone", name)
 
     async def _hear(self) -> None:
-        note = await self._run(self._shared.broadcasts.next_accepted, 1.0)
-        if note is not None and note.closed_run:
-            self.journal.training.close_run(note.closed_run)
-        elif note is not None:
-            await self._take_in([note])
+        notes: list[Accepted] = await self._run(self._shared.broadcasts.next_accepted, 1.0)
+        await self._take_in([note.op_id for note in notes if note.op_id])
+        for note in notes:
+            if note.closed_run:
+                self.journal.training.close_run(note.closed_run)
 
-    async def _take_in(self, notes: list[Accepted]) -> None:
-        closed: list[Operation] = []
-        with self.database.read() as session:
-            for note in notes:
-                row = session.get(tables.Operation, note.op_id)
-                if row is not None and row.kind != SAMPLE and (op := self.journal.take_in(session, row)) is not None:
-                    closed.append(op)
+    async def _take_in(self, op_ids: list[str]) -> None:
+        rows = await self._run(self._rows, op_ids) if op_ids else []
+        closed = [op for row in rows if (op := self.journal.take_in(row)) is not None]
         for op in closed:
             failure = Failure(f"run {op.lane} was closed before this operation reached it", "user")
             await self._shared.journal.end(op, Done(op.id, failure=failure))
 
+    def _rows(self, op_ids: list[str]) -> list[tables.Operation]:
+        """Of operations of runs, in the order of their numbers."""
+        row, found = tables.Operation, list[tables.Operation]()
+        with self.database.read() as session:
+            for start in range(0, len(op_ids), MOST_AT_ONCE):
+                chosen = row.id.in_(op_ids[start : start + MOST_AT_ONCE])
+                found += session.scalars(select(row).where(chosen, row.kind != SAMPLE))
+        return sorted(found, key=lambda one: (one.lane, one.seq))
+
     async def _rescan(self) -> None:
         """What the database knows, and nobody told."""
         missing, samples, closed = await self._run(self._look)
-        await self._take_in([Accepted(op_id) for op_id in missing])
+        await self._take_in([op_id for op_id in missing if self.journal.training.opened(op_id) is None])
         for run_id in closed:
             self.journal.training.close_run(run_id)
         if samples:

@@ -40,13 +40,18 @@ class Residents:
         """The runs that this trainer may take: those that live there, and those that would go there now."""
         if len(self._there) == 1 and not self._moving:
             return None
-        homes, runs = self._homes, self._training.runs
-        models = self._training.queue.children()
-        ready = [path[-1] for model in models for path in lanes(self._training.queue, model)]
-        waiting = [runs[run_id] for run_id in ready if run_id in runs and homes.home(run_id) is None]
-        at_home = [lane for lane in runs.values() if homes.home(lane.run_id)] if waiting else []
-        places = homes.place(list(map(self._claim, waiting)), list(map(self._claim, at_home)))
+        homes, places = self._homes, self._places()
         return lambda run_id: run_id not in self._moving and (homes.home(run_id) or places.get(run_id)) == trainer
+
+    def _places(self) -> dict[str, str]:
+        """Where the runs that have work, and no home, would go now. Mostly there are none."""
+        homes, runs, queue = self._homes, self._training.runs, self._training.queue
+        if not any(queue.queued(runs[run_id].path) for run_id in homes.without(runs.keys())):
+            return {}
+        ready = [path[-1] for model in queue.children() for path in lanes(queue, model)]
+        waiting = [runs[run_id] for run_id in ready if run_id in runs and homes.home(run_id) is None]
+        at_home = [lane for lane in runs.values() if homes.home(lane.run_id)]
+        return homes.place(list(map(self._claim, waiting)), list(map(self._claim, at_home)))
 
     def taken(self, trainer: str, units: Iterable[Unit]) -> None:
         """These are in the trainer's hands."""

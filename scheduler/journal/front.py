@@ -29,6 +29,10 @@ class OperationJournal(Protocol):
     @property
     def answers(self) -> Answers: ...
 
+    async def taken(self, lane: str, seq: int) -> bool:
+        """Whether that number of a run or sampler has been used before. A repeat is not judged again: what it needed
+        may be gone by now."""
+
     async def accept(self, new: NewOperation, *rows: tables.Base) -> str:
         """Make `new` (and `rows`) durable, queue it, and return its request id. A repeat returns the first id.
 

@@ -22,7 +22,8 @@ from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.admission import Admission
 from scheduler.journal.accepting.backlog import LocalBacklog
 from scheduler.journal.accepting.in_flight import LocalInFlight
-from scheduler.journal.ending.completions import Completion, FeedKey, LocalFeeds
+from scheduler.journal.accepting.numbers import Highest, highest, known
+from scheduler.journal.ending.completions import CLIENT_STRIDE, Completion, FeedKey, LocalFeeds
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
 from scheduler.journal.ending.recording import DatabaseRecorder
@@ -82,6 +83,7 @@ class Journal:
         self.draining = False
         self._database = database
         self._costs = expected_costs_of(database)
+        self._highest = Highest()
         self._room = room = room or Room(blobs.root)
         self._storing = Storing(database, blobs, room)
         self._recorder = DatabaseRecorder(database, blobs, prices, room, self.answers, self.samplers)
@@ -112,9 +114,23 @@ class Journal:
         if new.kind not in (SAMPLE, OpKind.CREATE) and (lane is None or lane.closing):
             raise RunClosed(f"run {new.lane} is closed: its session has ended, or it is a copy of weights")
 
+    async def taken(self, lane: str, seq: int) -> bool:
+        if not self._may_be_taken(lane, seq):
+            return False
+        taken, number = await anyio.to_thread.run_sync(self._look_up, lane, seq)
+        self._highest.found(lane, seq, number)
+        return taken
+
     def maybe_stored(self, new: NewOperation) -> bool:
-        lane = self.training.runs.get(new.lane)
-        return lane is None or lane.spent(new.seq)
+        return self._may_be_taken(new.lane, new.seq)
+
+    def _may_be_taken(self, lane: str, seq: int) -> bool:
+        run = self.training.runs.get(lane)
+        return run.spent(seq) if run is not None else not self._highest.is_new(lane, seq)
+
+    def _look_up(self, lane: str, seq: int) -> tuple[bool, int]:
+        with self._database.read() as session:
+            return known(session, lane, seq), highest(session, lane, seq // CLIENT_STRIDE)
 
     def adopt(self, request_id: str) -> None:
         with self._database.read() as session:
@@ -132,6 +148,7 @@ class Journal:
 
     def put(self, op: Operation) -> None:
         if op.kind == SAMPLE:
+            self._highest.used(op.lane, op.seq)
             self.queue_sample(op)
             self.wake()
         else:

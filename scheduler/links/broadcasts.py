@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 import redis
 
 from scheduler.links.messages import Cancel, Drawn, PolicyMoved
-from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, pooled
+from scheduler.links.redis_clients import blocking, pooled, pop_all
 from scheduler.links.redis_queue import reaching
 
 log = logging.getLogger(__name__)
 
-_ENDED, WORKERS, _ACCEPTED, _DRAWN = "weft:ended", "weft:workers", "weft:accepted", "weft:drawn"
+_ENDED, WORKERS, _ACCEPTED, _DRAWN = "weft:ends", "weft:workers", "weft:accepted", "weft:drawn"
 _GENERATORS = "{weft:generators}"
+_WORKED = "{weft:generators}:worked"
+#: A generator is shown by name for so long, in seconds, after it has last worked; the latest MOST_SHOWN of them.
+SHOWN_S = 3600
+MOST_SHOWN = 256
 #: Accepted operations that wait for a leader at most; the others it finds in the database.
 MOST_ACCEPTED = 10_000
+#: Of these it takes at once.
+MOST_AT_ONCE = 256
 #: What a streamed sample has drawn is kept so long after its newest tokens, for whoever begins to read.
 DRAWN_LASTS_S = 600
 #: Between two attempts to reach Redis again.
@@ -68,7 +75,7 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_ended = msgspec.msgpack.Decoder(Ended)
+_ended = msgspec.msgpack.Decoder(list[Ended])
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
 _accepted = msgspec.msgpack.Decoder(Accepted)
 _drawn = msgspec.msgpack.Decoder(Drawn)
@@ -84,9 +91,10 @@ class Broadcasts:
         self._latest = 0  # stamp that was taken here: a Redis that has lost everything does not go back behind it
         self._stamp = self._redis.register_script(_STAMP)
 
-    def ended(self, end: Ended) -> None:
+    def ended(self, ends: Sequence[Ended]) -> None:
+        """In their order, one at least."""
         with reaching():
-            self._take_stamps(1, _encode(end))
+            self._take_stamps(len(ends), _encode(ends))
 
     def reserve(self, stamps: int) -> int:
         """Reserve `count` stamps, all later than those of everything that was told before; returns the first."""
@@ -118,31 +126,49 @@ class Broadcasts:
             parts = cast("list[bytes]", self._redis.lrange(f"{_DRAWN}:{op_id}", 0, -1))
         return [_drawn.decode(part) for part in parts]
 
-    def accepted(self, note: Accepted) -> None:
+    def accepted(self, notes: Sequence[Accepted]) -> None:
         with reaching():
             pipe = self._redis.pipeline()
-            pipe.rpush(_ACCEPTED, _encode(note))
+            pipe.rpush(_ACCEPTED, *map(_encode, notes))
             pipe.ltrim(_ACCEPTED, -MOST_ACCEPTED, -1)
             pipe.execute()
 
-    def next_accepted(self, timeout_s: float) -> Accepted | None:
-        """For the leader alone."""
+    def next_accepted(self, timeout_s: float) -> list[Accepted]:
+        """For the leader alone: all that is there, or what comes first."""
         with reaching():
-            found: Any = self._reader.blpop([_ACCEPTED], min(timeout_s, LONGEST_BLOCK_S))
-        return _accepted.decode(found[1]) if found else None
+            return [_accepted.decode(note) for note in pop_all(self._reader, _ACCEPTED, MOST_AT_ONCE, timeout_s)]
 
-    def count(self, counts: Mapping[str, float]) -> None:
-        """Add to what all generators have done."""
+    def count(self, counts: Mapping[str, float], generator: str = "") -> None:
+        """Add to what all generators have done, and to what this one has."""
         with reaching():
             pipe = self._redis.pipeline(transaction=False)
             for name, number in counts.items():
                 pipe.hincrbyfloat(_GENERATORS, name, number)
+                if generator:
+                    pipe.hincrbyfloat(f"{_GENERATORS}:{generator}", name, number)
+            if generator:
+                pipe.expire(f"{_GENERATORS}:{generator}", SHOWN_S)
+                pipe.zadd(_WORKED, {generator: time.time()})
             pipe.execute()
 
     def generators(self) -> dict[str, float]:
         with reaching():
             counts = cast("dict[bytes, bytes]", self._redis.hgetall(_GENERATORS))
             return {name.decode(): float(number) for name, number in counts.items()}
+
+    def each_generator(self) -> dict[str, dict[str, float]]:
+        """What each generator has done that has worked within SHOWN_S, by name."""
+        with reaching():
+            self._redis.zremrangebyscore(_WORKED, "-inf", time.time() - SHOWN_S)
+            names = [name.decode() for name in cast("list[bytes]", self._redis.zrevrange(_WORKED, 0, MOST_SHOWN - 1))]
+            pipe = self._redis.pipeline(transaction=False)
+            for name in names:
+                pipe.hgetall(f"{_GENERATORS}:{name}")
+            found: list[dict[bytes, bytes]] = pipe.execute()
+        return {
+            name: {count.decode(): float(number) for count, number in counts.items()}
+            for name, counts in zip(names, found, strict=True)
+        }
 
     def close(self) -> None:
         self._redis.close()
@@ -172,8 +198,10 @@ class Listener(threading.Thread):
         """`on_end` gets each end of an operation, with its stamp."""
 
         def on_message(data: bytes) -> None:
-            stamp, _, body = data.partition(b" ")
-            on_end(_ended.decode(body), int(stamp))
+            last, _, body = data.partition(b" ")
+            ends = _ended.decode(body)
+            for stamp, end in enumerate(ends, int(last) - len(ends) + 1):
+                on_end(end, stamp)
 
         return cls(url, _ENDED, on_message, on_gap)
 

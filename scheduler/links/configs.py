@@ -6,6 +6,8 @@ settings of its own and takes no other arguments than the link.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -14,7 +16,8 @@ class Basics(msgspec.Struct, frozen=True):
     are what the operator wrote, `auto` too: the worker knows its machine. With `redis_url` it works for the API
     replicas on that Redis instead of whoever holds the other end of its link. Weights of the bases are shared with the
     other workers of the host in `base_dir` ("": each holds its own). Blobs are in `data_dir`, or at `blob_url`; then up
-    to `blob_cache_bytes` of what was read are kept in `data_dir`."""
+    to `blob_cache_bytes` of what was read are kept in `data_dir`. `role` (trainer, generator-2, ...) is who it is in
+    the log, which has this form and level (`store.logs`)."""
 
     data_dir: str
     models: dict[str, str]
@@ -26,6 +29,9 @@ class Basics(msgspec.Struct, frozen=True):
     base_dir: str = ""
     blob_url: str = ""
     blob_cache_bytes: int = 0
+    role: str = ""
+    log_format: str = "text"
+    log_level: str = "info"
 
 
 class TrainerBounds(msgspec.Struct, frozen=True):
@@ -74,7 +80,8 @@ class TorchConfig(msgspec.Struct, frozen=True, tag=True):
 class VllmConfig(msgspec.Struct, frozen=True, tag=True):
     """vLLM: the command `program`, which the worker starts, or one that is there already at `url`. Adapters are
     written to `folder`, which is emptied. It has room for `max_adapters` in one batch, of `max_rank` at most, and on a
-    CPU `kv_bytes` for keys and values."""
+    CPU `kv_bytes` for keys and values. `options` are vLLM's own, `gpus` the numbers of those of each model's vLLM.
+    `lossy_adapters`: serve adapters though options make its numbers others than the trainer's."""
 
     folder: str
     program: str = ""
@@ -82,6 +89,9 @@ class VllmConfig(msgspec.Struct, frozen=True, tag=True):
     max_adapters: int = 16
     max_rank: int = 64
     kv_bytes: int = 1 << 30
+    options: dict[str, Any] = {}
+    gpus: dict[str, list[int]] = {}
+    lossy_adapters: bool = False
 
 
 class GeneratorConfig(msgspec.Struct, frozen=True, tag=True):

@@ -21,7 +21,8 @@ class LargeResult(msgspec.Struct, frozen=True):
     payload_ref: str = ""
 
 
-_decode = msgspec.msgpack.Decoder(LargeResult).decode
+#: A parcel as it was packed, with its payload still beside it.
+parcel_of = msgspec.msgpack.Decoder(LargeResult).decode
 
 
 def pack(message: FromTrainer | FromGenerator, blobs: Blobs) -> bytes:
@@ -36,9 +37,9 @@ def pack(message: FromTrainer | FromGenerator, blobs: Blobs) -> bytes:
     return _encode(LargeResult(msgspec.structs.replace(message, payload=b""), ref))
 
 
-def unpack(packed: bytes, blobs: Blobs) -> tuple[FromTrainer | FromGenerator, str]:
+def whole(parcel: LargeResult, blobs: Blobs) -> tuple[FromTrainer | FromGenerator, str]:
     """The message, and the blob to delete once it is dealt with ("" for none)."""
-    found = _decode(packed)
-    if not found.payload_ref or not isinstance(found.message, Done):
-        return found.message, ""
-    return msgspec.structs.replace(found.message, payload=blobs.get(found.payload_ref)), found.payload_ref
+    if not parcel.payload_ref or not isinstance(parcel.message, Done):
+        return parcel.message, ""
+    payload = blobs.get(parcel.payload_ref)
+    return msgspec.structs.replace(parcel.message, payload=payload), parcel.payload_ref

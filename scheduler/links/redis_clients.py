@@ -3,6 +3,8 @@ connection for a minute (docs/production.md)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
@@ -55,3 +57,13 @@ def held(url: str) -> Client:
         single_connection_client=True,
         retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 0),
     )
+
+
+def pop_all(client: Client, key: str, most: int, timeout_s: float) -> list[bytes]:
+    """Up to `most` of what a list has, from its head; or what comes first within `timeout_s`, and nothing if nothing
+    does. For a `blocking` client."""
+    there: Any = client.lpop(key, most)
+    if there:
+        return list(there)
+    found: Any = client.blpop([key], min(timeout_s, LONGEST_BLOCK_S))
+    return [found[1]] if found else []

@@ -35,7 +35,7 @@ local HEAD_START, REMEMBERED = {HEAD_START}, {REMEMBERED}
 _SOURCE = _CONSTANTS + "".join(FilePath(__file__).with_name(name).read_text() for name in _SCRIPTS)
 _GROUP = "settle"
 #: Answers that one call hands to a consumer.
-BATCH = 32
+BATCH = 128
 #: `ahead` counts up to this.
 MOST_AHEAD = 1000
 

@@ -19,15 +19,15 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import redis
 
 from scheduler.links.contract import QueueUnreachable
-from scheduler.links.large_results import pack, unpack
+from scheduler.links.large_results import LargeResult, pack, parcel_of, whole
 from scheduler.links.messages import ToTrainer
-from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, held, pooled
+from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, held, pooled, pop_all
 from scheduler.links.redis_queue import reaching
 from scheduler.links.sample_link import BEAT_S, LEASE_S, worker_name
 from store.blobs import Blobs, is_lasting
@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 CLOSED_S = 2.0
 _PREFIX = "{weft:train}:"
 LEADER = f"{_PREFIX}leader"
+#: The leader looks this often whether a trainer that sends something is alive: one that sends nothing, each time.
+LOOK_S = 0.25
+#: Messages read at once.
+MOST_AT_ONCE = 256
 #: Messages of a link that is over are forgotten after this.
 LEFT_OVER_S = 3600
 
@@ -131,6 +135,7 @@ class LeaderLink:
         self._redis, self._reader = pooled(url), blocking(url)
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._pump = asyncio.create_task(self._send_all())
+        self._was_alive, self._look_at = False, 0.0  # when the trainer is looked at again
         self._sign: bytes | None = None  # the trainer's last one, and since when its connection is closed
         self._closed_since: float | None = None
 
@@ -141,24 +146,24 @@ class LeaderLink:
         """What the trainer sends, until it is gone and everything is read."""
         while True:
             try:
-                was_alive = await self._run(self._alive)
-                parcel = await self._run(self._next if was_alive else self._left)
-                if parcel is None and not was_alive:
-                    return
+                parcels, was_alive = await self._run(self._next)
             except QueueUnreachable:
                 await asyncio.sleep(BEAT_S)
                 continue
-            if parcel is None:
-                continue
-            message, ref = await self._unpack(parcel)
-            yield message
-            if ref:
-                await self._run(self._delete, ref)
+            if not parcels and not was_alive:
+                return
+            for parcel in parcels:
+                message, ref = await self._whole(parcel)
+                yield message
+                if ref:
+                    await self._run(self._delete, ref)
 
-    async def _unpack(self, parcel: bytes) -> tuple[Any, str]:
+    async def _whole(self, parcel: LargeResult) -> tuple[Any, str]:
+        if not parcel.payload_ref:
+            return parcel.message, ""
         while True:
             try:
-                return await self._run(unpack, parcel, self._blobs)  # type: ignore[no-any-return]
+                return await self._run(whole, parcel, self._blobs)  # type: ignore[no-any-return]
             except OSError as error:
                 if is_lasting(error):
                     raise
@@ -186,18 +191,22 @@ class LeaderLink:
 
     async def _send_all(self) -> None:
         while True:
-            message = await self._outbox.get()
+            messages = [await self._outbox.get()]
+            while not self._outbox.empty():
+                messages.append(self._outbox.get_nowait())
             while True:
                 try:
-                    await self._run(self._send, message)
+                    await self._run(self._send, messages)
                     break
                 except QueueUnreachable:
                     await asyncio.sleep(BEAT_S)
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, messages: list[bytes]) -> None:
         with reaching():
-            self._redis.rpush(_key("down", self.name), message)
-            self._redis.expire(_key("down", self.name), LEFT_OVER_S)
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.rpush(_key("down", self.name), *messages)
+            pipe.expire(_key("down", self.name), LEFT_OVER_S)
+            pipe.execute()
 
     def _alive(self) -> bool:
         with reaching():
@@ -218,16 +227,20 @@ class LeaderLink:
         except redis.ResponseError:
             return True
 
-    def _next(self) -> bytes | None:
+    def _next(self) -> tuple[list[LargeResult], bool]:
+        """What the trainer has sent, waiting for it a while; and whether the trainer was alive before that, so that
+        one that is gone is read to the end."""
+        up = _key("up", self.name)
+        if not self._was_alive or time.monotonic() >= self._look_at:
+            self._was_alive, self._look_at = self._alive(), time.monotonic() + LOOK_S
         with reaching():
-            found: Any = self._reader.blpop([_key("up", self.name)], BEAT_S)
-        return found[1] if found else None
-
-    def _left(self) -> bytes | None:
-        """What one that is gone has sent before."""
-        with reaching():
-            parcel: Any = self._redis.lpop(_key("up", self.name))
-        return bytes(parcel) if parcel is not None else None
+            if self._was_alive:
+                found = pop_all(self._reader, up, MOST_AT_ONCE, BEAT_S)
+            else:
+                found = cast("list[bytes]", self._redis.lpop(up, MOST_AT_ONCE) or [])
+        if not found:
+            self._look_at = 0.0
+        return [parcel_of(one) for one in found], self._was_alive
 
     async def _run(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

@@ -22,7 +22,7 @@ Pure state with an injected clock; `scheduler.dispatch.residents` asks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 HALF_LIFE_S = 10.0
@@ -90,6 +90,10 @@ class Homes:
 
     def home(self, run_id: str) -> str | None:
         return self._homes.get(run_id)
+
+    def without(self, run_ids: Set[str]) -> Set[str]:
+        """Of these runs, those that have no home."""
+        return run_ids - self._homes.keys()
 
     def settle(self, claim: Claim, trainer: str) -> None:
         """A run lives there from now on."""

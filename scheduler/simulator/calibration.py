@@ -41,7 +41,7 @@ def calibrate(slots: int, one: Batch, full: Batch, lone: Batch, burst: Batch, qu
         decode_s_per_sequence=each_s,
         prefill_speed=float("inf"),  # prompts are short, and in the front's time
         front_s=front_s,
-        trainer_gpus=1,
+        ranks=1,
     )
     machine = replace(machine, handover_s=_handover_s(machine, queued))
     return replace(machine, turnaround_s=max(0.0, lone.seconds - front_s - machine.handover_s))

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cluster:
-    """`replicas` generators of `slots` sequences each, and one trainer that takes passes.
+    """`replicas` generators of `slots` sequences each, and `trainers` that take passes, each of `ranks` GPUs.
 
     A decode step takes `decode_s` + `decode_s_per_sequence` for each sequence of a replica; a prompt token takes as
     long as 1 / `prefill_speed` decoded ones of its sequence. A slot that has come free is idle for `handover_s` before
     it decodes another request. The front takes one request at a time, each for `front_s`: half on its way in, half on
     its answer's way out. A client needs `turnaround_s` more from its last answer to its next request. The defaults
-    leave these three out: beside sequences of minutes they are nothing."""
+    leave these three out: beside sequences of minutes they are nothing.
+
+    A pass takes `pass_s`, and then as long as its tokens, or as `gather_s`: the layers that each of several ranks
+    receives of the others, the next while one computes (docs/production.md, "How large a pass")."""
 
     replicas: int = 22
     gpus_per_replica: int = 8
@@ -29,18 +32,20 @@ class Cluster:
     handover_s: float = 0.0
     front_s: float = 0.0
     turnaround_s: float = 0.0
-    trainer_gpus: int = 80
+    trainers: int = 1
+    ranks: int = 80
     trained_tokens_per_s_per_gpu: float = 816.0
     pass_s: float = 0.2
+    gather_s: float = 0.0
     pass_tokens: int = 131_072
     gpu_hour_usd: float = 1.59
 
     @classmethod
     def of(cls, gpus: int, trainer_share: float = 0.3) -> Cluster:
-        """`gpus` GPUs, about `trainer_share` of them for the trainer. Few are a small server: one GPU a replica."""
+        """`gpus` GPUs, about `trainer_share` of them for one trainer. Few are a small server: one GPU a replica."""
         each = 8 if gpus >= 32 else 1
         replicas = max(1, round(gpus * (1 - trainer_share) / each))
-        return cls(replicas=replicas, gpus_per_replica=each, trainer_gpus=max(1, gpus - replicas * each))
+        return cls(replicas=replicas, gpus_per_replica=each, ranks=max(1, gpus - replicas * each))
 
     @property
     def all_slots(self) -> int:
@@ -48,7 +53,7 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        return self.replicas * self.gpus_per_replica + self.trainer_gpus
+        return self.replicas * self.gpus_per_replica + self.trainers * self.ranks
 
     def step_s(self, sequences: int) -> float:
         """The time of one decode step of a replica with this many sequences."""
@@ -60,4 +65,5 @@ class Cluster:
         return self.all_slots / self.step_s(self.slots)
 
     def pass_takes_s(self, tokens: int) -> float:
-        return self.pass_s + tokens / (self.trained_tokens_per_s_per_gpu * self.trainer_gpus)
+        """Of one trainer."""
+        return self.pass_s + max(self.gather_s, tokens / (self.trained_tokens_per_s_per_gpu * self.ranks))

@@ -22,7 +22,7 @@ from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.generators import Counts, Generators
 from scheduler.simulator.slots import Job
 from scheduler.simulator.tenant import Tenant
-from scheduler.simulator.trainer import Trainer
+from scheduler.simulator.trainer import Trainers
 from scheduler.simulator.workloads import Workload
 
 
@@ -79,7 +79,8 @@ class Result:
 
     @property
     def trainer_wait(self) -> float:
-        return 1 - self.trainer_busy_s / self.seconds
+        """The share of all trainers' time in which they computed nothing."""
+        return 1 - self.trainer_busy_s / (self.seconds * self.cluster.trainers)
 
     @property
     def usd_per_mtok(self) -> float:
@@ -112,14 +113,16 @@ class Simulation:
         costs = ExpectedCosts(lambda org_id: self.tenants[org_id].workload.weight, lambda: self.now_s)
         self._train_queue: FairTree[Unit] = queue()
         self._generators = Generators(cluster, queue(), costs, self._sampled)
-        self._trainer = Trainer(cluster, self._train_queue, self._trained)
+        lanes = [tenant.lane for tenant in self.tenants.values()]
+        paths = {} if queue is ByArrival else {lane.run_id: lane.path for lane in lanes}
+        self._trainers = Trainers(cluster, self._train_queue, paths, self._trained)
 
     def run(self, seconds: float, after_s: float = 0.0) -> Result:
         """What happens in `window_s` after `after_s`, or until every tenant's loop has ended."""
         for tenant in self.tenants.values():
             self._sample(tenant)
         self._play(after_s)
-        self._trainer.busy_s = 0.0
+        self._trainers.busy_s = 0.0
         self._generators.counts = Counts()
         for tenant in self.tenants.values():
             tenant.forget()
@@ -133,20 +136,20 @@ class Simulation:
             self._generators.counts,
             now_steps - steps,
             now_slot_steps - slot_steps,
-            self._trainer.busy_s,
+            self._trainers.busy_s,
         )
 
     def _play(self, until_s: float) -> None:
         while self.now_s < until_s:
             self._generators.fill()
-            self._trainer.fill(self.now_s)
+            self._trainers.fill(self.now_s)
             soonest = self._timers[0][0] if self._timers else float("inf")
-            next_s = min(self._generators.next_s, self._trainer.over_s, soonest)
+            next_s = min(self._generators.next_s, self._trainers.over_s, soonest)
             if next_s == float("inf"):
                 return
             self.now_s = min(next_s, until_s)
             self._generators.advance(self.now_s)
-            self._trainer.advance(self.now_s)
+            self._trainers.advance(self.now_s)
             while self._timers and self._timers[0][0] <= self.now_s:
                 heapq.heappop(self._timers)[2]()
 

@@ -4,7 +4,8 @@ import pytest
 from starlette.requests import Request
 
 from api.errors import Unauthenticated
-from api.http.auth import REMEMBERED_S, KeyCache, presented_key
+from api.http.auth import KeyCache, presented_key
+from api.state.remembered import REMEMBERED_S
 from api.who.principal import Principal
 from store.keys import revoke
 from tests.api.conftest import World

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime
@@ -16,13 +18,20 @@ from sqlalchemy import create_engine, func, inspect, select, text, update
 from sqlalchemy.exc import DBAPIError
 
 from api.cli import weftd
+from api.server.serve import open_database
 from migrations.upgrade import head
 from store import people
+from store.backup.objects import copy_objects, put_objects
+from store.blob_owner import claim_prefix
+from store.bucket import Bucket
 from store.db import Database
 from store.folder_blobs import FolderBlobs
+from store.object_blobs import ObjectBlobs
+from store.opening import check_blobs, open_blobs
+from store.settings import load_settings
 from store.tables import AuditEntry, Checkpoint, Organisation
 from tests.rows import run_row, session_row
-from tests.servers import PostgresServer
+from tests.servers import OwnStore, PostgresServer
 
 NOW = datetime.now(UTC)
 
@@ -135,12 +144,85 @@ def test_a_backup_lies_over_nothing(backup: Path, tmp_path: Path) -> None:
     assert "has not been served yet" in run("backup", tmp_path / "two", "--data-dir", tmp_path / "nothing").stderr
 
 
-def test_a_bucket_is_not_copied_and_that_is_said(backup: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_BLOB_URL", "s3://bucket/prefix")
-    for command in (("backup", tmp_path / "two"), ("restore", backup)):
-        refused = run(*command, "--data-dir", tmp_path / "new")
-        assert refused.exit_code != 0
-        assert "s3://bucket/prefix" in refused.stderr
+def test_a_bucket_is_copied_and_put_back_below_another_prefix(
+    database: Database, tmp_path: Path, object_store: OwnStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    ours, theirs = (f"{object_store.url}/{uuid.uuid4().hex}" for _ in range(2))
+    fill(database, tmp_path)
+    shutil.rmtree(tmp_path / "blobs")
+    monkeypatch.setenv("WEFT_BLOB_URL", ours)
+    check_blobs(load_settings(None, data_dir=tmp_path))
+    blobs = open_blobs(tmp_path, url=ours, cache_bytes=1 << 20)
+    with blobs.new_folder("weights/one") as folder:
+        (folder / "adapter.bin").write_bytes(b"weights")
+        (folder / "deep").mkdir()
+        (folder / "deep" / "more").write_bytes(b"")
+    blobs.put("ops/o/body", b"asked")
+    blobs.put("archives/a", b"can be made again")
+    claim_prefix(load_settings(None, data_dir=tmp_path), database)
+    made = run("backup", tmp_path / "backup", "--data-dir", tmp_path)
+    assert made.exit_code == 0, made.stderr
+    assert "is not empty" in run("restore", tmp_path / "backup", "--data-dir", tmp_path / "new").stderr
+    monkeypatch.delenv("WEFT_BLOB_URL")
+    assert (
+        "set blob_url to an empty prefix" in run("restore", tmp_path / "backup", "--data-dir", tmp_path / "new").stderr
+    )
+    monkeypatch.setenv("WEFT_BLOB_URL", theirs)
+    put = run("restore", tmp_path / "backup", "--data-dir", tmp_path / "new")
+    assert put.exit_code == 0, put.stderr
+    back = open_blobs(tmp_path / "elsewhere", url=theirs, cache_bytes=1 << 20)
+    assert back.get("ops/o/body") == b"asked"
+    assert not back.exists("archives/a")
+    with back.reading("weights/one") as folder:
+        assert (folder / "adapter.bin").read_bytes() == b"weights"
+        assert (folder / "deep" / "more").is_file()
+    with closing(open_database(load_settings(None, data_dir=tmp_path / "new"))) as restored:
+        claim_prefix(load_settings(None, data_dir=tmp_path / "new"), restored)
+    blobs.delete_tree("weights/one")
+    made = run("backup", tmp_path / "two", "--data-dir", tmp_path, "--config", empty_config(tmp_path, ours))
+    assert made.exit_code == 1
+    assert "weights/one" in made.stderr
+
+
+def empty_config(folder: Path, url: str) -> Path:
+    (folder / "weft.toml").write_text(f'blob_url = "{url}"\n')
+    return folder / "weft.toml"
+
+
+def test_a_folder_that_is_replaced_while_it_is_copied_is_copied_again(
+    tmp_path: Path, object_store: OwnStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    bucket = Bucket(f"{object_store.url}/{uuid.uuid4().hex}")
+    bucket.check()
+    blobs = ObjectBlobs(bucket, tmp_path / "cache", 1 << 20)
+
+    def write(text: bytes) -> None:
+        with blobs.new_folder("weights/one") as folder:
+            (folder / "adapter.bin").write_bytes(text)
+
+    write(b"before")
+    download, sums = Bucket.download, dict[str, str]()
+
+    def replaced_at_once(self: Bucket, key: str, target: Path) -> None:
+        download(self, key, target)
+        if key.startswith("folders/"):
+            write(b"after")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, "download", replaced_at_once)
+        copy_objects(bucket, tmp_path / "backup", sums)
+    assert not any("folders/" in name for name in sums)
+    copy_objects(bucket, tmp_path / "backup", sums)
+    assert {name for name in sums if "folders/" in name} == {"objects/folders/weights/one"}
+    new = Bucket(f"{object_store.url}/{uuid.uuid4().hex}")
+    put_objects(new, tmp_path / "backup", sums)
+    new.check()
+    with ObjectBlobs(new, tmp_path / "cache2", 1 << 20).reading("weights/one") as folder:
+        assert (folder / "adapter.bin").read_bytes() == b"after"
 
 
 def test_files_that_are_missing_at_home_are_named(database: Database, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from api.server.serve import CannotServe, check_store
+from api.server.serve import CannotServe, check_store, claim_store, open_database
+from store.bucket import OWNER, Bucket
 from store.secret import secret_of
 from store.settings import Settings
 from tests.servers import OwnStore
@@ -27,6 +30,26 @@ def test_replicas_on_a_bucket_need_one_secret(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
     with pytest.raises(CannotServe, match=r"AWS_SECRET_ACCESS_KEY: .*SignatureDoesNotMatch"):
         check_store(Settings(**place))
+
+
+def test_a_prefix_has_one_service(object_store: OwnStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    url = f"{object_store.url}/{uuid.uuid4().hex}"
+    ours, theirs = (Settings(data_dir=tmp_path / name, blob_url=url) for name in ("ours", "theirs"))
+    for settings in (ours, theirs):
+        check_store(settings)
+    with closing(open_database(ours)) as first, closing(open_database(theirs)) as second:
+        claim_store(ours, first)
+        claim_store(ours, first)
+        with pytest.raises(CannotServe, match=rf"{url} belongs to .*ours/weft.db since 20.* not to .*theirs/weft.db"):
+            claim_store(theirs, second)
+        claim_store(ours, first)
+        claim_store(Settings(data_dir=tmp_path / "theirs", blob_url=f"{url}/2"), second)
+        Bucket(url).delete([OWNER])
+        claim_store(theirs, second)
+    with closing(open_database(ours)) as first, pytest.raises(CannotServe, match="belongs to"):
+        claim_store(ours, first)  # it remembers who it is
 
 
 def test_a_secret_that_is_set_is_in_no_dump_and_makes_one_key(tmp_path: Path) -> None:

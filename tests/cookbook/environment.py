@@ -1,7 +1,8 @@
 """What recipes run in: an environment of their own, stand-ins for the hub, and a server under a known name.
 
-The cookbook knows models only by their names on the hub, so the tiny model is served as `Qwen/Qwen3-8B`. Libraries
-prefer a folder of that name in the working directory to the hub; the same holds for data sets.
+The cookbook knows models only by their names on the hub, so the tiny model is served as `Qwen/Qwen3-8B`, and a random
+one with recurrent layers as `Qwen/Qwen3.5-4B`. Libraries prefer a folder of that name in the working directory to the
+hub; the same holds for data sets.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import sysconfig
 from pathlib import Path
 
 from tests.e2e.conftest import Weftd
+from tests.e2e.test_models import save
+from tests.workers.model.models import reference
 from workers.model.tiny import TINY_PATH
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".cookbook"
 MODEL = "Qwen/Qwen3-8B"
+HYBRID = "Qwen/Qwen3.5-4B"
 
 #: The cookbook asks for a tml-renderers that Python 3.11 does not have, and needs it only for models we do not serve.
 PACKAGES = (
@@ -46,14 +50,16 @@ def build() -> Path:
 
 
 def serve(folder: Path) -> Weftd:
-    return Weftd(folder, "--model", f"{MODEL}={TINY_PATH}").start()
+    hybrid = folder / "models" / HYBRID
+    save(hybrid, reference("qwen3.5", vocab_size=1560, max_position_embeddings=512))
+    return Weftd(folder, "--model", f"{MODEL}={TINY_PATH}", "--model", f"{HYBRID}={hybrid}").start()
 
 
 def shadow(folder: Path) -> Path:
     """A working directory in which the hub's names are local folders."""
-    model = folder / MODEL
-    model.parent.mkdir(parents=True)
-    model.symlink_to(TINY_PATH)
+    for name in (MODEL, HYBRID):  # what is read of it is the tokenizer
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(TINY_PATH)
     robots = [{"messages": _talk(i)} for i in range(32)]
     _write(folder / "HuggingFaceH4/no_robots/train.jsonl", robots)
     _write(folder / "HuggingFaceH4/no_robots/test.jsonl", robots[:4])

@@ -7,13 +7,14 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cookbook.environment import MODEL, environment
+from tests.cookbook.environment import HYBRID, MODEL, environment
 from tests.e2e.conftest import Weftd
 
 LIMIT_S = 240
 _RECIPES = "tinker_cookbook.recipes"
 _RL = ("group_size=4", "groups_per_batch=4", "max_steps=2", "eval_every=0", "lora_rank=8", "max_tokens=5")
-_ARITHMETIC = (f"{_RECIPES}.math_rl.train", "env=arithmetic", "renderer_name=qwen3_disable_thinking", *_RL)
+_SUMS = (f"{_RECIPES}.math_rl.train", "env=arithmetic", *_RL)
+_ARITHMETIC = (*_SUMS, "renderer_name=qwen3_disable_thinking")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Recipe:
     in_ci: bool = False
     #: Lines of metrics that it leaves at least.
     steps: int = 2
+    model: str = MODEL
 
 
 RECIPES = (
@@ -44,6 +46,12 @@ RECIPES = (
     ),
     Recipe("supervised.train", ("supervised",), ours=True),
     Recipe("rl.train: math_rl arithmetic", _ARITHMETIC, in_ci=True),
+    Recipe(
+        "rl.train: math_rl arithmetic, Qwen3.5",
+        (*_SUMS, "renderer_name=qwen3_5_disable_thinking"),
+        in_ci=True,
+        model=HYBRID,
+    ),
     Recipe("rl.train: KL penalty, two substeps, post-KL", ("kl",), ours=True),
     Recipe("rl.train: asynchronous", (*_ARITHMETIC, "max_steps_off_policy=1"), in_ci=True),
     Recipe(
@@ -78,9 +86,9 @@ def run(recipe: Recipe, python: Path, server: Weftd, folder: Path) -> None:
     """Run it in `folder` (see `environment.shadow`). Raises AssertionError with the end of what it said."""
     logs = folder / "logs" / recipe.name.replace(" ", "-")
     if recipe.ours:
-        command = [str(python), str(Path(__file__).with_name("loops.py")), *recipe.command, MODEL, str(logs)]
+        command = [str(python), str(Path(__file__).with_name("loops.py")), *recipe.command, recipe.model, str(logs)]
     else:
-        command = [str(python), "-m", *recipe.command, f"model_name={MODEL}", f"log_path={logs}"]
+        command = [str(python), "-m", *recipe.command, f"model_name={recipe.model}", f"log_path={logs}"]
     done = subprocess.run(
         command, cwd=folder, env=environment(server), capture_output=True, text=True, timeout=LIMIT_S, check=False
     )

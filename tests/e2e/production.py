@@ -63,6 +63,12 @@ class Production:
     def worker(self, role: str) -> subprocess.Popen[str]:
         return self._start("worker", role)
 
+    def ranks(self) -> subprocess.Popen[str]:
+        """A trainer of two processes."""
+        config = self.folder / "ranks.toml"
+        config.write_text(self.config.read_text().replace("[trainer]", "[trainer]\nranks = 2"))
+        return self._start("worker", "trainer", where=self._places(config))
+
     def vllm(self) -> subprocess.Popen[str]:
         """A generator of the other kind."""
         config = self.folder / "vllm.toml"

@@ -114,6 +114,8 @@ def models(tmp_path: Path) -> dict[str, Any]:
         "Qwen/Qwen3-Next-tiny": Qwen3NextForCausalLM(
             Qwen3NextConfig(**SIZES, **DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
         ),
+        "Qwen/Qwen3.5-tiny": reference("qwen3.5", vocab_size=1560, max_position_embeddings=512),
+        "Qwen/Qwen3.5-MoE-tiny": reference("qwen3.5-moe", vocab_size=1560, max_position_embeddings=512),
     }
 
 

@@ -1,5 +1,5 @@
 """Several API replicas and workers share a database, a queue and an object store, and no folder: what is accepted
-anywhere ends, once, whoever is killed and whatever is away."""
+anywhere ends, once, whoever is killed and whatever is away. One of the two trainers has two ranks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_nothing_is_lost_or_billed_twice_whoever_is_killed(
 
     calm = there.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result(timeout=PATIENCE_S)
     expected = train(calm), fingerprint(calm)
-    standby = production.worker("trainer")
+    standby = production.ranks()
     sampler = service.create_sampling_client(base_model=BASE_MODEL).result()
     drawn = sampled(sampler)
     assert sampled(there.create_sampling_client(base_model=BASE_MODEL).result()) == drawn

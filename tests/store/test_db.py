@@ -106,6 +106,29 @@ def test_one_that_raises_fails_alone(database: Database) -> None:
     assert names(database) == {"a", "b"}
 
 
+def test_a_batch_that_raises_takes_no_other_with_it(database: Database) -> None:
+    """Batches share a transaction without savepoints; when one fails, all are done again with them."""
+    commits = count_commits(database)
+
+    def insert(session: Session, names: list[str]) -> list[str]:
+        return [add(name)(session) for name in names]
+
+    def never(session: Session, names: list[str]) -> list[str]:
+        insert(session, names)
+        session.flush()
+        raise KeyError("mine")
+
+    async def main() -> list[str | BaseException]:
+        works = [(insert, "a"), (insert, "a"), (never, "b"), (insert, "c")]
+        batched = (database.write_batched(batch, name, lock="") for batch, name in works)
+        return await asyncio.gather(*batched, return_exceptions=True)
+
+    results = asyncio.run(main())
+    assert [type(result) for result in results] == [str, IntegrityError, KeyError, str]
+    assert names(database) == {"a", "c"}
+    assert len(commits) == 1  # what comes in one turn of the loop is one group
+
+
 def test_one_that_raises_with_no_other_writes_nothing_and_the_writer_goes_on(database: Database) -> None:
     def half_done(session: Session) -> None:
         add("never")(session)

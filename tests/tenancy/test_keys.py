@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from api.http.auth import REMEMBERED_S, KeyCache
+from api.http.auth import KeyCache
 from api.state.last_used import LastUsed
+from api.state.remembered import REMEMBERED_S
 from store import people
 from store.db import Database
 from store.folder_blobs import FolderBlobs

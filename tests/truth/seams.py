@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
-from store.db import Database, _answer, _Blocked
+from store.db import Database, _answer
 from store.folder_blobs import FolderBlobs
 from tests.truth.clock import Loop
 from tests.truth.schedules import DEATHS, FAULTS, Kind, Mishap, Role, Seams
@@ -140,7 +141,7 @@ class LivingDatabase(Database):
 
     def __init__(self, url: str, life: Life, loop: Loop) -> None:
         self._life, self._loop = life, loop
-        self._gathered: list[Any] = []
+        self._group: list[Any] = []
         self._busy_until_s = 0.0
         super().__init__(url)
         for engine in (self._read_engine, self._write_engine):
@@ -159,19 +160,20 @@ class LivingDatabase(Database):
 
     def _submit(self, work: Any) -> None:
         self._life.check()
-        if isinstance(work.waiting, _Blocked):
-            _answer([work], self._commit([work]))
-            return
-        self._gathered.append(work)
-        if len(self._gathered) == 1:
-            self._loop.call_soon(self._write_gathered)
+        _answer([work], self._commit([work]))
 
-    def _write_gathered(self) -> None:
+    def _gather(self, work: Any, _loop: asyncio.AbstractEventLoop) -> None:
+        self._life.check()
+        self._group.append(work)
+        if len(self._group) == 1:
+            self._loop.call_soon(self._write_group)
+
+    def _write_group(self) -> None:
         left_s = self._busy_until_s - self._loop.time()
         if left_s > 0:
-            self._loop.call_later(left_s, self._write_gathered)
+            self._loop.call_later(left_s, self._write_group)
             return
-        group, self._gathered = self._gathered, []
+        group, self._group = self._group, []
         if not self._life.alive or not group:
             return
         error: BaseException | None = None

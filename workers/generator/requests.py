@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 import numpy as np
 from weft.wire import SampleRequest, TensorData
@@ -12,6 +13,7 @@ from weft.wire import SamplingParams as WireSamplingParams
 from weft.wire.sample_codec import SampleUsage, encode_sample_response
 
 from scheduler.links.messages import Declined, Done, Failure, SampleOp, sequence_id, stability_ref
+from store.ahead import Ahead
 from store.blobs import Blobs
 from workers.generator.engine import (
     Finished,
@@ -33,11 +35,12 @@ class PendingSample:
     targets: TensorData | None  # as sent by the client: the answer has their shape and layout
     record_stability: bool
     stream: bool = False
+    taken: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 
-def read_sample(op: SampleOp, blobs: Blobs) -> PendingSample:
+def read_sample(op: SampleOp, blobs: Blobs, bodies: Ahead) -> PendingSample:
     """Read and translate the body of an operation. Raises when it is missing or malformed."""
-    body = SampleRequest.model_validate_json(blobs.get(op.body_ref, op.body_sha256))
+    body = SampleRequest.model_validate_json(bodies.get(op.body_ref, op.body_sha256))
     request = GenerateRequest(
         id=op.op_id,
         prompt=tuple(body.prompt.to_ints()),

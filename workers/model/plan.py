@@ -3,7 +3,8 @@
 The server plans before it starts a worker, `weftd plan` for machines that are not there. Settings that say 0 are
 chosen, others are held to: what cannot fit is refused by the name of its setting, before anything is allocated. In
 order, memory goes to what must be there (weights, libraries, what is computed at once), the caches, keys and values,
-and the runs in training; a tenth is left alone, for what allocators lose. What vLLM takes is not in it.
+and the runs in training; a tenth is left alone, for what allocators lose. What vLLM takes is
+known before (`vllm_plan`).
 
 All figures are bytes of one device, or of the host where the CPU computes.
 """
@@ -54,7 +55,7 @@ class Wanted:
     """Settings of these names (`store.settings`), 0 where the plan chooses; and who is on the device. `packed` None: as
     memory allows. `trainers` are processes, of which `ranks` are one trainer. `one_base`: workers map one copy, except
     ranks. `spread`: a base that no device holds whole may be spread for sampling. `tenants` runs of `rank` are what is
-    planned for."""
+    planned for. `vllm_bytes` are vLLM's, and not to be had."""
 
     trainers: int = 1
     ranks: int = 1
@@ -72,6 +73,7 @@ class Wanted:
     microbatch_tokens: int = 2048
     tenants: int = 16
     rank: int = 32
+    vllm_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class Plan:
 def plan(models: Sequence[Check], device: Device, wanted: Wanted) -> Plan:
     """Raises DoesNotFit."""
     room = _Room(device)
+    room.take("vLLM", wanted.vllm_bytes, must="generator.vllm", way_out="see [generator.vllm] in docs/vllm.md")
     spread = _weights(models, device, wanted, room)
     _processes(device, wanted, room)
     _computed(models, wanted, room)

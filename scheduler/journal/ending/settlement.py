@@ -17,8 +17,7 @@ from sqlalchemy.orm import Session
 
 from billing import storage
 from billing.accounts import Payer
-from billing.charges import Charge
-from billing.charges import settle as settle_charges
+from billing.charges import Charge, Posting
 from billing.prices import PriceList
 from scheduler.journal.ending.outcomes import result_ref
 from scheduler.journal.ending.references import in_use
@@ -28,7 +27,7 @@ from scheduler.links.messages import Done, OpKind
 from scheduler.order.operations import SAMPLE, Operation, Outcome
 from scheduler.order.plans import Create, Load, NewSampler, Save, Source
 from store import audit, tables
-from store.bulk import update_rows
+from store.bulk import sent_together, update_rows
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
@@ -105,9 +104,11 @@ class Settlement:
             changes.append(_change(ending, outcome, now))
             charges.append(_charge(found, ending, outcome))
             settled.append((outcome, freed))
-        if changes:
-            update_rows(connection, tables.Operation, changes)
-        settle_charges(session, charges, self._prices, now)
+        posting = Posting(session, charges, self._prices, now)
+        with sent_together(connection):
+            if changes:
+                update_rows(connection, tables.Operation, changes)
+            posting.store()
         return settled
 
 

@@ -15,10 +15,11 @@ import msgspec
 import pytest
 import redis
 
+from scheduler.links import broadcasts as broadcast_module
 from scheduler.links import train_link
 from scheduler.links.broadcasts import Broadcasts, Ended, Listener
 from scheduler.links.contract import LEFT_S, LIVES, Item
-from scheduler.links.large_results import INLINE_BYTES, unpack
+from scheduler.links.large_results import INLINE_BYTES, parcel_of, whole
 from scheduler.links.messages import (
     Cancel,
     Declined,
@@ -89,7 +90,7 @@ def test_a_generator_leases_samples_and_its_answers_arrive_large_or_small(
     queue.answered("c", 0.01)
     answers = queue.answered("c", 2)
     for answer in answers:
-        done, ref = unpack(answer.result, blobs)
+        done, ref = whole(parcel_of(answer.result), blobs)
         assert isinstance(done, Done)
         assert (done.payload, bool(ref)) == (payloads[answer.id], answer.id == "b")
     assert {answer.id for answer in answers} == {"a", "b"}
@@ -162,7 +163,7 @@ def test_what_a_generator_lost_is_cancelled_and_its_answer_dropped(
     sample_link.send(Done("a", b"whole"))
     sample_link.recv(0.05)
     queue.answered("c", 0.01)
-    results = [unpack(answer.result, blobs)[0] for answer in queue.answered("c", 2)]
+    results = [whole(parcel_of(answer.result), blobs)[0] for answer in queue.answered("c", 2)]
     assert results == [Done("a", b"whole")]
     queue.close()
 
@@ -318,10 +319,10 @@ def test_news_reach_every_listener_with_stamps_that_only_grow(url: str) -> None:
         assert listener.connected.wait(10)
     broadcasts = Broadcasts(url)
     for number in range(3):
-        broadcasts.ended(Ended(f"op{number}", "org", "lane", number, "sample", 1))
+        broadcasts.ended([Ended(f"op{number}", "org", "lane", number, "sample", 1)])
     first = broadcasts.reserve(1000)
     redis.Redis.from_url(url).flushall()
-    broadcasts.ended(Ended("op3", "org", "lane", 3, "sample"))
+    broadcasts.ended([Ended("op3", "org", "lane", 3, "sample")])
     eventually(lambda: all(len(found) == 4 for found in heard))
     assert heard[0] == heard[1]
     stamps = [stamp for _, stamp in heard[0]]
@@ -426,7 +427,22 @@ def test_what_one_engine_cannot_serve_goes_to_another_and_fails_when_none_can(
     sample_link.recv(0)
     results = []
     while len(results) < 2:
-        results += [unpack(answer.result, blobs)[0] for answer in queue.answered("c", 5)]
+        results += [whole(parcel_of(answer.result), blobs)[0] for answer in queue.answered("c", 5)]
     assert results == [Done("a", b"whole"), Done("b", failure=Failure("no routes here; too long", "user"))]
     other.close()
     queue.close()
+
+
+def test_what_each_generator_has_done_is_known_beside_all(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broadcasts = Broadcasts(url)
+    before = broadcasts.generators().get("steps", 0.0)
+    for name, steps in (("one", 3), ("two", 4), ("one", 5)):
+        broadcasts.count({"steps": steps, "busy_s": 0.5}, name)
+    broadcasts.count({"lost": 1})
+    assert broadcasts.generators()["steps"] == before + 12
+    assert broadcasts.each_generator() == {"one": {"steps": 8, "busy_s": 1.0}, "two": {"steps": 4, "busy_s": 0.5}}
+    monkeypatch.setattr(broadcast_module, "MOST_SHOWN", 1)
+    assert broadcasts.each_generator().keys() == {"one"}  # the latest
+    monkeypatch.setattr(broadcast_module, "SHOWN_S", -1)
+    assert broadcasts.each_generator() == {}
+    broadcasts.close()

@@ -15,7 +15,7 @@ from weft.wire import ModelInput, SampleRequest, SamplingParams, decode_sample_r
 
 import workers.model.tiny
 from scheduler.links.contract import Item
-from scheduler.links.large_results import unpack
+from scheduler.links.large_results import parcel_of, whole
 from scheduler.links.messages import Done, PolicyMoved, SampleOp, SampleWork
 from scheduler.links.policies import Followed, PolicyBoard
 from scheduler.links.redis_queue import RedisQueue
@@ -140,7 +140,7 @@ def test_running_samples_follow_their_run_or_end(
     found = {}
     while len(found) < 3:
         for answer in queue.answered("c", 5):
-            done = unpack(answer.result, blobs)[0]
+            done = whole(parcel_of(answer.result), blobs)[0]
             assert isinstance(done, Done)
             (found[answer.id],) = decode_sample_response(done.payload).sequences
     queue.close()

@@ -24,7 +24,7 @@ def timed(machine: Cluster, lengths: list[int]) -> Batch:
 def test_a_known_machine_is_found(handover_s: float, front_s: float) -> None:
     machine = Cluster(
         replicas=1, gpus_per_replica=1, slots=SLOTS, decode_s=0.003, decode_s_per_sequence=0.0005,
-        prefill_speed=float("inf"), handover_s=handover_s, front_s=front_s, turnaround_s=0.01, trainer_gpus=1,
+        prefill_speed=float("inf"), handover_s=handover_s, front_s=front_s, turnaround_s=0.01, ranks=1,
     )  # fmt: skip
     found = calibrate(
         SLOTS,

@@ -15,7 +15,7 @@ from scheduler.simulator.workloads import CHAT, FLOOD, REASONING, SMALL, TOOLS, 
 #: One token a second, whoever shares it; prompts and passes for nothing.
 PLAIN = Cluster(
     replicas=1, gpus_per_replica=1, slots=4, decode_s=1.0, decode_s_per_sequence=0.0, prefill_speed=1e12,
-    trainer_gpus=1, trained_tokens_per_s_per_gpu=1e12, pass_s=0.0,
+    ranks=1, trained_tokens_per_s_per_gpu=1e12, pass_s=0.0,
 )  # fmt: skip
 LOOP = Workload("loop", groups=1, group_size=4, prompt=0, lengths=(10, 10, 10, 40), trains=False, steps=3)
 
@@ -165,3 +165,38 @@ def test_a_simulation_is_deterministic() -> None:
     rows = [compare(Cluster.of(64), [4], 1.0) for _ in range(2)]
     assert rows[0] == rows[1]
     assert "by arrival" in table(rows[0])
+
+
+#: Ten tokens a second and rank; a pass is what one tenant has at once.
+TWO = replace(PLAIN, trainers=2, trained_tokens_per_s_per_gpu=10.0, pass_tokens=100)
+TRAINS = Workload("trains", groups=1, group_size=1, prompt=0, lengths=(100,), samples=False, steps=40)
+
+
+def test_a_second_trainer_takes_half_of_the_runs() -> None:
+    one, two = (Simulation(replace(TWO, trainers=count), [TRAINS] * 4).run(1e6) for count in (1, 2))
+    assert one.seconds == pytest.approx(4 * 40 * 10)
+    assert two.seconds == pytest.approx(2 * 40 * 10, rel=0.03)
+    assert two.trained_tokens == one.trained_tokens == 4 * 40 * 100
+    assert two.trainer_wait < 0.03
+
+
+def test_one_run_alone_is_as_fast_as_one_trainer() -> None:
+    assert Simulation(TWO, [TRAINS]).run(1e6).seconds == pytest.approx(40 * 10)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_several_trainers_serve_is_fair_and_evened_out(seed: int) -> None:
+    """Three loops that never wait, on two trainers that each compute a third more than one loop gets."""
+    loops = [replace(TRAINS, steps=0, overlap=3)] * 3
+    result = Simulation(TWO, loops, seed=seed).run(20_000, after_s=200)
+    served = sorted(tenant.trained_tokens for tenant in result.tenants)
+    assert result.trainer_wait < 0.01
+    assert served[-1] <= 2.05 * served[0]  # a run is on one trainer at a time
+    assert sum(served) == pytest.approx(2 * 10 * result.seconds, rel=0.01)
+
+
+def test_ranks_compute_while_they_gather() -> None:
+    ranks = replace(TWO, trainers=1, ranks=4, pass_s=1.0, gather_s=5.0)
+    assert ranks.pass_takes_s(80) == pytest.approx(1 + 5)
+    assert ranks.pass_takes_s(400) == pytest.approx(1 + 10)
+    assert Simulation(ranks, [TRAINS]).run(1e6).seconds == pytest.approx(40 * 6)

@@ -11,6 +11,7 @@ from weft.wire import ModelInput, SampleRequest, SequenceResult, TensorData, dec
 from weft.wire import SamplingParams as WireSamplingParams
 
 from scheduler.links.messages import SampleOp
+from store.ahead import Ahead
 from store.folder_blobs import FolderBlobs
 from workers.generator.engine import Facts, Finished, PolicySpan, RequestError
 from workers.generator.requests import PendingSample, answer, read_sample, read_sampling, record_stability
@@ -37,7 +38,7 @@ def test_body_becomes_a_request(blobs: FolderBlobs) -> None:
         prompt=ModelInput.from_ints([1, 2, 3]), sampling_params=params, num_samples=2, topk_prompt_logprobs=5
     )
     blobs.put("ops/1/body", body.model_dump_json(exclude_none=True).encode())
-    pending = read_sample(SampleOp("op", "base", "ops/1/body", 2, "samplers/s"), blobs)
+    pending = read_sample(SampleOp("op", "base", "ops/1/body", 2, "samplers/s"), blobs, Ahead(blobs))
     request = pending.request
     assert (pending.record_stability, pending.targets, request.target_tokens) == (False, None, None)
     assert (request.id, request.prompt, request.num_samples) == ("op", (1, 2, 3), 2)
@@ -51,7 +52,7 @@ def pending_of(blobs: FolderBlobs, **fields: object) -> PendingSample:
         {"prompt": ModelInput.from_ints([1, 2, 3]), "sampling_params": WireSamplingParams(), **fields}
     )
     blobs.put("ops/1/body", body.model_dump_json(exclude_none=True).encode())
-    return read_sample(SampleOp("op", "base", "ops/1/body", body.num_samples, session_id="s"), blobs)
+    return read_sample(SampleOp("op", "base", "ops/1/body", body.num_samples, session_id="s"), blobs, Ahead(blobs))
 
 
 SEQUENCE = SequenceResult(np.array([4, 5], np.int32), np.array([-1, -2], np.float32), "stop")

@@ -14,7 +14,7 @@ import torch
 
 from scheduler.links.messages import Done, OpKind, SetAside, Snapshot, TrainOp
 from tests.workers.trainer.kit import Bench, arenas, ce_data, output, replayed, run_spec, sliced
-from workers.trainer import trainer as trainer_module
+from workers.trainer import held
 
 MakeBench = Callable[..., Bench]
 FIRST, SECOND = ce_data([9, 7, 8], 1), ce_data([6, 5, 7], 2)
@@ -82,7 +82,7 @@ def test_an_operation_that_never_comes_to_its_end_leaves_nothing(bench: Bench) -
 
 @pytest.fixture
 def saves_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_module, "SAVE_AGAIN_S", 0.0)
+    monkeypatch.setattr(held, "SAVE_AGAIN_S", 0.0)
 
 
 def again(op: TrainOp) -> TrainOp:
@@ -177,7 +177,7 @@ def test_a_replay_that_fails_leaves_no_run_behind(bench: Bench) -> None:
     assert (aside.run_id, aside.kept, aside.lasting) == ("a", False, True)
     assert "operation 1 (forward_backward) cannot be repeated" in aside.reason
     assert "damaged" in aside.reason
-    assert "a" not in bench.trainer.runs
+    assert "a" not in bench.trainer.held.runs
 
 
 def test_a_snapshot_cut_short_is_told(bench: Bench) -> None:

@@ -85,7 +85,7 @@ def test_a_thousand_runs_with_memory_for_64(make_bench: MakeBench, decoder: Deco
             bench.ok(*ops)
     for run_id in sorted(compared):
         assert_same(paged, whole, run_id)
-    assert len(paged.trainer.runs) == 1000
+    assert len(paged.trainer.held.runs) == 1000
     assert residency.peak_bytes <= residency.budget_bytes
     assert residency.page_ins > 500
     assert residency.write_backs < residency.page_outs
@@ -278,7 +278,7 @@ class World(RuleBasedStateMachine):
         for run_id in getattr(self, "optimizers", {}):
             self.compare(run_id)
         if hasattr(self, "paged"):
-            assert set(self.paged.trainer.runs) == set(self.optimizers)
+            assert set(self.paged.trainer.held.runs) == set(self.optimizers)
 
 
 @pytest.mark.search

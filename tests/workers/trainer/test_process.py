@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ PULL = PullPass([MODEL], MEMORY)
 class Worker:
     """The server's end: one process and plain frames."""
 
-    def __init__(self, data_dir: Path, model: Path, bounds: TrainerBounds) -> None:
+    def __init__(self, data_dir: Path, models: dict[str, Path], bounds: TrainerBounds) -> None:
         self.socket, child = socket.socketpair()
         self.socket.settimeout(60)
         self.process = subprocess.Popen(
@@ -52,7 +53,17 @@ class Worker:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         child.close()
-        self.send(TrainerConfig(Basics(str(data_dir), {MODEL: str(model)}), bounds))
+        self.send(TrainerConfig(Basics(str(data_dir), {name: str(model) for name, model in models.items()}), bounds))
+
+    @contextmanager
+    def until_killed(self) -> Iterator[Worker]:
+        """It is killed at the end, if not before."""
+        try:
+            yield self
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.socket.close()
 
     def send(self, message: msgspec.Struct) -> None:
         payload = msgspec.msgpack.encode(message)
@@ -87,11 +98,8 @@ def bounds() -> TrainerBounds:
 @pytest.fixture
 def worker(bench: Bench, model: Any, tmp_path: Path, bounds: TrainerBounds) -> Iterator[Worker]:
     model.save_pretrained(tmp_path / "model")
-    worker = Worker(tmp_path / "data", tmp_path / "model", bounds)
-    yield worker
-    worker.process.kill()
-    worker.process.wait()
-    worker.socket.close()
+    with Worker(tmp_path / "data", {MODEL: tmp_path / "model"}, bounds).until_killed() as worker:
+        yield worker
 
 
 def test_works_then_drains(bench: Bench, worker: Worker) -> None:

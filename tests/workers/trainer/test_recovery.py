@@ -151,7 +151,7 @@ def test_drain_snapshots_changed_runs(bench: Bench) -> None:
 def test_release_forgets(bench: Bench) -> None:
     bench.ok(bench.create("a"))
     assert bench.go(release=["a", "never seen"]) == {}
-    assert bench.trainer.runs == {}
+    assert bench.trainer.held.runs == {}
 
 
 def test_the_same_seed_gives_the_same_adapter(bench: Bench) -> None:
@@ -189,7 +189,7 @@ def test_a_run_that_is_handed_over_goes_on_elsewhere_bitwise_also_amid_an_operat
     assert told == HandedOver("a")
     taken = bench.snapshots[-1]
     assert (taken.run_id, taken.part_op, taken.part_stop) == ("a", whole[0].op_id, 1)
-    assert list(bench.trainer.runs) == ["b"]
+    assert list(bench.trainer.held.runs) == ["b"]
     assert_equal(other, bench, "b")
     bench.restart()
     restore = msgspec.structs.replace(before[0], replay=True, source_ref=taken.ref, with_optimizer=True, seq=taken.seq)
@@ -203,7 +203,7 @@ def test_a_run_that_cannot_be_saved_is_not_handed_over(bench: Bench, monkeypatch
     def full(*_: object) -> None:
         raise OSError(28, "no space left on device")
 
-    monkeypatch.setattr("workers.trainer.trainer.save_snapshot", full)
+    monkeypatch.setattr("workers.trainer.held.save_snapshot", full)
     bench.go(hand_over=["a", "none"])
     assert [m for m in bench.sent if isinstance(m, HandedOver)] == [HandedOver("a", kept=True), HandedOver("none")]
     bench.ok(*step(bench, "a", 2))

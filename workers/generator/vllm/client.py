@@ -56,6 +56,19 @@ class VllmClient:
             return {}
         return dict(about)
 
+    async def options(self) -> dict[str, Any]:
+        """Of those of its options that change what it answers, the ones that are set; empty where it does not tell."""
+        try:
+            config = (await self._ask("GET", "/server_info", None, {"config_format": "json"}))["vllm_config"]
+        except VllmRefused:
+            return {}
+        found = {
+            "quantization": config["model_config"].get("quantization"),
+            "kv_cache_dtype": config["cache_config"].get("cache_dtype"),
+            "speculative_config": config.get("speculative_config"),
+        }
+        return {name: value for name, value in found.items() if value not in (None, "auto", "bfloat16", "float16")}
+
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """Tokens in, tokens out."""
         return dict(await self._post("/inference/v1/generate", body))

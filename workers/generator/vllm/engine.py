@@ -56,11 +56,13 @@ class VllmEngine:
         launch: Launch | None = None,
         url: str = "",
         decode_text: DecodeText | None = None,
+        lossy_adapters: bool = False,
     ) -> None:
         """vLLM as a child (`launch`) or at `url`. Adapters are written to `folder`, which a vLLM at a URL must see
-        under the same path; it is emptied at the start and deleted at the end."""
+        under the same path; it is emptied at the start and deleted at the end. `lossy_adapters`: also where its options
+        round weights or keys."""
         self._config, self._eos, self._slots, self._context = config, eos_token_ids, slots, context
-        self._decode_text = decode_text
+        self._decode_text, self._lossy_adapters = decode_text, lossy_adapters
         self._folder = folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, mode=0o700)
@@ -74,7 +76,7 @@ class VllmEngine:
     async def _begin(self, folder: Path, launch: Launch | None, url: str, limits: LoraLimits) -> None:
         self._server = VllmServer(launch, url)
         self._policies = Policies(self._server.client, self._config, limits, folder)
-        self._serving = Serving(self._server, self._policies, self._slots, self._eos, self._tally)
+        self._serving = Serving(self._server, self._policies, self._slots, self._eos, self._tally, self._lossy_adapters)
         self._keeping = asyncio.create_task(self._server.keep())
 
     def wait_ready(self, timeout_s: float | None = None) -> None:

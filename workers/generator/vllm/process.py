@@ -35,6 +35,8 @@ def vllm_engine(
         threads=threads,
         kv_bytes=config.kv_bytes,
         cpu=where.device.type == "cpu",
+        options=config.options,
+        gpus=config.gpus.get(card.name, []),
     )
     engine = VllmEngine(
         card.config,
@@ -46,6 +48,7 @@ def vllm_engine(
         launch=None if config.url else launch,
         url=config.url,
         decode_text=text_decoder(card.path),
+        lossy_adapters=config.lossy_adapters,
     )
     engine.wait_ready()
     return engine

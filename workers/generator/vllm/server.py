@@ -12,14 +12,16 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from workers.generator.vllm.adapters import LoraLimits
 from workers.generator.vllm.client import VllmClient, VllmLost, VllmRefused
+from workers.model.vllm_options import Layout, other_numbers
+from workers.model.vllm_options import words as option_words
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,8 @@ class VllmFailed(RuntimeError):
 @dataclass(frozen=True)
 class Launch:
     """How to start it. `program` is the `vllm` command of an environment that `make vllm` made, or of a GPU machine's
-    with Weft's plugin (deploy/vllm/plugin); `context` the longest sequence, `slots` the sequences in one batch."""
+    with Weft's plugin (deploy/vllm/plugin); `context` the longest sequence, `slots` the sequences in one batch.
+    `options` are more of vLLM's own (`workers.model.vllm_options`). `gpus`: the numbers of those that it may see."""
 
     program: Path
     model: Path
@@ -52,6 +55,8 @@ class Launch:
     threads: int = 1
     kv_bytes: int = 1 << 30
     cpu: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    gpus: Sequence[int] = ()
 
     def command(self, socket: Path) -> list[str]:
         limits, adapters = self.limits, self.limits.max_adapters
@@ -68,6 +73,9 @@ class Launch:
         ]
         words += ["--enable-lora", "--max-loras", str(adapters), "--max-cpu-loras", str(2 * adapters)]
         words += ["--max-lora-rank", str(limits.max_rank), "--lora-target-modules", *self.targets]
+        words += option_words(self.options)
+        if Layout.of(self.options).data > 1:  # one front, or adapters could not be loaded while it runs
+            words += ["--api-server-count", "1"]
         return words + (["--enforce-eager"] if self.cpu else [])
 
     def environment(self) -> dict[str, str]:
@@ -82,6 +90,9 @@ class Launch:
             found |= {"LD_PRELOAD": str(openmp)} if openmp.is_file() else {}
             found |= {"VLLM_CPU_KVCACHE_SPACE": str(max(1, self.kv_bytes >> 30))}
             found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(self.threads)}
+        elif self.gpus:
+            visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+            found |= {"CUDA_VISIBLE_DEVICES": ",".join(visible[gpu] if visible else str(gpu) for gpu in self.gpus)}
         return found
 
 
@@ -100,6 +111,7 @@ class VllmServer:
         self.base = BASE
         self.longest = sys.maxsize  # tokens of the longest sequence that it takes, with the prompt
         self.swaps = self.tempered = False  # its plugin replaces weights in place; computes logprobs at the temperature
+        self.rounds = ""  # the options by which its numbers are not the trainer's, for people
         self.failure: VllmFailed | None = None
         self._lost = asyncio.Event()
 
@@ -159,7 +171,11 @@ class VllmServer:
             models = await self.client.models()
             self.base = BASE if BASE in models else next(iter(models))
             self.longest = models[self.base] or self.longest
-            self.swaps, self.tempered = bool(about), bool(about.get("tempered_logprobs"))
+            options = self._launch.options if self._launch is not None else await self.client.options()
+            self.rounds = other_numbers(options)
+            self.swaps = bool(about)
+            # Tokens that were guessed are scored outside of the sampler that the plugin knows.
+            self.tempered = bool(about.get("tempered_logprobs")) and "speculative_config" not in options
             await self._warm_up()
         except (VllmLost, VllmRefused) as error:
             log.error("vLLM does not generate: %s", error)

@@ -37,9 +37,17 @@ FAILED = "generation failed; the generator's log has the details"
 
 class Serving:
     def __init__(
-        self, server: VllmServer, policies: Policies, slots: int, eos_token_ids: tuple[int, ...], tally: Tally
+        self,
+        server: VllmServer,
+        policies: Policies,
+        slots: int,
+        eos_token_ids: tuple[int, ...],
+        tally: Tally,
+        lossy_adapters: bool = False,
     ) -> None:
-        """At most `slots` sequences are with vLLM at a time; requests that end go to `tally`."""
+        """At most `slots` sequences are with vLLM at a time; requests that end go to `tally`. `lossy_adapters`: serve
+        adapters also where vLLM's numbers are not the trainer's."""
+        self._lossy_adapters = lossy_adapters
         self._server, self._policies, self._eos, self._tally = server, policies, eos_token_ids, tally
         self._slots = PrioritySemaphore(slots)
         self._requests: dict[str, RequestProgress] = {}
@@ -109,6 +117,8 @@ class Serving:
         life = await self._synchronise()
         if (why := translate.beyond(request, tempered=self._server.tempered)) is not None:
             return _declined(request.id, why, "request")
+        if request.adapter and self._server.rounds and not self._lossy_adapters:
+            return _declined(request.id, f"its vLLM rounds what training does not: {self._server.rounds}", "weights")
         try:
             if request.adapter:
                 progress.pushed = await self._policies.acquire(request.adapter, request.adapter_folder)

@@ -20,10 +20,11 @@ from scheduler.links.messages import HandedOver, Pass, PassOver
 from workers.model.decoder import Decoder
 from workers.model.sharded import Sharded
 from workers.trainer.computing import Others
+from workers.trainer.held import Send
 from workers.trainer.ranks.group import Group, Want
 from workers.trainer.ranks.guests import Ranks
 from workers.trainer.residency import Residency
-from workers.trainer.trainer import Send, Trainer
+from workers.trainer.trainer import Trainer
 
 
 class Word(Enum):

@@ -219,3 +219,22 @@ def test_a_crash_gives_back_what_ran_and_everything_works_again(
     assert [span.version for span in again.policy] == [5]
     assert engine.free_slots == 64
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in before)
+
+
+def test_a_vllm_that_rounds_declines_adapters_and_says_why(engine: VllmEngine, tmp_path: Path) -> None:
+    """This one does not, by its own account; after that it is told that it does."""
+    server, torch_engine = engine._server, TorchEngine(load_decoder(TINY_PATH), EOS, slots=1, context=CONTEXT)
+    assert engine._call(server.client.options()).result() == {}
+    assert (server.rounds, server.tempered) == ("", True)
+    base = GenerateRequest("base", prompt(1), SamplingParams(max_tokens=2))
+    adapted = replace(base, id="adapted", adapter="a0", adapter_folder=adapter(tmp_path, torch_engine, 0))
+    server.rounds = "kv_cache_dtype = fp8"
+    try:
+        found = finish(engine, base, adapted)
+    finally:
+        server.rounds = ""
+    assert found["base"].error is None
+    error = found["adapted"].error
+    assert error is not None
+    assert error.elsewhere == "weights"
+    assert "rounds what training does not: kv_cache_dtype = fp8" in error.message

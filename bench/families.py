@@ -1,0 +1,155 @@
+"""What sharing costs in each family: a small random model of every row of the table, on the CPU, 1 thread.
+
+    python bench/families.py [--json] [--quick] [--out FILE] [--only "Qwen3.5" ...]
+
+The models are those of tests/workers/model/models.py (made by transformers) at a hidden size of 256. Per family, every
+variant in turn, round after round, CPU time of the process, the minimum of the rounds:
+
+- batched: 16 tenants with 64 tokens each, one pass, an adapter each on attention and MLP; one: the same tokens with one
+  adapter. A step is forward, loss and backward, as in bench/trainer.py;
+- peft: the 16 tenants one after another through transformers and peft, as both come from pip (four are timed). It gets
+  the adapters that it can wrap, those of linears; in a mixture that is attention alone, and `alike` is ours with the
+  same. Ling 2 has no class in transformers, so it has no peer here;
+- distinct: a decode step of TorchEngine with 64 sequences and an adapter each; shared: with one adapter for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from generator import BATCH, RANK, running, step_times, write_adapters
+from peers import with_adapters
+from serving import claim, machine
+from trainer import TIMED_ALONE, Batch, Tenants, measure, peft_step, step
+
+from tests.workers.model.models import FAMILIES, ours, reference
+from workers.model.adapter import AdapterShape
+from workers.model.decoder import Decoder, LoraRows
+from workers.model.families.table import FAMILIES as TABLE
+
+TENANTS, TOKENS = 16, 64
+GOAL = 0.9
+#: The sizes of all models, where a family has them.
+SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+#: Those of single families.
+OWN_SIZES: dict[str, Any] = {
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
+ROUNDS, STEP_ROUNDS = 5, 20
+
+
+def models() -> dict[str, str]:
+    """The first tiny model of each family, by the family's name."""
+    found: dict[str, str] = {}
+    for model, (model_class, _, _) in FAMILIES.items():
+        found.setdefault(TABLE[model_class.__name__].name, model)
+    return found
+
+
+def made(model: str) -> Any:
+    """In transformers, at our sizes. Latent attention has as many key-value heads as heads."""
+    own = FAMILIES[model][2]
+    sizes = SIZES | {key: size for key, size in OWN_SIZES.items() if own.get(key) is not None}
+    if "kv_lora_rank" in own:
+        sizes |= {"num_key_value_heads": sizes["num_attention_heads"], "head_dim": sizes["qk_rope_head_dim"]}
+    return reference(model, **sizes)
+
+
+def measured(model: str, folder: Path, rounds: int, step_rounds: int) -> dict[str, Any]:
+    theirs = made(model)
+    decoder = ours(theirs, folder / "model")
+    works = steps(decoder, theirs if "Bailing" not in type(theirs).__name__ else None, folder / "peft")
+    seconds = measure(works, rounds)
+    in_turn = {"peft": TENANTS / TIMED_ALONE}
+    places = write_adapters(folder / "adapters", BATCH, RANK, decoder.config)
+    engines = {"distinct": running(decoder, places), "shared": running(decoder, places[:1] * BATCH)}
+    return {
+        "parameters": sum(weight.numel() for weight in decoder.parameters()),
+        "cpu_ms": {name: round(1e3 * took * in_turn.get(name, 1), 1) for name, took in seconds.items()},
+        "step_cpu_ms": step_times(engines, step_rounds),
+    }
+
+
+def steps(decoder: Decoder, theirs: Any | None, folder: Path) -> dict[str, Callable[[], None]]:
+    """The variants of a training step."""
+    config = decoder.config
+    batch, all_tokens = Batch(TENANTS, TOKENS), [0, TENANTS * TOKENS]
+    every = Tenants.of(AdapterShape(config, RANK, train_unembed=False), TENANTS)
+    mlp = not config.num_experts
+    alike = every if mlp else Tenants.of(AdapterShape(config, RANK, train_mlp=False, train_unembed=False), TENANTS)
+
+    def batched(tenants: Tenants) -> None:
+        step(decoder, batch, tenants.rows(range(TENANTS), TOKENS))
+
+    def one() -> None:
+        step(decoder, batch, LoraRows(all_tokens, every.adapters[:1], every.grads[:1]))
+
+    works: dict[str, Callable[[], None]] = {"batched": partial(batched, every), "one": one}
+    if theirs is not None:
+        peer = with_adapters(theirs, alike.adapters[:TIMED_ALONE], folder, trainable=True)
+        works["peft"] = peft_step(peer, Batch(1, TOKENS), TIMED_ALONE)
+        if alike is not every:
+            works["alike"] = partial(batched, alike)
+    return works
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--quick", action="store_true", help="one round of each: to see that it runs")
+    parser.add_argument("--out", type=Path, help="write the figures here too, after each family")
+    parser.add_argument("--only", nargs="*", default=list(models()), choices=list(models()), metavar="FAMILY")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rounds, step_rounds = (1, 1) if args.quick else (ROUNDS, STEP_ROUNDS)
+    result: dict[str, Any] = {
+        "bench": "families",
+        "compares": "variants of one pass and of one step, in this process; peft by its own code",
+        "machine": machine(),
+        "claims": [],
+        "families": {},
+    }
+    for name in args.only:
+        with tempfile.TemporaryDirectory() as folder:
+            found = measured(models()[name], Path(folder), rounds, step_rounds)
+        result["families"][name] = found
+        value = found["cpu_ms"]["one"] / found["cpu_ms"]["batched"]
+        what = f"{name}: {TENANTS} tenants x {TOKENS} tokens, one adapter / batched"
+        result["claims"].append(claim(what, value, GOAL, value >= GOAL))
+        print(name, json.dumps(found), file=sys.stderr, flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

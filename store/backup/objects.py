@@ -1,0 +1,62 @@
+"""The objects of a bucket in a backup: copied while servers write and delete beside it, and put back.
+
+As with files (`store.backup.files`): what is under a name does not change, but lists of folders (folders/REF) are put
+anew when a folder is replaced, so each round copies them again and leaves out those whose files are gone by then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from store.backup.files import digest_of
+from store.blobs import unsealed
+from store.bucket import MARK, OWNER, Bucket
+
+#: Of a backup: the objects by their keys.
+OBJECTS = "objects"
+#: What can be made again, what is not finished, and what says whose prefix it is.
+_LEFT_OUT = ("files/archives/", "folders/archives/", "data/archives/", "unfinished/", MARK, OWNER)
+
+
+def copy_objects(bucket: Bucket, target: Path, sums: dict[str, str]) -> None:
+    """Copy what is not in `sums` (path -> SHA-256) yet, and note it there."""
+    for name in [name for name in sums if name.startswith(f"{OBJECTS}/folders/")]:
+        _leave_out(target, name, sums)
+    keys = [found.key for found in bucket.listed("") if not found.key.startswith(_LEFT_OUT)]
+    for key in sorted(keys, key=lambda key: not key.startswith("folders/")):  # lists first, then what they name
+        name = f"{OBJECTS}/{key}"
+        if name in sums:
+            continue
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            bucket.download(key, target / name)
+        except FileNotFoundError:  # deleted meanwhile
+            (target / name).unlink(missing_ok=True)
+            continue
+        sums[name] = digest_of(target / name)
+    for name in [name for name in sums if name.startswith(f"{OBJECTS}/folders/")]:
+        if not _whole(target, name):
+            _leave_out(target, name, sums)
+
+
+def put_objects(bucket: Bucket, source: Path, sums: Mapping[str, str]) -> None:
+    """Put them below a prefix; lists of folders last, with which the folders are there."""
+    names = [name for name in sums if name.startswith(f"{OBJECTS}/")]
+    for name in sorted(names, key=lambda name: name.startswith(f"{OBJECTS}/folders/")):
+        bucket.put(name.removeprefix(f"{OBJECTS}/"), source / name)
+
+
+def _whole(target: Path, name: str) -> bool:
+    """Whether all files of a folder's list were copied."""
+    ref = name.removeprefix(f"{OBJECTS}/folders/")
+    found = json.loads(unsealed(ref, (target / name).read_bytes()))
+    data = target / OBJECTS / "data" / ref / found["generation"]
+    sizes = ((data / file, size) for file, (_, size) in found["files"].items())
+    return all(path.is_file() and path.stat().st_size == size for path, size in sizes)
+
+
+def _leave_out(target: Path, name: str, sums: dict[str, str]) -> None:
+    (target / name).unlink(missing_ok=True)
+    del sums[name]
