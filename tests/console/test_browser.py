@@ -206,7 +206,7 @@ def test_a_top_up_leads_to_stripe(console: Console, open_page: Open) -> None:
 
 def test_what_is_refused_is_said(console: Console, open_page: Open) -> None:
     page = open_page("/members", refusals=True)
-    page.get_by_label("E-mail").fill("owner@acme.example")
+    page.locator("#email").fill("owner@acme.example")
     with page.expect_response("**/console/members") as answer:
         page.get_by_role("button", name="Add", exact=True).click()
     assert answer.value.status == 400
