@@ -7,14 +7,13 @@ prints one key. Everything else, logs and errors, goes to stderr. A mistake of t
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
 from pathlib import Path
 
 import click
 
-from api.commands.places import refuse, settings_of, where
+from api.commands.places import refuse, say_as, settings_of, where
 
 #: Where the commands are. Only the one that runs is imported: a server that starts again needs no other.
 COMMANDS = {
@@ -97,11 +96,9 @@ def serve(
     from api.server import serve as server
     from billing.prices import PriceError
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    logging.getLogger("alembic").setLevel(logging.WARNING)
     given = {"models": models or None, "engine": engine, "trainers": trainers, "trainer_ranks": trainer_ranks}
     settings = settings_of(config, data_dir, host=host, port=port, **given)
+    say_as(settings, "api")
     try:
         code = server.serve(settings)
     except (server.CannotServe, PriceError) as error:

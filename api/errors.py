@@ -2,13 +2,12 @@
 
 The statuses follow what Tinker's SDK does with them: it retries 408, 409, 429 and 5xx for minutes, pauses for up to an
 hour on 402, and takes a 400 without a body for a proxy's. So a permanent mistake is never one of those, and every
-answer has a body: {"detail", "code"} and, where one operation is meant, "request_id".
+answer has a body: {"detail", "code", "request_id"}: the operation's that is meant, else the HTTP request's own.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -28,6 +27,7 @@ from weft.wire.checks.problem import quote as quote
 
 from billing.accounts import OutOfMoney
 from billing.quotas import QuotaReached
+from store import logs
 from store.blobs import is_lasting
 from store.people import NoSuch, PeopleError
 from store.room import what_failed
@@ -53,10 +53,16 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def response(self) -> Response:
-        body: dict[str, Any] = {"detail": self.detail, "code": self.code}
-        if self.request_id is not None:
-            body["request_id"] = self.request_id
-        return JSONResponse(body, self.status, self.headers)
+        return self.answer()
+
+    def answer(self, **more: int) -> Response:
+        return JSONResponse(body_of(self.detail, self.code, self.request_id) | more, self.status, self.headers)
+
+
+def body_of(detail: str, code: str, request_id: str | None = None) -> dict[str, Any]:
+    """The JSON of a refusal. Without an operation's `request_id` it has that of the HTTP request."""
+    request_id = request_id or logs.about().get("request")
+    return {"detail": detail, "code": code} | ({"request_id": request_id} if request_id else {})
 
 
 class Invalid(ApiError):
@@ -162,7 +168,7 @@ class PaymentRequired(ApiError):
         }
 
     def response(self) -> Response:
-        return JSONResponse({"detail": self.detail, "code": self.code, **self.amounts}, self.status, self.headers)
+        return self.answer(**self.amounts)
 
 
 class Busy(ApiError):
@@ -288,10 +294,9 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404:
             return NotHere(f"this server has no {request.method} {request.scope['path']}").response()
         if error.status_code == 405:
-            body = {"detail": f"{request.scope['path']} does not take {request.method}", "code": "method_not_allowed"}
-            return JSONResponse(body, 405, error.headers)
-        body = {"detail": str(error.detail), "code": "http_error"}
-        return JSONResponse(body, error.status_code, error.headers)
+            why = f"{request.scope['path']} does not take {request.method}"
+            return JSONResponse(body_of(why, "method_not_allowed"), 405, error.headers)
+        return JSONResponse(body_of(str(error.detail), "http_error"), error.status_code, error.headers)
 
     app.add_middleware(LastResort)
 
@@ -318,13 +323,10 @@ class LastResort:
         except ClientDisconnect:
             return
         except Exception:
-            error_id = secrets.token_hex(8)
+            error_id = logs.about().get("request", "")
             log.exception("error %s in %s %s", error_id, scope["method"], scope["path"])
             if started:
                 raise  # half an answer is out: only closing the connection can tell the client
-            body = {
-                "detail": f"internal error {error_id}: the operator finds it in the server's log under this id",
-                "code": "internal",
-                "request_id": error_id,
-            }
+            why = f"internal error {error_id}: the operator finds it in the server's log under this id"
+            body = body_of(why, "internal", error_id)
             await Response(orjson.dumps(body), 500, media_type="application/json")(scope, receive, send)

@@ -114,8 +114,8 @@ class Database:
     def __init__(self, url: str, *, durable: bool = False) -> None:
         self.url = url
         sqlite = make_url(url).get_backend_name() == "sqlite"
-        self._read_engine = create_engine(url, pool_size=8, max_overflow=56)
-        self._write_engine = create_engine(url, pool_size=1, max_overflow=0)
+        self._read_engine = create_engine(url, pool_size=8, max_overflow=56, hide_parameters=True)
+        self._write_engine = create_engine(url, pool_size=1, max_overflow=0, hide_parameters=True)
         if sqlite:
             _prepare_sqlite(self._read_engine, begin="BEGIN", durable=durable, query_only=True)
             _prepare_sqlite(self._write_engine, begin="BEGIN IMMEDIATE", durable=durable, query_only=False)

@@ -26,6 +26,7 @@ DELETED: tuple[type[Base], ...] = (
     tables.Session,
     tables.BrowserSession,
     tables.LoginLink,
+    tables.Invitation,
     tables.Membership,
 )
 KEPT: tuple[type[Base], ...] = (
@@ -57,6 +58,11 @@ def rows_of(org_id: str) -> Iterator[tuple[str, Select[Any]]]:
     organisation, member, user = tables.Organisation.__table__, tables.Membership, tables.User.__table__
     yield "organisations", select(organisation).where(organisation.c.id == org_id)
     yield "users", select(user).join(member, member.user_id == user.c.id).where(member.org_id == org_id)
+    identity = tables.Identity.__table__
+    yield (
+        "identities",
+        select(identity).join(member, member.user_id == identity.c.user_id).where(member.org_id == org_id),
+    )
     budget, period = tables.Budget, tables.BudgetPeriod.__table__
     yield "budget_periods", select(period).join(budget, budget.id == period.c.budget_id).where(budget.org_id == org_id)
 

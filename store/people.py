@@ -60,13 +60,28 @@ def set_weight(session: Session, org: Organisation, weight: int) -> None:
         audit.record(session, org_id=org.id, key_id=None, event="organization_weight_set", target=org.id, detail=detail)
 
 
+def require_sso(session: Session, org: Organisation, required: bool, key_id: int | None = None) -> None:
+    """Whether members sign in to the console by the OpenID provider alone. Other sessions end with it."""
+    if (org.sso_required_at is not None) != required:
+        org.sso_required_at = datetime.now(UTC) if required else None
+        audit.record(
+            session,
+            org_id=org.id,
+            key_id=key_id,
+            event="organization_sso_required" if required else "organization_sso_not_required",
+            target=org.id,
+        )
+
+
 # ---- members
 
 
-def add_member(session: Session, org_id: str, email: str, role: str, key_id: int | None = None) -> User:
-    """Make that person a member; who is unknown so far becomes a user."""
-    email = _check_email(email)
-    _check_role(role)
+def add_member(
+    session: Session, org_id: str, email: str, role: str, key_id: int | None = None, issuer: str | None = None
+) -> User:
+    """Make that person a member; who is unknown becomes a user. With `issuer` the membership follows its groups."""
+    email = check_email(email)
+    check_role(role)
     with unrestricted(session):
         user = session.scalar(select(User).where(User.email == email))
     now = datetime.now(UTC)
@@ -76,19 +91,31 @@ def add_member(session: Session, org_id: str, email: str, role: str, key_id: int
         session.flush()
     if session.get(Membership, (org_id, user.id)) is not None:
         raise PeopleError(f"email: {email} is a member already; change the role instead")
-    session.add(Membership(org_id=org_id, user_id=user.id, role=role, created_at=now))
+    session.add(Membership(org_id=org_id, user_id=user.id, role=role, issuer=issuer, created_at=now))
     session.flush()
-    _note(session, org_id, key_id, "member_added", user.id, role=role, email=email)
+    how = {"by_groups_of": issuer} if issuer is not None else {}
+    _note(session, org_id, key_id, "member_added", user.id, role=role, email=email, **how)
     return user
 
 
 def change_role(session: Session, org_id: str, user_id: str, role: str, key_id: int | None = None) -> Membership:
     row = membership(session, org_id, user_id)
-    _check_role(role)
+    check_role(role)
+    if row.issuer is not None and row.role != role:
+        raise PeopleError(
+            "the role of this member follows their groups at the OpenID provider: change those; or remove the member "
+            "and add them again, and the role is yours to give"
+        )
+    return set_role(session, row, role, key_id)
+
+
+def set_role(session: Session, row: Membership, role: str, key_id: int | None = None) -> Membership:
+    """Another role, whoever gave the one before."""
     if row.role == "owner" and role != "owner":
-        _keep_an_owner(session, org_id)
+        _keep_an_owner(session, row.org_id)
     if row.role != role:
-        _note(session, org_id, key_id, "member_role_set", user_id, was=row.role, role=role)
+        how = {"by_groups_of": row.issuer} if row.issuer is not None else {}
+        _note(session, row.org_id, key_id, "member_role_set", row.user_id, was=row.role, role=role, **how)
         row.role = role
     return row
 
@@ -125,14 +152,14 @@ def _keep_an_owner(session: Session, org_id: str) -> None:
         raise PeopleError("the last owner of an organisation stays: make somebody else an owner first")
 
 
-def _check_email(email: str) -> str:
+def check_email(email: str) -> str:
     email = email.strip().lower()
     if not _EMAIL.fullmatch(email) or not email.isprintable():
         raise PeopleError(f"email: must be an e-mail address of at most 254 characters, got {email[:80]!r}")
     return email
 
 
-def _check_role(role: str) -> None:
+def check_role(role: str) -> None:
     if role not in ROLES:
         raise PeopleError(f"role: must be one of {', '.join(ROLES)}, got {role[:80]!r}")
 

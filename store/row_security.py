@@ -26,7 +26,7 @@ _OTHERS = {
     "budget_periods": (_BUDGET, _BUDGET),
 }
 #: Tables of all organisations together, which no request reads or writes.
-SERVER_ONLY = ("alembic_version", "job_leases", "job_runs", "stripe_webhook_events")
+SERVER_ONLY = ("alembic_version", "identities", "job_leases", "job_runs", "stripe_webhook_events")
 
 
 def protect(connection: Connection) -> None:

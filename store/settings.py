@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from store.oidc_settings import OidcSettings
+
 Positive = Annotated[int, Field(gt=0)]
 
 #: Where a worker's model lives: auto is a GPU when there is one. Both workers may use the same.
@@ -192,6 +194,15 @@ class FrontSettings(_Section):
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
 
 
+class LogSettings(_Section):
+    """Of the server, its workers and its jobs (`store.logs`)."""
+
+    #: text: lines for people. json: an object on each line.
+    format: Literal["text", "json"] = "text"
+    #: debug has a line for each request and each operation, where it was accepted, computed and settled.
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
 class BillingSettings(_Section):
     """How organisations pay that are new from now on; `weftd billing mode` changes one that is there."""
 
@@ -274,9 +285,11 @@ class Settings(_Section):
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     limits: Limits = Field(default_factory=Limits)
     front: FrontSettings = Field(default_factory=FrontSettings)
+    logs: LogSettings = Field(default_factory=LogSettings)
     billing: BillingSettings = Field(default_factory=BillingSettings)
     jobs: JobsSettings = Field(default_factory=JobsSettings)
     payments: PaymentsSettings = Field(default_factory=PaymentsSettings)
+    oidc: OidcSettings = Field(default_factory=OidcSettings)
     ownership: OwnershipSettings = Field(default_factory=OwnershipSettings)
     #: Prometheus' /metrics, for operators, on a port of its own and on the same host. 0: none.
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0

@@ -13,9 +13,9 @@ PAGE = (CHECKOUT / "docs" / "security.md").read_text()
 NAMED = sorted(set(re.findall(r"`(tests/[^`]+)`", PAGE)))
 RISKS = re.findall(r"^\| API(\d+) ", PAGE, re.MULTILINE)
 
-#: What may ask others for something in the server's processes: Stripe's own client, that of the object store, and the
-#: commands of an operator.
-ASKING = {"api/commands", "billing/payments", "store/bucket.py"}
+#: What may ask others for something in the server's processes: Stripe's own client, those of the object store and of
+#: the OpenID provider, and the commands of an operator.
+ASKING = {"api/commands", "api/oidc/provider.py", "billing/payments", "store/bucket.py"}
 CLIENTS = {"aiohttp", "http", "httpx", "obstore", "requests", "urllib", "urllib3"}
 
 

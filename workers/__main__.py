@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from workers.leave import leave
+from workers.say import say_as
 
 #: What `ps` and `top` call a process that waits.
 WAITING = "weft-standby"
@@ -30,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     gc.disable()  # what is imported stays: looking through it again and again takes a tenth of the time
     program = importlib.import_module(f"workers.{args.role}.process")
     from scheduler.links.sockets import WorkerLink
+    from store import tracing
     from workers.model.base_files import leave_files
 
     gc.freeze()
@@ -40,7 +42,9 @@ def main(argv: Sequence[str]) -> int:
     except EOFError:
         return 0
     _rename(f"weft-{args.role}")
+    say_as(config.basics)
     code: int = program.main(config, link)
+    tracing.stop()
     if config.basics.base_dir:
         leave_files(Path(config.basics.base_dir))
     return code

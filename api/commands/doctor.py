@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from api.commands.places import settings_of, where
-from api.doctor import machine, models, stores
+from api.doctor import machine, models, sign_in, stores
 from api.doctor.findings import Finding, wrong
 from store.settings import Settings
 
@@ -25,6 +25,7 @@ CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
     stores.redis,
     stores.clocks,
     stores.jobs,
+    sign_in.provider,
     models.prices,
     models.models,
     models.engines,
@@ -36,7 +37,7 @@ CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
 @where
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 def doctor(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
-    """Look at disk, permissions, database, Redis, clocks, jobs, prices, models, GPU and kernels; change nothing.
+    """Look at disk, permissions, database, Redis, clocks, jobs, sign-in, prices, models, GPU, kernels; change nothing.
 
     One line for each, and below it what to do. Exit code 1 when something is wrong; warnings alone are 0."""
     settings = settings_of(config, data_dir)

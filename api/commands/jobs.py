@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
-from api.commands.places import database_of, refuse, settings_of, where
+from api.commands.places import database_of, refuse, say_as, settings_of, where
 from store.settings import Settings
 
 
@@ -88,7 +87,7 @@ def beat(data_dir: Path | None, config: Path | None) -> None:
 
 def _migrated(config: Path | None, data_dir: Path | None) -> Settings:
     """The settings, with the tables of their database up to date."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    settings = settings_of(config, data_dir)
+    say_as(settings, "jobs")
     with database_of(config, data_dir):
-        return settings_of(config, data_dir)
+        return settings

@@ -64,6 +64,18 @@ def weight(data_dir: Path | None, config: Path | None, name: str, weight: int) -
 @org.command()
 @where
 @click.argument("name")
+@click.argument("how", type=click.Choice(("required", "optional")))
+def sso(data_dir: Path | None, config: Path | None, name: str, how: str) -> None:
+    """Whether members sign in to the console by the OpenID provider alone. The operator's own links always work."""
+    required = how == "required"
+    if required and not settings_of(config, data_dir).oidc.on:
+        refuse("no oidc.issuer is set, so nobody could sign in: set it first, or name its --config (docs/sign-in.md)")
+    change(data_dir, config, lambda session: people.require_sso(session, organisation(session, name), required))
+
+
+@org.command()
+@where
+@click.argument("name")
 @click.option("--requests-per-minute", type=click.IntRange(0), help="0: no limit; not given: as it is.")
 @click.option("--tokens-per-minute", type=click.IntRange(0), help="Likewise.")
 @click.option("--max-in-flight", type=click.IntRange(0), help="Samples and runs at a time. Likewise.")

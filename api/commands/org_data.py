@@ -209,4 +209,6 @@ def _forget_people(session: Session, org: Organisation, members: Sequence[str]) 
         project.name = project.id
     session.flush()
     elsewhere = set(session.scalars(select(tables.Membership.user_id).where(tables.Membership.user_id.in_(members))))
-    session.execute(delete_rows(tables.User).where(tables.User.id.in_(set(members) - elsewhere)))
+    gone = set(members) - elsewhere
+    session.execute(delete_rows(tables.Identity).where(tables.Identity.user_id.in_(gone)))
+    session.execute(delete_rows(tables.User).where(tables.User.id.in_(gone)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from store import logs
 from store.settings import Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ def settings_of(config: Path | None, data_dir: Path | None, **overrides: Any) ->
         return load_settings(config, data_dir=data_dir, **overrides)
     except SettingsError as error:
         refuse(str(error))
+
+
+def say_as(settings: Settings, program: str) -> None:
+    """Log as `program`, in the way of the settings."""
+    logs.configure(settings.logs.format, settings.logs.level, program)
 
 
 @contextmanager

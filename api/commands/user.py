@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from api.commands.changes import change, check_org_name, organisation
 from api.commands.login_link import login_link
 from api.commands.places import database_of, refuse, where
-from store import people
+from store import identities, people
 from store.roles import ROLES
 
 
@@ -71,3 +71,11 @@ def remove(data_dir: Path | None, config: Path | None, org: str, email: str) -> 
         people.remove_member(session, row.id, found[0])
 
     change(data_dir, config, write)
+
+
+@user.command()
+@where
+@click.option("--email", required=True)
+def unlink(data_dir: Path | None, config: Path | None, email: str) -> None:
+    """Forget which accounts of the OpenID provider are this person's: the next with their verified address will be."""
+    click.echo(change(data_dir, config, lambda session: identities.unlink(session, email)))

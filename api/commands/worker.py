@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import click
 
-from api.commands.places import database_of, refuse, settings_of, where
+from api.commands.places import database_of, refuse, say_as, settings_of, where
+from store import tracing
+
+log = logging.getLogger(__name__)
 
 
 @click.command()
@@ -18,7 +22,7 @@ from api.commands.places import database_of, refuse, settings_of, where
 @click.option("--redis", metavar="URL", help="The Redis of the API replicas (default: redis_url of the settings).")
 def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | None) -> None:
     """Work as ROLE until SIGTERM, which lets it finish what it has. Whatever supervises it starts it again."""
-    from api.server.serve import CannotServe, read_cards, with_plan
+    from api.server.serve import CannotServe, read_cards, trace_as, with_plan
     from api.server.worker_programs import lone_worker
     from store.opening import check_blobs
     from store.settings import SettingsError
@@ -26,7 +30,10 @@ def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | N
     settings = settings_of(config, data_dir, redis_url=redis)
     if not settings.redis_url:
         refuse("there is no Redis to come to: give --redis URL, or redis_url in the settings")
+    say_as(settings, role)
     try:
+        trace_as(role)
+        tracing.stop()  # the program that takes this one's place begins anew
         check_blobs(settings)
         cards = read_cards(settings.models)
         settings, tables = with_plan(settings, cards, role)
@@ -35,7 +42,7 @@ def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | N
     except (CannotServe, SettingsError) as error:
         refuse(str(error))
     for table in tables:
-        click.echo(table, err=True)
+        log.info("the plan of memory (docs/operating.md):\n%s", table)
     ours, theirs = socket.socketpair()
     ours.sendall(program.first_word)  # which waits in the link for the program that takes this one's place
     os.set_inheritable(theirs.fileno(), True)

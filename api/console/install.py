@@ -11,6 +11,7 @@ from api.console.pages import (
     budgets,
     checkpoints,
     compare,
+    join,
     keys,
     limits,
     login,
@@ -22,6 +23,7 @@ from api.console.pages import (
     run,
     runs,
     search,
+    sso,
     usage,
 )
 from api.console.render import STATIC, ConsoleRoute
@@ -33,6 +35,8 @@ router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 PAGES = (
     login,
+    sso,
+    join,
     overview,
     usage,
     runs,

@@ -51,9 +51,9 @@ HEADERS = {
 class SignInNeeded(Unauthenticated):
     """No good session. A page leads to the sign-in page; a part of one has htmx go there."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, fresh: bool = False) -> None:
         super().__init__("not signed in, or no longer: sign in again")
-        self._to = f"{PREFIX}/login?next={url_quote(_here(request), safe='')}"
+        self._to = f"{PREFIX}/login?next={url_quote(_here(request), safe='')}" + ("&fresh=1" if fresh else "")
         self._part = "hx-request" in request.headers
         self._page = request.method in SAFE_METHODS and "text/html" in request.headers.get("accept", "")
 
@@ -73,6 +73,7 @@ class Viewer:
     operator: bool
     csrf: str
     since: datetime
+    by_provider: bool = False
 
     @property
     def org_id(self) -> str:
@@ -92,7 +93,7 @@ class Viewer:
 def need_fresh(request: Request, viewer: Viewer) -> None:
     """For what would hurt most if somebody sat down at an open browser: have them sign in again after a while."""
     if datetime.now(UTC) - viewer.since > sessions.FRESH:
-        raise SignInNeeded(request)
+        raise SignInNeeded(request, fresh=True)
 
 
 async def viewer(request: Request) -> Viewer:
@@ -100,7 +101,8 @@ async def viewer(request: Request) -> Viewer:
     sid = request.cookies.get(cookie_name(request), "")
     now = datetime.now(UTC)
     service = service_of(request)
-    found = await service.read(lambda session: sessions.signed_in(session, sid, now)) if sid else None
+    oidc = service.settings.oidc
+    found = await service.read(lambda session: sessions.signed_in(session, sid, now, oidc)) if sid else None
     if found is None:
         raise SignInNeeded(request)
     token = csrf_token(service.secret, sid)
@@ -116,7 +118,7 @@ async def viewer(request: Request) -> Viewer:
     else:
         address = request.client.host if request.client else None
         become(Caller(who.org_id, who.actor, address, link_by=who.link_by))
-    return Viewer(who, found.org_name, found.name, found.operator, token, found.since)
+    return Viewer(who, found.org_name, found.name, found.operator, token, found.since, found.by_provider)
 
 
 ViewerDep = Annotated[Viewer, Depends(viewer)]

@@ -18,7 +18,9 @@ from sqlalchemy.orm import Session
 from api.who.principal import Principal, RateLimit, principal_of
 from store import audit
 from store.caller import acting_as, caller
+from store.identities import Account
 from store.keys import find, is_good, secret_ends
+from store.oidc_settings import OidcSettings
 from store.roles import ALLOWED
 from store.tables import ApiKey, BrowserSession, LoginLink, Membership, Organisation, User
 
@@ -29,6 +31,8 @@ ABSOLUTE = timedelta(hours=24)
 FRESH = timedelta(hours=1)
 #: A link lets somebody in for so long.
 LINK_LIFE = timedelta(minutes=15)
+#: When somebody proved who they are, for whom the provider does not tell.
+LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 #: How often it is noted that a session is used.
 NOTED = timedelta(minutes=1)
 #: Sessions of one organisation; the oldest give way.
@@ -43,19 +47,31 @@ class SignedIn:
     org_name: str
     name: str
     operator: bool
-    since: datetime
+    since: datetime  # they have proved who they are
     stale: bool  # its use should be noted
+    by_provider: bool
+
+
+class SsoNeeded(Exception):
+    """The organisation's members sign in by the OpenID provider alone."""
 
 
 def digest(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def sign_in_with_key(session: Session, key: str, now: datetime) -> str | None:
-    """A new session for the holder of an API key; None if the key is not good."""
+def sso_required(org: Organisation, oidc: OidcSettings) -> bool:
+    """Whether keys, and links that members make, open no session of this organisation. Links of the operator do."""
+    return oidc.required or org.sso_required_at is not None
+
+
+def sign_in_with_key(session: Session, key: str, now: datetime, oidc: OidcSettings) -> str | None:
+    """A new session for the holder of an API key; None if the key is not good. Raises SsoNeeded."""
     row = find(session, key, now)
     if row is None:
         return None
+    if sso_required(session.get_one(Organisation, row.org_id), oidc):
+        raise SsoNeeded
     _note(session, row.org_id, f"key:{row.id}", row.id, row.prefix)
     return _begin(session, row.org_id, now, key_id=row.id, until=secret_ends(row, key))
 
@@ -77,28 +93,50 @@ def new_link(session: Session, org_id: str, user_id: str, *, operator: bool = Fa
     return token
 
 
-def sign_in_with_link(session: Session, token: str, now: datetime) -> str | None:
-    """A new session for whom the link is for, who must still be a member. Only the first use counts."""
+def sign_in_with_link(session: Session, token: str, now: datetime, oidc: OidcSettings) -> str | None:
+    """A new session for whom the link is for, who must still be a member. Only the first use counts. Raises SsoNeeded
+    for the link of a member; the operator's is the way in when the provider is away."""
     unused = (LoginLink.token_sha256 == digest(token), LoginLink.used_at.is_(None), LoginLink.expires_at > now)
     used = update(LoginLink).where(*unused).values(used_at=now).returning(LoginLink)
     link = session.scalars(used, execution_options={"synchronize_session": False}).one_or_none()
     if link is None or session.get(Membership, (link.org_id, link.user_id)) is None:
         return None
+    if link.made_by is not None and sso_required(session.get_one(Organisation, link.org_id), oidc):
+        raise SsoNeeded
     _note(session, link.org_id, f"user:{link.user_id}", None, link.user_id, link.made_by)
     return _begin(session, link.org_id, now, user_id=link.user_id, operator=link.operator, link_by=link.made_by)
 
 
-def signed_in(session: Session, sid: str, now: datetime) -> SignedIn | None:
+def sign_in_member(session: Session, org_id: str, user_id: str, now: datetime, link_by: str) -> str:
+    """A new session for who has just become a member by a link that `link_by` made."""
+    _note(session, org_id, f"user:{user_id}", None, user_id, link_by)
+    return _begin(session, org_id, now, user_id=user_id, link_by=link_by)
+
+
+def sign_in_with_account(
+    session: Session, org_id: str, user_id: str, account: Account, now: datetime, life_s: int
+) -> str:
+    """A new session for a member whose account of the provider has been proved."""
+    _note(session, org_id, f"user:{user_id}", None, user_id, issuer=account.issuer)
+    ends = now + timedelta(seconds=life_s)
+    return _begin(session, org_id, now, user_id=user_id, until=ends, issuer=account.issuer, proved_at=account.proved_at)
+
+
+def signed_in(session: Session, sid: str, now: datetime, oidc: OidcSettings) -> SignedIn | None:
     """Whose session it is, if it is good."""
     row = session.get(BrowserSession, digest(sid))
     if row is None or now >= row.expires_at or now - row.last_seen_at >= IDLE:
         return None
     org = session.get_one(Organisation, row.org_id)
+    by_provider, by_operator = row.issuer is not None, row.key_id is None and row.link_by is None
+    if row.issuer != oidc.issuer if by_provider else sso_required(org, oidc) and not by_operator:
+        return None
     found = _holder(session, row, org)
     if found is None:
         return None
     who, name = found
-    return SignedIn(who, org.name, name, row.operator, row.created_at, now - row.last_seen_at >= NOTED)
+    since = row.proved_at or LONG_AGO if by_provider else row.created_at
+    return SignedIn(who, org.name, name, row.operator, since, now - row.last_seen_at >= NOTED, by_provider)
 
 
 def note_use(session: Session, sid: str, now: datetime) -> None:
@@ -126,10 +164,17 @@ def _holder(session: Session, row: BrowserSession, org: Organisation) -> tuple[P
 
 
 def _note(
-    session: Session, org_id: str, actor: str, key_id: int | None, target: str, link_by: str | None = None
+    session: Session,
+    org_id: str,
+    actor: str,
+    key_id: int | None,
+    target: str,
+    link_by: str | None = None,
+    issuer: str | None = None,
 ) -> None:
+    detail = {"issuer": issuer} if issuer is not None else None
     with acting_as(replace(caller(), org_id=org_id, actor=actor, link_by=link_by)):
-        audit.record(session, org_id=org_id, key_id=key_id, event="console_signed_in", target=target)
+        audit.record(session, org_id=org_id, key_id=key_id, event="console_signed_in", target=target, detail=detail)
 
 
 def _begin(
@@ -142,6 +187,8 @@ def _begin(
     operator: bool = False,
     until: datetime | None = None,
     link_by: str | None = None,
+    issuer: str | None = None,
+    proved_at: datetime | None = None,
 ) -> str:
     """A session under a new id; what is over, and what is too many, is forgotten on the way."""
     session.execute(delete(BrowserSession).where(BrowserSession.expires_at <= now))
@@ -157,8 +204,10 @@ def _begin(
             key_id=key_id,
             user_id=user_id,
             operator=operator,
-            opened_until=until,
+            opened_until=until if key_id is not None else None,
             link_by=link_by,
+            issuer=issuer,
+            proved_at=proved_at,
             created_at=now,
             last_seen_at=now,
             expires_at=now + ABSOLUTE if until is None else min(now + ABSOLUTE, until),

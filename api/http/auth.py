@@ -6,7 +6,6 @@ for people who have signed in.
 from __future__ import annotations
 
 import hashlib
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
@@ -20,7 +19,7 @@ from api.state.service import service_of
 from api.who.principal import Principal, principal_of
 from api.who.tokens import PREFIX as TOKEN_PREFIX
 from api.who.tokens import BadToken
-from store import keys, tables
+from store import keys, logs, tables
 from store.caller import Caller, become
 
 #: Keys seen in the last seconds, by their SHA-256 (those of tokens by their number).
@@ -68,7 +67,8 @@ def admit(request: Request, who: Principal) -> Principal:
     if who.key_id is not None:
         service_of(request).last_used.note(who.key_id)
     address = request.client.host if request.client is not None else None
-    become(Caller(who.org_id, who.actor, address, uuid.uuid4().hex, who.link_by))
+    become(Caller(who.org_id, who.actor, address, logs.about().get("request"), who.link_by))
+    logs.note(org=who.org_id)
     return who
 
 

@@ -4,9 +4,6 @@ A point carries no more than a name, a step and a number. How often is bounded p
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -14,10 +11,11 @@ from fastapi import APIRouter, Query, Request
 from sqlalchemy.orm import Session
 from weft.wire import LogMetricsRequest, LogMetricsResponse, RunCurveResponse, RunMetricsResponse
 
-from api.errors import Busy, Invalid
+from api.errors import Invalid
 from api.http.access import LOOKING, declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
+from api.state.rates import count_points
 from api.state.service import ServiceDep
 from api.who.lookup import run_by_id
 from api.who.may_change import own_run
@@ -28,40 +26,13 @@ router = APIRouter(prefix="/api/v1/weft")
 
 #: Points that a curve is drawn with at most.
 MAX_DRAWN = 2000
-#: Points per second that an organisation may log, and how many at once after a pause.
-POINTS_PER_S = 2000
-BURST = 20_000
-_MOST_ORGS = 10_000
-
-
-class PointRate:
-    """A bucket of points for each organisation. In this process only: it protects the writer, it is no promise."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-
-    def take(self, org_id: str, points: int) -> None:
-        """Raises Busy when the organisation logs faster than it may."""
-        now = self._clock()
-        left, at = self._buckets.pop(org_id, (float(BURST), now))
-        left = min(float(BURST), left + (now - at) * POINTS_PER_S)
-        granted = points <= left
-        self._buckets[org_id] = (left - points if granted else left, now)
-        if len(self._buckets) > _MOST_ORGS:
-            self._buckets.popitem(last=False)
-        if not granted:
-            raise Busy(f"the organisation logs more than {POINTS_PER_S} points a second: log every n-th step")
-
-
-_rate = PointRate()
 
 
 @router.post("/runs/{run_id}/metrics", **declare(scope="train", limit="call", body="medium"))
 async def log_metrics(run_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> LogMetricsResponse:
     """Add points to the curves of a run. Sending the same again changes nothing."""
     body = await read_json(request, LogMetricsRequest)
-    _rate.take(who.org_id, len(body.points))
+    await count_points(service.rates, who, len(body.points))
     points = [Point(point.name, point.step, point.value) for point in body.points]
     now = datetime.now(UTC)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from datetime import UTC, datetime
 
 from fastapi import FastAPI
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
 from api import errors
 from api.console import install as console
 from api.http.auth import KeyCache
+from api.http.requests import Requests
 from api.routes import (
     audit,
     batches,
@@ -24,6 +27,7 @@ from api.routes import (
     downloads,
     futures,
     health,
+    invitations,
     keys,
     limits,
     members,
@@ -43,22 +47,26 @@ from api.routes import (
     weft,
     weights,
 )
-from api.routes.openai import chat, generate, listing
+from api.routes.openai import chat, generate, listing, responses
 from api.server import reference
 from api.server.housekeeping import keep_house
 from api.server.machines import EmbeddedMachines, Machines
 from api.server.worker_process import WorkerProcess
 from api.state.rates import LocalRates, Rates
 from api.state.service import Service
-from billing.alerts import MoneyGauges, read_gauges
+from api.state.traffic import Traffic
+from billing.alerts import read_gauges
 from billing.prices import PriceList
 from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.embedded import EmbeddedJobs
 from scheduler.jobs.registry import JobContext
+from scheduler.reports.waiting import oldest_s
 from store.blobs import Blobs
 from store.db import Database
 from store.settings import Settings
 from workers.model.card import ModelCard
+
+log = logging.getLogger(__name__)
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -83,18 +91,18 @@ def create_app(
         app.state.ready = machines.ready
         app.state.stopping = stopping
         machines.start()
-        house = asyncio.create_task(keep_house(holder))
+        house = [asyncio.create_task(work) for work in (keep_house(holder), app.state.traffic.watch_loop())]
         jobs = EmbeddedJobs(JobContext(database, blobs, settings, prices), JOBS)
         if settings.jobs.driver == "embedded":
             jobs.start()
         try:
-            async with _metrics(settings, machines, database):
+            async with _metrics(app, settings, machines, database):
                 yield
         finally:
             await run_in_threadpool(jobs.stop)
-            house.cancel()
-            with suppress(asyncio.CancelledError):
-                await house
+            for task in house:
+                task.cancel()
+            await asyncio.gather(*house, return_exceptions=True)
             await machines.stop()
             await holder.liveness.flush()
             await holder.last_used.flush()
@@ -103,18 +111,28 @@ def create_app(
     return front(lifespan)
 
 
-def _metrics(settings: Settings, machines: Machines, database: Database) -> AbstractAsyncContextManager[int | None]:
+def _metrics(
+    app: FastAPI, settings: Settings, machines: Machines, database: Database
+) -> AbstractAsyncContextManager[int | None]:
     if not settings.metrics_port:
         return nullcontext()
-    from api.server.prometheus import metrics_server, render  # its library takes a while, and most servers have no port
+    # Its library takes a while, and most servers have no port.
+    from api.server.prometheus import Stored, metrics_server, render
+    from api.server.vitals import vitals
 
-    def gauges() -> MoneyGauges:
-        with database.read() as session:
-            return read_gauges(session, datetime.now(UTC))
+    def stored() -> Stored | None:
+        now = datetime.now(UTC)
+        try:
+            with database.read() as session:
+                return Stored(read_gauges(session, now), oldest_s(session, now))
+        except SQLAlchemyError as error:
+            log.warning("/metrics without what the database knows: %s", error)
+            return None
 
     async def text() -> str:
-        money = await run_in_threadpool(gauges)
-        return render(machines.journal.meters, machines.stats(), money)
+        found, state = await run_in_threadpool(stored), app.state
+        own = vitals(state.traffic, getattr(state, "gate", None), machines.processes(), settings.data_dir)
+        return render(machines.journal.meters, machines.stats(), found, own)
 
     return metrics_server(settings.host, settings.metrics_port, text)
 
@@ -145,9 +163,11 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # looked for with each request, and never set up
+        # `Requests` has its own: FastAPI's would tell whole paths, and is looked for with each request.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
     )
     app.state.keys = KeyCache()
+    app.state.traffic = Traffic()
     errors.install(app)
     for routes in (  # looked through in this order: first what is asked for most
         futures,
@@ -175,13 +195,15 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         probes,
         keys,
         members,
+        invitations,
         projects,
         limits,
         sdk,
     ):
         app.include_router(routes.router)
-    for router in (listing.router, listing.turns_router, chat.router, generate.router):
+    for router in (listing.router, listing.turns_router, chat.router, responses.router, generate.router):
         app.include_router(router)
     app.include_router(reference.router)
     console.install(app)
+    app.add_middleware(Requests, app.state.traffic)  # the outermost
     return app

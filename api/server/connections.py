@@ -49,6 +49,12 @@ class Gate:
         self.clock = clock
         self._open: Counter[str] = Counter()
         self._swept = clock()
+        self.refused: Counter[int] = Counter()  # connections, by the status that they were turned away with
+
+    @property
+    def count(self) -> int:
+        """Connections that are open."""
+        return self._open.total()
 
     def enter(self, address: str) -> tuple[int, str] | None:
         """Count a connection. Where there is no room for it: the status and the text to refuse it with."""
@@ -172,6 +178,7 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def _refuse(self, status: int, why: str) -> None:
+        self._gate.refused[status] += 1
         code = {429: "rate_limited", 431: "headers_too_large", 503: "too_many_connections"}[status]
         body = json.dumps({"detail": why, "code": code}).encode()
         retry = b"retry-after: 1\r\n" if status != 431 else b""

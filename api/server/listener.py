@@ -52,6 +52,7 @@ class Server(uvicorn.Server):
             )
         )
         self._app = app
+        app.state.gate = self._gate
         self._url = url
         self._ready: asyncio.Task[None] | None = None
         self.failure: WorkerFailed | None = None

@@ -48,6 +48,9 @@ class Machines(Protocol):
     def stats(self) -> dict[str, Any]:
         """How they are doing, in numbers."""
 
+    def processes(self) -> dict[str, int]:
+        """The workers that are children of this process, by role."""
+
 
 class EmbeddedMachines:
     """One journal with its desks and workers, from `start` to `stop`. Built inside the event loop it lives in.
@@ -113,6 +116,9 @@ class EmbeddedMachines:
             "generator": {**self._generator.stats, "replicas": self._generator.replicas()},
             "workers": workers,
         }
+
+    def processes(self) -> dict[str, int]:
+        return {status.role: status.pid for status in self._supervisor.status() if status.pid is not None}
 
     async def _attach(self, role: str, sock: socket.socket) -> None:
         link = await ServerLink.over(sock)

@@ -17,6 +17,7 @@ from weft.wire.money import SetBudgetRequest
 
 from api.errors import ApiError
 from api.http.access import Access, declared
+from api.routes.invitations import NewInvitation
 from api.routes.keys import NewKey, Rotation
 from api.routes.limits import NewLimits
 from api.routes.members import NewMember, RoleChange
@@ -26,6 +27,7 @@ from api.routes.openai.bodies import (
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
+    ResponsesBody,
     TokenizeBody,
 )
 from api.routes.payments import TopUp
@@ -64,6 +66,7 @@ BODIES: dict[str, type[Any]] = {
     "/weft/runs/{run_id}/notes": types.SetNotesRequest,
     "/weft/budgets": SetBudgetRequest,
     "/weft/billing/topups": TopUp,
+    "/weft/invitations": NewInvitation,
     "/weft/keys": NewKey,
     "/weft/keys/{key_id}/rotate": Rotation,
     "/weft/members": NewMember,
@@ -77,6 +80,7 @@ DOORS: dict[str, type[Any]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/v1/chat/completions/tokens": ChatTokensBody,
+    "/v1/responses": ResponsesBody,
     "/inference/v1/generate": GenerateBody,
     **dict.fromkeys(("/tokenize", "/v1/tokenize"), TokenizeBody),
     **dict.fromkeys(("/detokenize", "/v1/detokenize"), DetokenizeBody),
@@ -218,7 +222,10 @@ def _error_schema() -> dict[str, Any]:
         "properties": {
             "detail": {**text, "description": "What was wrong, which input, the limit and the value, and what to do"},
             "code": {**text, "description": "One of docs/api.md's, for programs"},
-            "request_id": {**text, "description": "Of the operation that is meant, or to be found in the server's log"},
+            "request_id": {
+                **text,
+                "description": "Of the operation that is meant, else of this HTTP request (X-Request-ID)",
+            },
         },
     }
 

@@ -7,27 +7,63 @@ names. What belongs to one run is at /api/v1/weft/runs/{run_id}/health.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from itertools import accumulate
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from api.server.vitals import counter, gauge, histogram
 from billing.alerts import MoneyGauges
 from billing.wallets import NUSD_PER_USD
-from scheduler.journal.ending.meters import BOUNDS_S, Histogram, Meters
+from scheduler.jobs.catalogue import JOBS
+from scheduler.journal.ending.meters import Histogram, Meters
 
 #: A request for metrics has no body and few headers.
 MAX_REQUEST_BYTES = 16 * 1024
 REQUEST_S = 10.0
 
 
-def render(meters: Meters, stats: Mapping[str, Any], money: MoneyGauges) -> str:
-    """Everything, as Prometheus reads it."""
-    return generate_latest(_Families([*_operations(meters, stats), *_refusals(meters), *_money(money)])).decode()
+@dataclass(frozen=True)
+class Stored:
+    """What only the database knows, of all servers on it together; `waiting_s` is by kind of operation
+    (`scheduler.reports.waiting`)."""
+
+    money: MoneyGauges
+    waiting_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def render(meters: Meters, stats: Mapping[str, Any], stored: Stored | None, others: Iterable[Metric] = ()) -> str:
+    """Everything, as Prometheus reads it; `stored` None while the database does not answer."""
+    families = [*_operations(meters, stats), *_replicas(stats), *_refusals(meters), *others]
+    families.append(_gauge("weft_database_up", "Whether the database answered just now.", stored is not None))
+    if stored is not None:
+        waiting: dict[tuple[str, ...], float] = {(kind,): age_s for kind, age_s in stored.waiting_s.items()}
+        about = "Age of the oldest operation that has not ended."
+        families += [*_money(stored.money), gauge("weft_op_oldest_age_seconds", about, ["kind"], waiting)]
+    return generate_latest(_Families(families)).decode()
+
+
+#: What is shown of each trainer and of each generator: its name there, as Prometheus names it, and what it is.
+_EACH = {
+    "trainer": {
+        "runs": ("weft_trainer_runs", "Runs that live on a trainer."),
+        "passes": ("weft_trainer_replica_passes_total", "Passes of a trainer."),
+        "tokens": ("weft_trainer_replica_tokens_total", "Tokens in passes of a trainer."),
+        "busy_s": ("weft_trainer_replica_busy_seconds_total", "Time that a trainer computed."),
+    },
+    "generator": {
+        "held": ("weft_generator_held", "Samples in the hands of a generator."),
+        "steps": ("weft_generator_replica_steps_total", "Decode steps of a generator."),
+        "slots_busy": ("weft_generator_replica_slot_steps_busy_total", "Slots of a generator that worked."),
+        "slots_offered": ("weft_generator_replica_slot_steps_total", "Slots of a generator that there were."),
+    },
+}
+#: Trainers, and generators, that are shown by name.
+MOST_REPLICAS = 256
 
 
 class _Families(Collector):
@@ -42,24 +78,15 @@ class _Families(Collector):
 
 def _operations(meters: Meters, stats: Mapping[str, Any]) -> list[Metric]:
     queue, trainer, generator = (stats.get(name, {}) for name in ("queue", "trainer", "generator"))
-    submitted = CounterMetricFamily("weft_ops_submitted_total", "Operations accepted.", labels=["kind"])
-    for kind, count in sorted(meters.submitted.items()):
-        submitted.add_metric([kind], count)
-    ended = CounterMetricFamily("weft_ops_ended_total", "Operations ended.", labels=["kind", "state"])
-    for (kind, state), count in sorted(meters.ended.items()):
-        ended.add_metric([kind, state], count)
-    restarts = CounterMetricFamily("weft_worker_restarts_total", "Starts of a worker after its first.", labels=["role"])
-    for worker in stats.get("workers", []):
-        restarts.add_metric([worker["role"]], worker["restarts"])
-    settling = HistogramMetricFamily("weft_settle_lag_seconds", "From computed to told.")
-    settling.add_metric([], _buckets(meters.settling), meters.settling.total)
+    started: dict[tuple[str, ...], float] = {(one["role"],): one["restarts"] for one in stats.get("workers", [])}
+    settling = histogram("weft_settle_lag_seconds", "From computed to told.", [], {(): meters.settling})
     return [
-        submitted,
-        ended,
+        counter("weft_ops_submitted_total", "Operations accepted.", ["kind"], _alone(meters.submitted)),
+        counter("weft_ops_ended_total", "Operations ended.", ["kind", "state"], meters.ended),
         _by_kind("weft_op_queue_seconds", "From acceptance to a worker.", meters.queue),
         _by_kind("weft_op_exec_seconds", "In workers' hands.", meters.execution),
         settling,
-        restarts,
+        counter("weft_worker_restarts_total", "Starts of a worker after its first.", ["role"], started),
         _gauge("weft_queue_depth", "Operations not ended.", queue.get("open", 0)),
         _gauge("weft_ops_running", "Operations in workers' hands.", queue.get("running", 0)),
         _gauge("weft_runs", "Runs that take operations.", queue.get("runs", 0)),
@@ -80,17 +107,26 @@ def _operations(meters: Meters, stats: Mapping[str, Any]) -> list[Metric]:
     ]
 
 
+def _replicas(stats: Mapping[str, Any]) -> Iterable[Metric]:
+    """Each trainer and generator that is here; and this server, where it is one of several."""
+    for worker, names in _EACH.items():
+        found = list(stats.get(worker, {}).get("replicas", {}).items())[:MOST_REPLICAS]
+        for count, (name, about) in names.items():
+            values: dict[tuple[str, ...], float] = {(one,): counts[count] for one, counts in found if count in counts}
+            family = counter if name.endswith("_total") else gauge
+            yield family(name, about, [worker], values)
+    if (replica := stats.get("replica")) is not None:
+        yield _gauge("weft_leads", "Whether this server leads training.", replica["leads"])
+        yield _gauge("weft_redis_up", "Whether Redis is reached.", replica["redis"])
+
+
 def _refusals(meters: Meters) -> list[Metric]:
-    denied = CounterMetricFamily(
-        "weft_budget_denied_total", "Operations refused by a wallet or a budget.", labels=["scope"]
-    )
-    for scope, count in sorted(meters.denied.items()):
-        denied.add_metric([scope], count)
-    limited = CounterMetricFamily("weft_rate_limited_total", "Requests told to wait.", labels=["reason"])
-    for reason, count in sorted(meters.rate_limited.items()):
-        limited.add_metric([reason], count)
-    duplicates = _counter("weft_webhook_duplicates_total", "Webhooks that came again.", meters.webhook_duplicates)
-    return [denied, limited, duplicates]
+    about = "Operations refused by a wallet or a budget."
+    return [
+        counter("weft_budget_denied_total", about, ["scope"], _alone(meters.denied)),
+        counter("weft_rate_limited_total", "Requests told to wait.", ["reason"], _alone(meters.rate_limited)),
+        _counter("weft_webhook_duplicates_total", "Webhooks that came again.", meters.webhook_duplicates),
+    ]
 
 
 def _money(money: MoneyGauges) -> list[Metric]:
@@ -98,17 +134,21 @@ def _money(money: MoneyGauges) -> list[Metric]:
     drift = GaugeMetricFamily("weft_ledger_drift_nusd", "By how much the books differed when last compared.")
     if money.drift_nusd is not None:
         drift.add_metric([], money.drift_nusd)
-    jobs = GaugeMetricFamily("weft_job_last_success_timestamp_seconds", "When a job last succeeded.", labels=["job"])
-    for name, at in money.succeeded.items():
-        jobs.add_metric([name], at.timestamp())
+    jobs: dict[tuple[str, ...], float] = {(name,): at.timestamp() for name, at in money.succeeded.items()}
+    due: dict[tuple[str, ...], float] = {(name,): job.every_s for name, job in JOBS.items()}
     return [
         _gauge("weft_holds_open", "Operations that money is held for.", money.holds_open),
         _gauge("weft_hold_amount_usd", "Held for them.", money.held_nusd / NUSD_PER_USD),
         drift,
         _gauge("weft_outbox_pending", "Meter events that Stripe has not confirmed.", money.outbox_pending),
         _gauge("weft_outbox_oldest_age_seconds", "Age of the oldest of them.", money.outbox_oldest_age_s),
-        jobs,
+        gauge("weft_job_last_success_timestamp_seconds", "When a job last succeeded.", ["name"], jobs),
+        gauge("weft_job_every_seconds", "How often a job is to run.", ["name"], due),
     ]
+
+
+def _alone(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
+    return {(name,): count for name, count in counts.items()}
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:
@@ -119,16 +159,8 @@ def _counter(name: str, about: str, value: float) -> Metric:
     return CounterMetricFamily(name, about, value)
 
 
-def _by_kind(name: str, about: str, histograms: Mapping[str, Histogram]) -> Metric:
-    family = HistogramMetricFamily(name, about, labels=["kind"])
-    for kind, histogram in sorted(histograms.items()):
-        family.add_metric([kind], _buckets(histogram), histogram.total)
-    return family
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """How many were at or below each bound."""
-    return list(zip([*map(str, BOUNDS_S), "+Inf"], accumulate(histogram.counts), strict=True))
+def _by_kind(name: str, about: str, found: Mapping[str, Histogram]) -> Metric:
+    return histogram(name, about, ["kind"], {(kind,): one for kind, one in found.items()})
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from api.server.memory_plan import planned
 from api.server.worker_process import WorkerProcess, WorkerProgram, start_ahead
 from api.server.worker_programs import embedded_workers
 from billing.prices import PriceList, load_prices
+from store import tracing
+from store.oidc_settings import OidcError, OidcSettings, client_secret
 from store.settings import PaymentsSettings, Settings, SettingsError
 from workers.model.card import ModelCard, UnsupportedModel, read_card
 from workers.model.plan import DoesNotFit
@@ -45,9 +48,11 @@ def serve(settings: Settings) -> int:
     What takes long is begun first: clients that come while a server starts are kept waiting by the kernel instead of
     refused, and the first worker imports torch while this process imports the rest of itself. The others follow then:
     on two cores they would only keep both from being there."""
+    trace_as("weft-api")
     prices = load_prices(settings.prices)
     if settings.payments.enabled:
         check_payments(settings.payments)
+    check_oidc(settings.oidc)
     check_store(settings)
     cards = read_cards(settings.models)
     alone = nullcontext() if settings.redis_url else only_one(settings.data_dir)
@@ -97,6 +102,15 @@ def _serve(
         return code
     finally:
         database.close()
+        tracing.stop()
+
+
+def trace_as(program: str) -> None:
+    """Send traces, where they are asked for. Raises CannotServe."""
+    try:
+        tracing.configure(program)
+    except tracing.TracingError as error:
+        raise CannotServe(str(error)) from None
 
 
 def check_payments(settings: PaymentsSettings) -> None:
@@ -106,6 +120,18 @@ def check_payments(settings: PaymentsSettings) -> None:
         stripe_secrets(settings)
     except SettingsError as error:
         raise CannotServe(str(error)) from None
+
+
+def check_oidc(settings: OidcSettings) -> None:
+    """Raises CannotServe when the settings for sign-in cannot be used. The provider is asked when somebody comes."""
+    if not settings.on:
+        return
+    if find_spec("authlib") is None:
+        raise CannotServe("oidc: what it needs is not installed: pip install 'weft-tuning-server[oidc]'")
+    try:
+        client_secret(settings)
+    except OidcError as error:
+        raise CannotServe(f"oidc: {error}") from None
 
 
 def check_store(settings: Settings) -> None:

@@ -110,10 +110,13 @@ class SharedMachines:
         return {
             "queue": self.journal.queue_lengths(),
             "trainer": term.desk.report() if term is not None else {},
-            "generator": dict(self.journal.generators),
+            "generator": {**self.journal.generators, "replicas": self.journal.each_generator},
             "workers": [],
             "replica": {"name": self._name, "leads": term is not None, "redis": self.journal.reachable()},
         }
+
+    def processes(self) -> dict[str, int]:
+        return {}
 
     def _waiting_of(self, op_id: str) -> Waiting | None:
         term = self._leadership.term

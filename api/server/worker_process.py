@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from scheduler.links.configs import WorkerConfig
 from scheduler.links.sockets import frame
+from store import logs
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -124,7 +125,7 @@ class WorkerProcess:
             transport.close()
 
     def _print(self, line: bytes) -> None:
-        print(f"[{self._role}] {line.decode(errors='replace')}", file=sys.stderr, flush=True)
+        logs.pass_on(self._role, line)
 
 
 def start_ahead(programs: Sequence[WorkerProgram]) -> dict[str, WorkerProcess]:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from api.server.vllm_places import gpus_of, options_of
 from api.server.worker_process import WorkerProgram
 from scheduler.links.configs import (
@@ -107,6 +109,8 @@ def _basics(settings: Settings, worker: TrainerSettings | GeneratorSettings, mod
         base_dir=settings.base_dir,
         blob_url=settings.blob_url,
         blob_cache_bytes=settings.blob_cache_bytes,
+        log_format=settings.logs.format,
+        log_level=settings.logs.level,
     )
 
 
@@ -165,7 +169,7 @@ def _program(role: str, config: WorkerConfig) -> WorkerProgram:
             "OMP_NUM_THREADS": threads,
             "OMP_WAIT_POLICY": "PASSIVE",
         },
-        config,
+        replace(config, basics=replace(config.basics, role=role)),
         # What takes long with vLLM is not this process.
         stands_by=not (isinstance(config, GeneratorConfig) and isinstance(config.engine, VllmConfig)),
     )

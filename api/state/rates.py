@@ -30,6 +30,8 @@ PERIOD_S = 60.0
 BACKGROUND_PER_MINUTE = 600
 #: What somebody looks for in the console, letter by letter.
 SEARCHES_PER_MINUTE = 240
+#: Points of curves that an organisation may log: what protects the writer.
+POINTS_PER_MINUTE = 120_000
 #: Buckets kept in memory; full ones are forgotten first.
 MAX_BUCKETS = 100_000
 
@@ -109,6 +111,11 @@ async def count_searches(request: Request, who: Principal) -> None:
     """Raises RateLimited."""
     rates: Rates = request.app.state.service.rates
     await _take(rates, [Charge("key", f"{who.org_id} {who.urn}", "searches_per_minute", SEARCHES_PER_MINUTE, 1)])
+
+
+async def count_points(rates: Rates, who: Principal, points: int) -> None:
+    """Raises RateLimited."""
+    await _take(rates, [Charge("organisation", who.org_id, "points_per_minute", POINTS_PER_MINUTE, points)])
 
 
 async def count_tokens(rates: Rates, limits: Iterable[RateLimit], tokens: int) -> None:

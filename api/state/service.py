@@ -15,6 +15,7 @@ from weft.wire import LimitsResponse
 from api.checks.adapter_sizes import sizes_of
 from api.checks.limits import limits_of
 from api.state.afterwards import Afterwards
+from api.state.attempts import Attempts
 from api.state.coming_turns import ComingTurn
 from api.state.fetched import Fetched
 from api.state.large_bodies import LargeBodies
@@ -36,6 +37,7 @@ from store.settings import Settings
 from workers.model.card import ModelCard
 
 if TYPE_CHECKING:
+    from api.oidc.flow import SigningIn
     from billing.prices import PriceList
     from scheduler.journal.front import OperationJournal
     from scheduler.order.light_work import SizesOf
@@ -57,6 +59,7 @@ class Service:
     afterwards: Afterwards = field(default_factory=Afterwards)
     rates: Rates = field(default_factory=LocalRates)
     misses: Misses = field(default_factory=Misses)
+    attempts: Attempts = field(default_factory=Attempts)
     turns_coming: set[ComingTurn] = field(default_factory=set)
     runs: Remembered[Lane[tables.Run]] = field(default_factory=Remembered)
     samplers: Remembered[Lane[tables.Sampler]] = field(default_factory=Remembered)
@@ -75,6 +78,15 @@ class Service:
     def secret(self) -> bytes:
         given = self.settings.server_secret
         return server_secret(self.settings.data_dir) if given is None else secret_of(given.get_secret_value())
+
+    @cached_property
+    def signing_in(self) -> SigningIn | None:
+        """Sign-in by the OpenID provider of the settings, if there is one; its libraries are loaded then alone."""
+        if not self.settings.oidc.on:
+            return None
+        from api.oidc.flow import SigningIn
+
+        return SigningIn(self.settings.oidc, self.secret)
 
     @cached_property
     def signer(self) -> Signer:

@@ -104,6 +104,7 @@ class SharedJournal:
         self.draining = False
         self.reachable: Callable[[], bool] = lambda: True  # Redis, as far as this replica knows
         self.generators: dict[str, float] = {}  # counts over all generators, as they were lately
+        self.each_generator: dict[str, dict[str, float]] = {}  # of each that has worked lately
         self._database = database
         self._costs = expected_costs_of(database)
         self._name, self._queue, self._broadcasts, self._threads = name, queue, broadcasts, threads
@@ -256,6 +257,7 @@ class SharedJournal:
                 known = [op.id for op in self._open.values() if not op.settling]
                 await self.tell_again(await self.run(self._ended_of, known))
                 self.generators = await self.reach(self._broadcasts.generators) or self.generators
+                self.each_generator = await self.reach(self._broadcasts.each_generator) or {}
             except Exception:
                 log.exception("cannot see what has ended; looking again")
 

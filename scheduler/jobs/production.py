@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from celery import Celery
+from celery.signals import setup_logging
 
 from scheduler.jobs.acknowledging import JobTask
 from scheduler.jobs.catalogue import JOBS
@@ -68,7 +69,6 @@ def celery_app(settings: Settings) -> Any:
         task_time_limit=TASK_LIMIT_S,
         task_default_queue="weft-jobs",
         worker_prefetch_multiplier=1,
-        worker_hijack_root_logger=False,
         worker_cancel_long_running_tasks_on_connection_loss=False,
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
@@ -94,4 +94,9 @@ def celery_app(settings: Settings) -> Any:
             run_task.apply_async(args=[name], expires=LOOK_EXPIRES_S)
 
     app.task(name="weft.look", base=JobTask)(look)
+    setup_logging.connect(_as_it_is)
     return app
+
+
+def _as_it_is(**_: Any) -> None:
+    """Celery leaves the log alone where somebody answers this: `store.logs` has set it up."""

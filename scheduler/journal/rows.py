@@ -20,6 +20,7 @@ _plan = tables.Operation.plan
 source_ref = _plan["source", "ref"].as_string()
 sampler_id = _plan["sampler_id"].as_string()
 num_samples = _plan["num_samples"].as_integer()
+priority = _plan["priority"].as_string()
 sequences = _plan["sequences"]
 
 
@@ -45,6 +46,7 @@ def to_row(op: Operation, sent_sha256: str) -> dict[str, Any]:
         "body_sha256": op.body_sha256,
         "sent_sha256": sent_sha256 if sent_sha256 != op.body_sha256 else None,
         "plan": msgspec.to_builtins(op.plan),
+        "origin": op.origin,
         "error": None,
         "error_category": None,
         "accepted_at": op.accepted_at,
@@ -71,6 +73,7 @@ def from_row(row: tables.Operation) -> Operation:
         project_id=row.project_id,
         body_bytes=row.body_bytes,
         body_sha256=row.body_sha256,
+        origin=row.origin,
         attempts=row.attempts,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -23,6 +24,10 @@ log = logging.getLogger(__name__)
 
 _ENDED, WORKERS, _ACCEPTED, _DRAWN = "weft:ends", "weft:workers", "weft:accepted", "weft:drawn"
 _GENERATORS = "{weft:generators}"
+_WORKED = "{weft:generators}:worked"
+#: A generator is shown by name for so long, in seconds, after it has last worked; the latest MOST_SHOWN of them.
+SHOWN_S = 3600
+MOST_SHOWN = 256
 #: Accepted operations that wait for a leader at most; the others it finds in the database.
 MOST_ACCEPTED = 10_000
 #: Of these it takes at once.
@@ -133,18 +138,37 @@ class Broadcasts:
         with reaching():
             return [_accepted.decode(note) for note in pop_all(self._reader, _ACCEPTED, MOST_AT_ONCE, timeout_s)]
 
-    def count(self, counts: Mapping[str, float]) -> None:
-        """Add to what all generators have done."""
+    def count(self, counts: Mapping[str, float], generator: str = "") -> None:
+        """Add to what all generators have done, and to what this one has."""
         with reaching():
             pipe = self._redis.pipeline(transaction=False)
             for name, number in counts.items():
                 pipe.hincrbyfloat(_GENERATORS, name, number)
+                if generator:
+                    pipe.hincrbyfloat(f"{_GENERATORS}:{generator}", name, number)
+            if generator:
+                pipe.expire(f"{_GENERATORS}:{generator}", SHOWN_S)
+                pipe.zadd(_WORKED, {generator: time.time()})
             pipe.execute()
 
     def generators(self) -> dict[str, float]:
         with reaching():
             counts = cast("dict[bytes, bytes]", self._redis.hgetall(_GENERATORS))
             return {name.decode(): float(number) for name, number in counts.items()}
+
+    def each_generator(self) -> dict[str, dict[str, float]]:
+        """What each generator has done that has worked within SHOWN_S, by name."""
+        with reaching():
+            self._redis.zremrangebyscore(_WORKED, "-inf", time.time() - SHOWN_S)
+            names = [name.decode() for name in cast("list[bytes]", self._redis.zrevrange(_WORKED, 0, MOST_SHOWN - 1))]
+            pipe = self._redis.pipeline(transaction=False)
+            for name in names:
+                pipe.hgetall(f"{_GENERATORS}:{name}")
+            found: list[dict[bytes, bytes]] = pipe.execute()
+        return {
+            name: {count.decode(): float(number) for count, number in counts.items()}
+            for name, counts in zip(names, found, strict=True)
+        }
 
     def close(self) -> None:
         self._redis.close()

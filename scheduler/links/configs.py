@@ -16,7 +16,8 @@ class Basics(msgspec.Struct, frozen=True):
     are what the operator wrote, `auto` too: the worker knows its machine. With `redis_url` it works for the API
     replicas on that Redis instead of whoever holds the other end of its link. Weights of the bases are shared with the
     other workers of the host in `base_dir` ("": each holds its own). Blobs are in `data_dir`, or at `blob_url`; then up
-    to `blob_cache_bytes` of what was read are kept in `data_dir`."""
+    to `blob_cache_bytes` of what was read are kept in `data_dir`. `role` (trainer, generator-2, ...) is who it is in
+    the log, which has this form and level (`store.logs`)."""
 
     data_dir: str
     models: dict[str, str]
@@ -28,6 +29,9 @@ class Basics(msgspec.Struct, frozen=True):
     base_dir: str = ""
     blob_url: str = ""
     blob_cache_bytes: int = 0
+    role: str = ""
+    log_format: str = "text"
+    log_level: str = "info"
 
 
 class TrainerBounds(msgspec.Struct, frozen=True):

@@ -59,7 +59,7 @@ class TrainOp(msgspec.Struct, frozen=True):
     data alone. The slice with `final` completes the operation: the worker then answers with one `Done`.
     With `replay` the operation was already answered: only its effect on the run is wanted, and no `Done`. `again` says
     that a trainer was lost since it was accepted: how far it gets is written down more often. `body_sha256` is of the
-    body, as hex.
+    body, as hex; `origin` the HTTP request that brought it (`store.tracing.origin_here`), for log and traces.
     """
 
     op_id: str
@@ -73,10 +73,17 @@ class TrainOp(msgspec.Struct, frozen=True):
     replay: bool = False
     again: bool = False
     body_sha256: str = ""
+    origin: str = ""
+    org_id: str = ""
     source_ref: str = ""
     target_ref: str = ""
     with_optimizer: bool = False
     spec: RunSpec | None = None  # with CREATE only
+
+
+def facts_of(op: TrainOp | SampleOp) -> dict[str, str]:
+    """What log lines about an operation say (`store.logs`)."""
+    return {"request": op.origin.partition(" ")[0], "org": op.org_id, "run": op.run_id, "operation": op.op_id}
 
 
 class PullPass(msgspec.Struct, frozen=True, tag=True):
@@ -206,6 +213,7 @@ class SampleOp(msgspec.Struct, frozen=True):
     version: int = 0
     priority: int = 0
     body_sha256: str = ""
+    origin: str = ""
 
 
 def sequence_id(op_id: str, sample: int) -> str:

@@ -104,7 +104,7 @@ class SampleLink:
             case Occupancy(steps, slots_busy, slots_offered, seconds):
                 counts = {"steps": steps, "slots_busy": slots_busy, "slots_offered": slots_offered, "busy_s": seconds}
                 with suppress(QueueUnreachable):
-                    self._broadcasts.count(counts)
+                    self._broadcasts.count(counts, self.name)
 
     def recv(self, timeout_s: float | None = None) -> SampleWork | Cancel | PolicyMoved | None:
         """Something to do, or None when there is nothing within `timeout_s`."""

@@ -10,6 +10,7 @@ from typing import Literal
 from scheduler.links.messages import SAVES
 from scheduler.order.plans import BODY_ONLY, Plan, Sample
 from scheduler.order.timings import Timings
+from store.tracing import request_of
 
 SAMPLE = "sample"
 
@@ -91,7 +92,7 @@ class Operation:
     """An accepted operation, from acceptance to its outcome. Fields that a NewOperation has too mean the same.
 
     The body: `body_ref` names its blob ("" for none), `body_bytes` is its length, which counts as queued, and
-    `body_sha256` its digest as hex.
+    `body_sha256` its digest as hex. `origin` is the HTTP request that brought it (`store.tracing.origin_here`).
 
     Workers that were lost while they computed it: `attempts` counts them; `reached` is how many of its data were
     computed in passes that ended, and getting further sets `attempts` to 0; `alone` says that a trainer was lost over
@@ -123,6 +124,7 @@ class Operation:
     reached: int = 0
     alone: bool = False
     body_sha256: str = ""
+    origin: str = ""
     stuck: str = ""
     charged: int = 0
     outcome: Outcome | None = None
@@ -133,6 +135,16 @@ class Operation:
     def path(self) -> tuple[str, str, str, str]:
         """Where a sample is queued; the operations of a run are at its lane's path."""
         return (self.base_model, self.org_id, self.sample.priority, self.lane)
+
+    @property
+    def run_id(self) -> str:
+        """The run that it belongs to; "" for a sample."""
+        return self.lane if self.kind != SAMPLE else ""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What log lines about it say (`store.logs`)."""
+        return {"request": request_of(self.origin), "org": self.org_id, "run": self.run_id, "operation": self.id}
 
     @property
     def sample(self) -> Sample:

@@ -27,7 +27,7 @@ from store.tables.payments import (
     StripeOutbox,
     StripeWebhookEvent,
 )
-from store.tables.people import ApiKey, AuditEntry, Membership, Organisation, Project, User
+from store.tables.people import ApiKey, AuditEntry, Identity, Invitation, Membership, Organisation, Project, User
 from store.tables.work import Checkpoint, Operation, Run, Sampler, Session, SessionTurn
 
 __all__ = [
@@ -42,6 +42,8 @@ __all__ = [
     "BudgetPeriod",
     "Checkpoint",
     "CreditGrant",
+    "Identity",
+    "Invitation",
     "Invoice",
     "JobLease",
     "JobRun",

@@ -13,9 +13,10 @@ from store.tables.base import Base
 
 
 class BrowserSession(Base):
-    """Somebody who is signed in to the console, by a key (`key_id`) or by a link (`user_id`); what they may do is
-    looked up at each request. `operator` shows the pages about the whole service. `opened_until` is the end of the
-    secret that opened it (None: no end), `link_by` who made the link, unless the operator did."""
+    """Somebody who is signed in to the console, by a key (`key_id`), or as `user_id` by a link or by the OpenID
+    provider `issuer`; what they may do is looked up at each request. `operator` shows the pages about the whole
+    service. `opened_until` is the end of the secret that opened it (None: no end), `link_by` who made the link, unless
+    the operator did. `proved_at` is when they proved to the provider who they are, as far as it told."""
 
     __tablename__ = "browser_sessions"
     sid_sha256: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -25,6 +26,8 @@ class BrowserSession(Base):
     operator: Mapped[bool]
     opened_until: Mapped[datetime | None]
     link_by: Mapped[str | None] = mapped_column(String(128))
+    issuer: Mapped[str | None] = mapped_column(String(255))
+    proved_at: Mapped[datetime | None]
     created_at: Mapped[datetime]
     last_seen_at: Mapped[datetime]
     expires_at: Mapped[datetime] = mapped_column(index=True)

@@ -23,7 +23,7 @@ class RateLimited:
 class Organisation(RateLimited, Base):
     """A tenant. `status` is active | past_due | suspended | closed; the last two are refused everything. `weight` is
     its fair share of the machines, relative to others'; `quotas` are those that the operator has set, by name
-    (`billing.quotas`)."""
+    (`billing.quotas`). Since `sso_required_at` members sign in to the console by the OpenID provider alone."""
 
     __tablename__ = "organisations"
     __table_args__ = (
@@ -36,6 +36,7 @@ class Organisation(RateLimited, Base):
     weight: Mapped[int] = mapped_column(default=1, server_default="1")
     stripe_customer_id: Mapped[str | None] = mapped_column(String(64), unique=True)
     quotas: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
+    sso_required_at: Mapped[datetime | None]
     created_at: Mapped[datetime]
 
 
@@ -49,14 +50,49 @@ class User(Base):
 
 
 class Membership(Base):
-    """`role` is owner | admin | billing-admin | member | viewer (`store.roles`)."""
+    """`role` is owner | admin | billing-admin | member | viewer (`store.roles`). It follows the groups that `issuer`
+    says its user is in; None: people have given it."""
 
     __tablename__ = "memberships"
     __table_args__ = (CheckConstraint("role IN ('owner', 'admin', 'billing-admin', 'member', 'viewer')", name="role"),)
     org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), primary_key=True)
     user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True, index=True)
     role: Mapped[str] = mapped_column(String(16))
+    issuer: Mapped[str | None] = mapped_column(String(255))
     created_at: Mapped[datetime]
+
+
+class Identity(Base):
+    """An account of an OpenID provider, and whose it is. `email` is the address that it was first seen with."""
+
+    __tablename__ = "identities"
+    __table_args__ = (UniqueConstraint("issuer", "user_id"),)
+    issuer: Mapped[str] = mapped_column(String(255), primary_key=True)
+    subject: Mapped[str] = mapped_column(String(255), primary_key=True)
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), index=True)
+    email: Mapped[str] = mapped_column(String(254))
+    created_at: Mapped[datetime]
+
+
+class Invitation(Base):
+    """A link by which one person becomes a member with `role`; of its secret only the SHA-256 is kept. `email` is for
+    whom it is, None for whoever signs in. `made_by` is the actor who made it, with the key `made_with` if with any;
+    `used_by` the user who did."""
+
+    __tablename__ = "invitations"
+    __table_args__ = (CheckConstraint("role IN ('owner', 'admin', 'billing-admin', 'member', 'viewer')", name="role"),)
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
+    token_sha256: Mapped[str] = mapped_column(String(64), unique=True)
+    role: Mapped[str] = mapped_column(String(16))
+    email: Mapped[str | None] = mapped_column(String(254))
+    made_by: Mapped[str] = mapped_column(String(128))
+    made_with: Mapped[int | None] = mapped_column(BigInteger)
+    created_at: Mapped[datetime]
+    expires_at: Mapped[datetime]
+    used_at: Mapped[datetime | None]
+    used_by: Mapped[str | None] = mapped_column(String(64))
+    revoked_at: Mapped[datetime | None]
 
 
 class Project(RateLimited, Base):

@@ -161,6 +161,7 @@ class Operation(Base):
     body_sha256: Mapped[str] = mapped_column(String(64))  # as hex; "" without a body
     sent_sha256: Mapped[str | None] = mapped_column(String(64))  # of what the client sent, where that is not the body
     plan: Mapped[dict[str, Any]]  # what is needed to queue it again: scheduler.order.plans
+    origin: Mapped[str] = mapped_column(String(128), server_default="")  # store.tracing.origin_here
     result_ref: Mapped[str | None] = mapped_column(String(256))
     result_type: Mapped[str | None] = mapped_column(String(64))
     result_bytes: Mapped[int | None] = mapped_column(BigInteger)  # None: there is none, or it is no longer kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from api.server.prometheus import render
+from api.server.prometheus import Stored, render
 from billing import ledger
 from billing.alerts import MoneyGauges, read_gauges
 from billing.wallets import set_mode
@@ -24,7 +24,7 @@ def gauges(world: World) -> MoneyGauges:
 
 
 def shown(world: World) -> dict[str, float]:
-    return values(render(world.service.journal.meters, {}, gauges(world)))
+    return values(render(world.service.journal.meters, {}, Stored(gauges(world))))
 
 
 def test_holds_and_refusals(world: World) -> None:
@@ -60,7 +60,7 @@ def test_drift_and_jobs(world: World) -> None:
     run_now(context, JOBS["reconcile"])
     found = shown(world)
     assert found["weft_ledger_drift_nusd"] == 0
-    assert found['weft_job_last_success_timestamp_seconds{job="reconcile"}'] >= before
+    assert found['weft_job_last_success_timestamp_seconds{name="reconcile"}'] >= before
     world.run()
     pay(world, 100)
 

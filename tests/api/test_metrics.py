@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from api.errors import Busy
-from api.routes.metrics import BURST, POINTS_PER_S, PointRate
+from api.errors import RateLimited
+from api.state.rates import POINTS_PER_MINUTE, LocalRates, count_points
+from api.who.principal import Principal
 from tests.api.conftest import World
 from tests.api.data import batch
 
@@ -94,14 +96,21 @@ def test_too_many_curves_is_told(world: World) -> None:
     assert "64 curves" in reply.json()["detail"]
 
 
+async def _log(rates: LocalRates, org_id: str, count: int) -> None:
+    await count_points(rates, Principal(org_id, 1), count)
+
+
 def test_the_rate() -> None:
-    now = [0.0]
-    rate = PointRate(lambda: now[0])
-    rate.take("a", BURST)
-    with pytest.raises(Busy, match=str(POINTS_PER_S)):
-        rate.take("a", 1)
-    rate.take("b", BURST)
-    now[0] = 1.0
-    rate.take("a", POINTS_PER_S)
-    with pytest.raises(Busy):
-        rate.take("a", 1)
+    async def story() -> None:
+        now = [0.0]
+        rates = LocalRates(lambda: now[0])
+        await _log(rates, "a", POINTS_PER_MINUTE)
+        with pytest.raises(RateLimited, match=f"points_per_minute of {POINTS_PER_MINUTE}"):
+            await _log(rates, "a", 1)
+        await _log(rates, "b", POINTS_PER_MINUTE)
+        now[0] = 1.0
+        await _log(rates, "a", POINTS_PER_MINUTE // 60)
+        with pytest.raises(RateLimited):
+            await _log(rates, "a", 1)
+
+    asyncio.run(story())

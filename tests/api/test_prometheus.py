@@ -6,7 +6,7 @@ import asyncio
 import re
 from datetime import UTC, datetime, timedelta
 
-from api.server.prometheus import metrics_server, render
+from api.server.prometheus import Stored, metrics_server, render
 from billing.alerts import MoneyGauges
 from scheduler.journal.ending.meters import BOUNDS_S, Meters
 from scheduler.order.operations import Operation, Outcome
@@ -14,7 +14,7 @@ from scheduler.order.plans import BODY_ONLY
 from scheduler.order.timings import Stretch
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
-NO_MONEY = MoneyGauges(0, 0, None, 0, 0.0)
+NO_MONEY = Stored(MoneyGauges(0, 0, None, 0, 0.0))
 LINE = re.compile(r'^[a-z_]+(\{[a-z_]+="[^"\\]*"(,[a-z_]+="[^"\\]*")*\})? (-?[0-9.e+]+|inf)$')
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from api.server.supervisor import Backoff, Supervisor, WorkerFailed
 from api.server.worker_process import WorkerProgram, start_ahead
@@ -384,8 +385,8 @@ def test_the_embedded_workers_of_the_defaults(tmp_path: Path) -> None:
     assert trainer.command[3:] == ["workers", "trainer"]
     assert generator.command[3:] == ["workers", "generator"]
     assert trainer.environment["OMP_NUM_THREADS"] == str(settings.trainer.threads)
-    assert trainer.config == TrainerConfig(basics, TrainerBounds(), "pages/trainer")
-    assert generator.config == GeneratorConfig(basics, engine=TorchConfig())
+    assert trainer.config == TrainerConfig(replace(basics, role="trainer"), TrainerBounds(), "pages/trainer")
+    assert generator.config == GeneratorConfig(replace(basics, role="generator"), engine=TorchConfig())
     assert trainer.stands_by
     assert generator.stands_by
 
@@ -397,6 +398,7 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
         durable = true
         base_dir = "/b"
         blob_cache_bytes = 21
+        logs = { format = "json", level = "debug" }
         [trainer]
         replicas = 2
         threads = 3
@@ -428,12 +430,14 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
         "durable": True,
         "base_dir": "/b",
         "blob_cache_bytes": 21,
+        "log_format": "json",
+        "log_level": "debug",
     }
-    training = Basics(**place, threads=3, device="cuda:1", dtype="float32")
-    sampling = Basics(**place, threads=4, device="cpu", dtype="bfloat16")
+    training = Basics(**place, threads=3, device="cuda:1", dtype="float32", role="trainer")
+    sampling = Basics(**place, threads=4, device="cpu", dtype="bfloat16", role="generator")
     bounds = TrainerBounds(11, 12, 13, 14, 2.5, trainers=2)
     assert trainer.config == TrainerConfig(training, bounds, "pages/trainer")
-    assert second.config == TrainerConfig(training, bounds, "pages/trainer-2")
+    assert second.config == TrainerConfig(replace(training, role="trainer-2"), bounds, "pages/trainer-2")
     assert (second.role, second.command[-1]) == ("trainer-2", "trainer")
     assert generator.config == GeneratorConfig(sampling, 15, 16, TorchConfig(17, 18, 19, 20, False))
     ranks = "ranks = 2\n        nodes = 3\n        rendezvous = 'a:1'\n        shard = 'node'\n"
@@ -444,7 +448,7 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
     of_many = lone_worker(shared, models, "trainer").config
     assert isinstance(of_many, TrainerConfig)
     assert (of_many.ranks, of_many.nodes, of_many.rendezvous, of_many.shard) == (2, 3, "a:1", "node")
-    there = Basics(**place, threads=4, device="cpu", dtype="bfloat16", redis_url="redis://r")
+    there = replace(sampling, redis_url="redis://r")
     assert lone_worker(shared, models, "generator").config == GeneratorConfig(
         there, 15, 16, TorchConfig(17, 18, 19, 20, False)
     )

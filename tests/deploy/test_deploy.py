@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +25,11 @@ from store.settings import load_settings
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-KUBERNETES: list[dict[str, Any]] = yaml.safe_load((DEPLOY / "kubernetes.yaml").read_text())["items"]
+KUBERNETES: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
 
 
 def pods() -> Iterator[dict[str, Any]]:
-    yield from (item["spec"]["template"]["spec"] for item in KUBERNETES if "template" in item["spec"])
+    yield from (item["spec"]["template"]["spec"] for item in KUBERNETES if "template" in item.get("spec", {}))
 
 
 def containers() -> list[dict[str, Any]]:
@@ -121,7 +123,14 @@ def test_the_image_has_every_package_and_no_root() -> None:
     rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "tools"}
     assert {"api", "store", "weft_server"} <= rooms
     assert rooms | {"client_sdk", "setup.py", "pyproject.toml"} <= copied
-    assert "USER weft" in lines
+    assert "USER 1000" in lines
+
+
+@pytest.mark.parametrize("dockerfile", sorted(DEPLOY.rglob("Dockerfile*")), ids=lambda path: path.parent.name)
+def test_hadolint_finds_nothing(dockerfile: Path) -> None:
+    program = Path(sys.executable).parent / "hadolint"
+    ran = subprocess.run([str(program), str(dockerfile)], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (0, "")
 
 
 def test_proxies_are_trusted_where_they_come_from() -> None:

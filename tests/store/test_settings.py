@@ -102,7 +102,7 @@ def test_the_page_for_operators_shows_every_setting_with_its_default() -> None:
     shown = flat(tomllib.loads("\n".join(line.removeprefix("    ") for line in lines)))
     known = flat(load_settings(None, data_dir=Path("data")).model_dump(mode="json"))
     known |= {"generator.vllm.program": "", "trainer.threads": 1, "generator.threads": 1, "data_dir": "data"}
-    for name in ("prices", "payments.secret_key", "server_secret"):
+    for name in ("prices", "payments.secret_key", "oidc.client_secret", "server_secret"):
         del known[name]
     del shown["models.Qwen/Qwen3-0.6B"]
     assert shown == known

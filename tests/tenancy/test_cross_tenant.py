@@ -100,6 +100,7 @@ NO_IDS = {
     "POST /create_session",  # a project's id is only known within its organisation
     "POST /sessions/search",  # lists; what it lists is looked at below
     "POST /weft/members",
+    "POST /weft/invitations",
     "POST /weft/projects",
     "POST /weft/billing/topups",
     "POST /stripe/webhook",
@@ -197,6 +198,8 @@ def things(world: World, admin: str | None = None) -> Ids:
     user_id = world.database.write_now(write)
     key = world.post("weft/keys", {"name": "spare", "scopes": ["train"]})
     limit = {"scope": "key", "scope_id": "1", "period": "month", "limit_nusd": 10**15}
+    invited = {"role": "viewer", "email": "guest@example.com"}
+    invitation = world.call("POST", "weft/invitations", key=admin, json=invited).json()
     budget = world.call("PUT", "weft/budgets", key=admin, json=limit).json()
     project = next(p["id"] for p in world.get("weft/projects")["projects"] if p["name"] == "secret project")
     with world.database.read() as reading:
@@ -216,6 +219,7 @@ def things(world: World, admin: str | None = None) -> Ids:
         "user_id": user_id,
         "key_id": str(key["id"]),
         "project_id": project,
+        "invitation_id": invitation["id"],
         "budget_id": budget["id"],
         "scope": "key",
         "id": str(key["id"]),
@@ -283,6 +287,7 @@ DOORS: dict[str, Callable[[str], dict[str, Any]]] = {
     "POST /v1/completions": lambda model: {"model": model, "prompt": [1] * 99},
     "POST /v1/chat/completions": lambda model: {"model": model, "messages": [{"role": "user", "content": "a b " * 99}]},
     "POST /v1/chat/completions/tokens": lambda model: {"model": model, "tokens": [1] * 99},
+    "POST /v1/responses": lambda model: {"model": model, "input": "a b " * 99},
     "POST /inference/v1/generate": lambda model: {"model": model, "token_ids": [1] * 99},
     **{f"POST {at}/tokenize": lambda model: {"model": model, "prompt": "a"} for at in ("", "/v1")},
     **{f"POST {at}/detokenize": lambda model: {"model": model, "tokens": [1]} for at in ("", "/v1")},

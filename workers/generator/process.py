@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -43,7 +42,6 @@ log = logging.getLogger("generator")
 
 def main(config: GeneratorConfig, server: WorkerLink) -> int:
     basics = config.basics
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(config.engine, TorchConfig):  # it has nothing to finish yet, and no vLLM to stop
         signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))

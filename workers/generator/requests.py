@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 import numpy as np
 from weft.wire import SampleRequest, TensorData
@@ -34,6 +35,7 @@ class PendingSample:
     targets: TensorData | None  # as sent by the client: the answer has their shape and layout
     record_stability: bool
     stream: bool = False
+    taken: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 
 def read_sample(op: SampleOp, blobs: Blobs, bodies: Ahead) -> PendingSample:

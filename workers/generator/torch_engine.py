@@ -311,7 +311,7 @@ class TorchEngine:
 def _decoding(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> Callable[[forward.DecodePlan], Tensor]:
     """How to `forward.decode` here: on a CUDA device by steps that are captured and replayed, but of latent attention
     and of recurrent layers (whose states are other tensors after each step), launched piece by piece."""
-    if cache.device.type != "cuda" or cache.latent or decoder.config.delta is not None:
+    if cache.device.type != "cuda" or cache.latent or decoder.config.recurrence is not None:
         return partial(forward.decode, decoder, cache)
     from workers.generator.gpu.steps import DecodeSteps  # Triton: only a GPU needs it
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
-from scheduler.links.messages import Cancel, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
+from scheduler.links.messages import Cancel, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork, facts_of
+from store import logs, tracing
 from store.ahead import Ahead
 from store.blobs import Blobs, is_lasting
 from workers.generator.engine import Engine, Finished
@@ -148,7 +150,8 @@ class Generator:
         try:
             pending = read_sample(op, self._blobs, self._bodies)
         except Exception as error:
-            log.exception("sample %s: its body cannot be read", op.op_id)
+            with logs.on(**facts_of(op)):
+                log.exception("sample %s: its body cannot be read", op.op_id)
             if is_lasting(error):
                 self._link.send(failure(op.op_id, f"the request cannot be read: {type(error).__name__}"))
             else:
@@ -174,6 +177,7 @@ class Generator:
         if pending is None:  # an id that came twice: the request has ended already
             return
         self._streams.close(finished.id)
+        _tell(pending, finished)
         self._answer(pending, finished)
 
     def _answer(self, pending: PendingSample, finished: Finished) -> None:
@@ -193,6 +197,15 @@ class Generator:
         works, self._again = self._again, {}
         for work in works.values():
             work()
+
+
+def _tell(pending: PendingSample, finished: Finished) -> None:
+    """Into the log and the traces."""
+    op, failed = pending.op, finished.error is not None
+    with logs.on(**facts_of(op)):
+        log.debug("sample: %s", "failed" if failed else "generated")
+    ids: dict[str, tracing.Value | None] = {"run": op.run_id, "operation": op.op_id, "samples": op.num_samples}
+    tracing.span("generate", op.origin, pending.taken, datetime.now(UTC), ids, failed=failed)
 
 
 class _OccupancyMeter:

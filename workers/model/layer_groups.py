@@ -19,14 +19,13 @@ def layer_groups(config: DecoderConfig, context: int) -> list[tuple[tuple[int, .
     """The layers of each group and their window (0: all positions). If there are layers that attend to all of
     `context`, the first group has such."""
     by_window: dict[int, list[int]] = {}
-    for layer in range(config.num_layers):
-        if layer not in config.delta_layers:
-            window = config.window_of(layer)
-            by_window.setdefault(window if window < context else 0, []).append(layer)
+    for layer in config.attention_layers:
+        window = config.window_of(layer)
+        by_window.setdefault(window if window < context else 0, []).append(layer)
     size = math.gcd(*map(len, by_window.values()))
     every = [layer for layers in by_window.values() for layer in layers]
     # The routes of a sequence, kept beside the keys of the first group, are asked for when it ends.
-    if len(every) > MOST_GROUPS * size or (0 not in by_window and config.num_experts):
+    if not every or len(every) > MOST_GROUPS * size or (0 not in by_window and config.num_experts):
         return [(tuple(sorted(every)), 0)]
     return [
         (tuple(layers[at : at + size]), window)

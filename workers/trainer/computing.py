@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -16,6 +15,8 @@ from workers.trainer.out_of_memory import is_out_of_memory
 from workers.trainer.packing import cut, pack
 from workers.trainer.progress import Part, Progress
 from workers.trainer.state import RunState
+
+log = logging.getLogger(__name__)
 
 
 class Together(Protocol):
@@ -139,7 +140,7 @@ class Computing:
         while not fits:
             self._relieve()
             self._room_tokens = max(1, self._room_tokens // 2)
-            print(f"trainer: out of memory; again with {self._room_tokens} tokens at a time", file=sys.stderr)
+            log.warning("out of memory; again with %d tokens at a time", self._room_tokens)
             parts = _anew(_alive(parts))
             fits = all(self._fits(decoder, _alive(batch), trains) for batch in self._pack(parts))
 
@@ -164,7 +165,7 @@ class Computing:
             run_microbatch(decoder, parts, trains=trains)
         except Exception as error:
             if not is_out_of_memory(error):
-                traceback.print_exc(file=sys.stderr)
+                log.exception("a microbatch failed")
             raised = error.with_traceback(None)
         self._together.end(trains)
         return raised

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
+import logging
 
 from scheduler.links.messages import Failure
 from store.blobs import BadRef, Damaged
 from workers.trainer.optimizer import OptimizerError
 from workers.trainer.progress import BadOperation, Part
 from workers.trainer.state import DamagedState, StateError
+
+log = logging.getLogger(__name__)
 
 
 class NotResident(LookupError):
@@ -23,7 +24,7 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, BadOperation | OptimizerError | StateError):
         return Failure(str(error), "user")
     if not isinstance(error, NotResident):
-        traceback.print_exception(error, file=sys.stderr)
+        log.error("an operation failed", exc_info=error)
     if isinstance(error, Damaged):
         return Failure("what this operation needs is damaged on the server's disk")
     if isinstance(error, BadRef | OSError):

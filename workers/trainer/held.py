@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
@@ -19,6 +18,8 @@ from store.blobs import Blobs
 from workers.trainer.progress import Progress
 from workers.trainer.residency import resident_within, waves
 from workers.trainer.state import RunState, save_snapshot
+
+log = logging.getLogger(__name__)
 
 Send = Callable[[msgspec.Struct], None]
 #: While a run is rebuilt, and until the operations that were pending when its trainer was lost are done, its state is
@@ -126,7 +127,7 @@ class HeldRuns:
             ref = f"{name}-{secrets.token_hex(4)}" if self._blobs.exists(name) else name
             save_snapshot(run, part, self._blobs, ref)
         except Exception:
-            traceback.print_exc(file=sys.stderr)  # the next step tries again
+            log.exception("run %s could not be saved; the next step tries again", run_id)
             return False
         run.saved_seq, run.unsaved_tokens, run.saved_at = run.last_seq, 0, time.monotonic()
         part_op, part_stop = (part.op_id, part.stop) if part is not None else ("", 0)

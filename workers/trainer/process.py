@@ -11,9 +11,9 @@ empty hands, until SIGTERM.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -39,6 +39,8 @@ from workers.trainer.held import Send
 from workers.trainer.residency import Residency
 from workers.trainer.trainer import Trainer
 from workers.trainer.watchdog import Watchdog
+
+log = logging.getLogger("trainer")
 
 #: How often an idle trainer looks whether it was told to stop.
 IDLE_POLL_S = 0.5
@@ -101,8 +103,8 @@ def load_models(models: Mapping[str, str], where: ModelDevice, base_dir: str, fi
     for name, path in models.items():
         began = time.monotonic()
         decoders[name], how = base_decoder(Path(path), where, Path(base_dir) if base_dir else None)
-        say(f"{name}: {how}, in {time.monotonic() - began:.1f} s")
-        say(f"{name}: tenants are computed {probe(decoders[name], findings)}")
+        log.info("%s: %s, in %.1f s", name, how, time.monotonic() - began)
+        log.info("%s: tenants are computed %s", name, probe(decoders[name], findings))
     return decoders
 
 
@@ -120,7 +122,7 @@ def main(config: TrainerConfig, server: WorkerLink) -> int:
     models = load_models(basics.models, where, basics.base_dir, data_dir / "isolation")
     blobs = blobs_of(basics)
     signal.signal(signal.SIGTERM, stop.set)
-    say(f"loaded on {where}, with {torch.get_num_threads()} threads")
+    log.info("loaded on %s, with %d threads", where, torch.get_num_threads())
     watchdog = Watchdog()
     if not basics.redis_url:
         shutil.rmtree(data_dir / config.pages, ignore_errors=True)  # of a lost trainer: the journal rebuilds it
@@ -151,16 +153,12 @@ def serve_all(
 
 def work(trainer: Working, link: Link, stop: StopFlag) -> bool:
     """Serve one server to its end. False when it was lost; then what the trainer holds is worthless."""
-    say(f"ready: runs may take {trainer.residency.budget_bytes >> 20} MiB of memory")
+    log.info("ready: runs may take %d MiB of memory", trainer.residency.budget_bytes >> 20)
     try:
         serve(trainer, link, stop)
     except EOFError:
-        say("the server is gone")
+        log.info("the server is gone")
         return False
     finally:
         trainer.residency.close()
     return True
-
-
-def say(line: str) -> None:
-    print(f"trainer: {line}", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from one other thread. A run that is paged in is bitwise what was paged out.
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +26,8 @@ from workers.trainer.arena import Arena, ArenaKind, Arenas
 from workers.trainer.packing import pack
 from workers.trainer.pages import PageStore
 from workers.trainer.state import RunState
+
+log = logging.getLogger(__name__)
 
 #: A run paged in: its arena, the separate gradients of open operations, and whether its page still holds the same.
 Loaded = tuple[Arena, list[Tensor], bool]
@@ -197,7 +199,7 @@ class Residency:
         try:
             self._store.put(run_id, [arena.used(with_gradient), *apart])
         except Exception as error:
-            print(f"trainer: run {run_id} stays in memory, it cannot be paged out: {error!r}", file=sys.stderr)
+            log.warning("run %s stays in memory, it cannot be paged out: %r", run_id, error)
             self._stuck[run_id] = arena, apart, False
             return
         self._arenas.give(arena)

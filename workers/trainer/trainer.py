@@ -12,6 +12,7 @@ that is never computed with: it is set aside, and its remaining operations in th
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -19,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +38,9 @@ from scheduler.links.messages import (
     RunSpec,
     SetAside,
     TrainOp,
+    facts_of,
 )
+from store import logs, tracing
 from store.ahead import Ahead
 from store.blobs import Blobs, StoreAway, is_lasting
 from workers.model.decoder import Decoder
@@ -58,6 +62,8 @@ from workers.trainer.state import (
 )
 from workers.trainer.stepping import step_runs
 from workers.trainer.watchdog import no_limit
+
+log = logging.getLogger(__name__)
 
 #: Bounds what is done within it to so many seconds.
 Limit = Callable[[float], AbstractContextManager[None]]
@@ -88,6 +94,7 @@ class Trainer:
         self._bodies = Ahead(blobs)
         self._custom_losses = CustomLosses(blobs)
         self._limit, self._others = limit, others
+        self._pass_began = datetime.now(UTC)
 
     @property
     def residency(self) -> Residency:
@@ -110,7 +117,7 @@ class Trainer:
                 self._others.attend(lambda: deque(self._computing().run(self._decoder_of), maxlen=0))
 
     def _execute(self, pass_: Pass, send: Send) -> None:
-        began, tokens = time.monotonic(), 0
+        began, tokens, self._pass_began = time.monotonic(), 0, datetime.now(UTC)
         for run_id in pass_.release:
             self.held.forget(run_id)
         for run_id in pass_.hand_over:
@@ -167,10 +174,13 @@ class Trainer:
             what = error if isinstance(error, StoreAway) else os.strerror(getattr(error, "errno", None) or 5)
             reason = f"operation {op.seq}: {type(error).__name__}, {what}"
             self._aside[op.run_id] = SetAside(op.run_id, reason, kept=not op.replay)
-        elif op.replay:
-            self._aside[op.run_id] = SetAside(op.run_id, _cannot_replay(op, failure_of(error)), lasting=True)
+            return
+        with logs.on(**facts_of(op)):
+            failure = failure_of(error)
+        if op.replay:
+            self._aside[op.run_id] = SetAside(op.run_id, _cannot_replay(op, failure), lasting=True)
         else:
-            _answer(op, send, b"", {}, failure_of(error))
+            self._answer(op, send, b"", {}, failure)
 
     def _alone(self, op: TrainOp, send: Send) -> None:
         """Create, load or save."""
@@ -198,7 +208,7 @@ class Trainer:
             return
         run = self._run(op)
         facts["version"] = run.step
-        _answer(op, send, b"", facts, None)
+        self._answer(op, send, b"", facts, None)
         if not op.replay and run.unsaved and op.source_ref:
             # The owner may delete the source: from here on the run must not need it.
             self.held.snapshot(run, send)
@@ -313,7 +323,7 @@ class Trainer:
         if failure is None and op.kind is OpKind.FORWARD_BACKWARD:
             run.last_seq = op.seq
         if op.run_id not in self._aside or self._aside[op.run_id].kept:
-            _answer(op, send, payload, {"tokens": progress.tokens}, failure)
+            self._answer(op, send, payload, {"tokens": progress.tokens}, failure)
 
     def _step(self, ops: list[TrainOp], send: Send) -> None:
         """All optimizer steps of a stage, in one fused update."""
@@ -336,9 +346,19 @@ class Trainer:
                 self._failed(op, result, send)
                 continue
             run.last_seq = op.seq
-            _answer(op, send, result, {"version": run.step}, None)
+            self._answer(op, send, result, {"version": run.step}, None)
             if self.held.is_due(run, op.replay or op.again):
                 self.held.snapshot(run, send)
+
+    def _answer(self, op: TrainOp, send: Send, payload: bytes, facts: dict[str, int], failure: Failure | None) -> None:
+        if op.replay:
+            return
+        billed = failure is None or failure.ran
+        send(Done(op.op_id, b"" if failure else payload, facts if billed else {}, failure))
+        with logs.on(**facts_of(op)):
+            log.debug("%s: %s", op.kind, "failed" if failure else "computed")
+        ids: dict[str, tracing.Value | None] = {"run": op.run_id, "operation": op.op_id, "tokens": facts.get("tokens")}
+        tracing.span(f"train {op.kind}", op.origin, self._pass_began, datetime.now(UTC), ids, failed=bool(failure))
 
     def _run(self, op: TrainOp) -> RunState:
         run = self.held.runs.get(op.run_id)
@@ -362,12 +382,6 @@ def _leading(queues: dict[str, deque[TrainOp]], kinds: tuple[OpKind, ...], at_mo
             taken.append(queue.popleft())
             count += 1
     return taken
-
-
-def _answer(op: TrainOp, send: Send, payload: bytes, facts: dict[str, int], failure: Failure | None) -> None:
-    if not op.replay:
-        billed = failure is None or failure.ran
-        send(Done(op.op_id, b"" if failure else payload, facts if billed else {}, failure))
 
 
 def _cannot_replay(op: TrainOp, failure: Failure) -> str:

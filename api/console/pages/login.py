@@ -1,7 +1,8 @@
-"""Signing in and out: with an API key, or with a link that `weftd user login-link` prints."""
+"""Signing in and out: with an API key, or with a link that `weftd user login-link` prints; `sso` is the provider's."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from api.console import sessions
 from api.console.render import ConsoleRoute, page
 from api.console.security import (
     PREFIX,
+    Viewer,
     ViewerDep,
     check_same_site,
     cookie_name,
@@ -20,7 +22,8 @@ from api.console.security import (
     take_cookie,
 )
 from api.http.access import declare
-from api.state.service import ServiceDep
+from api.oidc.refusals import ProviderError
+from api.state.service import Service, ServiceDep
 from store.keys import find
 from store.tables import LoginLink
 
@@ -28,12 +31,13 @@ router = APIRouter(route_class=ConsoleRoute)
 
 _OPEN = declare(scope="public", limit="poll")
 BAD_KEY = "This API key is unknown, expired or revoked."
+SSO_NEEDED = "Members of this organisation sign in by single sign-on."
 BAD_LINK = "This link was used already, or is too old. Ask for a new one: weftd user login-link"
 
 
 @router.get("/login", **_OPEN)
-async def login_page(request: Request, next: str = "") -> HTMLResponse:
-    return page(request, "login.html", None, next=local_path(next), problem=None, token=None)
+async def login_page(request: Request, service: ServiceDep, next: str = "", fresh: bool = False) -> HTMLResponse:
+    return _page(request, service, local_path(next), fresh=fresh)
 
 
 @router.post("/login", **_OPEN)
@@ -44,28 +48,40 @@ async def login(
     next: Annotated[str, Form(max_length=2048)] = "",
 ) -> Response:
     check_same_site(request)
-    now, sid = datetime.now(UTC), None
-    if await service.read(lambda session: find(session, key.strip(), now)):  # who guesses does not get to the writer
-        sid = await service.database.write(lambda session: sessions.sign_in_with_key(session, key.strip(), now))
+    service.attempts.check(request)
+    now, oidc, sid = datetime.now(UTC), service.settings.oidc, None
+    try:
+        if await service.read(lambda session: find(session, key.strip(), now)):  # a guess does not get to the writer
+            sid = await service.database.write(
+                lambda session: sessions.sign_in_with_key(session, key.strip(), now, oidc)
+            )
+    except sessions.SsoNeeded:
+        return _page(request, service, local_path(next), 403, SSO_NEEDED)
     if sid is None:
-        return page(request, "login.html", None, 401, next=local_path(next), problem=BAD_KEY, token=None)
+        service.attempts.note(request)
+        return _page(request, service, local_path(next), 401, BAD_KEY)
     return _enter(request, sid, local_path(next))
 
 
 @router.get("/login/{token}", **_OPEN)
-async def link_page(request: Request, token: str) -> HTMLResponse:
+async def link_page(request: Request, service: ServiceDep, token: str) -> HTMLResponse:
     """A button, because programs that look at links before people do must not use them up."""
-    return page(request, "login.html", None, next=PREFIX + "/", problem=None, token=token)
+    return _page(request, service, PREFIX + "/", token=token)
 
 
 @router.post("/login/{token}", **_OPEN)
 async def login_by_link(request: Request, service: ServiceDep, token: str) -> Response:
     check_same_site(request)
-    now, sid = datetime.now(UTC), None
-    if await service.read(lambda session: session.get(LoginLink, sessions.digest(token))):
-        sid = await service.database.write(lambda session: sessions.sign_in_with_link(session, token, now))
+    service.attempts.check(request)
+    now, oidc, sid = datetime.now(UTC), service.settings.oidc, None
+    try:
+        if await service.read(lambda session: session.get(LoginLink, sessions.digest(token))):
+            sid = await service.database.write(lambda session: sessions.sign_in_with_link(session, token, now, oidc))
+    except sessions.SsoNeeded:
+        return _page(request, service, PREFIX + "/", 403, SSO_NEEDED)
     if sid is None:
-        return page(request, "login.html", None, 401, next=PREFIX + "/", problem=BAD_LINK, token=None)
+        service.attempts.note(request)
+        return _page(request, service, PREFIX + "/", 401, BAD_LINK)
     return _enter(request, sid, PREFIX + "/")
 
 
@@ -73,9 +89,31 @@ async def login_by_link(request: Request, service: ServiceDep, token: str) -> Re
 async def logout(request: Request, service: ServiceDep, viewer: ViewerDep) -> Response:
     sid = request.cookies.get(cookie_name(request), "")
     await service.database.write(lambda session: sessions.sign_out(session, sid))
-    response = Response(status_code=204, headers={"hx-redirect": f"{PREFIX}/login"})
+    response = Response(status_code=204, headers={"hx-redirect": await _away(service, viewer)})
     take_cookie(request, response)
     return response
+
+
+async def _away(service: Service, viewer: Viewer) -> str:
+    """Where signing out leads: to our own page, or over the provider's if the settings say so and it answers."""
+    signing_in = service.signing_in
+    if signing_in is not None and viewer.by_provider and service.settings.oidc.sign_out_of_provider:
+        with suppress(ProviderError):
+            return await signing_in.sign_out_address() or f"{PREFIX}/login"
+    return f"{PREFIX}/login"
+
+
+def _page(
+    request: Request,
+    service: Service,
+    next: str,
+    status: int = 200,
+    problem: str | None = None,
+    token: str | None = None,
+    fresh: bool = False,
+) -> HTMLResponse:
+    oidc = service.settings.oidc
+    return page(request, "login.html", None, status, next=next, problem=problem, token=token, fresh=fresh, oidc=oidc)
 
 
 def _enter(request: Request, sid: str, to: str) -> Response:

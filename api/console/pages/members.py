@@ -12,13 +12,17 @@ from api.console import sessions
 from api.console.forms import as_json
 from api.console.render import ConsoleRoute, page, say
 from api.console.security import PREFIX, ViewerDep, need_fresh
+from api.errors import Forbidden
 from api.http.access import declare
+from api.routes.invitations import create_invitation, list_invitations, revoke_invitation
 from api.routes.members import add_member, change_role, list_members, remove_member
 from api.routes.projects import change_project, create_project, list_projects
 from api.state.service import ServiceDep
 from api.who.credentials import changed_member
-from store import audit
+from api.who.reach import Reach, permit
+from store import audit, people
 from store.roles import ROLES
+from store.tables import Organisation
 
 router = APIRouter(route_class=ConsoleRoute)
 
@@ -37,9 +41,18 @@ async def members(request: Request, service: ServiceDep, viewer: ViewerDep) -> H
     viewer.need("admin")
     found = (await list_members(service, viewer.who)).members
     projects = (await list_projects(service, viewer.who, archived=True)).projects
-    return page(
-        request, "members.html", viewer, members=found, projects=projects, roles=ROLES, meaning=MEANING, link=None
-    )
+    invited = (await list_invitations(service, viewer.who)).invitations
+    oidc = service.settings.oidc
+
+    def read(session: Session) -> dict[str, Any]:
+        rows = people.members(session, viewer.org_id)
+        return {
+            "by_groups": {row.user_id for row, _ in rows if row.issuer is not None},
+            "required": sessions.sso_required(session.get_one(Organisation, viewer.org_id), oidc),
+        }
+
+    values = {"members": found, "projects": projects, "invited": invited, "oidc": oidc, **await service.read(read)}
+    return page(request, "members.html", viewer, roles=ROLES, meaning=MEANING, link=None, **values)
 
 
 @router.post("/members", **declare(scope="public", limit="poll"))
@@ -80,8 +93,12 @@ async def sign_in_link(request: Request, service: ServiceDep, viewer: ViewerDep,
     need_fresh(request, viewer)
     who = viewer.who
 
+    oidc = service.settings.oidc
+
     def write(session: Session) -> str:
         changed_member(session, who, user_id, "make a sign-in link for this member")
+        if sessions.sso_required(session.get_one(Organisation, who.org_id), oidc):
+            raise Forbidden(f"members of this organisation sign in with {oidc.name}, and so a link would open nothing")
         audit.record(session, org_id=who.org_id, key_id=who.key_id, event="member_link_made", target=user_id)
         return sessions.new_link(session, who.org_id, user_id, made_by=who.actor)
 
@@ -89,6 +106,47 @@ async def sign_in_link(request: Request, service: ServiceDep, viewer: ViewerDep,
     base = f"{request.url.scheme}://{request.url.netloc}"
     values: dict[str, Any] = {"link": f"{base}{PREFIX}/login/{token}", "minutes": sessions.LINK_LIFE.seconds // 60}
     return page(request, "members_link.html", viewer, **values)
+
+
+@router.post("/invitations", **declare(scope="public", limit="poll"))
+async def invite(
+    request: Request,
+    service: ServiceDep,
+    viewer: ViewerDep,
+    role: Annotated[str, Form(max_length=32)],
+    days: Annotated[int, Form()] = 7,
+    email: Annotated[str, Form(max_length=254)] = "",
+) -> HTMLResponse:
+    viewer.need("admin")
+    need_fresh(request, viewer)
+    made = await create_invitation(as_json(request, role=role, days=days, email=email), service, viewer.who)
+    return page(request, "members_invitation.html", viewer, made=made)
+
+
+@router.post("/invitations/{invitation_id}/revoke", **declare(scope="public", limit="poll"))
+async def take_back(service: ServiceDep, viewer: ViewerDep, invitation_id: str) -> Response:
+    viewer.need("admin")
+    await revoke_invitation(invitation_id, service, viewer.who)
+    return say("Invitation taken back")
+
+
+@router.post("/members/sso", **declare(scope="public", limit="poll"))
+async def require_sso(
+    request: Request, service: ServiceDep, viewer: ViewerDep, required: Annotated[bool, Form()]
+) -> Response:
+    """An owner's, who must have come in by the provider: nobody locks the door behind which they cannot get."""
+    viewer.need("admin")
+    need_fresh(request, viewer)
+    who, oidc = viewer.who, service.settings.oidc
+    permit(who.reach, Reach.of_member("owner"), "say how members sign in")
+    if required and not viewer.by_provider:
+        raise Forbidden(f"sign in with {oidc.name} yourself first: only so do you know that it lets you in")
+
+    def write(session: Session) -> None:
+        people.require_sso(session, session.get_one(Organisation, who.org_id), required, who.key_id)
+
+    await service.database.write(write)
+    return say(f"Members sign in with {oidc.name} alone" if required else "Keys and links open the console again")
 
 
 @router.post("/projects", **declare(scope="public", limit="poll"))

@@ -53,6 +53,28 @@ class MemberRoleResponse(Response):
     role: str
 
 
+class InvitationRow(Response):
+    """A link by which one person may become a member with `role`; with `email`, that one alone. `made_by` is the actor
+    of the audit log."""
+
+    id: str
+    role: str
+    email: str | None
+    made_by: str
+    created_at: datetime
+    expires_at: datetime
+
+
+class InvitationWithLink(InvitationRow):
+    """An invitation that was made just now. `link` is what makes a member, and no other answer holds it."""
+
+    link: str
+
+
+class InvitationsResponse(Response):
+    invitations: list[InvitationRow]
+
+
 class ProjectRow(Response):
     id: str
     name: str

@@ -29,11 +29,12 @@ from billing.quotas import Claim, QuotaReached, check, claim
 from scheduler.journal.rows import TRAIN_KINDS, sent_sha256_of, to_row
 from scheduler.links.messages import OpKind
 from scheduler.order.operations import SAMPLE, NewOperation, Operation, SequenceReused
-from store import tables
+from store import logs, tables
 from store.blobs import Blobs, beside_the_loop
 from store.bulk import insert_rows, sent_together
 from store.db import Database
 from store.settings import Limits
+from store.tracing import origin_here
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class Acceptance:
         assert entry.durable is not None
         self._entries[new.lane, new.seq] = entry
         op = _operation(new, entry.id, entry.sent_sha256)
+        logs.note(run=op.run_id, operation=op.id)
         row = to_row(op, entry.sent_sha256)
         if new.refused is None:
             row["hold_nusd"] = most_nusd(self._prices, op)
@@ -235,4 +237,5 @@ def _operation(new: NewOperation, request_id: str, sent_sha256: str) -> Operatio
         body_bytes=len(new.body),
         stores_bytes=new.stores_bytes,
         body_sha256=(sent_sha256 if same else hashlib.sha256(new.body).hexdigest()) if has_body else "",
+        origin=origin_here(),
     )

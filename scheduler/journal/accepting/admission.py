@@ -6,6 +6,7 @@ affair.
 
 from __future__ import annotations
 
+import logging
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -20,6 +21,8 @@ from scheduler.journal.ending.outcomes import Answers
 from scheduler.order.operations import NewOperation, Operation, Outcome
 from store import tables
 from store.room import NoRoom, Room
+
+log = logging.getLogger(__name__)
 
 
 class Queues(Protocol):
@@ -74,6 +77,7 @@ class Admission:
                 self._queues.adopt(request_id)
             return request_id
         self._meters.accepted(op)
+        log.debug("accepted %s", op.kind)
         if new.refused is None:
             self._begin(op)
             self._queues.put(op)

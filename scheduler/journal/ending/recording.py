@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Protocol
 
 from billing.prices import PriceList
@@ -15,6 +16,7 @@ from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.storing import until_stored
 from scheduler.links.messages import Done
 from scheduler.order.operations import SAMPLE, Operation, Outcome
+from store import logs, tracing
 from store.blobs import Blobs, beside_the_loop
 from store.db import Transactions
 from store.room import Room
@@ -46,6 +48,15 @@ class DatabaseRecorder:
         self._answers, self._samplers = answers, samplers
 
     async def record(self, op: Operation, done: Done) -> Ended | None:
+        with logs.on(**op.facts):
+            ended = await self._record(op, done)
+            if ended is not None:
+                failed = ended.outcome.error is not None
+                log.debug("%s %s", op.kind, "failed" if failed else "done")
+                _trace(op, failed=failed)
+            return ended
+
+    async def _record(self, op: Operation, done: Done) -> Ended | None:
         try:
             settled = await self._write(op, done, result_of(op, done))
         except Exception as error:
@@ -79,3 +90,24 @@ class DatabaseRecorder:
     def _settled_before(self, op: Operation) -> Settled:
         stored = self._answers.stored(op.org_id, op.id)
         return (stored, []) if isinstance(stored, Outcome) else None
+
+
+def _trace(op: Operation, *, failed: bool) -> None:
+    """The spans of an operation that has ended: its whole life, below the request that brought it, and below that how
+    it waited, each stretch in a worker's hands, and how it was settled."""
+    now = datetime.now(UTC)
+    facts: dict[str, tracing.Value | None] = {
+        "org": op.org_id,
+        "run": op.run_id,
+        "operation": op.id,
+        "tokens": op.tokens,
+    }
+    own = tracing.span(f"operation {op.kind}", op.origin, op.accepted_at, now, facts, failed=failed)
+    stretches, computed = op.timings.stretches, op.timings.computed
+    if stretches:
+        tracing.span("queue", own, op.accepted_at, stretches[0].start)
+    for part in stretches:
+        shared: dict[str, tracing.Value | None] = {"pass": part.pass_id, "runs": part.runs, "tokens": part.tokens}
+        tracing.span("work", own, part.start, part.end or computed or now, shared)
+    if computed is not None:
+        tracing.span("settle", own, computed, now)

@@ -48,4 +48,5 @@ def message_of(op: Operation, sampler: SamplerFacts, version: int = 0) -> Sample
         version=version,
         priority=int(op.sample.priority == INTERACTIVE),
         body_sha256=op.body_sha256,
+        origin=op.origin,
     )

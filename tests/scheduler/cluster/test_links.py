@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import redis
 
+from scheduler.links import broadcasts as broadcast_module
 from scheduler.links import train_link
 from scheduler.links.broadcasts import Broadcasts, Ended, Listener
 from scheduler.links.contract import LEFT_S, LIVES, Item
@@ -430,3 +431,18 @@ def test_what_one_engine_cannot_serve_goes_to_another_and_fails_when_none_can(
     assert results == [Done("a", b"whole"), Done("b", failure=Failure("no routes here; too long", "user"))]
     other.close()
     queue.close()
+
+
+def test_what_each_generator_has_done_is_known_beside_all(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broadcasts = Broadcasts(url)
+    before = broadcasts.generators().get("steps", 0.0)
+    for name, steps in (("one", 3), ("two", 4), ("one", 5)):
+        broadcasts.count({"steps": steps, "busy_s": 0.5}, name)
+    broadcasts.count({"lost": 1})
+    assert broadcasts.generators()["steps"] == before + 12
+    assert broadcasts.each_generator() == {"one": {"steps": 8, "busy_s": 1.0}, "two": {"steps": 4, "busy_s": 0.5}}
+    monkeypatch.setattr(broadcast_module, "MOST_SHOWN", 1)
+    assert broadcasts.each_generator().keys() == {"one"}  # the latest
+    monkeypatch.setattr(broadcast_module, "SHOWN_S", -1)
+    assert broadcasts.each_generator() == {}
+    broadcasts.close()

@@ -8,6 +8,7 @@ at once when that is gone.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -24,6 +25,8 @@ from torch.distributed.run import parse_args, run
 from scheduler.links.configs import TrainerConfig
 from scheduler.links.sockets import WorkerLink
 from workers.leave import leave
+
+log = logging.getLogger("trainer")
 
 #: A config is smaller.
 CONFIG_BYTES = 1 << 20
@@ -46,7 +49,7 @@ def launch(config: TrainerConfig, server: WorkerLink) -> int:
         except ChildFailedError as error:
             for rank, failure in sorted(error.failures.items()):
                 ended = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-                print(f"trainer: rank {rank} is lost ({ended})", file=sys.stderr, flush=True)
+                log.error("rank %d is lost (%s)", rank, ended)
             return 1
     return 0
 

@@ -6,6 +6,7 @@ Rank 0 is to the server what a trainer of one process is; the others do what it 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import shutil
 import signal
@@ -24,13 +25,16 @@ from workers.leave import leave
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
 from workers.model.sharded import Sharded, held_bytes, load_sharded
+from workers.say import say_as
 from workers.trainer.computing import Others
-from workers.trainer.process import StopFlag, say, serve_all
+from workers.trainer.process import StopFlag, serve_all
 from workers.trainer.ranks.group import FOR_EVER, Group
 from workers.trainer.ranks.launch import handed
 from workers.trainer.ranks.leader import Leader, Member, Word, follow
 from workers.trainer.trainer import Trainer
 from workers.trainer.watchdog import Watchdog
+
+log = logging.getLogger("trainer")
 
 _PR_SET_PDEATHSIG = 1
 
@@ -39,6 +43,7 @@ def main(door: str, parent: int) -> int:
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config, link = handed(door)
+    say_as(config.basics)
     # Rank 0 has nothing to finish yet; the others leave when it does.
     signal.signal(signal.SIGTERM, signal.SIG_IGN if link is None else lambda signum, frame: leave(0))
     torch.set_num_threads(config.basics.threads)
@@ -92,7 +97,8 @@ def load(config: TrainerConfig, where: ModelDevice, mesh: DeviceMesh, group: Gro
         base.decoder.isolation = "per-segment" if "per-segment" in found else found[0]
         if group.leads:
             held = held_bytes(base.decoder) >> 20
-            say(f"loaded {name} over {group.size} ranks, {held} MiB of it on this one; {base.decoder.isolation}")
+            isolation = base.decoder.isolation
+            log.info("loaded %s over %d ranks, %d MiB of it on this one; %s", name, group.size, held, isolation)
     return bases
 
 

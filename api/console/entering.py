@@ -1,0 +1,52 @@
+"""Who has signed in by the OpenID provider, and to which organisation: the one write that makes their user, follows
+their groups, uses their invitation and begins their session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api.console import sessions
+from api.who.inviting import join
+from store import identities
+from store.identities import Account
+from store.oidc_settings import OidcSettings
+from store.tables import Membership, Organisation, User
+
+
+@dataclass(frozen=True)
+class Entered:
+    """`sid` is the new session; None with `choices`, (id, name) of each organisation, where there are several, or with
+    none where there is nothing for them here."""
+
+    sid: str | None = None
+    choices: tuple[tuple[str, str], ...] = ()
+
+
+def enter(
+    session: Session, account: Account, settings: OidcSettings, now: datetime, *, org_id: str, invitation: str
+) -> Entered:
+    """Raises PeopleError or Forbidden when the account, or the invitation, cannot be used; then nothing is changed."""
+    wanted = identities.roles_by_groups(session, account.groups, settings.groups)
+    user = identities.user_of(session, account)
+    if user is None and not (wanted or invitation):
+        return Entered()
+    user = identities.link(session, account)
+    identities.follow_groups(session, user, account.issuer, wanted)
+    if invitation:
+        org_id = join(session, invitation, user, now).org_id
+    open_to = _organisations(session, user)
+    chosen = [choice for choice in open_to if not org_id or choice[0] == org_id]
+    if len(chosen) != 1:
+        return Entered(choices=tuple(chosen))
+    sid = sessions.sign_in_with_account(session, chosen[0][0], user.id, account, now, settings.session_life_s)
+    return Entered(sid)
+
+
+def _organisations(session: Session, user: User) -> list[tuple[str, str]]:
+    query = select(Organisation.id, Organisation.name).join(Membership, Membership.org_id == Organisation.id)
+    mine = query.where(Membership.user_id == user.id, Organisation.status != "closed")
+    return [(org_id, name) for org_id, name in session.execute(mine.order_by(Organisation.name))]

@@ -1,0 +1,138 @@
+"""Signing in by the OpenID provider of the settings (`api.oidc`): to it, and back from it.
+
+A sign-in begins with a button of our own pages, so no other site can begin one in somebody's browser, and ends only in
+the browser that began it, which has its cookie.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Form, Request, Response
+from fastapi.responses import RedirectResponse
+
+from api.console.entering import Entered, enter
+from api.console.render import ConsoleRoute, page
+from api.console.security import check_same_site, cookie_name, give_cookie, local_path
+from api.errors import Forbidden, NotFound, Unavailable
+from api.http.access import declare
+from api.oidc.refusals import NotProved, ProviderError, Unwelcome
+from api.state.service import Service, ServiceDep
+from store.caller import SERVER, Caller, acting_as
+from store.identities import Account
+from store.people import PeopleError
+
+if TYPE_CHECKING:
+    from api.oidc.flow import Flow, SigningIn
+
+log = logging.getLogger(__name__)
+
+router = APIRouter(route_class=ConsoleRoute)
+
+_OPEN = declare(scope="public", limit="poll")
+#: The browser keeps a sign-in that it has begun for so long.
+COOKIE_LIFE_S = 600
+AWAY = "The sign-in provider cannot be asked just now. Try again in a minute; if it stays so, ask {contact}."
+NOT_BEGUN = "This sign-in was not begun in this browser, or more than ten minutes ago. Begin again."
+NOT_PROVED = "The provider's answer does not prove who you are. Begin again; if it stays so, ask {contact}."
+NO_GROUP = (
+    "You are signed in at {name} as {email}, and nothing here is open to you: you are in no group that Weft knows."
+)
+NOT_THERE = "You are not a member of that organisation."
+
+
+@router.post("/sso", **_OPEN)
+async def begin(
+    request: Request,
+    service: ServiceDep,
+    next: Annotated[str, Form(max_length=2048)] = "",
+    org: Annotated[str, Form(max_length=64)] = "",
+    invitation: Annotated[str, Form(max_length=128)] = "",
+    fresh: Annotated[bool, Form()] = False,
+) -> Response:
+    """Leads to the provider: htmx goes there, because CSP refuses a form whose answer redirects to elsewhere."""
+    check_same_site(request)
+    service.attempts.check(request)
+    signing_in = _signing_in(service)
+    try:
+        to, cookie = await signing_in.begin(local_path(next), org_id=org, invitation=invitation, fresh=fresh)
+    except ProviderError as error:
+        log.warning("sign-in: %s", error)
+        raise Unavailable(AWAY.format(contact=service.settings.oidc.contact)) from None
+    part = "hx-request" in request.headers
+    response = Response(status_code=204, headers={"hx-redirect": to}) if part else RedirectResponse(to, 303)
+    response.set_cookie(
+        flow_cookie(request),
+        cookie,
+        max_age=COOKIE_LIFE_S,
+        path="/",
+        secure=request.url.scheme == "https",
+        httponly=True,
+        samesite="lax",
+    )
+    return response
+
+
+@router.get("/sso/callback", **_OPEN)
+async def callback(request: Request, service: ServiceDep) -> Response:
+    """Where the provider sends the browser back to."""
+    service.attempts.check(request)
+    response = await _answered(request, service, _signing_in(service))
+    if response.status_code >= 400:
+        service.attempts.note(request)
+    secure = request.url.scheme == "https"
+    response.delete_cookie(flow_cookie(request), path="/", secure=secure, httponly=True, samesite="lax")
+    return response
+
+
+async def _answered(request: Request, service: Service, signing_in: SigningIn) -> Response:
+    settings = service.settings.oidc
+    flow = signing_in.begun(request.cookies.get(flow_cookie(request), ""))
+    if flow is None:
+        return _refused(request, service, 400, NOT_BEGUN)
+    try:
+        account = await signing_in.finish(flow, request.query_params)
+        entered = await _enter(request, service, flow, account)
+    except ProviderError as error:
+        log.warning("sign-in: %s", error)
+        return _refused(request, service, 502, AWAY.format(contact=settings.contact))
+    except NotProved as error:
+        log.warning("sign-in: %s", error)
+        return _refused(request, service, 400, NOT_PROVED.format(contact=settings.contact))
+    except (Unwelcome, PeopleError, Forbidden) as error:
+        log.info("sign-in refused: %s", type(error).__name__)
+        return _refused(request, service, 403, str(error))
+    if entered.sid is not None:
+        response = RedirectResponse(flow.next, 303)
+        give_cookie(request, response, entered.sid)
+        return response
+    if entered.choices:
+        return page(request, "sso_choose.html", None, choices=entered.choices, next=flow.next, email=account.email)
+    says = NOT_THERE if flow.org_id else NO_GROUP.format(name=settings.name, email=account.email)
+    return _refused(request, service, 403, says)
+
+
+async def _enter(request: Request, service: Service, flow: Flow, account: Account) -> Entered:
+    now, settings = datetime.now(UTC), service.settings.oidc
+    address = request.client.host if request.client is not None else None
+    with acting_as(Caller(None, SERVER.actor, address)):
+        return await service.database.write(
+            lambda session: enter(session, account, settings, now, org_id=flow.org_id, invitation=flow.invitation)
+        )
+
+
+def _signing_in(service: Service) -> SigningIn:
+    if service.signing_in is None:
+        raise NotFound("this server has no sign-in by an OpenID provider: sign in with an API key")
+    return service.signing_in
+
+
+def _refused(request: Request, service: Service, status: int, says: str) -> Response:
+    oidc = service.settings.oidc
+    return page(request, "sso_refused.html", None, status, says=says, contact=oidc.contact, name=oidc.name)
+
+
+def flow_cookie(request: Request) -> str:
+    return cookie_name(request) + "_sso"

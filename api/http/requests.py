@@ -1,0 +1,72 @@
+"""What every request gets before anything else: an id, which its answer, its log lines and its operation carry; its
+place in the metrics; and its span, where traces are on.
+
+The id is the client's X-Request-ID where that is well-formed. It is for finding things and grants nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.state.traffic import NO_ANSWER, NO_ROUTE, Traffic
+from store import logs, tracing
+
+log = logging.getLogger(__name__)
+
+HEADER = b"x-request-id"
+#: An id of a client's own that is taken.
+_WELL_FORMED = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+
+class Requests:
+    def __init__(self, app: ASGIApp, traffic: Traffic) -> None:
+        self.app, self.traffic = app, traffic
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = request_id_of(headers)
+        began, received, sent, status = time.monotonic(), 0, 0, NO_ANSWER
+
+        async def read() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            return message
+
+        async def answer(message: Message) -> None:
+            nonlocal sent, status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+                message["headers"] = [*message.get("headers", ()), (HEADER, request_id.encode())]
+            sent += len(message.get("body", b""))
+            await send(message)
+
+        self.traffic.in_flight += 1
+        with logs.on(request=request_id), tracing.request(scope["method"], headers) as span:
+            try:
+                await self.app(scope, read, answer)
+            finally:
+                self.traffic.in_flight -= 1
+                seconds, route = time.monotonic() - began, route_of(scope)
+                self.traffic.ended(route, scope["method"], status, seconds, received, sent)
+                tracing.answered(span, scope["method"], route, status, logs.about())
+                log.debug("%s %s: %s in %.4f s", scope["method"], route, status, seconds)
+
+
+def request_id_of(headers: dict[bytes, bytes]) -> str:
+    """The client's own, or a new one."""
+    given = headers.get(HEADER, b"")
+    return given.decode() if _WELL_FORMED.fullmatch(given) else uuid.uuid4().hex
+
+
+def route_of(scope: Scope) -> str:
+    """The template of the route that took a request."""
+    return getattr(scope.get("route"), "path", NO_ROUTE)

@@ -1,0 +1,105 @@
+"""ID tokens and what they say: who somebody is, proved by the provider's signature (OpenID Connect Core 1.0, 3.1.3.7).
+
+Signatures and claims are checked by joserfc and Authlib. Only algorithms with a public key are taken: `none`, and those
+whose key would be something that is no secret here, are refused whatever the token or the provider says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from authlib.oidc.core import CodeIDToken
+from joserfc import jwt
+from joserfc.errors import JoseError
+from joserfc.jwk import KeySet
+from joserfc.jws import JWSRegistry
+
+from api.oidc.provider import Tokens
+from api.oidc.refusals import NotProved, Unwelcome
+from store.identities import Account
+from store.oidc_settings import OidcSettings
+
+ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519")
+#: Letters of a token, and groups in one: what is beyond is no sign-in.
+MAX_LETTERS = 65_536
+MAX_GROUPS = 10_000
+
+
+def checked(settings: OidcSettings, tokens: Tokens, keys: dict[str, Any], nonce: str, now: datetime) -> dict[str, Any]:
+    """The claims of an ID token: signed by one of `keys`, by our issuer, for us, in time, and for the sign-in that has
+    `nonce`. Raises NotProved."""
+    if len(tokens.id_token) > MAX_LETTERS:
+        raise NotProved(f"an ID token of {len(tokens.id_token)} letters; at most {MAX_LETTERS} are read")
+    registry = JWSRegistry(algorithms=list(ALGORITHMS), strict_check_header=False)
+    expected = {
+        "iss": {"essential": True, "value": settings.issuer},
+        "aud": {"essential": True, "value": settings.client_id},
+    }
+    params = {"nonce": nonce, "client_id": settings.client_id, "access_token": tokens.access_token}
+    try:
+        token = jwt.decode(tokens.id_token, KeySet.import_key_set(keys), registry=registry)  # type: ignore[arg-type]
+        claims = CodeIDToken(token.claims, token.header, expected, params)
+        claims.validate(now=int(now.timestamp()), leeway=settings.clock_skew_s)
+    except (JoseError, ValueError, TypeError, KeyError) as error:
+        raise NotProved(f"{type(error).__name__}: {str(error)[:200]}") from None
+    subject = claims.get("sub")
+    if not (isinstance(subject, str) and 1 <= len(subject) <= 255):
+        raise NotProved("sub is not 1 to 255 letters")
+    return dict(claims)
+
+
+def needs_userinfo(settings: OidcSettings, claims: Mapping[str, Any]) -> bool:
+    """Whether something that is wanted is not in the ID token."""
+    wants_groups = bool(settings.groups) and _at(claims, settings.claim_path) is None
+    return "email" not in claims or settings.verified_claim not in claims or wants_groups
+
+
+def with_userinfo(claims: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Both; where both say something, what is signed. Raises NotProved for an answer about somebody else."""
+    if more and more.get("sub") != claims["sub"]:
+        raise NotProved("the userinfo endpoint tells of another sub than the ID token")
+    return {**more, **claims}
+
+
+def account_of(settings: OidcSettings, claims: Mapping[str, Any]) -> Account:
+    """Raises Unwelcome for an address that is missing, not verified, or of a domain that may not sign in."""
+    email = claims.get("email")
+    if not isinstance(email, str) or not email:
+        raise Unwelcome(f"{settings.name} does not tell your e-mail address here.")
+    email = email.strip().lower()
+    if claims.get(settings.verified_claim) not in (True, "true", 1, "1"):
+        raise Unwelcome(f"{settings.name} has not verified the address {email}.")
+    if settings.allowed_domains and email.rpartition("@")[2] not in settings.allowed_domains:
+        raise Unwelcome(f"Addresses like {email} may not sign in here.")
+    return Account(settings.issuer, claims["sub"], email, groups_of(settings, claims), _proved_at(claims))
+
+
+def groups_of(settings: OidcSettings, claims: Mapping[str, Any]) -> frozenset[str]:
+    """A list of names, or one name; anything else is none. Raises Unwelcome where the provider has left them out."""
+    path = settings.claim_path
+    left_out = claims.get("_claim_names")
+    if settings.groups and isinstance(left_out, dict) and path[0] in left_out:  # OpenID Connect Core 1.0, 5.6.2
+        raise Unwelcome(f"{settings.name} tells of too many groups at once to name them.")
+    found = _at(claims, path)
+    names = [found] if isinstance(found, str) else found if isinstance(found, list) else []
+    return frozenset(name for name in names[:MAX_GROUPS] if isinstance(name, str))
+
+
+def _proved_at(claims: Mapping[str, Any]) -> datetime | None:
+    at = claims.get("auth_time")
+    if isinstance(at, bool) or not isinstance(at, int | float):
+        return None
+    now = datetime.now(UTC)
+    try:
+        return min(datetime.fromtimestamp(at, UTC), now)
+    except (ValueError, OverflowError, OSError):
+        return now - timedelta(days=365)
+
+
+def _at(claims: Mapping[str, Any], path: list[str]) -> Any:
+    found: Any = claims
+    for name in path:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found

@@ -1,0 +1,180 @@
+"""The OpenID provider over HTTP: its discovery document, its keys, and the exchange of a code for tokens.
+
+Discovery is remembered for minutes. Keys are fetched for each sign-in, after the provider has taken the code: there are
+few of them, and so a key that was rotated in is good at once and one that was withdrawn is not. Redirects are not
+followed, answers are bounded in size and time, and no secret, code or token is in any message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import httpx
+import orjson
+from authlib.oauth2.auth import ClientAuth
+from authlib.oauth2.rfc6749.parameters import prepare_token_request
+from pydantic import AfterValidator, BaseModel, ValidationError
+
+from api.oidc.refusals import ProviderError
+from store.oidc_settings import OidcSettings, client_secret, safe_address
+
+#: A document may be used for so long without asking again, and that there is none is believed for so long.
+REMEMBERED_S = 300.0
+FAILED_S = 5.0
+TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 1 << 20
+#: Sign-ins that wait for the provider at a time; others wait for them.
+AT_ONCE = 16
+
+_Address = Annotated[str, AfterValidator(safe_address)]
+
+
+class Metadata(BaseModel):
+    """What of a discovery document is used (OpenID Connect Discovery 1.0, section 3)."""
+
+    issuer: str
+    authorization_endpoint: _Address
+    token_endpoint: _Address
+    jwks_uri: _Address
+    userinfo_endpoint: _Address | None = None
+    end_session_endpoint: _Address | None = None
+    token_endpoint_auth_methods_supported: list[str] = ["client_secret_basic"]
+    #: RFC 9207: each answer says which issuer it is from.
+    authorization_response_iss_parameter_supported: bool = False
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a code was exchanged for."""
+
+    id_token: str
+    access_token: str
+
+
+class Provider:
+    """Lives in the event loop, and holds nothing that another replica would need."""
+
+    def __init__(self, settings: OidcSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self.settings = settings
+        self._secret = client_secret(settings)
+        self._clock = clock
+        self._known: tuple[float, Metadata | ProviderError] | None = None
+        self._asking = asyncio.Lock()
+        self._room = asyncio.Semaphore(AT_ONCE)
+
+    @property
+    def redirect_uri(self) -> str:
+        return f"{self.settings.public_url.rstrip('/')}/console/sso/callback"
+
+    async def metadata(self) -> Metadata:
+        """Raises ProviderError."""
+        async with self._asking:  # who comes meanwhile waits for the same answer
+            if self._known is None or self._clock() >= self._known[0]:
+                self._known = await self._discover()
+        if isinstance(self._known[1], ProviderError):
+            raise ProviderError(str(self._known[1]))
+        return self._known[1]
+
+    async def _discover(self) -> tuple[float, Metadata | ProviderError]:
+        """What there is, and until when it is believed."""
+        try:
+            metadata = read_metadata(self.settings, await self._asked("GET", discovery_address(self.settings)))
+        except ProviderError as error:
+            return self._clock() + FAILED_S, error
+        return self._clock() + REMEMBERED_S, metadata
+
+    async def exchange(self, code: str, verifier: str) -> Tokens:
+        """The tokens of a code (RFC 6749, section 4.1.3; RFC 7636). Raises ProviderError."""
+        metadata = await self.metadata()
+        method = "none" if self._secret is None else _method(metadata)
+        secret = self._secret.get_secret_value() if self._secret is not None else ""
+        grant = "authorization_code"
+        body = prepare_token_request(grant, code=code, redirect_uri=self.redirect_uri, code_verifier=verifier)
+        headers = {"content-type": "application/x-www-form-urlencoded", "accept": "application/json"}
+        auth = ClientAuth(self.settings.client_id, secret, method)
+        uri, headers, body = auth.prepare("POST", metadata.token_endpoint, headers, body)
+        found = await self._asked("POST", uri, headers, body)
+        given = found.get("id_token"), found.get("access_token")
+        if not (isinstance(given[0], str) and isinstance(given[1], str)):
+            raise ProviderError("the token endpoint gave no id_token and access_token: is the scope openid asked for?")
+        return Tokens(given[0], given[1])
+
+    async def keys(self) -> dict[str, Any]:
+        """The provider's JWK Set as it is now. Raises ProviderError."""
+        return await self._asked("GET", (await self.metadata()).jwks_uri)
+
+    async def userinfo(self, tokens: Tokens) -> dict[str, Any]:
+        """Claims that are not in the ID token; none where the provider has no such endpoint. Raises ProviderError."""
+        endpoint = (await self.metadata()).userinfo_endpoint
+        if endpoint is None:
+            return {}
+        headers = {"authorization": f"Bearer {tokens.access_token}", "accept": "application/json"}
+        return await self._asked("GET", endpoint, headers)
+
+    async def _asked(
+        self, method: str, url: str, headers: Mapping[str, str] | None = None, body: str | None = None
+    ) -> dict[str, Any]:
+        async with self._room, httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False) as client:
+            try:
+                async with (
+                    asyncio.timeout(TIMEOUT_S),
+                    client.stream(method, url, headers=headers, content=body) as reply,
+                ):
+                    answer = await _bounded(reply, url)
+                    status = reply.status_code
+            except (httpx.HTTPError, TimeoutError) as error:
+                raise ProviderError(f"{url} does not answer: {type(error).__name__}") from None
+        return _object(answer, status, url)
+
+
+def discovery_address(settings: OidcSettings) -> str:
+    return f"{settings.issuer.rstrip('/')}/.well-known/openid-configuration"
+
+
+def read_metadata(settings: OidcSettings, found: dict[str, Any]) -> Metadata:
+    """A discovery document that may be used. Raises ProviderError."""
+    try:
+        metadata = Metadata.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ProviderError(f"the discovery document of {settings.issuer}: {where}: {first['msg']}") from None
+    if metadata.issuer != settings.issuer:
+        raise ProviderError(
+            f"the discovery document says issuer {metadata.issuer[:200]!r}, and oidc.issuer is {settings.issuer!r}: "
+            "they must be the same to the letter"
+        )
+    return metadata
+
+
+def _method(metadata: Metadata) -> str:
+    """How the client proves itself, of the two ways that every library has (RFC 6749, section 2.3.1)."""
+    offered = metadata.token_endpoint_auth_methods_supported
+    return next((method for method in ("client_secret_basic", "client_secret_post") if method in offered), offered[0])
+
+
+async def _bounded(reply: httpx.Response, url: str) -> bytes:
+    answer = bytearray()
+    async for piece in reply.aiter_bytes():
+        answer += piece
+        if len(answer) > MAX_ANSWER_BYTES:
+            raise ProviderError(f"{url} answers with more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(answer)
+
+
+def _object(answer: bytes, status: int, url: str) -> dict[str, Any]:
+    try:
+        found = orjson.loads(answer)
+    except orjson.JSONDecodeError:
+        found = None
+    if status != 200:
+        error = found.get("error") if isinstance(found, dict) else None
+        said = f" and says {error[:80]!r}" if isinstance(error, str) else ""
+        raise ProviderError(f"{url} answers {status}{said}")
+    if not isinstance(found, dict):
+        raise ProviderError(f"{url} answers with something else than a JSON object")
+    return found

@@ -1,0 +1,141 @@
+"""How a process of Weft logs: set up here and nowhere else, for servers, workers and jobs.
+
+A line is text for people, or one JSON object. What it is about (request, organisation, run, operation) travels in a
+context variable, like the caller (`store.caller`), and stands on every line that is logged meanwhile. Whoever logs it,
+keys, tokens and the passwords of URLs are taken out of a line here; requests' bodies are never logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any
+
+import orjson
+
+#: Loggers of our own, to which the level applies; from others come warnings, and what they say of themselves.
+OURS = ("api", "billing", "generator", "migrations", "scheduler", "store", "trainer", "weft", "workers")
+#: These say at INFO what nobody needs.
+QUIET = ("alembic", "httpx", "uvicorn")
+#: A JSON line begins so, also after it has passed through the server.
+_BEGINS = b'{"time":'
+
+#: API keys, their tokens, Stripe's secrets, passwords in URLs, and credentials in headers that somebody quotes.
+_SECRETS = re.compile(
+    r"tml-[\w-]{8,}"
+    r"|eyJ[\w-]+\.[\w-]+(?:\.[\w-]*)?"
+    r"|\b(?:sk|rk|whsec)_\w{8,}"
+    r"|(?<=://)[^\s/@]*:[^\s@]*(?=@)"
+    r"|(?<=[Bb]earer )\S+"
+)
+_HIDDEN = "[hidden]"
+
+_about: ContextVar[Mapping[str, str]] = ContextVar("about", default={})  # noqa: B039  nobody changes it in place
+
+
+class _Shape:
+    """Of this process's lines."""
+
+    json = False
+
+
+def about() -> Mapping[str, str]:
+    """What is being worked on: `request`, `org`, `run`, `operation`, as far as it is known."""
+    return _about.get()
+
+
+def note(**facts: str) -> None:
+    """Lines are about this too, for the rest of this task (a request's) or thread."""
+    _about.set({**_about.get(), **{name: fact for name, fact in facts.items() if fact}})
+
+
+@contextmanager
+def on(**facts: str | None) -> Iterator[None]:
+    """Lines within are about this, and nothing else."""
+    token = _about.set({name: fact for name, fact in facts.items() if fact})
+    try:
+        yield
+    finally:
+        _about.reset(token)
+
+
+def configure(form: str = "text", level: str = "info", program: str = "weftd") -> None:
+    """Log to stderr: `form` text or json, our own lines from `level` on. `program` says who logs: api, jobs, trainer,
+    generator-2, ..."""
+    _Shape.json = form == "json"
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json(program) if _Shape.json else _Text())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    for name in OURS:
+        logging.getLogger(name).setLevel(level.upper())
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    sys.excepthook = _uncaught
+
+
+def pass_on(role: str, line: bytes) -> None:
+    """A line that the worker `role` has printed: as it is where it is JSON, else with the worker's name."""
+    if not _Shape.json:
+        print(f"[{role}] {hide(line.decode(errors='replace'))}", file=sys.stderr, flush=True)
+    elif line.startswith(_BEGINS):
+        print(line.decode(errors="replace"), file=sys.stderr, flush=True)
+    elif line.strip():
+        logging.getLogger(role).info("%s", line.decode(errors="replace"))
+
+
+def hide(text: str) -> str:
+    """`text` without what looks like a secret."""
+    return _SECRETS.sub(_HIDDEN, text)
+
+
+class _Text(logging.Formatter):
+    """TIME LEVEL logger: message [request=... org=...]"""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s%(facts)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        facts = " ".join(f"{name}={fact}" for name, fact in _facts(record).items())
+        record.facts = f" [{facts}]" if facts else ""
+        return hide(super().format(record))
+
+
+class _Json(logging.Formatter):
+    """One object on one line: time (UTC), level, program, logger, message; what it is about; an exception's
+    traceback."""
+
+    def __init__(self, program: str) -> None:
+        super().__init__()
+        self._program = program
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "program": self._program,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_facts(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps({name: hide(str(value)) for name, value in line.items()}).decode()
+
+
+def _facts(record: logging.LogRecord) -> dict[str, Any]:
+    """What a line is about, and what its logger has given it (`extra={"given": {...}}`)."""
+    return {**_about.get(), **getattr(record, "given", {})}
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    else:
+        logging.getLogger("weft").critical("ended by an error that nobody expected", exc_info=(kind, error, trace))

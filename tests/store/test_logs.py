@@ -1,0 +1,116 @@
+"""What a process logs: for people or as JSON, with what it is about, and never a secret."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from store import logs
+
+KEY = "tml-" + "A" * 8 + "_" + "B" * 43
+SECRETS = [
+    KEY,
+    "eyJhbGciOiJIUzI1NiJ9.eyJrZXkiOjF9.c2lnbmF0dXJl",
+    "whsec_0123456789abcdef",
+    "rk_live_0123456789abcdef",
+    "hunter2",
+    "dG9rZW4tb2Ytc29tZWJvZHk=",
+]
+SAID = (
+    f"key {SECRETS[0]}, token {SECRETS[1]}, {SECRETS[2]} and {SECRETS[3]}; "
+    f"postgresql+psycopg://weft:{SECRETS[4]}@db:5432/weft redis://:{SECRETS[4]}@redis:6379/0 "
+    f"Authorization: Bearer {SECRETS[5]}"
+)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    """The log of the test run is pytest's."""
+    root, hook = logging.getLogger(), sys.excepthook
+    handlers, level = root.handlers[:], root.level
+    levels = {name: logging.getLogger(name).level for name in (*logs.OURS, *logs.QUIET)}
+    yield
+    root.handlers[:], sys.excepthook = handlers, hook
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    for name, was in levels.items():
+        logging.getLogger(name).setLevel(was)
+    logs._Shape.json = False
+
+
+def lines(err: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in err.splitlines()]
+
+
+def test_a_line_is_an_object_that_says_what_it_is_about(capfd: pytest.CaptureFixture[str]) -> None:
+    logs.configure("json", program="api")
+    log = logging.getLogger("scheduler.somewhere")
+    with logs.on(request="r-1", org="acme", run=None):
+        logs.note(operation="op")
+        log.info("two\nlines of %s", "text")
+    log.debug("too much")
+    try:
+        raise ValueError("no")
+    except ValueError:
+        log.exception("it failed")
+    first, second = lines(capfd.readouterr().err)
+    about = {"request": "r-1", "org": "acme", "operation": "op"}
+    assert {name: value for name, value in first.items() if name != "time"} == {
+        "level": "info",
+        "program": "api",
+        "logger": "scheduler.somewhere",
+        "message": "two\nlines of text",
+        **about,
+    }
+    assert not about.keys() & second.keys()
+    assert "ValueError: no" in second["exception"]
+
+
+def test_for_people_it_is_text(capfd: pytest.CaptureFixture[str]) -> None:
+    logs.configure("text", "debug")
+    with logs.on(request="r-1", org="acme"):
+        logging.getLogger("api.somewhere").debug("done")
+    logging.getLogger("others").debug("too much")
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith(" DEBUG api.somewhere: done [request=r-1 org=acme]")
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_no_secret_is_logged_whoever_says_it(form: str, capfd: pytest.CaptureFixture[str]) -> None:
+    logs.configure(form)
+    logging.getLogger("others").warning("%s", SAID)
+    try:
+        raise RuntimeError(SAID)
+    except RuntimeError:
+        logging.getLogger("api").exception("failed")
+    with logs.on(request=KEY):
+        logging.getLogger("api").info("a client that takes its key for an id")
+    logs.pass_on("trainer", SAID.encode())
+    err = capfd.readouterr().err
+    assert not [secret for secret in SECRETS if secret in err]
+    assert "postgresql+psycopg://[hidden]@db:5432/weft" in err
+
+
+def test_what_workers_print_stays_one_object_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    logs.configure("json", program="api")
+    said = '{"time":"t","level":"info","program":"trainer","logger":"l","message":"m"}'
+    logs.pass_on("trainer", said.encode())
+    logs.pass_on("generator-2", b"a library's own \xff words")
+    logs.pass_on("generator-2", b"")
+    theirs, wrapped = lines(capfd.readouterr().err)
+    assert theirs == json.loads(said)
+    assert (wrapped["logger"], wrapped["message"]) == ("generator-2", "a library's own � words")
+
+
+def test_the_end_of_a_process_is_logged_too() -> None:
+    code = "from store import logs; logs.configure('json', program='trainer'); raise OSError('gone')"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    (line,) = lines(ran.stderr)
+    assert ran.returncode == 1
+    assert (line["level"], line["program"]) == ("critical", "trainer")
+    assert "OSError: gone" in line["exception"]
