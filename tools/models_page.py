@@ -83,6 +83,11 @@ the key for all heads (`kv_lora_rank` + `qk_rope_head_dim` numbers a layer: 70 K
 where keys and values of its heads would be 5 MB). The prefix cache keeps the same, and so does what is set aside. On a
 CUDA device decode steps of latent attention are launched piece by piece, not captured.
 
+Layers with a sliding window keep what it reaches: pages of 32 positions before it are free again, while a prompt is
+computed, too. In gpt-oss half of the layers have one, of 128 positions: a sequence of 4,096 takes 52 % of what it would
+take if all were kept. Where a mixture has no layer without a window, or the two kinds cannot be parted into at most
+four groups of equal size, all is kept; the prefix cache keeps whole prompts.
+
 A gated delta rule or Mamba-2 keeps nothing of a token but a state of each sequence, in float32 (`weftd model check`
 says how large). The prefix cache keeps states at some block ends, so a prompt may continue from there and not from the
 last of its first common tokens. On a GPU these layers run torch's own operations, and steps are not captured.
