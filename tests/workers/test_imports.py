@@ -27,4 +27,3 @@ def test_what_workers_import_of_ours_and_of_the_servers_libraries() -> None:
     assert {n for n in rooms if not n.startswith(allowed)} == {"scheduler", "store", "weft"}
     libraries = {name.partition(".")[0] for name in names}
     assert not libraries & {"sqlalchemy", "alembic", "psycopg", "fastapi", "starlette", "uvicorn", "celery", "stripe"}
-    assert "opentelemetry" not in libraries
