@@ -64,8 +64,13 @@ def require_sso(session: Session, org: Organisation, required: bool, key_id: int
     """Whether members sign in to the console by the OpenID provider alone. Other sessions end with it."""
     if (org.sso_required_at is not None) != required:
         org.sso_required_at = datetime.now(UTC) if required else None
-        event = "organization_sso_required" if required else "organization_sso_not_required"
-        audit.record(session, org_id=org.id, key_id=key_id, event=event, target=org.id)
+        audit.record(
+            session,
+            org_id=org.id,
+            key_id=key_id,
+            event="organization_sso_required" if required else "organization_sso_not_required",
+            target=org.id,
+        )
 
 
 # ---- members

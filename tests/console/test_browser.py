@@ -15,7 +15,9 @@ from weft.money import usd
 from api.console.formats import usd_text
 from store.tables import ApiKey, LedgerEntry, Wallet
 from tests.console.conftest import UNDRAWN, WATCH, Console, Open, take_cards
+from tests.console.provider import provider_process
 from tests.console.screenshots import CHROMIUM, everywhere, sign_in
+from tests.console.sso import person, take_provider
 from tests.fakestripe import fake_stripe
 
 pytestmark = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"needs Chromium at {CHROMIUM}")
@@ -71,6 +73,32 @@ def test_hostile_names_stay_text(console: Console, open_page: Open) -> None:
         assert page.locator("img[src=x]").count() == 0
     page.goto(f"{console.url}/console/runs")
     expect(page.get_by_role("link", name="<img src=x onerror=alert(1)>")).to_be_visible()
+
+
+def test_signing_in_by_a_provider(console: Console, open_page: Open) -> None:
+    """There and back, by an invitation's button and by the sign-in page's, under the policy of all pages."""
+    service = console.app.state.service
+    with provider_process() as issuer:
+        take_provider(console, issuer, public_url=console.url)
+        person(issuer, "guest")
+        page = open_page("/members")
+        page.get_by_label("Days").fill("2")
+        page.get_by_role("button", name="Make a link").click()
+        link = page.locator("#secret").inner_text()
+        page = open_page(role=None, refusals=True)  # the provider's own page wants a style sheet of elsewhere
+        page.goto(link)
+        page.get_by_role("button", name="Sign in with Corp and join").click()
+        page.get_by_placeholder("sub").fill("guest")
+        page.get_by_role("button", name="Authorize").click()
+        page.wait_for_url(f"{console.url}/console/")
+        expect(page.get_by_text("guest@corp.example").first).to_be_visible()
+        page.get_by_role("button", name="Sign out").click()
+        page.get_by_role("button", name="Sign in with Corp").click()
+        page.get_by_placeholder("sub").fill("guest")
+        page.get_by_role("button", name="Authorize").click()
+        page.wait_for_url(f"{console.url}/console/")
+        assert violations(page) == []
+    console.app.state.service = service
 
 
 def test_numbers_on_screen_are_the_ledger(console: Console, open_page: Open) -> None:

@@ -1,0 +1,165 @@
+"""Sign-in by an OpenID provider, as an operator has it: settings, `weftd org sso`, `user unlink` and `doctor`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from sqlalchemy import select
+
+from api.cli import weftd
+from api.commands import doctor
+from api.doctor import sign_in
+from api.server.serve import CannotServe, check_oidc
+from store import identities
+from store.db import Database
+from store.identities import Account
+from store.oidc_settings import SECRET, OidcSettings, client_secret
+from store.people import add_member, organisation_named
+from store.settings import SettingsError, load_settings
+from store.tables import AuditEntry, Identity, Organisation
+from tests.console.provider import Liar, liar_at, provider_process
+
+FILE = """data_dir = "."
+[oidc]
+issuer = "{issuer}"
+client_id = "weft"
+public_url = "https://weft.example"
+groups = [
+  {{group = "g", organisation = "acme", role = "member"}},
+  {{group = "h", organisation = "gone", role = "viewer"}},
+]
+"""
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Liar]:
+    with provider_process() as behind, liar_at(behind) as liar:
+        yield liar
+
+
+@pytest.fixture
+def folder(tmp_path: Path, database: Database) -> Path:
+    def write(session: Any) -> None:
+        org = organisation_named(session, "acme")
+        add_member(session, org.id, "ann@corp.example", "owner")
+        identities.link(session, Account("https://idp.example", "1", "ann@corp.example"))
+
+    database.write_now(write)
+    return tmp_path
+
+
+def configured(folder: Path, issuer: str) -> str:
+    file = folder / "weft.toml"
+    file.write_text(FILE.format(issuer=issuer))
+    return str(file)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(weftd, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_an_organisation_requires_it(folder: Path, database: Database) -> None:
+    code, says = run("org", "sso", "acme", "required", "--data-dir", str(folder))
+    assert (code, "oidc.issuer" in says) == (2, True)  # nobody could sign in
+    config = configured(folder, "https://idp.example")
+    assert run("org", "sso", "acme", "required", "--config", config) == (0, "")
+    with database.read() as session:
+        assert session.scalars(select(Organisation.sso_required_at)).one() is not None
+    assert run("org", "sso", "acme", "optional", "--data-dir", str(folder)) == (0, "")
+    with database.read() as session:
+        assert session.scalars(select(Organisation.sso_required_at)).one() is None
+        entries = session.scalars(select(AuditEntry).where(AuditEntry.event.startswith("organization_sso"))).all()
+    assert [(entry.event, entry.actor) for entry in entries] == [
+        ("organization_sso_required", "operator"),
+        ("organization_sso_not_required", "operator"),
+    ]
+
+
+def test_an_account_is_unlinked(folder: Path, database: Database) -> None:
+    assert run("user", "unlink", "--email", "Ann@corp.example", "--data-dir", str(folder)) == (0, "1\n")
+    with database.read() as session:
+        assert session.scalars(select(Identity)).all() == []
+    assert run("user", "unlink", "--email", "nobody@corp.example", "--data-dir", str(folder))[0] == 2
+
+
+class TestDoctor:
+    @pytest.fixture(autouse=True)
+    def _alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "CHECKS", (sign_in.provider,))
+
+    def asked(self, folder: Path, issuer: str) -> tuple[int, list[dict[str, str]]]:
+        code, says = run("doctor", "--json", "--config", configured(folder, issuer))
+        return code, [json.loads(line) for line in says.splitlines()]
+
+    def test_a_provider_that_answers(self, folder: Path, running: Liar) -> None:
+        running.honest()
+        code, (found, group) = self.asked(folder, running.url)
+        assert (code, found["state"], group["state"]) == (0, "ok", "warning")
+        assert "1 keys; redirect URI https://weft.example/console/sso/callback" in found["says"]
+        assert "not there: gone" in group["says"]
+
+    def test_one_that_is_another(self, folder: Path, running: Liar) -> None:
+        running.discovered = {"issuer": "https://evil.example"}
+        code, (found,) = self.asked(folder, running.url)
+        assert (code, found["state"], "evil.example" in found["says"]) == (1, "wrong", True)
+
+    def test_one_without_keys(self, folder: Path, running: Liar) -> None:
+        running.honest()
+        running.keys = []
+        code, (found,) = self.asked(folder, running.url)
+        assert (code, "has no keys" in found["says"]) == (1, True)
+
+    def test_one_that_is_away(self, folder: Path) -> None:
+        code, (found,) = self.asked(folder, "http://localhost:9")
+        assert (code, "does not answer" in found["says"]) == (1, True)
+        assert "login-link" in found["remedy"]
+
+    def test_none(self, folder: Path) -> None:
+        assert run("doctor", "--json", "--data-dir", str(folder)) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('issuer = "https://idp.example"', "issuer needs client_id and public_url"),
+        ('issuer = "http://idp.example"', "must be an https:// address"),
+        ('issuer = "https://user:pw@idp.example"', "must be an https:// address"),
+        ("required = true", "required needs an issuer"),
+        (
+            'issuer = "https://i.example"\nclient_id = "w"\npublic_url = "https://w.example"\nscopes = ["email"]',
+            "openid",
+        ),
+        ('groups = [{group = "g", organisation = "o", role = "king"}]', "role"),
+        ("clock_skew_s = 3600", "clock_skew_s"),
+        ('allowed_domains = ["@corp.example"]', "allowed_domains"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "weft.toml"
+    file.write_text(f'data_dir = "."\n[oidc]\n{text}\n')
+    with pytest.raises(SettingsError, match=message):
+        load_settings(file)
+
+
+def test_where_the_secret_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = OidcSettings.model_validate({"client_secret": "in the settings"})
+    file = tmp_path / "secret"
+    file.write_text("in the file\n")
+
+    def found(environment: dict[str, str]) -> str:
+        secret = client_secret(settings, environment)
+        return secret.get_secret_value() if secret is not None else ""
+
+    assert found({}) == "in the settings"
+    assert found({f"{SECRET}_FILE": str(file)}) == "in the file"
+    assert found({f"{SECRET}_FILE": str(file), SECRET: "in the environment"}) == "in the environment"
+    monkeypatch.setenv(f"{SECRET}_FILE", str(tmp_path / "none"))
+    on = OidcSettings(issuer="https://idp.example", client_id="weft", public_url="https://weft.example")
+    with pytest.raises(CannotServe, match="cannot read the file"):
+        check_oidc(on)
