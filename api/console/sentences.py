@@ -72,9 +72,7 @@ def sentence(fact: Fact) -> str:
     tell = SENTENCES.get(fact.event, _plain)
     by = fact.detail.get("link_by")
     link = f", signed in by a link that {actor(str(by), fact.names)} made" if by else ""
-    groups = fact.detail.get("by_groups_of")
-    followed = f", by their groups at {groups}" if groups else ""
-    return f"{_capital(actor(fact.actor, fact.names))} {tell(fact)}{followed}{link}"
+    return f"{_capital(actor(fact.actor, fact.names))} {tell(fact)}{link}"
 
 
 def actor(who: str, names: Called) -> str:
