@@ -197,6 +197,17 @@ def neighbour() -> str:
     return taken(found) + "\n\n" + grid(head, [*rows, goal])
 
 
+def console() -> str:
+    found = read("console")
+    rows = [
+        (name, *(number(each[kind]) if kind in each else "" for kind in ("median_ms", "longest_ms", "drawn_ms")))
+        for name, each in found["pages"].items()
+    ]
+    goal = ("goal", f"{found['claims'][0]['target']}", "", "")
+    table = grid(("page", "median, ms", "longest, ms", "drawn, ms"), [*rows, goal])
+    return taken(found) + "\n\n" + table
+
+
 def simulated() -> str:
     head = ("tenants", "order", "slots busy", "trainer waits", "tokens/s", "half-way, Mtok", "$/Mtok")
     rows = []
@@ -238,6 +249,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "backfill": backfill,
     "ledger": ledger,
     "neighbour": neighbour,
+    "console": console,
     "simulated": simulated,
 }
 

@@ -75,7 +75,7 @@ class Batch:
         step.load(of_rows)
         tokens = random.integers(0, self.decoder.config.vocab_size, self.rows).tolist()
         table_RW = random.permutation(self.cache.pages).astype(np.int32).reshape(self.rows, width)
-        step.feed(tokens, [self.length - 1] * self.rows, table_RW)
+        step.feed(tokens, [self.length - 1] * self.rows, table_RW[None])
         return step
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from billing.reports import halves, whole
 from billing.tco import GpuHour, divide, pool_usd, usd_per_mtok
 from store.tables import Operation, UsageHour
 
@@ -110,13 +111,14 @@ def ownership(
 
 
 def _usage(session: Session, since: datetime, until: datetime) -> tuple[dict[Pair, int], dict[Pair, int]]:
-    """Nano-dollars and tokens. Added up in Python: SQLite's SUM fails beyond 64 bits."""
+    """Nano-dollars and tokens."""
     row = UsageHour
-    query = select(row.org_id, row.base_model, row.kind, row.quantity, row.amount_nusd)
-    query = query.where(row.hour >= since, row.hour < until).execution_options(yield_per=10_000)
+    columns = (row.org_id, row.base_model, row.kind)
+    query = select(*columns, *halves()).where(row.hour >= since, row.hour < until).group_by(*columns)
     paid: defaultdict[Pair, int] = defaultdict(int)
     tokens: defaultdict[Pair, int] = defaultdict(int)
-    for org_id, base_model, kind, quantity, amount_nusd in session.execute(query):
+    for org_id, base_model, kind, *sums in session.execute(query):
+        quantity, amount_nusd = whole(*sums)
         paid[org_id, base_model] += amount_nusd
         tokens[org_id, base_model] += quantity if kind in COMPUTED else 0
     return paid, tokens
@@ -126,7 +128,8 @@ def _machine_seconds(session: Session, since: datetime, until: datetime) -> dict
     """The seconds in which trainers computed, and generators, divided among (organisation, model) by their share."""
     row = Operation
     query = select(row.org_id, row.base_model, row.kind == "sample", row.tokens, row.accepted_at, row.timings)
-    query = query.where(row.finished_at >= since, row.finished_at < until).execution_options(yield_per=1000)
+    query = query.where(row.finished_at >= since, row.finished_at < until, row.timings.is_not(None))
+    query = query.execution_options(yield_per=1000)
     parts: dict[bool, defaultdict[Pair, float]] = {kind: defaultdict(float) for kind in (False, True)}
     spans: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for org_id, base_model, is_sample, tokens, accepted_at, timings in session.execute(query):

@@ -87,18 +87,24 @@ def this_month(now: datetime | None = None) -> Window:
 
 
 def by_day(session: Session, org_id: str, window: Window) -> list[DayRow]:
-    """Cost of each day by kind, in order; days without usage have no row."""
-    day = _day(session)
-    rows = session.execute(_within(org_id, window, day, UsageHour.kind).group_by(day, UsageHour.kind))
-    found = [DayRow(_date(at), kind, *_sums(*sums)) for at, kind, *sums in rows]
-    return sorted(found, key=lambda row: (row.day, row.kind))
+    """Cost of each day by kind, in order; days without usage have no row. The database sums hours, which are in the
+    order of its index."""
+    hours = session.execute(
+        _within(org_id, window, UsageHour.hour, UsageHour.kind).group_by(UsageHour.hour, UsageHour.kind)
+    )
+    days: dict[tuple[date, str], list[int]] = {}
+    for hour, kind, *sums in hours:
+        total = days.setdefault((hour.date(), kind), [0, 0])
+        for place, part in enumerate(whole(*sums)):
+            total[place] += part
+    return [DayRow(day, kind, *total) for (day, kind), total in sorted(days.items())]
 
 
 def by_dimension(session: Session, org_id: str, window: Window, dimension: Dimension) -> list[ShareRow]:
     """Cost by the values of `dimension` and by kind, in no particular order."""
     column = _column(dimension)
     rows = session.execute(_within(org_id, window, column, UsageHour.kind).group_by(column, UsageHour.kind))
-    return [ShareRow(str(value) if value else None, kind, *_sums(*sums)) for value, kind, *sums in rows]
+    return [ShareRow(str(value) if value else None, kind, *whole(*sums)) for value, kind, *sums in rows]
 
 
 def by_day_and(session: Session, org_id: str, window: Window, dimension: Dimension) -> list[DayShareRow]:
@@ -106,7 +112,7 @@ def by_day_and(session: Session, org_id: str, window: Window, dimension: Dimensi
     columns = (_day(session), _column(dimension), UsageHour.kind)
     rows = session.execute(_within(org_id, window, *columns).group_by(*columns))
     found = [
-        DayShareRow(_date(at), str(value) if value else None, kind, *_sums(*sums)) for at, value, kind, *sums in rows
+        DayShareRow(_date(at), str(value) if value else None, kind, *whole(*sums)) for at, value, kind, *sums in rows
     ]
     return sorted(found, key=lambda row: (row.day, row.name or "", row.kind))
 
@@ -130,9 +136,9 @@ def of_runs(session: Session, org_id: str, run_ids: Sequence[str]) -> dict[str, 
     """What runs have used so far, including samples from their weights."""
     spent: dict[str, Spent] = {}
     columns = (UsageHour.run_id, UsageHour.kind)
-    query = select(*columns, *_halves()).where(UsageHour.org_id == org_id, UsageHour.run_id.in_(run_ids))
+    query = select(*columns, *halves()).where(UsageHour.org_id == org_id, UsageHour.run_id.in_(run_ids))
     for run_id, kind, *sums in session.execute(query.group_by(*columns)):
-        quantity, amount = _sums(*sums)
+        quantity, amount = whole(*sums)
         so_far = spent.get(run_id, Spent())
         tokens = so_far.tokens + (quantity if kind in TOKEN_KINDS else 0)
         spent[run_id] = Spent(tokens, so_far.amount_nusd + amount)
@@ -157,13 +163,10 @@ def spent_by(session: Session, org_id: str, run_id: str, times: Sequence[Sequenc
 def spent_until(session: Session, org_id: str, run_id: str, at: datetime) -> Spent:
     """What a run had used by `at`: `spent_by`, of one instant."""
     event = UsageEvent
-    parts = [
-        func.sum(part)
-        for column in (event.quantity, event.amount_nusd)
-        for part in (column.op("/")(_HALF), column % _HALF)
-    ]
-    query = select(event.kind, *parts).where(event.org_id == org_id, event.run_id == run_id, event.recorded_at <= at)
-    rows = [(kind, *_sums(*sums)) for kind, *sums in session.execute(query.group_by(event.kind))]
+    query = select(event.kind, *halves(event)).where(
+        event.org_id == org_id, event.run_id == run_id, event.recorded_at <= at
+    )
+    rows = [(kind, *whole(*sums)) for kind, *sums in session.execute(query.group_by(event.kind))]
     return Spent(
         sum(quantity for kind, quantity, _ in rows if kind in TOKEN_KINDS), sum(amount for _, _, amount in rows)
     )
@@ -177,7 +180,7 @@ def narrowed(window: Window, dimension: Dimension, value: str | None) -> Window:
 def _within(org_id: str, window: Window, *columns: Any) -> Select[Any]:
     start = datetime.combine(window.first, time(), UTC)
     end = datetime.combine(window.last + timedelta(days=1), time(), UTC)
-    query = select(*columns, *_halves())
+    query = select(*columns, *halves())
     query = query.where(UsageHour.org_id == org_id, UsageHour.hour >= start, UsageHour.hour < end)
     for dimension, value in window.match:
         query = query.where(_column(dimension) == _stored(dimension, value))
@@ -197,15 +200,16 @@ def _stored(dimension: Dimension, value: str | None) -> str | int:
     return int(value) if value and value.isdecimal() and len(value) < 19 else 0 if value is None else -1
 
 
-def _halves() -> list[ColumnElement[int]]:
+def halves(table: type[UsageEvent] | type[UsageHour] = UsageHour) -> list[ColumnElement[int]]:
     """Sums of the upper and the lower part of quantity and amount; together they are exact at any size."""
-    columns = (UsageHour.quantity, UsageHour.amount_nusd)
+    columns = (table.quantity, table.amount_nusd)
     # In both databases n == (n / half) * half + n % half, whatever the sign.
     return [func.sum(part) for column in columns for part in (column.op("/")(_HALF), column % _HALF)]
 
 
-def _sums(*halves: Any) -> tuple[int, int]:
-    upper_quantity, quantity, upper_amount, amount = (int(half) for half in halves)
+def whole(*sums: Any) -> tuple[int, int]:
+    """Quantity and amount, of the sums of their `halves`."""
+    upper_quantity, quantity, upper_amount, amount = (int(half) for half in sums)
     return upper_quantity * _HALF + quantity, upper_amount * _HALF + amount
 
 

@@ -9,11 +9,15 @@ import asyncio
 import os
 import random
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import openai
 import weft
 from weft import rl
+
+#: An agent's client, the model it is to name, its session, and the task; its reward comes back.
+Agent = Callable[[openai.AsyncOpenAI, str, str, int, int], Awaitable[float]]
 
 
 async def agent(client: openai.AsyncOpenAI, model: str, session: str, a: int, b: int) -> float:
@@ -30,7 +34,7 @@ async def agent(client: openai.AsyncOpenAI, model: str, session: str, a: int, b:
     return 0.0
 
 
-async def train(steps: int, batch: int, size: int) -> None:
+async def train(agent: Agent, steps: int, batch: int, size: int) -> None:
     service, rng = weft.ServiceClient(), random.Random(0)
     run = await service.create_lora_training_client_async("weft/tiny-moe", rank=16, seed=0)
     loss, model = rl.losses.importance_sampling(), f"run:{run.model_id}"
@@ -60,8 +64,12 @@ async def train(steps: int, batch: int, size: int) -> None:
     await service.close()
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(agent: Agent, about: str | None) -> None:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("steps", 20), ("batch", 12), ("size", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    asyncio.run(train(**vars(parser.parse_args())))
+    asyncio.run(train(agent, **vars(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main(agent, __doc__)

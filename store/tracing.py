@@ -97,15 +97,15 @@ def request(method: str, headers: Mapping[bytes, bytes]) -> Iterator[Span | None
         yield span
 
 
-def answered(span: Span | None, route: str, status: str, about: Mapping[str, str]) -> None:
-    """What is known of a request when it has been answered, by OpenTelemetry's names of HTTP."""
+def answered(span: Span | None, method: str, route: str, status: str, about: Mapping[str, str]) -> None:
+    """What is known of a request that has been answered, by OpenTelemetry's names for HTTP; `about` is the log's."""
     if span is None:
         return
     from opentelemetry.trace import StatusCode
 
-    method = getattr(span, "name", "")
     span.update_name(f"{method} {route}")
-    span.set_attributes({"http.request.method": method, "http.route": route, **_named(about)})
+    facts = {f"weft.{name}": fact for name, fact in about.items()}
+    span.set_attributes({"http.request.method": method, "http.route": route, **facts})
     if status.isdigit():
         span.set_attribute("http.response.status_code", int(status))
         if status >= "500":
@@ -149,10 +149,6 @@ def origin_here() -> str:
 def request_of(origin: str) -> str:
     """The id of the request that an operation comes from."""
     return origin.partition(" ")[0]
-
-
-def _named(about: Mapping[str, str]) -> dict[str, str]:
-    return {f"weft.{name}": fact for name, fact in about.items()}
 
 
 def _context(traceparent: str) -> Any:

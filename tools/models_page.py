@@ -31,7 +31,9 @@ A layer is put together from the parts in `workers/model/parts/`; trainer and ge
 """
 _AFTER = """
 Rotary embeddings: {rope}; over the whole head, or over its first part in families that have it so. SwiGLU is
-down(silu(gate x) * up x).
+down(silu(gate x) * up x), squared ReLU down(relu(up x)^2). Mamba-2's steps have no limit, as `time_step_limit` of
+Nemotron's checkpoints says; transformers raises them to `time_step_min` where it computes many tokens at a time, which
+changes what Nemotron says (pull request 48989 there) and is not done here.
 
 Weights are read from safetensors, one file or shards, experts one by one or fused, in float32, bfloat16 or float16.
 Block FP8 (128 x 128, as of DeepSeek and Qwen) and MXFP4 (gpt-oss) become bfloat16 tensor by tensor as they are read,
@@ -49,7 +51,9 @@ is not loaded.
 | `train_attn`, latent attention | `q_a_proj` (`q_proj` where queries have no latent), `kv_a_proj_with_mqa`, `o_proj` |
 | `train_attn`, gated delta rule | `linear_attn.in_proj_qkvz`, `in_proj_ba`, `out_proj` |
 | the same in Qwen3.5 | `linear_attn.in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, `out_proj` |
+| the same, Mamba-2 | of `mixer.in_proj` the gate and the values, each with a pair of factors; `mixer.out_proj` |
 | `train_mlp` | `gate_proj`, `up_proj`, `down_proj`: of a dense MLP, of every expert, of shared experts |
+| the same, Nemotron | `mixer.up_proj`, `down_proj`; `mixer.fc1_latent_proj`, `fc2_latent_proj` |
 | `train_unembed` | `lm_head`, also where it is tied to the embedding (which stays as it is) |
 
 Where attention has an output gate, `q_proj` projects it, too. Routers, norms, biases, embeddings, convolutions, decays
@@ -59,6 +63,14 @@ name. All experts of a layer share the factor on the hidden side (`docs/design.m
 transformers 5 does (`mlp.experts.N.gate_proj`), in every family; adapters with the names of Mixtral's checkpoints
 (`block_sparse_moe.experts.N.w1`) are imported as well. Ling 2, for which transformers has no class, is named as in its
 checkpoints.
+
+Adapters of Nemotron 3 Nano and Super have as many parameters as `get_lora_param_count` says: Tinker trains a pair of
+factors each for the first two parts of `in_proj` and leaves the others (what groups write with and read by, the steps)
+as they are. In Tinker's layout they are `mixer.gate_proj` and `mixer.x_proj`, in PEFT's one pair of twice the rank in
+`in_proj` (`rank_pattern`). Stock PEFT refuses to wrap `out_proj` in a model of the type `nemotron_h`, because kernels
+of mamba-ssm read its weight past the adapter; transformers' own code does not, and with another
+`model.config.model_type` it loads an export and gives the server's numbers. What stock PEFT trains of Nemotron, one
+pair for the whole of `in_proj` and none for `out_proj`, is imported, trained as it is, and exported for stock PEFT.
 
 Of a checkpoint that sees (`...ForConditionalGeneration`) the text model is served; a request with an image is refused.
 Exports name its modules as `AutoModelForCausalLM` has them (`model.layers.N`); adapters that name them
@@ -71,9 +83,14 @@ the key for all heads (`kv_lora_rank` + `qk_rope_head_dim` numbers a layer: 70 K
 where keys and values of its heads would be 5 MB). The prefix cache keeps the same, and so does what is set aside. On a
 CUDA device decode steps of latent attention are launched piece by piece, not captured.
 
-A gated delta rule keeps nothing of a token but a state of each sequence, in float32 (`weftd model check` says how
-large). The prefix cache keeps states at some block ends, so a prompt may continue from there and not from the last of
-its first common tokens. On a GPU these layers run torch's own operations, and steps are not captured.
+Layers with a sliding window keep what it reaches: pages of 32 positions before it are free again, while a prompt is
+computed, too. In gpt-oss half of the layers have one, of 128 positions: a sequence of 4,096 takes 52 % of what it would
+take if all were kept. Where a mixture has no layer without a window, or the two kinds cannot be parted into at most
+four groups of equal size, all is kept; the prefix cache keeps whole prompts.
+
+A gated delta rule or Mamba-2 keeps nothing of a token but a state of each sequence, in float32 (`weftd model check`
+says how large). The prefix cache keeps states at some block ends, so a prompt may continue from there and not from the
+last of its first common tokens. On a GPU these layers run torch's own operations, and steps are not captured.
 
 ## How it is held
 

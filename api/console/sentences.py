@@ -72,7 +72,9 @@ def sentence(fact: Fact) -> str:
     tell = SENTENCES.get(fact.event, _plain)
     by = fact.detail.get("link_by")
     link = f", signed in by a link that {actor(str(by), fact.names)} made" if by else ""
-    return f"{_capital(actor(fact.actor, fact.names))} {tell(fact)}{link}"
+    groups = fact.detail.get("by_groups_of")
+    followed = f", by their groups at {groups}" if groups else ""
+    return f"{_capital(actor(fact.actor, fact.names))} {tell(fact)}{followed}{link}"
 
 
 def actor(who: str, names: Called) -> str:
@@ -166,12 +168,14 @@ def _member_role_set(fact: Fact) -> str:
     return f"made {fact.user(fact.target)} {fact.detail.get('role')}, who was {fact.detail.get('was')}{by_groups}"
 
 
-def _invited(did: str) -> Callable[[Fact], str]:
-    def tell(fact: Fact) -> str:
-        email = fact.detail.get("email")
-        return f"{did}{f' of {email}' if email else ''} as {fact.detail.get('role', 'member')}"
+def _invitation(fact: Fact) -> str:
+    whom = fact.detail.get("email")
+    return f"an invitation as {fact.detail.get('role', 'member')}{f' for {whom}' if whom else ''}"
 
-    return tell
+
+def _signed_in(fact: Fact) -> str:
+    issuer = fact.detail.get("issuer")
+    return f"signed in to the console{f' with an account of {issuer}' if issuer else ''}"
 
 
 def _limits_set(fact: Fact) -> str:
@@ -211,15 +215,15 @@ SENTENCES: dict[str, Callable[[Fact], str]] = {
     "project_restored": lambda fact: f"restored {fact.project(fact.target)}",
     "member_added": _member_added,
     "member_role_set": _member_role_set,
-    "member_invited": _invited("made an invitation"),
-    "member_invitation_revoked": _invited("took back the invitation"),
-    "member_invitation_used": lambda fact: f"let {fact.user(fact.detail.get('user_id'))} use an invitation",
-    "member_unlinked": lambda fact: f"forgot which account of the provider is that of {fact.user(fact.target)}",
     "member_removed": lambda fact: f"removed {fact.user(fact.target)}, who was {fact.detail.get('role', 'member')}",
     "member_link_made": lambda fact: f"made a sign-in link for {fact.user(fact.target)}",
-    "console_signed_in": lambda fact: (
-        f"signed in to the console{' by the provider' if fact.detail.get('issuer') else ''}"
+    "member_invited": lambda fact: f"made {_invitation(fact)}",
+    "member_invitation_used": lambda fact: (
+        f"made {fact.user(fact.detail.get('user_id'))} a member by {_invitation(fact)}"
     ),
+    "member_invitation_revoked": lambda fact: f"took back {_invitation(fact)}",
+    "member_unlinked": lambda fact: f"parted {fact.user(fact.target)} from their account of the OpenID provider",
+    "console_signed_in": _signed_in,
     "limits_set": _limits_set,
     "quotas_set": lambda fact: f"set quotas: {_listed(fact.detail)}",
     "budget_set": _budget_set,
@@ -235,8 +239,8 @@ SENTENCES: dict[str, Callable[[Fact], str]] = {
     "organization_weight_set": lambda fact: (
         f"set the organisation's share of the machines to {fact.detail.get('to')}, from {fact.detail.get('from')}"
     ),
-    "organization_sso_required": lambda fact: "let members sign in to the console by the provider alone",
-    "organization_sso_not_required": lambda fact: "let keys and links open the console again",
+    "organization_sso_required": lambda fact: "let members sign in with the OpenID provider alone",
+    "organization_sso_not_required": lambda fact: "let members sign in with keys and links again",
     "organization_data_deleted": lambda fact: "deleted the organisation's data",
 }
 

@@ -66,7 +66,8 @@ def _fill(source: Path, folder: Path) -> None:
 def _export(source: Path, target: Path) -> Path:
     fields = orjson.loads((source / "adapter_config.json").read_bytes())
     tensors = load_file(source / "adapter.safetensors")
-    write_export(target, tensors, base_model=fields["base_model"], rank=fields["rank"], alpha=fields["alpha"])
+    said = {"base_model": fields["base_model"], "rank": fields["rank"], "alpha": fields["alpha"]}
+    write_export(target, tensors, **said, in_size=fields.get("in_size", 0))
     return target
 
 

@@ -57,7 +57,7 @@ class Requests:
                 self.traffic.in_flight -= 1
                 seconds, route = time.monotonic() - began, route_of(scope)
                 self.traffic.ended(route, scope["method"], status, seconds, received, sent)
-                tracing.answered(span, route, status, logs.about())
+                tracing.answered(span, scope["method"], route, status, logs.about())
                 log.debug("%s %s: %s in %.4f s", scope["method"], route, status, seconds)
 
 

@@ -47,7 +47,7 @@ from api.routes import (
     weft,
     weights,
 )
-from api.routes.openai import chat, generate, listing
+from api.routes.openai import chat, generate, listing, responses
 from api.server import reference
 from api.server.housekeeping import keep_house
 from api.server.machines import EmbeddedMachines, Machines
@@ -201,7 +201,7 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         sdk,
     ):
         app.include_router(routes.router)
-    for router in (listing.router, listing.turns_router, chat.router, generate.router):
+    for router in (listing.router, listing.turns_router, chat.router, responses.router, generate.router):
         app.include_router(router)
     app.include_router(reference.router)
     console.install(app)

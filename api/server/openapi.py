@@ -27,6 +27,7 @@ from api.routes.openai.bodies import (
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
+    ResponsesBody,
     TokenizeBody,
 )
 from api.routes.payments import TopUp
@@ -79,6 +80,7 @@ DOORS: dict[str, type[Any]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/v1/chat/completions/tokens": ChatTokensBody,
+    "/v1/responses": ResponsesBody,
     "/inference/v1/generate": GenerateBody,
     **dict.fromkeys(("/tokenize", "/v1/tokenize"), TokenizeBody),
     **dict.fromkeys(("/detokenize", "/v1/detokenize"), DetokenizeBody),

@@ -135,9 +135,10 @@ _BY_STATUS: dict[int, type[APIStatusError]] = {
 
 
 def status_error(status: int, body: Any, request_id: str | None) -> APIStatusError:
-    """The typed error of an answer with an error status; `body` is its JSON, or its text."""
+    """The typed error of an answer with an error status; `body` is its JSON, or its text. Its `request_id` is what the
+    body names, the operation's where one is meant; else `request_id`, of the answer's header."""
     kind = _BY_STATUS.get(status) or (InternalServerError if status >= 500 else APIStatusError)
-    if request_id is None and isinstance(body, dict) and isinstance(body.get("request_id"), str):
+    if isinstance(body, dict) and isinstance(body.get("request_id"), str):
         request_id = body["request_id"]
     return kind(_message_of(body) or f"the server answered with status {status}", status, request_id, body)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import httpx
 
@@ -113,6 +113,7 @@ class SamplingClient(Pending["SamplingClient"]):
         max_staleness: int | None = None,
         return_routed_experts: bool = False,
         stream: bool = False,
+        priority: Literal["interactive", "batch"] | None = None,
     ) -> SampleFuture:
         """Draw `num_samples` sequences that continue `prompt`, with the logprob of every token drawn.
 
@@ -120,9 +121,9 @@ class SamplingClient(Pending["SamplingClient"]):
         last n. With `max_staleness` the server ends a sequence (`stale`, with the tokens it has) once the run is more
         optimizer steps ahead of its oldest token than that. `return_routed_experts` tells which experts its tokens
         were sent to, for training to send them there again (`SampledSequence.routed_experts_np`). With `stream` the
-        future can be iterated for the tokens while they are drawn. `future.stop()` ends the drawing and returns what
-        there is; cancelling the future ends it too, for nobody. Raises `RequestFailedError` if the request cannot be
-        done.
+        future can be iterated for the tokens while they are drawn. `priority` "batch" lets the organisation's other
+        work go first; None is the client's own. `future.stop()` ends the drawing and returns what there is; cancelling
+        the future ends it too, for nobody. Raises `RequestFailedError` if the request cannot be done.
         """
         request = SampleRequest(
             prompt=prompt,
@@ -139,7 +140,7 @@ class SamplingClient(Pending["SamplingClient"]):
             stream=stream or None,
             record_stability_info=True if self._record else None,
         )
-        return SampleFuture.begin(lambda drawing: self._sample(request, drawing))
+        return SampleFuture.begin(lambda drawing: self._sample(request, drawing, priority))
 
     async def sample_async(self, *args: Any, **kwargs: Any) -> SampleResponse:
         """`sample`, awaited. Cancelling the task stops the drawing."""
@@ -188,7 +189,9 @@ class SamplingClient(Pending["SamplingClient"]):
             raise APIResponseValidationError("the server returned no prompt logprobs")
         return logprobs
 
-    async def _sample(self, request: SampleRequest, drawing: Drawing | None = None) -> SampleResponse:
+    async def _sample(
+        self, request: SampleRequest, drawing: Drawing | None = None, priority: str | None = None
+    ) -> SampleResponse:
         sampler = await self._get_sampler()
         one_poll = self._session.config.sample_use_retrieve_futures
         if one_poll and self._completions is None:
@@ -197,15 +200,14 @@ class SamplingClient(Pending["SamplingClient"]):
             for _ in range(MAX_REDRAWS):
                 seq_id = sampler.seq_of(next(self._numbers))
                 try:
-                    return await self._draw(
-                        request.model_copy(update={"sampling_session_id": sampler.id, "seq_id": seq_id}), drawing
-                    )
+                    numbered = request.model_copy(update={"sampling_session_id": sampler.id, "seq_id": seq_id})
+                    return await self._draw(numbered, drawing, priority)
                 except GoneError as error:
                     lost = error
             raise lost
 
-    async def _draw(self, request: SampleRequest, drawing: Drawing | None) -> SampleResponse:
-        headers = {"X-Tinker-Sampling-Backpressure": "1"}
+    async def _draw(self, request: SampleRequest, drawing: Drawing | None, priority: str | None) -> SampleResponse:
+        headers = {"X-Tinker-Sampling-Backpressure": "1"} | ({"X-Weft-Priority": priority} if priority else {})
         transport = self._session.transport
         call = Call("POST", "/asample", encode(request.body()), headers=headers, patient=True)
         future = parse(await transport.send(call, self._policy), UntypedAPIFuture)

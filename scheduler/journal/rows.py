@@ -20,6 +20,7 @@ _plan = tables.Operation.plan
 source_ref = _plan["source", "ref"].as_string()
 sampler_id = _plan["sampler_id"].as_string()
 num_samples = _plan["num_samples"].as_integer()
+priority = _plan["priority"].as_string()
 sequences = _plan["sequences"]
 
 

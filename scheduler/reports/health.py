@@ -21,9 +21,9 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from billing.ownership import covered_s
-from scheduler.journal.rows import num_samples, sequences
+from scheduler.journal.rows import num_samples, priority, sequences
 from scheduler.links.messages import OpKind
-from scheduler.order.operations import SAMPLE
+from scheduler.order.operations import INTERACTIVE, SAMPLE
 from store import tables
 
 #: Operations of a run that are looked at, the latest.
@@ -60,6 +60,9 @@ class Health:
     tokens for each sampled one (more than 1 where prompts are trained on); `staleness` counts sampled tokens by the
     optimizer steps between what drew and what trained them.
 
+    `sampling_wait` is the share of its samples' time, of those that have ended, in which they waited for a place in a
+    generator (None: none has ended); where it has samples of both priorities, of the interactive ones.
+
     `named`: its training names sequences. Then `acceptance` is the share of sampled tokens that were trained on, and
     `untrained_tokens` are those that had been sampled when the latest named batch came, and none has named."""
 
@@ -76,6 +79,7 @@ class Health:
     untrained_tokens: int | None
     queue_p50_s: float
     queue_p95_s: float
+    sampling_wait: float | None
     stall: Stall
 
 
@@ -88,6 +92,7 @@ class _Row:
     accepted: datetime
     finished: datetime | None
     begun: float | None  # seconds after acceptance
+    interactive: bool
     spans: list[tuple[float, float]]
     sequences: int
     drawn: list[dict[int, int]]  # a sample's tokens by the version of the policy, of each sequence
@@ -124,6 +129,7 @@ def health_of(session: Session, run: tables.Run, now: datetime, window: timedelt
         untrained_tokens=None if use is None else use.untrained,
         queue_p50_s=_quantile(queued, 0.5),
         queue_p95_s=_quantile(queued, 0.95),
+        sampling_wait=_sampling_wait(samples),
         stall=_stall(training, samples, now),
     )
 
@@ -142,6 +148,7 @@ def _rows(session: Session, run: tables.Run, since: datetime) -> list[_Row]:
         operation.timings,
         operation.policy,
         num_samples.label("num_samples"),  # the rest of a plan can be long
+        priority.label("priority"),
         sequences.label("sequences"),
     ).where(operation.org_id == run.org_id, operation.lane.in_([run.id, *samplers]), recent)
     latest = session.execute(query.order_by(operation.accepted_at.desc()).limit(MAX_ROWS)).all()
@@ -160,12 +167,22 @@ def _read(row: SqlRow[Any]) -> _Row:
         row.accepted_at,
         row.finished_at,
         stretches[0][1] / 1e6 if stretches else None,
+        row.priority == INTERACTIVE,
         [(accepted_s + start / 1e6, accepted_s + end / 1e6) for _, start, end, *_ in stretches],
         (row.num_samples or 1) if row.kind == SAMPLE else 0,
         [{int(version): tokens for version, tokens in one.items()} for one in policy.get("drawn", ())],
         row.sequences or {},
         policy.get("version"),
     )
+
+
+def _sampling_wait(samples: Sequence[_Row]) -> float | None:
+    """Each of a request's sequences counts."""
+    ended = [row for row in samples if row.begun is not None and row.spans]
+    urgent = [row for row in ended if row.interactive] or ended
+    waited = sum(row.sequences * (row.begun or 0.0) for row in urgent)
+    drawn = sum(row.sequences * sum(end - start for start, end in row.spans) for row in urgent)
+    return waited / (waited + drawn) if waited + drawn else None
 
 
 def _tokens(session: Session, run: tables.Run, since: datetime) -> tuple[int, int]:

@@ -64,6 +64,10 @@ def test_models_of_hosted_tinkers_list_cost_what_they_cost_there() -> None:
     assert prices.rate("openai/gpt-oss-120b", "train", then).version == "default-2026-10"
     assert prices.rate("openai/gpt-oss-120b", "train", then - timedelta(seconds=1)).uusd == 400_000
     assert prices.rate("any/model", "train", then).uusd == 400_000
+    nano, later = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", datetime(2026, 11, 23, tzinfo=UTC)
+    assert [prices.rate(nano, kind, later).uusd for kind in KINDS] == [400_000, 195_000, 39_000, 495_000]
+    assert prices.rate(nano, "sample", later - timedelta(seconds=1)).uusd == 400_000
+    assert prices.rate("openai/gpt-oss-120b", "train", later).uusd == 520_000
 
 
 def test_the_version_in_force_and_the_named_model_win() -> None:

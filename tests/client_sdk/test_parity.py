@@ -15,7 +15,8 @@ from tinker.lib.public_interfaces.rest_client import RestClient
 #: Tinker's own console, telemetry and insides.
 NOT_OURS = {"get_console_url", "get_telemetry", "holder", "create", "on_queue_state_change"}
 #: What our clients take beyond Tinker's, behind it and optional.
-MORE = {("SamplingClient", "sample", name) for name in ("max_staleness", "return_routed_experts", "stream")} | {
+OF_SAMPLE = ("max_staleness", "priority", "return_routed_experts", "stream")
+MORE = {("SamplingClient", "sample", name) for name in OF_SAMPLE} | {
     ("ServiceClient", method, "name")
     for method in (
         "create_lora_training_client",

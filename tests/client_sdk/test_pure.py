@@ -119,3 +119,9 @@ def test_checkpoint_paths() -> None:
         "sampler",
         "sampler_weights/a",
     )
+
+
+def test_an_error_names_the_operation_that_is_meant_else_the_request() -> None:
+    body = {"detail": "no", "code": "gone", "request_id": "of-the-operation"}
+    assert status_error(410, body, "of-the-request").request_id == "of-the-operation"
+    assert status_error(502, "<html>", "of-the-request").request_id == "of-the-request"

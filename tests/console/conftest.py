@@ -43,8 +43,8 @@ WATCH = """
 window.violations = [];
 addEventListener("securitypolicyviolation", (e) => violations.push(e.violatedDirective + " " + e.blockedURI), true);
 """
-#: Whether every chart of a page is there.
-DRAWN = "[...document.querySelectorAll('.chart')].every((el) => el.querySelector('canvas'))"
+#: What of a page is not drawn yet.
+UNDRAWN = ".chart:not(:has(canvas)), [aria-busy=true]"
 Open = Callable[..., Page]
 
 

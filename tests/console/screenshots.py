@@ -26,6 +26,8 @@ SHOTS = (
     ("console-usage", "/usage?by=project", "light", WIDE),
     ("console-run", "/runs/{run}", "dark", WIDE),
     ("console-runs", "/runs", "light", WIDE),
+    ("console-compare", "/compare?run={run}&run={other}", "light", WIDE),
+    ("console-search", "/runs?#search", "dark", WIDE),
     ("console-checkpoints", "/checkpoints", "light", WIDE),
     ("console-queues", "/queues", "light", WIDE),
     ("console-playground", "/playground", "light", WIDE),
@@ -38,6 +40,7 @@ SHOTS = (
     ("console-ownership", "/ownership", "light", WIDE),
     ("console-overview-mobile", "/", "light", NARROW),
     ("console-run-mobile", "/runs/{run}", "dark", NARROW),
+    ("console-runs-mobile", "/runs", "light", NARROW),
 )
 
 
@@ -79,8 +82,14 @@ def take(console: Console, folder: Path, only: str = "") -> None:
                 sign_in_as_operator(page, console)
             else:
                 sign_in(page, console)
-            page.goto(f"{console.url}/console{path.format(run=console.made.runs[0])}")
+            runs = console.made.runs
+            page.goto(f"{console.url}/console{path.format(run=runs[0], other=runs[3])}")
             page.wait_for_load_state("networkidle")
+            if path.endswith("#search"):
+                page.keyboard.press("Control+k")
+                page.keyboard.type("grpo")
+                page.locator(".hit", has_text="step-200 of gsm8k-grpo").wait_for()
+                page.wait_for_load_state("networkidle")
             save(page.screenshot(), folder / f"{name}.png")
             context.close()
         browser.close()

@@ -183,6 +183,8 @@ def _curves(
     delay: float = 0.0,
 ) -> None:
     """`delay` is how much later it learns, in parts of the whole."""
+    run = session.get_one(tables.Run, run_id)
+    run.last_request_at = now
     for start in range(0, steps, 12):
         points = []
         for step in range(start, start + 12):
@@ -193,7 +195,7 @@ def _curves(
             points.append(Point("loss", step, 2.4 * math.exp(-3.2 * done) + 0.35 + rng.gauss(0, 0.04)))
             points.append(Point("kl", step, 0.002 + 0.03 * done**1.5 + abs(rng.gauss(0, 0.002))))
             points.append(Point("entropy", step, 1.9 * math.exp(-1.1 * done) + rng.gauss(0, 0.03)))
-        log_points(session, org_id, run_id, points, now - (steps - start) / steps * 20 * DAY)
+        log_points(session, org_id, run_id, points, run.created_at + (now - run.created_at) * (start + 12) / steps)
 
 
 def _operations(session: Session, made: Seeded, rng: random.Random, now: datetime) -> None:

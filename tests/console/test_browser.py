@@ -14,7 +14,7 @@ from weft.money import usd
 
 from api.console.formats import usd_text
 from store.tables import ApiKey, LedgerEntry, Wallet
-from tests.console.conftest import DRAWN, WATCH, Console, Open, take_cards
+from tests.console.conftest import UNDRAWN, WATCH, Console, Open, take_cards
 from tests.console.provider import provider_process
 from tests.console.screenshots import CHROMIUM, everywhere, sign_in
 from tests.console.sso import person, take_provider
@@ -41,7 +41,7 @@ def test_every_page_keeps_the_policy(console: Console, open_page: Open, scheme: 
     page = open_page(role="operator", color_scheme=scheme, viewport=WIDE)
     for path in everywhere(console):
         page.goto(f"{console.url}/console{path}")
-        page.wait_for_function(DRAWN)
+        expect(page.locator(UNDRAWN)).to_have_count(0)
         assert violations(page) == [], path
         for chart in page.locator(".chart").all():
             expect(chart.locator("canvas").first).to_be_visible()
@@ -234,7 +234,7 @@ def test_a_top_up_leads_to_stripe(console: Console, open_page: Open) -> None:
 
 def test_what_is_refused_is_said(console: Console, open_page: Open) -> None:
     page = open_page("/members", refusals=True)
-    page.get_by_label("E-mail").fill("owner@acme.example")
+    page.locator("#email").fill("owner@acme.example")
     with page.expect_response("**/console/members") as answer:
         page.get_by_role("button", name="Add", exact=True).click()
     assert answer.value.status == 400

@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import Browser, Page, expect
 
-from tests.console.conftest import CHROMIUM, DRAWN, Console, Open
+from tests.console.conftest import CHROMIUM, UNDRAWN, Console, Open
 from tests.console.screenshots import everywhere, sign_in_as_operator
 
 pytestmark = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"needs Chromium at {CHROMIUM}")
@@ -41,7 +41,12 @@ AXE = """async () => {
   return bad.flatMap((each) => each.nodes.map((node) => each.id + ": " + said(node)));
 }"""
 #: Charts follow their boxes a frame later.
-FITTED = "[...document.querySelectorAll('.uplot')].every((el) => el.offsetWidth <= el.parentElement.clientWidth + 1)"
+FITTED = """() => new Promise((done) => {
+  const fits = (el) => el.offsetWidth <= el.parentElement.clientWidth + 1;
+  const all = () => [...document.querySelectorAll(".uplot")].every(fits);
+  const look = (left) => (all() || !left ? done() : requestAnimationFrame(() => look(left - 1)));
+  look(100);
+})"""
 
 
 @pytest.fixture(name="console")
@@ -59,7 +64,7 @@ class Seen:
 
 
 def look(page: Page) -> Seen:
-    page.wait_for_function(DRAWN)
+    expect(page.locator(UNDRAWN)).to_have_count(0)
     page.evaluate(AXE_SCRIPT)
     found = {}
     for scheme in ("light", "dark"):
@@ -67,7 +72,7 @@ def look(page: Page) -> Seen:
         found[scheme] = page.evaluate(AXE)
     page.set_viewport_size(NARROW)
     page.evaluate("document.querySelectorAll('main details').forEach((each) => { each.open = true; })")
-    page.wait_for_function(FITTED)
+    page.evaluate(FITTED)
     cut = page.evaluate(CUT)
     page.set_viewport_size(WIDE)
     return Seen(cut, found["light"], found["dark"])

@@ -37,7 +37,17 @@ def _events(module: ast.Module) -> Iterator[str]:
             if isinstance(given, ast.Name) and given.id in names:
                 yield from _passed(module, function.name, names.index(given.id), given.id)
             else:
-                yield from _values(given)
+                yield from _values(_assigned(function, given) if isinstance(given, ast.Name) else given)
+
+
+def _assigned(function: ast.AST, name: ast.Name) -> ast.expr:
+    """What a name of `function` is given."""
+    (found,) = (
+        node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name.id
+    )
+    return found
 
 
 def _passed(module: ast.Module, function: str, place: int, name: str) -> Iterator[str]:
@@ -118,6 +128,20 @@ NAMES = Called(
             "u2",
             {"link_by": "user:u1"},
             "grace@acme.example signed in to the console, signed in by a link that ada@acme.example made",
+        ),
+        (
+            "server",
+            "member_invitation_used",
+            "i1",
+            {"role": "viewer", "email": "grace@acme.example", "user_id": "u2"},
+            "The server made grace@acme.example a member by an invitation as viewer for grace@acme.example",
+        ),
+        (
+            "server",
+            "member_role_set",
+            "u2",
+            {"was": "viewer", "role": "admin", "by_groups_of": "https://id.example"},
+            "The server made grace@acme.example admin, who was viewer, by their groups at https://id.example",
         ),
         ("user:gone", "member_removed", "u2", {"role": "admin"}, "gone removed grace@acme.example, who was admin"),
         ("key:9", "of_tomorrow", "x", {}, "The key “9” did of tomorrow to x"),

@@ -48,6 +48,8 @@ class Target:
         filled = {name: self.known.get(name, value) for name, value in given.items()}
         if path in DOORS:
             short = {"max_tokens": 2, "max_completion_tokens": 2, "n": 2}
+            if path == "/v1/responses":
+                short = {"max_output_tokens": 2}
             params = filled.get("sampling_params")
             filled |= {"sampling_params": {**params, **short}} if isinstance(params, dict) else short
         return filled

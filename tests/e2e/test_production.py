@@ -218,7 +218,7 @@ def a_stream_is_read_while_it_is_drawn(url: str, key: str) -> None:
     start = weft.types.ModelInput.from_ints([40, 43, 46, 49])
     with weft.ServiceClient(base_url=url, api_key=key) as service:
         sampler = service.create_sampling_client(base_model=BASE_MODEL).result(PATIENCE_S)
-        params = weft.types.SamplingParams(max_tokens=400, stop=[], seed=2)
+        params = weft.types.SamplingParams(max_tokens=400, stop=[], seed=20)  # 152 tokens before an EOS
         whole = sampler.sample(start, 1, params, stream=True)
         early, seen = 0, list[int]()
         for part in whole:
@@ -233,7 +233,7 @@ def a_stream_is_read_while_it_is_drawn(url: str, key: str) -> None:
         assert 0 < len(stopped.sequences[0].tokens) < 2000
         assert stopped.usage is not None
         assert stopped.usage.sample == len(stopped.sequences[0].tokens)
-    body = {"model": BASE_MODEL, "prompt": start.to_ints(), "max_tokens": 400, "seed": 2, "stream": True}
+    body = {"model": BASE_MODEL, "prompt": start.to_ints(), "max_tokens": 400, "seed": 20, "stream": True}
     asked = {"json": body | {"return_token_ids": True, "stop_token_ids": [0]}, "headers": {"X-API-Key": key}}
     drawn, pieces = list[int](), 0
     with httpx.stream("POST", f"{url}/v1/completions", timeout=PATIENCE_S, **asked) as reply:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ import pytest
 import torch
 import weft
 from weft import rl
+from weft.rl.loops import rollouts
 from weft.rl.loops.rollouts import context_length
 from weft.types import AdamParams, Datum, ModelInput, SamplingParams
 
@@ -322,12 +325,51 @@ def seen(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def test_an_evaluation_goes_on_beside_training(service: weft.ServiceClient) -> None:
+def test_an_evaluation_goes_on_beside_training_and_behind_it(weftd: Weftd, service: weft.ServiceClient) -> None:
     run = fresh(service)
     evaluation = rl.Evaluation(ONE_TURN, every=2, tasks=sums(8, seed=9))
     report = rl.train(run, ONE_TURN, steps=4, groups=rl.Groups(batch=2, size=4), evaluation=evaluation, sinks=[])
     assert len(report.curve("eval/reward")) == 2
     assert all(0 <= reward <= 1 for reward in report.curve("eval/reward"))
+    with contextlib.closing(sqlite3.connect(weftd.data_dir / "weft.db")) as database:
+        query = (
+            "SELECT json_extract(o.plan, '$.priority'), sum(json_extract(o.plan, '$.num_samples')) FROM operations o"
+            " JOIN samplers s ON s.id = o.lane WHERE s.run_id = ? AND o.kind = 'sample' GROUP BY 1"
+        )
+        asked = dict(database.execute(query, [run.get_info().model_id]).fetchall())
+    assert asked == {"interactive": 4 * 2 * 4, "batch": 2 * 8}
+
+
+@pytest.mark.parametrize(("start", "end"), [(1, 3), (32, 16)])
+def test_groups_in_flight_follow_what_the_server_takes(
+    service: weft.ServiceClient, start: int, end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has places for two groups: one leaves it idle, and of 32 most samples wait."""
+    monkeypatch.setattr(rollouts, "LOOK_S", 0.2)
+
+    async def loop(run: weft.TrainingClient) -> None:
+        env = rl.prompts(sums(), right, max_tokens=20, stop=[0])
+        schedule, concurrency = rl.Async(max_lag=31), rl.Concurrency(start=start)
+        async with rl.Rollouts(run, env, groups=rl.Groups(1, 16), schedule=schedule, concurrency=concurrency) as made:
+            assert made.metrics()["in_flight/limit"] == start
+            deadline = time.monotonic() + 60
+            while concurrency.limit < end if start < end else concurrency.limit > end:
+                assert time.monotonic() < deadline, concurrency.limit
+                await made.batch()
+                await made.step(None)
+
+    asyncio.run(loop(fresh(service)))
+
+
+def test_too_few_sandboxes_are_known_before_a_token_is_drawn(service: weft.ServiceClient) -> None:
+    async def solve(task: Any, chat: rl.Chat, box: rl.sandboxes.Sandbox) -> float:
+        return 1.0
+
+    run = fresh(service)
+    env = rl.function(solve, sums(), sandboxes=rl.sandboxes.Local(most=8))
+    with pytest.raises(rl.sandboxes.SandboxError, match="up to 16 sandboxes at a time are needed, and there is room"):
+        rl.train(run, env, steps=1, groups=rl.Groups(batch=4, size=4), sinks=[])
+    assert run.cost().result(60).total_nusd == 0
 
 
 def test_a_loop_whose_rollouts_all_fail_says_why(service: weft.ServiceClient) -> None:

@@ -287,6 +287,7 @@ DOORS: dict[str, Callable[[str], dict[str, Any]]] = {
     "POST /v1/completions": lambda model: {"model": model, "prompt": [1] * 99},
     "POST /v1/chat/completions": lambda model: {"model": model, "messages": [{"role": "user", "content": "a b " * 99}]},
     "POST /v1/chat/completions/tokens": lambda model: {"model": model, "tokens": [1] * 99},
+    "POST /v1/responses": lambda model: {"model": model, "input": "a b " * 99},
     "POST /inference/v1/generate": lambda model: {"model": model, "token_ids": [1] * 99},
     **{f"POST {at}/tokenize": lambda model: {"model": model, "prompt": "a"} for at in ("", "/v1")},
     **{f"POST {at}/detokenize": lambda model: {"model": model, "tokens": [1]} for at in ("", "/v1")},

@@ -70,6 +70,7 @@ def test_what_makes_operations_is_counted_as_work() -> None:
         "POST /v1/completions",
         "POST /v1/chat/completions",
         "POST /v1/chat/completions/tokens",
+        "POST /v1/responses",
         "POST /inference/v1/generate",
         "POST /console/playground",
     }

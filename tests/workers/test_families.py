@@ -34,8 +34,9 @@ from workers.model.weights import load_decoder
 #: One of each family; "qwen3-tied" and its like differ in nothing that is held here.
 EACH = ["qwen2", "qwen2-yarn", "qwen3", "llama", "mistral", "moe", "mixtral", "olmoe", "glm4-moe", "gpt-oss"]
 EACH += ["deepseek", "deepseek-plain", "glm4-moe-lite", "bailing", "qwen3-next", "qwen3.5", "qwen3.5-moe"]
+EACH += ["nemotron-h", "nemotron-h-latent"]
 #: One of each kind of what a layer keeps: keys and values, latents, a recurrence's states; and mixtures, with sinks.
-KINDS = ["llama", "deepseek", "qwen3.5-moe", "gpt-oss"]
+KINDS = ["llama", "deepseek", "qwen3.5-moe", "gpt-oss", "nemotron-h"]
 CONTEXT = 256
 STEPS, RATE = 5, 3e-3
 #: Adam's epsilon against peft: with torch's, a gradient that is nothing but rounding becomes a whole step. The adapters
@@ -198,6 +199,8 @@ def modules(tiny: Tiny) -> list[str]:
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
     if tiny.decoder.config.delta is not None:
         attention += [*(f"in_proj_{name}" for name in tiny.decoder.config.delta.projections), "out_proj"]
+    if tiny.decoder.config.mamba is not None:
+        attention += ["in_proj"]  # it refuses out_proj
     if tiny.decoder.config.fused_qkv:
         attention = ["query_key_value", "dense"]
     if latent:
@@ -215,8 +218,15 @@ def test_an_export_loads_in_stock_peft_and_gives_our_logprobs(tiny: Tiny, tmp_pa
     mlp = not tiny.decoder.config.num_experts
     adapter = random_adapter(tiny.decoder, 4, 1, train_mlp=mlp, train_unembed=False)
     arrays = {name: view.numpy() for name, view in adapter.views.items()}
-    write_export(tmp_path, arrays, base_model="tiny", rank=4, alpha=8.0)
-    theirs = PeftModel.from_pretrained(type(tiny.model).from_pretrained(tiny.folder), tmp_path).eval()
+    write_export(tmp_path, arrays, base_model="tiny", rank=4, alpha=8.0, in_size=adapter.shape.in_size)
+    folder = tmp_path / "peft" if (tmp_path / "peft").exists() else tmp_path
+    model = type(tiny.model).from_pretrained(tiny.folder)
+    if tiny.decoder.config.mamba is not None:
+        with pytest.raises(ValueError, match="'out_proj' is incompatible with Mamba-based models"):
+            PeftModel.from_pretrained(model, folder)
+        model = type(tiny.model).from_pretrained(tiny.folder)
+        model.config.model_type = "a model whose kernels it does not know"
+    theirs = PeftModel.from_pretrained(model, folder).eval()
     tokens, positions = packed([30], tiny.vocab)
     rows = LoraRows([0, 30], [adapter])
     with torch.no_grad():

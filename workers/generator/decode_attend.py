@@ -8,7 +8,7 @@ latents has a product of its own: with all heads in it, it is so large that thre
 device the engine attends by gpu/attend.py.
 
 Shapes: R rows, W pages of the longest row at most, H query heads, K kv heads, D head dim, N rows of a call, B = N * K,
-G = H / K queries that share a kv head, L length.
+G = H / K queries that share a kv head (of tables: groups of layers), L length.
 """
 
 from __future__ import annotations
@@ -47,33 +47,36 @@ def native_kernel(cache: KVCache) -> ctypes.CDLL | None:
 
 class DecodeAttend:
     """The `Attend` of one decode step: row i stores its new key and value at `positions[i]` of the sequence with the
-    pages `table_RW[i]`, and attends to every position up to it. `recur`: in models that have recurrent layers."""
+    pages `table_GRW[g, i]` in layers of group g, and attends to every position up to it. `recur`: in models that have
+    recurrent layers."""
 
     latent = True
 
     def __init__(
         self,
         cache: KVCache,
-        table_RW: npt.NDArray[np.int32],
+        table_GRW: npt.NDArray[np.int32],
         positions: Sequence[int],
         recur: Recur | None = None,
     ) -> None:
         self._recur = recur
-        self._cache, self._table_RW, self._positions_R = cache, table_RW, np.asarray(positions, dtype=np.int64)
+        self._cache, self._table_GRW, self._positions_R = cache, table_GRW, np.asarray(positions, dtype=np.int64)
         self._native = native_kernel(cache)
-        self._gathered = _Gathered(cache, table_RW, self._positions_R) if self._native is None else None
+        self._gathered = [_Gathered(cache, of, self._positions_R) for of in table_GRW if self._native is None]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, reach: Reach = ALL) -> Tensor:
-        if self._gathered is not None:
-            return self._gathered.attend(layer, q_THD, k_TKD, v_TKD, reach)
+        group = self._cache.group_of[layer]
+        if self._gathered:
+            return self._gathered[group].attend(layer, q_THD, k_TKD, v_TKD, reach)
+        table_RW = self._table_GRW[group]
         cache, (rows, heads, dim) = self._cache, q_THD.shape
         kv_heads = k_TKD.shape[1]
         q, k, v = (tensor.reshape(rows, -1) for tensor in (q_THD, k_TKD, v_TKD))
         out_THD = torch.empty(rows, heads, v_TKD.shape[2])
-        width, threads = self._table_RW.shape[1], torch.get_num_threads()
+        width, threads = table_RW.shape[1], torch.get_num_threads()
         latent = v_TKD.shape[2] if cache.latent else 0
         shape = _Shape(rows, heads // kv_heads, kv_heads, dim, PAGE_TOKENS, width, threads, reach.window, latent)
-        arguments: list[object] = [_pointer(self._table_RW.ctypes.data), _pointer(self._positions_R.ctypes.data)]
+        arguments: list[object] = [_pointer(table_RW.ctypes.data), _pointer(self._positions_R.ctypes.data)]
         for tensor in (q, k, v):
             arguments += [_pointer(tensor.data_ptr()), ctypes.c_int64(tensor.stride(0))]
         pools = (reach.sinks_H, cache.k_NKDP[layer], cache.v_NKPD[layer], out_THD)

@@ -8,7 +8,8 @@ A prefill treats every block of a prompt (BLOCK_TOKENS at a multiple of BLOCK_TO
 piece it comes in: its attention and its products with an adapter are calls of their own, of a shape that follows from
 its place in the prompt; products with the base weights give a row the same bits in any company (`workers.model.lora`).
 
-Shapes: T packed tokens, R rows that need logits, V vocabulary, N tokens of a piece.
+Shapes: T packed tokens, R rows that need logits, V vocabulary, N tokens of a piece, G groups of layers, W pages
+of a sequence.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from workers.generator.decode_attend import DecodeAttend
-from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
+from workers.generator.kv_cache import KVCache, pages_of
 from workers.generator.prefill_attend import Piece, PrefillAttend
 from workers.generator.prefix_cache import BLOCK_TOKENS
 from workers.generator.progress import RequestProgress, SequenceProgress
@@ -40,25 +41,29 @@ class DecodePlan:
     Valid for as long as the set and its adapters stay the same."""
 
     def __init__(
-        self, sequences: Iterable[SequenceProgress], decoder: Decoder, *, context: int, device: torch.device
+        self, sequences: Iterable[SequenceProgress], decoder: Decoder, cache: KVCache, *, context: int
     ) -> None:
         self.rows = sorted(sequences, key=_adapter_order)
         self.lora = lora_rows(decoder, [(row.owner, 1) for row in self.rows])
-        self.sampling = sampling_rows(self.rows, decoder.config.vocab_size, device)
+        self.sampling = sampling_rows(self.rows, decoder.config.vocab_size, cache.device)
         self.versions = [row.owner.version for row in self.rows]
         self.routed = any(row.owner.request.return_routed_experts for row in self.rows)
-        #: The pages of each row; beyond them, page 0.
-        self.table_RW = np.zeros((len(self.rows), pages_of(context)), dtype=np.int32)
-        self._known = [0] * len(self.rows)
+        #: The pages of each row, of each group of layers; beyond them page 0, before them the first that it has.
+        self.table_GRW = np.zeros((cache.groups, len(self.rows), pages_of(context)), dtype=np.int32)
+        self._known = [[(0, 0)] * len(self.rows) for _ in range(cache.groups)]
         #: The states of each row after the step in progress.
         self.after: list[States] = []
 
     def turn_pages(self) -> None:
-        """Add the pages that sequences have got since the last call."""
+        """Enter the pages that sequences have got and given back since the last call."""
         for i, row in enumerate(self.rows):
-            if len(row.pages) != self._known[i]:
-                self._known[i] = len(row.pages)
-                self.table_RW[i, : len(row.pages)] = row.pages
+            for group, held in enumerate(row.pages):
+                known = (held.gone, len(held.pages))
+                if known != self._known[group][i]:
+                    self._known[group][i] = known
+                    own_W = self.table_GRW[group, i]
+                    own_W[: held.gone] = held.pages[0]
+                    own_W[held.gone : held.gone + len(held.pages)] = held.pages
 
     def take_over(self) -> None:
         """The step has succeeded: the rows' next one continues from its states."""
@@ -96,12 +101,12 @@ def decode(decoder: Decoder, cache: KVCache, plan: DecodePlan) -> Tensor:
     tokens_R = torch.tensor([row.tokens[-1] for row in plan.rows], device=cache.device)
     plan.turn_pages()
     recur = DecodeRecur([row.states for row in plan.rows])
-    attend = DecodeAttend(cache, plan.table_RW, positions, recur)
+    attend = DecodeAttend(cache, plan.table_GRW, positions, recur)
     chosen: list[Tensor] = []
     on_route = _recorder(chosen) if plan.routed else None
     hidden_RD = decoder(tokens_R, torch.tensor(positions, device=cache.device), attend, plan.lora, on_route)
     if chosen:
-        pages = [row.pages[position // PAGE_TOKENS] for row, position in zip(plan.rows, positions, strict=True)]
+        pages = [row.pages[0].of(position) for row, position in zip(plan.rows, positions, strict=True)]
         cache.record_routes(pages, positions, chosen)
     plan.after = recur.after
     return decoder.logits(hidden_RD, plan.lora)
@@ -129,7 +134,7 @@ def prefill(decoder: Decoder, cache: KVCache, batch: Sequence[RequestProgress]) 
     recur = PrefillRecur(pieces, before, [progress.marks for progress in batch])
     hidden_TD = decoder(tokens_T, positions_T, PrefillAttend(cache, pieces, recur), lora, on_route)
     if chosen:
-        pages = [piece.pages[at // PAGE_TOKENS] for piece, span in zip(pieces, spans, strict=True) for at in span]
+        pages = [piece.pages[0].of(at) for piece, span in zip(pieces, spans, strict=True) for at in span]
         cache.record_routes(pages, [position for span in spans for position in span], chosen)
     by_request = torch.split(hidden_TD, [len(span) for span in spans])
     for progress, hidden_ND, reached in zip(batch, by_request, recur.reached, strict=True):

@@ -2,10 +2,11 @@
 
 The pool is allocated once (untouched pages cost nothing on a CPU); `PagePool` and `seating` know who holds a page. Keys
 are stored transposed, [pages, kv_heads, head_dim, page], as the product with a query reads them; values [pages,
-kv_heads, page, head_dim]. Of latent attention one latent is kept for all heads, whose first
-`values_within` numbers are the value too: values are a view of the keys. `routes`, the experts that each position was
-routed to, are recorded on request (`record_routes`). Positions beyond a sequence's length in its last page hold values
-of earlier holders. They are masked, so they must only be finite, since 0 * nan is nan: `clear` wipes pages of a
+kv_heads, page, head_dim]. Of latent attention one latent is kept for all heads, whose first `values_within` numbers are
+the value too: values are a view of the keys. Where there are groups of layers (`page_groups`), the same tensors serve a
+layer of each, and a page belongs to one group. `routes`, the experts that each position was routed to, are recorded on
+request (`record_routes`), in pages of the first group. Positions beyond a sequence's length in its last page hold
+values of earlier holders. They are masked, so they must only be finite, since 0 * nan is nan: `clear` wipes pages of a
 sequence that was not.
 
 Shapes: N pages, K kv heads, D head dim, P positions of a page, T new positions, L length; of routes M mixture layers, C
@@ -15,7 +16,7 @@ choices.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -80,22 +81,31 @@ class KVCache:
         values_within: int = 0,
         mixture_layers: int = 0,
         choices: int = 0,
-        without: Collection[int] = (),
+        groups: Sequence[Sequence[int]] = (),
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`without`: the layers that have no keys and values, for which nothing is allocated."""
-        self.pages, self.kv_heads, heads = pages, kv_heads, [0 if i in without else kv_heads for i in range(layers)]
+        """`groups`: layers that have pages of their own, group by group; of layers in none nothing is kept. By default
+        all layers are one group."""
+        self.pages, self.kv_heads = pages, kv_heads
+        groups = groups or [range(layers)]
+        #: By layer: the group that it is in, if it has keys and values.
+        self.group_of = {layer: group for group, own in enumerate(groups) for layer in own}
+        self.groups, self._own = len(groups), list(groups[0])
+        place = {layer: at for own in groups for at, layer in enumerate(own)}
         #: An extra page that no sequence holds: unused rows of a captured step write to it.
         self.scratch = pages
         where = torch.device(device)
-        self.k_NKDP = [zeros((pages + 1, kv, head_dim, PAGE_TOKENS), dtype, where) for kv in heads]
-        self.v_NKPD = [
+        keys = [zeros((pages + 1, kv_heads, head_dim, PAGE_TOKENS), dtype, where) for _ in self._own]
+        values = [
             keys_NKDP[:, :, :values_within].transpose(2, 3)
             if values_within
-            else zeros((pages + 1, kv, PAGE_TOKENS, head_dim), dtype, where)
-            for kv, keys_NKDP in zip(heads, self.k_NKDP, strict=True)
+            else zeros((pages + 1, kv_heads, PAGE_TOKENS, head_dim), dtype, where)
+            for keys_NKDP in keys
         ]
+        none = torch.empty(pages + 1, 0, head_dim, PAGE_TOKENS, dtype=dtype, device=where)
+        self.k_NKDP = [keys[place[i]] if i in place else none for i in range(layers)]
+        self.v_NKPD = [values[place[i]] if i in place else none.transpose(2, 3) for i in range(layers)]
         self.latent = values_within > 0
         self.routes_NPMC = zeros((pages, PAGE_TOKENS, mixture_layers, choices), torch.int16, torch.device(device))
 
@@ -106,11 +116,12 @@ class KVCache:
     @property
     def tensors(self) -> list[Tensor]:
         """All that is kept, each number once."""
-        return [*self.k_NKDP, *([] if self.latent else self.v_NKPD), self.routes_NPMC]
+        keys, values = ([pool[layer] for layer in self._own] for pool in (self.k_NKDP, self.v_NKPD))
+        return [*keys, *([] if self.latent else values), self.routes_NPMC]
 
     def write(self, layer: int, pages: Sequence[int], start: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Store keys and values of consecutive positions of a sequence with these pages; `start` is the first of a
-        page."""
+        """Store keys and values of consecutive positions in these pages; `start`, counted from the first of them, is
+        the first of a page."""
         pools = (self.k_NKDP[layer].transpose(2, 3), k_TKD), (self.v_NKPD[layer], v_TKD)
         whole, rest = divmod(k_TKD.shape[0], PAGE_TOKENS)
         first = start // PAGE_TOKENS
@@ -123,7 +134,7 @@ class KVCache:
                 pool_NKPD[pages[first + whole], :, :rest] = new_TKD[whole * PAGE_TOKENS :].transpose(0, 1)
 
     def read(self, layer: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-        """A copy of the first `length` positions of a sequence, rounded up to whole pages: keys [K, D, L] and values
+        """A copy of the first `length` positions in these pages, rounded up to whole pages: keys [K, D, L] and values
         [K, L, D]."""
         mine_N = torch.tensor(pages[: pages_of(length)], device=self.device)
         k_KDNP = self.k_NKDP[layer].index_select(0, mine_N).permute(1, 2, 0, 3)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.generator.kv_cache import KVCache
+from workers.generator.page_groups import Held
 from workers.generator.prefix_cache import BLOCK_TOKENS
 from workers.model.attend import ALL, Reach
 from workers.model.recur import Recur, Recurrence
@@ -24,9 +25,10 @@ from workers.model.recur import Recur, Recurrence
 
 @dataclass(frozen=True)
 class Piece:
-    """Positions start:stop of the prompt of a sequence with these pages; `start` is a multiple of BLOCK_TOKENS."""
+    """Positions start:stop of the prompt of a sequence with these pages, of each group of layers; `start` is a multiple
+    of BLOCK_TOKENS."""
 
-    pages: Sequence[int]
+    pages: Sequence[Held]
     start: int
     stop: int
 
@@ -53,15 +55,17 @@ class PrefillAttend:
         at = 0
         for piece in self._pieces:
             rows = slice(at, at + piece.stop - piece.start)
-            self._cache.write(layer, piece.pages, piece.start, k_TKD[rows], v_TKD[rows])
-            k_KDL, v_KLD = self._cache.read(layer, piece.pages, piece.stop)
+            held = piece.pages[self._cache.group_of[layer]]
+            self._cache.write(layer, held.pages, piece.start - held.start, k_TKD[rows], v_TKD[rows])
+            k_KDL, v_KLD = self._cache.read(layer, held.pages, piece.stop - held.start)
             for start, stop in piece.blocks():
                 block = slice(at, at + stop - start)
                 if reach.all_of(stop):
                     out_THD[block] = self._attend_block(q_THD[block], k_KDL[:, :, :stop], v_KLD[:, :stop])
                 else:
                     first = max(0, start + 1 - reach.window) if reach.window else 0
-                    keys, values = k_KDL[:, :, first:stop], v_KLD[:, first:stop]
+                    seen = slice(first - held.start, stop - held.start)
+                    keys, values = k_KDL[:, :, seen], v_KLD[:, seen]
                     out_THD[block] = self._reaching_block(q_THD[block], keys, values, reach)
                 at = block.stop
         return out_THD

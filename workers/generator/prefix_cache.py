@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from workers.generator.kv_cache import PAGE_TOKENS, KVCache, zeros
+from workers.generator.page_groups import Held
 from workers.generator.states import KeptStates, States
 
 #: A block is one page of the KV cache.
@@ -116,7 +117,7 @@ class PrefixCache:
     of the states of a sequence, which get up to half of the memory."""
 
     def __init__(self, cache: KVCache, max_bytes: int, state_bytes: int = 0) -> None:
-        block_bytes = sum(pool[0].numel() * pool.element_size() for pool in cache.tensors)
+        block_bytes = cache.groups * sum(pool[0].numel() * pool.element_size() for pool in cache.tensors)
         self._cache = cache
         self._states: KeptStates[BlockKey] | None = None
         if state_bytes:
@@ -125,7 +126,8 @@ class PrefixCache:
         self._every = -(-state_bytes // block_bytes)  # blocks between states
         self._index = BlockIndex(max_bytes // block_bytes)
         self._pools = [
-            zeros((self._index.capacity, *pool.shape[1:]), pool.dtype, pool.device) for pool in cache.tensors
+            zeros((self._index.capacity, cache.groups, *pool.shape[1:]), pool.dtype, pool.device)
+            for pool in cache.tensors
         ]
 
     @property
@@ -155,19 +157,21 @@ class PrefixCache:
         regular = range((start // every + 1) * every, stop + 1, every)
         return {*regular, *([last] if start < last <= stop else [])}
 
-    def load(self, chain: Chain, places: Sequence[int], pages: Sequence[int]) -> States:
-        """Copy the blocks that `match` has just found into the first of these pages. Returns the states after them."""
+    def load(self, chain: Chain, places: Sequence[int], pages: Sequence[Held]) -> States:
+        """Copy the blocks that `match` has just found into the first pages of a sequence, as far as it has them.
+        Returns the states after them."""
         self._index.use(chain)
         for cached, pool in zip(self._cache.tensors, self._pools, strict=True):
-            for page, place in zip(pages, places, strict=False):
-                cached[page] = pool[place]
+            for group, held in enumerate(pages):
+                for page, place in zip(held.pages, places[held.gone :], strict=False):
+                    cached[page] = pool[place, group]
         return self._states.use(chain.keys[-1]) if self._states is not None and chain.keys else {}
 
     def save(
         self,
         chain: Chain,
         prompt: Sequence[int],
-        pages: Sequence[int],
+        pages: Sequence[Held],
         stop: int,
         states: Mapping[int, States] = MappingProxyType({}),
     ) -> None:
@@ -175,10 +179,13 @@ class PrefixCache:
         those at `marks`."""
         while (len(chain.keys) + 1) * BLOCK_TOKENS <= stop:
             before = len(chain.keys)
+            if any(before < held.gone for held in pages):
+                return  # there was no room for a block while it was there
             place = self._index.extend(chain, prompt)
             if place is not None:
                 for cached, pool in zip(self._cache.tensors, self._pools, strict=True):
-                    pool[place] = cached[pages[before]]
+                    for group, held in enumerate(pages):
+                        pool[place, group] = cached[held.of(before * BLOCK_TOKENS)]
             elif len(chain.keys) == before:
                 return
             end = len(chain.keys) * BLOCK_TOKENS

@@ -26,6 +26,7 @@ from workers.generator.engine import (
     StopReason,
     TopkLogprobs,
 )
+from workers.generator.page_groups import Held
 from workers.generator.prefix_cache import BLOCK_TOKENS, Chain, Root
 from workers.generator.prompt_scores import PromptScores
 from workers.generator.sampling import Draw, sequence_rng
@@ -39,7 +40,7 @@ class SequenceProgress:
     def __init__(self, owner: RequestProgress, sample: int) -> None:
         self.owner = owner
         self.sample = sample
-        self.pages: list[int] = []  # empty while it is not seated
+        self.pages: list[Held] = []  # of each group of layers; empty while it is not seated
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.tops: list[tuple[list[int], list[float]]] = []

@@ -28,6 +28,7 @@ from workers.generator.decode_attend import native_kernel
 from workers.generator.engine import EngineStats, Finished, GenerateRequest, SoFar
 from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.generator.open_requests import OpenRequests
+from workers.generator.page_groups import page_groups
 from workers.generator.prefill_queue import PrefillQueue
 from workers.generator.prefix_cache import PrefixCache
 from workers.generator.progress import RequestProgress, SequenceProgress
@@ -83,8 +84,8 @@ class TorchEngine:
         self._adapters = AdapterCache(self._load, adapter_bytes)
         weight = next(decoder.parameters())
         self._context = context
-        each = pages_of(context)
-        pages = slots * (each + 1) if kv_tokens is None else max(each, kv_tokens // PAGE_TOKENS)
+        each, groups = pages_of(context), page_groups(config, context)
+        pages = len(groups) * (slots * (each + 1) if kv_tokens is None else max(each, kv_tokens // PAGE_TOKENS))
         self._cache = KVCache(
             layers=config.num_layers,
             pages=pages,
@@ -93,13 +94,13 @@ class TorchEngine:
             values_within=0 if config.latent is None else config.latent.kv_rank,
             mixture_layers=len(config.mixture_layers),
             choices=config.experts_per_token,
-            without=config.delta_layers,
+            groups=[group.layers for group in groups],
             dtype=weight.dtype,
             device=weight.device,
         )
         native_kernel(self._cache)  # compiled now rather than during the first step
         self._decode_plan = _decoding(decoder, self._cache, slots=slots, context=context)
-        self._seating = Seating(self._cache, slots)
+        self._seating = Seating(self._cache, slots, groups, max(prefill_tokens, PAGE_TOKENS))
         self._prefix = PrefixCache(self._cache, prefix_bytes, config.state_bytes)
         self._queue = PrefillQueue(self._prefix, prefill_tokens)
         self._open = OpenRequests(self._queue, self._seating, self._adapters)
@@ -117,8 +118,8 @@ class TorchEngine:
         seating, waiting = self._seating, self._open.waiting
         if seating.aside:
             return 0
-        needed = sum(pages_of(len(progress.request.prompt)) * progress.unstarted for progress in self._queue)
-        space = (seating.pool.free - needed - seating.seated) // seating.pages_each
+        needed = sum(seating.pages_for(len(progress.request.prompt)) * progress.unstarted for progress in self._queue)
+        space = (seating.pool.free - needed - seating.pages_to_grow) // seating.pages_each
         return max(0, min(seating.free_rows - waiting, space))
 
     @property
@@ -175,8 +176,8 @@ class TorchEngine:
             waiting=self._open.waiting,
             adapters_loaded=len(self._adapters),
             adapter_bytes=self._adapters.size_bytes,
-            kv_tokens=self._cache.pages * PAGE_TOKENS,
-            kv_tokens_used=(self._cache.pages - self._seating.pool.free) * PAGE_TOKENS,
+            kv_tokens=self._cache.pages * PAGE_TOKENS // self._cache.groups,
+            kv_tokens_used=(self._cache.pages - self._seating.pool.free) * PAGE_TOKENS // self._cache.groups,
             preempted=self._seating.preempted,
         )
 
@@ -233,6 +234,7 @@ class TorchEngine:
             self._counts["prefill_tokens"] += progress.goal - progress.computed
             progress.computed = progress.goal
             self._queue.save(progress)
+            self._seating.advance(progress.sequences[0])
         for progress in complete:
             if not progress.rule.limit:
                 self._open.score_only(progress)
@@ -268,10 +270,9 @@ class TorchEngine:
         plan = self._plan if everyone and self._planned == self._seating.changes else None
         if plan is None:
             sequences = [sequence for progress in batch for sequence in progress.running()]
-            device = self._cache.device
             if not sequences:
                 return
-            plan = forward.DecodePlan(sequences, self._decoder, context=self._context, device=device)
+            plan = forward.DecodePlan(sequences, self._decoder, self._cache, context=self._context)
         if everyone:
             self._plan, self._planned = plan, self._seating.changes
         logits_RV = self._decode_plan(plan)
@@ -310,7 +311,7 @@ class TorchEngine:
 def _decoding(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> Callable[[forward.DecodePlan], Tensor]:
     """How to `forward.decode` here: on a CUDA device by steps that are captured and replayed, but of latent attention
     and of recurrent layers (whose states are other tensors after each step), launched piece by piece."""
-    if cache.device.type != "cuda" or cache.latent or decoder.config.delta is not None:
+    if cache.device.type != "cuda" or cache.latent or decoder.config.recurrence is not None:
         return partial(forward.decode, decoder, cache)
     from workers.generator.gpu.steps import DecodeSteps  # Triton: only a GPU needs it
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from workers.model.adapter_shape import FORMAT, AdapterShape, Slot, adapter_config
 from workers.model.config import DecoderConfig, read_json
 from workers.model.encryption import SUFFIX as ENCRYPTED
-from workers.model.peft_format import WEIGHTS_FILE, Array, PeftFormatError, read_layout
+from workers.model.peft_format import WEIGHTS_FILE, Array, PeftFormatError
+from workers.model.peft_reading import read_layout, with_zeros
 
 __all__ = [
     "Adapter",
@@ -153,6 +154,7 @@ def _load_export(
         tensors = read_layout(arrays)
         rank, alpha, base_model = int(fields["r"]), float(fields["lora_alpha"]), str(fields["base_model_name_or_path"])
         shape = AdapterShape.of_tensors(config, rank, tensors)
+        tensors = with_zeros(tensors, shape)
     except (PeftFormatError, KeyError, TypeError, ValueError) as error:
         raise AdapterFileError(f"{folder}: {error}") from error
     adapter = Adapter(shape, torch.zeros(shape.numel, device=device), alpha / rank)

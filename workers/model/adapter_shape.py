@@ -3,7 +3,7 @@
 One arena per run makes the optimizer one fused call, paging one memcpy and hashing one pass. Experts use the
 shared-outer form: the factor on the hidden side is shared by all experts, the one on the expert side is per expert.
 That is 3.6 times fewer parameters than a full pair per expert on Qwen3-30B-A3B, and what Tinker trains. An adapter from
-another tool with a full pair for each expert keeps it (`shared` False).
+another tool with a full pair for each expert, or for the whole of Mamba-2's `in_proj`, keeps it (`shared` False).
 """
 
 from __future__ import annotations
@@ -57,14 +57,19 @@ class AdapterShape:
 
     | layers.i.attn.qkv_A [3r,d], q_B, k_B, v_B [out,r], o_A [r,q], o_B [d,r]                       | train_attn    |
     | of a delta rule: in_A [2r,d], qkvz_B, ba_B (or in_A [4r,d], qkv_B, z_B, b_B, a_B), out_A, out_B | train_attn  |
+    | of Mamba-2: in_A [2r,d], gate_B, x_B [value,r] (whole_in_A [r,d], whole_in_B), out_A, out_B      | train_attn  |
     | q, k and v one linear: qkv_A [r,d], qkv_B [out,r], o_A, o_B                                   | train_attn    |
     | latent attention: latent_A [2r,d], q_a_B or q_B, kv_a_B [out,r], o_A, o_B                     | train_attn    |
     | layers.i.mlp.gate_up_A [2r,d], gate_B, up_B [f,r], down_A [r,f], down_B [d,r]                 | train_mlp     |
     | of experts: gate_B, up_B [E,f,r] and down_A [E,r,f] per expert, gate_up_A and down_B shared   | train_mlp     |
     | not `shared`: each_gate_up_A [E,2r,d] and each_down_B [E,d,r] instead of gate_up_A and down_B  | train_mlp     |
+    | without a gate: up_A [r,d], or each_up_A, and no gate_B                                       | train_mlp     |
+    | of latent experts, before and after them: latent_in_A, latent_in_B, latent_out_A, latent_out_B | train_mlp     |
     | experts of every token: layers.i.mlp.shared.gate_up_A and so on, as of a dense MLP            | train_mlp     |
     | (one that has a gate: layers.i.mlp.shared_expert.gate_up_A)                                   | train_mlp     |
     | unembed_A [r,d], unembed_B [V,r]                                                              | train_unembed |
+
+    Where a layer has attention or an MLP, not both, the names begin with layers.i.mixer.attn and layers.i.mixer.mlp.
     """
 
     config: DecoderConfig = field(repr=False)
@@ -84,7 +89,8 @@ class AdapterShape:
     def of_tensors(cls, config: DecoderConfig, rank: int, names: Collection[str]) -> AdapterShape:
         """The shape of an adapter with tensors of these names. Raises ValueError as the constructor does."""
         attn, mlp, unembed = (any(part in name for name in names) for part in (".attn.", ".mlp.", "unembed_"))
-        return cls(config, rank, attn, mlp, unembed, not any(".each_" in name for name in names))
+        whole = any(part in name for name in names for part in (".each_", ".whole_"))
+        return cls(config, rank, attn, mlp, unembed, not whole)
 
     @cached_property
     def slots(self) -> dict[str, Slot]:
@@ -102,6 +108,11 @@ class AdapterShape:
         return last.offset + -(-last.numel // ALIGNMENT) * ALIGNMENT
 
     @property
+    def in_size(self) -> int:
+        """Outputs of the model's Mamba-2's `in_proj`, which exports need to know (peft_format.py); 0 without one."""
+        return self.config.mamba.in_size if self.config.mamba is not None else 0
+
+    @property
     def num_parameters(self) -> int:
         """Trainable parameters, without padding."""
         return sum(slot.numel for slot in self.slots.values())
@@ -109,11 +120,11 @@ class AdapterShape:
     def _tensors(self) -> Iterator[tuple[str, tuple[int, ...], int]]:
         config, r, d = self.config, self.rank, self.config.hidden_size
         for layer in range(config.num_layers):
-            if self.train_attn:
-                delta = layer in self.config.delta_layers
-                yield from (self._delta if delta else self._attn)(f"layers.{layer}.attn.")
-            if self.train_mlp:
-                yield from self._mlp_of(f"layers.{layer}.mlp.", config.is_moe(layer))
+            if self.train_attn and config.has_attention(layer):
+                recurrent = layer in config.recurrent_layers
+                yield from (self._recurrent if recurrent else self._attn)(config.adapter_at(layer, "attn"))
+            if self.train_mlp and config.has_mlp(layer):
+                yield from self._mlp_of(config.adapter_at(layer, "mlp"), config.is_moe(layer))
         if self.train_unembed:
             yield "unembed_A", (r, d), d
             yield "unembed_B", (config.vocab_size, r), 0
@@ -135,13 +146,18 @@ class AdapterShape:
         yield at + "o_A", (r, c.out_size), c.out_size
         yield at + "o_B", (d, r), 0
 
-    def _delta(self, at: str) -> Iterator[tuple[str, tuple[int, ...], int]]:
-        assert self.config.delta is not None
-        r, d, projections = self.rank, self.config.hidden_size, self.config.delta.projections
-        value = self.config.delta.value_size
-        yield at + "in_A", (len(projections) * r, d), d
-        for name, size in projections.items():
-            yield f"{at}{name}_B", (size, r), 0
+    def _recurrent(self, at: str) -> Iterator[tuple[str, tuple[int, ...], int]]:
+        c, r, d = self.config, self.rank, self.config.hidden_size
+        assert c.recurrence is not None
+        value = c.recurrence.value_size
+        projections = c.delta.projections if c.delta is not None else dict.fromkeys(("gate", "x"), value)
+        if c.mamba is not None and not self.shared:
+            yield at + "whole_in_A", (r, d), d
+            yield at + "whole_in_B", (c.mamba.in_size, r), 0
+        else:
+            yield at + "in_A", (len(projections) * r, d), d
+            for name, size in projections.items():
+                yield f"{at}{name}_B", (size, r), 0
         yield at + "out_A", (r, value), value
         yield at + "out_B", (d, r), 0
 
@@ -151,18 +167,25 @@ class AdapterShape:
             yield from self._mlp(at, config.intermediate_size)
             return
         yield from self._mlp(at, config.moe_intermediate_size, (config.num_experts,))
+        if config.expert_latent:
+            yield from self._pair(f"{at}latent_in", config.hidden_size, config.expert_latent)
+            yield from self._pair(f"{at}latent_out", config.expert_latent, config.hidden_size)
         if config.shared_intermediate_size:
             yield from self._mlp(f"{at}{config.shared_name}.", config.shared_intermediate_size)
 
     def _mlp(self, at: str, f: int, per: tuple[int, ...] = ()) -> Iterator[tuple[str, tuple[int, ...], int]]:
         """`per` is the number of experts, if any."""
-        r, d = self.rank, self.config.hidden_size
-        each = per and not self.shared
-        yield (at + "each_gate_up_A", (*per, 2 * r, d), d) if each else (at + "gate_up_A", (2 * r, d), d)
-        yield at + "gate_B", (*per, f, r), 0
-        yield at + "up_B", (*per, f, r), 0
+        r, d, parts = self.rank, self.config.expert_size if per else self.config.hidden_size, self.config.gate.parts
+        each, stacked, rows = per and not self.shared, "_".join(parts), len(parts) * self.rank
+        yield (f"{at}each_{stacked}_A", (*per, rows, d), d) if each else (f"{at}{stacked}_A", (rows, d), d)
+        for part in parts:
+            yield f"{at}{part}_B", (*per, f, r), 0
         yield at + "down_A", (*per, r, f), f
         yield (at + "each_down_B", (*per, d, r), 0) if each else (at + "down_B", (d, r), 0)
+
+    def _pair(self, name: str, inner: int, outer: int) -> Iterator[tuple[str, tuple[int, ...], int]]:
+        yield f"{name}_A", (self.rank, inner), inner
+        yield f"{name}_B", (outer, self.rank), 0
 
 
 def adapter_config(
@@ -185,6 +208,7 @@ def adapter_config(
         "train_mlp": shape.train_mlp,
         "train_unembed": shape.train_unembed,
         "shared_experts": shape.shared,
+        **({"in_size": shape.in_size} if shape.in_size else {}),
         "extra": sorted(extra),
         "details": dict(details or {}),
     }

@@ -54,21 +54,26 @@ class Check:
 def check_model(card: ModelCard, dtype: str = "bfloat16") -> Check:
     """The weights in memory hold a few numbers in float32 (norms, biases), which are counted as `dtype`."""
     config = card.config
-    kv = (config.num_layers - len(config.delta_layers)) * config.kept_size * ITEM_BYTES[dtype]
+    kv = len(config.attention_layers) * config.kept_size * ITEM_BYTES[dtype]
     adapters = {rank: AdapterShape(config, rank).num_parameters for rank in RANKS}
     return Check(card, dtype, numel(config), kv, adapters, config.state_bytes)
 
 
 def trained(config: DecoderConfig) -> dict[str, list[str]]:
     """The linears, by their names in the checkpoint, that each of Tinker's flags means in this model."""
-    mlp = ["gate_proj", "up_proj", "down_proj"]
-    mlps = [f"mlp.{name}" for name in mlp] if len(config.mixture_layers) < config.num_layers else []
+    mlp = [*(f"{part}_proj" for part in config.gate.parts), "down_proj"]
+    at = "mixer" if config.mlp_layers else "mlp"
+    mlps = [f"{at}.{name}" for name in mlp] if config.dense_mlp_layers else []
     if config.num_experts:
-        mlps += [f"mlp.experts.*.{name}" for name in mlp]
+        mlps += [f"{at}.experts.*.{name}" for name in mlp]
+    if config.expert_latent:
+        mlps += [f"{at}.fc1_latent_proj", f"{at}.fc2_latent_proj"]
     if config.shared_intermediate_size:
         shared = "shared_expert" if config.shared_gate else "shared_experts"
-        mlps += [f"mlp.{shared}.{name}" for name in mlp]
-    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+        mlps += [f"{at}.{shared}.{name}" for name in mlp]
+    attention = [f"{'mixer' if config.mlp_layers else 'self_attn'}.{name}_proj" for name in "qkvo"]
+    if config.mamba is not None:
+        attention += ["mixer.in_proj (gate and values)", "mixer.out_proj"]
     if config.delta is not None:
         attention += [f"linear_attn.in_proj_{name}" for name in config.delta.projections] + ["linear_attn.out_proj"]
     if config.fused_qkv:
@@ -86,27 +91,31 @@ def numel(config: DecoderConfig) -> int:
     attention = c.qkv_bias * (c.query_size + 2 * c.kv_size) + c.o_bias * d
     attention += c.latent.q_rank + c.latent.kv_rank if c.latent else 0
     attention += {"head": 2 * c.head_dim, "whole": c.q_size + c.kv_size, "": 0}[c.qk_norm] + c.sinks * c.num_heads
-    attention *= c.num_layers - len(c.delta_layers)
-    if c.delta is not None:
-        small = c.delta.taps * c.delta.mixed_size + 2 * c.delta.value_heads + c.delta.value_dim
-        attention += len(c.delta_layers) * small
-    expert = 3 * d * c.moe_intermediate_size + c.expert_bias * (2 * c.moe_intermediate_size + d)
-    mixture = c.num_experts * (d + expert + c.router.bias + c.router.correction) + 3 * d * c.shared_intermediate_size
-    mixture += c.shared_gate * d
-    mlps = sum(mixture if c.is_moe(layer) else 3 * d * c.intermediate_size for layer in range(c.num_layers))
-    return embeddings + d + c.num_layers * 2 * d + c.attention_numel + attention + mlps
+    attention *= len(c.attention_layers)
+    if c.recurrence is not None:
+        attention += len(c.recurrent_layers) * c.recurrence.small_numel
+    products = 1 + len(c.gate.parts)
+    expert = products * c.expert_size * c.moe_intermediate_size + c.expert_bias * (2 * c.moe_intermediate_size + d)
+    mixture = c.num_experts * (d + expert + c.router.bias + c.router.correction) + c.shared_gate * d
+    mixture += products * d * c.shared_intermediate_size + 2 * d * c.expert_latent
+    mlps = len(c.mixture_layers) * mixture + len(c.dense_mlp_layers) * products * d * c.intermediate_size
+    norms = d * (1 + c.num_layers * (1 if c.mlp_layers else 2))
+    return embeddings + norms + c.attention_numel + attention + mlps
 
 
 def kept_bytes(config: DecoderConfig) -> int:
     """Bytes that autograd keeps of one token in one layer, approximately: inputs and outputs of norms and linears,
     queries, keys and values before and after norm and rotation, and the inside of the MLP; float32."""
     attention = 7 * config.q_size + 6 * config.kv_size + 3 * (config.query_size - config.q_size)
-    if config.delta is not None:
-        attention = max(attention, 12 * config.delta.mixed_size + 12 * config.delta.value_size)
+    if config.recurrence is not None:
+        attention = max(attention, 12 * config.recurrence.mixed_size + 12 * config.recurrence.value_size)
     dense = 5 * config.intermediate_size
     experts = config.experts_per_token * (2 * config.moe_intermediate_size + 16) + 3 * config.num_experts
-    experts += 5 * config.shared_intermediate_size
-    return 4 * (6 * config.hidden_size + attention + (experts if config.num_experts else dense))
+    experts += 5 * config.shared_intermediate_size + 4 * config.expert_latent
+    mlp = experts if config.num_experts else dense
+    if config.mlp_layers:
+        return 4 * (3 * config.hidden_size + max(attention, mlp))
+    return 4 * (6 * config.hidden_size + attention + mlp)
 
 
 def _size(count: int) -> str:

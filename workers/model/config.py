@@ -23,7 +23,8 @@ class UnsupportedModel(ValueError):
 class RopeConfig:
     """Rotary position embedding. `kind` is default, linear, llama3 or yarn; all but the first stretch wavelengths by
     `factor`, llama3 only those longer than the original context, yarn those that turn less than `beta_slow` times in
-    it. `partial` is the share of a head that turns; `attention_factor` multiplies cos and sin."""
+    it. `partial` is the share of a head that turns (0: positions are told by nothing but what recurrences keep);
+    `attention_factor` multiplies cos and sin."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -54,10 +55,17 @@ class RouterConfig:
 
 @dataclass(frozen=True)
 class GateConfig:
-    """What an MLP computes of gate and up: silu(gate) * up; with a `limit`, clamped as gpt-oss has it."""
+    """What an MLP computes of gate and up: silu(gate) * up; with a `limit`, clamped as gpt-oss has it. Not `gated`: of
+    up alone, relu(up)^2."""
 
     limit: float | None = None
     alpha: float = 1.0
+    gated: bool = True
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What it takes."""
+        return ("gate", "up") if self.gated else ("up",)
 
 
 @dataclass(frozen=True)
@@ -92,9 +100,57 @@ class DeltaConfig:
         return {"qkv": self.mixed_size, "z": self.value_size, "b": self.value_heads, "a": self.value_heads}
 
     @property
+    def in_size(self) -> int:
+        """Width of all projections of a layer's input together."""
+        return sum(self.projections.values())
+
+    @property
+    def small_numel(self) -> int:
+        """Parameters of a layer beside its products."""
+        return self.taps * self.mixed_size + 2 * self.value_heads + self.value_dim
+
+    @property
     def state_numel(self) -> int:
         """Numbers that are kept of a sequence in one layer: the matrices, and the last inputs of the convolution."""
         return self.value_size * self.key_dim + self.mixed_size * (self.taps - 1)
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """The `layers` that have Mamba-2 instead of attention: a recurrence whose state, for each head, is a matrix
+    [state_dim, head_dim]. Heads are in `groups` that share what they write with and read by. What they write and both
+    of these go through a causal convolution of `taps` positions first."""
+
+    layers: tuple[int, ...]
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    taps: int
+
+    @property
+    def value_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def mixed_size(self) -> int:
+        """Channels of the convolution."""
+        return self.value_size + 2 * self.groups * self.state_dim
+
+    @property
+    def in_size(self) -> int:
+        """Width of the projection of a layer's input: the gate, what the convolution takes, a step for each head."""
+        return self.value_size + self.mixed_size + self.heads
+
+    @property
+    def small_numel(self) -> int:
+        """Parameters of a layer beside its products."""
+        return (self.taps + 1) * self.mixed_size + 3 * self.heads + self.value_size
+
+    @property
+    def state_numel(self) -> int:
+        """Numbers that are kept of a sequence in one layer: the matrices, and the last inputs of the convolution."""
+        return self.value_size * self.state_dim + self.mixed_size * (self.taps - 1)
 
 
 @dataclass(frozen=True)
@@ -127,7 +183,9 @@ class DecoderConfig:
     (over all heads together) or "". Layers in `window_layers` attend to the last `window` positions, the token's own
     included. With `latent`, attention is that, and `head_dim` the width of a query. A checkpoint may hold
     `prediction_layers` more layers, which are not loaded. With `output_gate` every head of attention has a gate on what
-    it gives, projected with the queries; with `shared_gate` so have the shared experts, which are then one expert."""
+    it gives, projected with the queries; with `shared_gate` so have the shared experts, which are then one expert. With
+    `expert_latent` experts compute with so many numbers of a token, which are projected from the hidden state and back.
+    With `mlp_layers` each layer has one norm, and an MLP if it is one of these or else attention."""
 
     architecture: str
     vocab_size: int
@@ -161,7 +219,10 @@ class DecoderConfig:
     output_gate: bool = False
     shared_gate: bool = False
     delta: DeltaConfig | None = None
+    mamba: MambaConfig | None = None
     latent: LatentConfig | None = None
+    expert_latent: int = 0
+    mlp_layers: tuple[int, ...] = ()
 
     @property
     def mixture_layers(self) -> tuple[int, ...]:
@@ -169,21 +230,52 @@ class DecoderConfig:
 
     def is_moe(self, layer: int) -> bool:
         """Whether this layer's MLP is a mixture of experts."""
-        return self.num_experts > 0 and layer not in self.dense_layers
+        return self.num_experts > 0 and self.has_mlp(layer) and layer not in self.dense_layers
+
+    def has_mlp(self, layer: int) -> bool:
+        return not self.mlp_layers or layer in self.mlp_layers
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether it has attention, or a recurrence in its place."""
+        return layer not in self.mlp_layers
+
+    def adapter_at(self, layer: int, part: str) -> str:
+        """What the names of an adapter's tensors begin with in a layer's "attn" or "mlp"."""
+        return f"layers.{layer}.{'mixer.' if self.mlp_layers else ''}{part}."
 
     def window_of(self, layer: int) -> int:
         """How many positions this layer attends to; 0: all."""
         return self.window if layer in self.window_layers else 0
 
     @property
-    def delta_layers(self) -> tuple[int, ...]:
-        """The layers that have a recurrence, and no keys and values."""
-        return self.delta.layers if self.delta is not None else ()
+    def recurrence(self) -> DeltaConfig | MambaConfig | None:
+        """What some layers have instead of attention."""
+        return self.delta or self.mamba
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        return self.recurrence.layers if self.recurrence is not None else ()
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that have keys and values."""
+        others = {*self.recurrent_layers, *self.mlp_layers}
+        return tuple(layer for layer in range(self.num_layers) if layer not in others)
+
+    @property
+    def dense_mlp_layers(self) -> tuple[int, ...]:
+        """The layers whose MLP is no mixture."""
+        return tuple(i for i in range(self.num_layers) if self.has_mlp(i) and not self.is_moe(i))
 
     @property
     def state_bytes(self) -> int:
         """What recurrences keep of a sequence, however long it is; float32."""
-        return 4 * len(self.delta_layers) * self.delta.state_numel if self.delta is not None else 0
+        return 4 * len(self.recurrent_layers) * self.recurrence.state_numel if self.recurrence is not None else 0
+
+    @property
+    def expert_size(self) -> int:
+        """How many numbers of a token an expert takes and gives."""
+        return self.expert_latent or self.hidden_size
 
     @property
     def shared_name(self) -> str:
@@ -225,17 +317,16 @@ class DecoderConfig:
     @property
     def attention_numel(self) -> int:
         """Parameters of the matrices of all layers' attention, or of what they have in its place."""
-        recurrent = len(self.delta_layers)
-        attention = (self.num_layers - recurrent) * self.attention_size
-        if self.delta is None:
+        attention = len(self.attention_layers) * self.attention_size
+        if self.recurrence is None:
             return attention
-        widths = sum(self.delta.projections.values()) + self.delta.value_size
-        return attention + recurrent * self.hidden_size * widths
+        widths = self.recurrence.in_size + self.recurrence.value_size
+        return attention + len(self.recurrent_layers) * self.hidden_size * widths
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
         """The widths that its MLPs have."""
-        dense = self.intermediate_size if len(self.mixture_layers) < self.num_layers else 0
+        dense = self.intermediate_size if self.dense_mlp_layers else 0
         return tuple(sorted({dense, self.moe_intermediate_size, self.shared_intermediate_size} - {0}))
 
     @property
@@ -247,12 +338,11 @@ class DecoderConfig:
     def active_parameters(self) -> int:
         """Of the matrices that one token is multiplied with: attention, the chosen and shared experts or the MLP, the
         head."""
-        dense = self.num_layers - len(self.mixture_layers)
-        chosen = self.experts_per_token * self.moe_intermediate_size + self.shared_intermediate_size
-        experts = len(self.mixture_layers) * chosen
-        mlp = 3 * (dense * self.intermediate_size + experts)
-        router = len(self.mixture_layers) * self.num_experts
-        return self.attention_numel + self.hidden_size * (mlp + router + self.vocab_size)
+        d, products = self.hidden_size, 1 + len(self.gate.parts)
+        dense = len(self.dense_mlp_layers) * products * d * self.intermediate_size
+        experts = products * self.experts_per_token * self.expert_size * self.moe_intermediate_size
+        experts += d * (products * self.shared_intermediate_size + 2 * self.expert_latent + self.num_experts)
+        return self.attention_numel + dense + len(self.mixture_layers) * experts + d * self.vocab_size
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from workers.model.parts.experts import Mixture, OnRoute
 from workers.model.parts.frozen import frozen
 from workers.model.parts.gated_delta import GatedDelta
 from workers.model.parts.latent import LatentAttention
+from workers.model.parts.mamba2 import Mamba2
 from workers.model.parts.mlp import Mlp
 from workers.model.parts.rotary import Angles, Rotary
 from workers.model.parts.router import FREE
@@ -114,22 +115,28 @@ def rotary_of(config: DecoderConfig) -> Rotary:
     return Rotary(config.rope, turning, config.context_length)
 
 
+#: What reads other tokens than its own.
+Attention = GroupedAttention | LatentAttention | GatedDelta | Mamba2
+
+
 class _Layer(nn.Module):
-    """Attention (or a recurrence) and MLP, each behind its norm and beside a residual; which ones follows from the
-    config."""
+    """Attention (or a recurrence) and MLP, or one of them, each behind its norm and beside a residual; which ones
+    follows from the config."""
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm_eps = config.norm_eps
-        self.attn_norm = frozen(torch.float32, config.hidden_size)
-        kind = LatentAttention if config.latent else GatedDelta if layer in config.delta_layers else GroupedAttention
-        self.attn = kind(config, layer, dtype)
-        self.mlp_norm = frozen(torch.float32, config.hidden_size)
-        self.mlp = (
-            Mixture(config, layer, dtype)
-            if config.is_moe(layer)
-            else Mlp(config, f"layers.{layer}.mlp.", config.intermediate_size, dtype)
-        )
+        self.attn = self.mlp = None
+        if config.has_attention(layer):
+            self.attn_norm = frozen(torch.float32, config.hidden_size)
+            self.attn = _attention(config, layer)(config, layer, dtype)
+        if config.has_mlp(layer):
+            self.mlp_norm = frozen(torch.float32, config.hidden_size)
+            self.mlp = (
+                Mixture(config, layer, dtype)
+                if config.is_moe(layer)
+                else Mlp(config, config.adapter_at(layer, "mlp"), config.intermediate_size, dtype)
+            )
 
     def forward(
         self,
@@ -140,12 +147,21 @@ class _Layer(nn.Module):
         on_route: OnRoute | None,
         forced_TK: Tensor | None,
     ) -> Tensor:
-        normed = F.rms_norm(x_TD, self.attn_norm.shape, self.attn_norm, self.norm_eps)
-        x_TD = x_TD + self.attn(normed, angles, attend, lora)
+        if self.attn is not None:
+            normed = F.rms_norm(x_TD, self.attn_norm.shape, self.attn_norm, self.norm_eps)
+            x_TD = x_TD + self.attn(normed, angles, attend, lora)
+        if self.mlp is None:
+            return x_TD
         normed = F.rms_norm(x_TD, self.mlp_norm.shape, self.mlp_norm, self.norm_eps)
         mixture = isinstance(self.mlp, Mixture)
         out: Tensor = x_TD + (self.mlp(normed, lora, on_route, forced_TK) if mixture else self.mlp(normed, lora))
         return out
+
+
+def _attention(config: DecoderConfig, layer: int) -> type[Attention]:
+    if layer in config.recurrent_layers:
+        return GatedDelta if config.delta is not None else Mamba2
+    return LatentAttention if config.latent is not None else GroupedAttention
 
 
 def _recomputed(

@@ -1,6 +1,6 @@
 """An adapter that another tool trained, converted to Weft's own format. No torch: the operator's command runs it.
 
-Read are PEFT's and Tinker's layouts (peft_format.py), in float32, float16 or bfloat16. What Weft cannot train or serve
+Read are PEFT's and Tinker's layouts (peft_reading.py), in float32, float16 or bfloat16. What Weft cannot train or serve
 is refused by name: other modules, other variants of LoRA, another model's shapes.
 """
 
@@ -18,14 +18,17 @@ from safetensors.numpy import save_file
 
 from workers.model.adapter_shape import AdapterShape, adapter_config
 from workers.model.config import DecoderConfig
-from workers.model.peft_format import CONFIG_FILE, WEIGHTS_FILE, Array, PeftFormatError, read_layout
+from workers.model.peft_format import CONFIG_FILE, WEIGHTS_FILE, Array, PeftFormatError
+from workers.model.peft_reading import read_layout, with_zeros
 
 #: A larger file is not taken for an adapter.
 MAX_BYTES = 64 << 30
 
 #: Fields of PEFT's configuration that change what the factors mean, with the only value that Weft supports.
 _PLAIN: dict[str, Any] = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False}
-_EMPTY = ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "target_parameters")
+_EMPTY = ("modules_to_save", "layers_to_transform", "target_parameters")
+#: A module that may have twice the rank, and twice the alpha with it: Mamba-2's, whose two parts have a pair each.
+_TWICE = "in_proj"
 
 
 class CannotImport(ValueError):
@@ -59,6 +62,7 @@ def read_adapter(folder: Path, config: DecoderConfig) -> Imported:
         raise CannotImport(f"{folder}: {reason}") from None
     try:
         shape = AdapterShape.of_tensors(config, rank, tensors)
+        tensors = with_zeros(tensors, shape)
     except ValueError as error:
         raise CannotImport(f"{folder}: {error}") from None
     wanted = {name: slot.shape for name, slot in shape.slots.items()}
@@ -81,6 +85,10 @@ def _fields(file: Path) -> dict[str, Any]:
     for name, plain in _PLAIN.items():
         if fields.get(name, plain) != plain:
             raise CannotImport(f"{file}: {name} is {fields[name]!r}; only {plain!r} can be imported")
+    for pattern, usual in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        found = fields.get(pattern) or {}
+        if found and (found.keys() != {_TWICE} or found[_TWICE] != 2 * fields.get(usual, 0)):
+            raise CannotImport(f"{file}: {pattern} is {found!r}; only {_TWICE} may have another, of twice {usual}")
     for name in _EMPTY:
         if fields.get(name):
             raise CannotImport(f"{file}: {name} is set, which cannot be imported")

@@ -31,8 +31,9 @@ from workers.model.base_mm import MIN_ROWS, base_mm
 from workers.model.config import GateConfig
 from workers.model.native.build import processor
 from workers.model.native.gemm import packed
-from workers.model.parts.gate import again, gated
+from workers.model.parts.gate import activated, again
 from workers.model.parts.gated_delta import GatedDelta
+from workers.model.parts.mamba2 import Mamba2
 from workers.model.parts.steady import sigmoid_of
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ MAX_ALIGNED_WIDTH = 1 << 16
 
 #: Environment variables that make matrix libraries compute in another way.
 _LIBRARIES = ("MKL_", "OMP_", "KMP_", "DNNL_", "ONEDNN_", "ATEN_", "OPENBLAS_", "LD_PRELOAD")
-_CODE = ("isolation.py", "base_mm.py", "parts/gate.py", "parts/steady.py", "parts/gated_delta.py")
+#: The parts that compute functions of single numbers, and steps of recurrences.
+_PARTS = ("gate", "steady", "gated_delta", "mamba2", "chunks", "convolution")
+_CODE = ("isolation.py", "base_mm.py", *(f"parts/{name}.py" for name in _PARTS))
 
 #: Rows of a step of a recurrence that are tested, each of which has a state.
 STEP_ROWS = 36
@@ -87,7 +90,7 @@ def _kept(decoder: Decoder, folder: Path) -> Isolation:
     return once(
         folder,
         f"{weights} {config.mlp_widths} {config.gate} {config.router} {config.num_experts} {config.output_gate} "
-        f"{config.shared_gate} {config.delta}",
+        f"{config.shared_gate} {config.recurrence}",
         lambda: choose(decoder, shapes),
     )
 
@@ -134,7 +137,8 @@ def _differences(decoder: Decoder, shapes: list[Tensor]) -> Iterator[str]:
             yield f"products of rows of {width} depend on where in memory they lie"
     config = decoder.config
     for width in config.mlp_widths:
-        at = _first_difference(partial(_activation, config.gate), 2 * width, MAX_ROWS, decoder.device)
+        taken = len(config.gate.parts) * width
+        at = _first_difference(partial(_activation, config.gate), taken, MAX_ROWS, decoder.device)
         if at is not None:
             yield f"silu over rows of {width} gives {at} rows other bits than {MAX_ROWS}"
     if config.num_experts and config.router.scores == "sigmoid":
@@ -153,7 +157,7 @@ def _differences(decoder: Decoder, shapes: list[Tensor]) -> Iterator[str]:
 
 def _steps(decoder: Decoder) -> Iterator[tuple[Callable[[Tensor], Tensor], int]]:
     """A step of the model's recurrence, if it has one, from one state for all; and the width of what it takes."""
-    layer = next((layer.attn for layer in decoder.layers if isinstance(layer.attn, GatedDelta)), None)
+    layer = next((layer.attn for layer in decoder.layers if isinstance(layer.attn, GatedDelta | Mamba2)), None)
     if layer is not None:
         width = layer.inputs.shape[0]
         x = torch.randn(9, width, generator=torch.Generator().manual_seed(0)).to(decoder.device)
@@ -194,9 +198,9 @@ def _gradient(x: Tensor, a: Tensor) -> Tensor:
 
 def _activation(config: GateConfig, gate_up_PG: Tensor) -> Tensor:
     """What an MLP computes between its products, forward and backward."""
-    gate, up = gate_up_PG.chunk(2, dim=1)
-    hidden, dgate_up = gated(config, gate, up), torch.empty_like(gate_up_PG)
-    again(config, gate, up).backward(torch.ones_like(hidden), *dgate_up.chunk(2, dim=1))
+    hidden, dgate_up = activated(config, gate_up_PG), torch.empty_like(gate_up_PG)
+    again(config, gate_up_PG).backward(torch.ones_like(hidden), dgate_up)
+    up = gate_up_PG[:, -hidden.shape[1] :]
     return torch.cat((hidden, dgate_up, (hidden * up).sum(-1, keepdim=True)), dim=1)
 
 

@@ -29,25 +29,30 @@ __all__ = ["Group", "LoraRows", "Site", "adapters_backward", "add_adapters", "ba
 @dataclass(frozen=True)
 class Site:
     """The adapter tensors of one linear, by name: one A, stacked [len(b) * r, in], and one B per part of the fused
-    output. `sizes` are the widths of those parts."""
+    output. `sizes` are the widths of those parts; what is beyond them has no adapter."""
 
     a: str
     b: tuple[str, ...]
     sizes: tuple[int, ...]
 
 
-def lora_linear(x_TI: Tensor, weight_OI: Tensor, site: Site, rows: LoraRows | None) -> Tensor:
-    """y_TO = x W^T plus each group's adapter; differentiable in x, gradients of adapters go to `rows.grads`."""
+def lora_linear(
+    x_TI: Tensor, weight_OI: Tensor, site: Site, rows: LoraRows | None, other: Site | None = None
+) -> Tensor:
+    """y_TO = x W^T plus each group's adapter; differentiable in x, gradients of adapters go to `rows.grads`. An adapter
+    has the tensors of `site` or those of the `other`."""
     if rows is not None and rows.apart:
         own = zip(own_rows(x_TI, rows), rows.singles, strict=True)
-        return torch.cat([lora_linear(x, weight_OI, site, single) for x, single in own])
-    products = products_of(rows, site.a, weight_OI)
-    trigger = rows.trigger(rows.groups(site.a)) if rows is not None and products is not None else None
+        return torch.cat([lora_linear(x, weight_OI, site, single, other) for x, single in own])
+    sites = [each for each in (site, other) if each is not None]
+    found = [(each, of) for each in sites if (of := products_of(rows, each.a, weight_OI)) is not None]
+    groups = [group for each, _ in found for group in rows.groups(each.a)] if rows is not None else []
+    trigger = rows.trigger(groups) if rows is not None else None
     if torch.is_grad_enabled() and (trigger is not None or x_TI.requires_grad):
-        return cast(Tensor, _LoraLinear.apply(x_TI, trigger, weight_OI, site, products))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _LoraLinear.apply(x_TI, trigger, weight_OI, found))  # type: ignore[no-untyped-call]
     y_TO = base_mm(x_TI, weight_OI)
-    if products is not None:
-        add_adapters(y_TO, x_TI.contiguous(), site, products)
+    for each, products in found:
+        add_adapters(y_TO, x_TI.contiguous(), each, products)
     return y_TO
 
 
@@ -59,7 +64,7 @@ def own_rows(x_TI: Tensor, rows: LoraRows) -> list[Tensor]:
 def add_adapters(y_TO: Tensor, x_TI: Tensor, site: Site, products: LoraProducts) -> Tensor:
     """Add scale * (x A^T) B^T of each group to its rows of y in place. Returns x A^T, which the backward needs."""
     u = x_TI.new_zeros(len(x_TI), len(site.b) * products.max_rank)
-    products.add(y_TO, x_TI, u, site.a, tuple(zip(site.b, site.sizes, strict=True)), scaled=True)
+    products.add(y_TO[:, : sum(site.sizes)], x_TI, u, site.a, tuple(zip(site.b, site.sizes, strict=True)), scaled=True)
     return u
 
 
@@ -68,7 +73,8 @@ def adapters_backward(
 ) -> None:
     """The backward of add_adapters: add to the gradient arenas and, in place, to dx."""
     parts, du = len(site.b), torch.zeros_like(u)
-    for part, (name, dy) in enumerate(zip(site.b, dy_TO.split_with_sizes(site.sizes, dim=1), strict=True)):
+    parts_of_dy = dy_TO[:, : sum(site.sizes)].split_with_sizes(site.sizes, dim=1)
+    for part, (name, dy) in enumerate(zip(site.b, parts_of_dy, strict=True)):
         products.shrink(dy, du, name, part=part, scaled=True)
         products.outer(u, dy, name, part=part, scaled=True)
     products.outer(du, x_TI, site.a, stack=parts, scaled=False)
@@ -79,20 +85,20 @@ def adapters_backward(
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TI: Tensor, trigger: Tensor | None, weight_OI: Tensor, site: Site, products: LoraProducts | None
+        ctx: Any, x_TI: Tensor, trigger: Tensor | None, weight_OI: Tensor, found: list[tuple[Site, LoraProducts]]
     ) -> Tensor:
         y_TO, x_TI = base_mm(x_TI, weight_OI), x_TI.contiguous()
-        u = add_adapters(y_TO, x_TI, site, products) if products is not None else None
-        ctx.save_for_backward(x_TI if products is not None else None, weight_OI, u)
-        ctx.site, ctx.products = site, products
+        shrunk = [add_adapters(y_TO, x_TI, site, products) for site, products in found]
+        ctx.save_for_backward(x_TI if found else None, weight_OI, *shrunk)
+        ctx.found = found
         return y_TO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
-        x_TI, weight_OI, u = ctx.saved_tensors
+        x_TI, weight_OI, *shrunk = ctx.saved_tensors
         dy_TO = dy_TO.contiguous()
         dx_TI = base_mm(dy_TO, weight_OI, transposed=True) if ctx.needs_input_grad[0] else None
-        if ctx.products is not None:
-            adapters_backward(dy_TO, x_TI, dx_TI, u, ctx.site, ctx.products)
-        return dx_TI, None, None, None, None
+        for (site, products), u in zip(ctx.found, shrunk, strict=True):
+            adapters_backward(dy_TO, x_TI, dx_TI, u, site, products)
+        return dx_TI, None, None, None

@@ -7,7 +7,8 @@ and up before the experts, the B of down after the choices are combined; only r-
 The backward keeps the gate and up pre-activations, not the expert outputs: the gradient of a router weight is
 <d out / d h, h> (SonicMoE, arXiv 2512.14080).
 
-Shapes: T tokens, K choices, P = T * K pairs sorted by expert, D hidden, F expert width, G = 2F, r rank.
+Shapes: T tokens, K choices, P = T * K pairs sorted by expert, D hidden, F expert width, G = 2F (F where experts have no
+gate), r rank, S = 2 or 1 factors on gate and up.
 """
 
 from __future__ import annotations
@@ -23,33 +24,30 @@ from workers.model.config import GateConfig
 from workers.model.lora import own_rows
 from workers.model.lora_products import LoraProducts, products_of
 from workers.model.lora_rows import LoraRows
-from workers.model.parts.gate import again, gated
+from workers.model.parts.gate import activated, again
 from workers.model.routing import Routing
 
 
 class Names(NamedTuple):
-    """Adapter tensors of one layer's MLP, by name; `each_...` where experts do not share the outer factors."""
+    """Adapter tensors of one MLP, by name; `each_...` where experts do not share the outer factors. Without a gate
+    `gate_up_a` is up's alone."""
 
     gate_up_a: str
-    gate_b: str
-    up_b: str
+    inner_b: tuple[str, ...]
     down_a: str
     down_b: str
     each_gate_up_a: str
     each_down_b: str
 
     @classmethod
-    def of_layer(cls, layer: int) -> Names:
-        return cls.at(f"layers.{layer}.mlp.")
-
-    @classmethod
-    def at(cls, prefix: str) -> Names:
-        tensors = ("gate_up_A", "gate_B", "up_B", "down_A", "down_B", "each_gate_up_A", "each_down_B")
-        return cls(*(prefix + tensor for tensor in tensors))
+    def at(cls, prefix: str, gate: GateConfig) -> Names:
+        stacked, inner = "_".join(gate.parts), tuple(f"{prefix}{part}_B" for part in gate.parts)
+        of_down = prefix + "down_A", prefix + "down_B"
+        return cls(f"{prefix}{stacked}_A", inner, *of_down, f"{prefix}each_{stacked}_A", prefix + "each_down_B")
 
 
 class Experts(NamedTuple):
-    """The frozen experts of a layer; gate_up_EGD stacks gate over up (G = 2F)."""
+    """The frozen experts of a layer; gate_up_EGD stacks gate over up."""
 
     gate_up_EGD: Tensor
     down_EDF: Tensor
@@ -61,7 +59,7 @@ class Experts(NamedTuple):
 def expert_block(
     x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: Experts, names: Names, rows: LoraRows | None
 ) -> Tensor:
-    """sum_k weights[:, k] * down_e(gated(gate_e x, up_e x)) with e = experts[:, k] (`parts/gate.py`). Differentiable in
+    """sum_k weights[:, k] * down_e(activated(gate_e x, up_e x)), e = experts[:, k] (`parts/gate.py`). Differentiable in
     x and weights; gradients of adapters go to `rows.grads`."""
     if rows is not None and rows.apart:
         own = zip(*(own_rows(t, rows) for t in (x_TD, weights_TK, experts_TK)), rows.singles, strict=True)
@@ -110,7 +108,7 @@ def _base(x_PI: Tensor, weight_EOI: Tensor, routing: Routing, *, transposed: boo
 def _forward(
     x_TD: Tensor, weights_TK: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, plan: _Plan
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The output, and what the backward needs: the pre-activations of gate and up, scale * x A^T per pair [P, 2r],
+    """The output, and what the backward needs: the pre-activations of gate and up, scale * x A^T per pair [P, Sr],
     h A^T per pair [P, r], and scale * (sum of weighted h A^T) per token [T, r]."""
     routing, adapters, names = plan.routing, plan.adapters, plan.names
     f = down_EDF.shape[2]
@@ -121,8 +119,8 @@ def _forward(
     u_P = v_P = combined_T = None
     if adapters is not None:
         u_P = _gate_up_shrink(x_TD, adapters, plan)
-        adapters.paired.add(gate_up_PG, None, u_P, "", ((names.gate_b, f), (names.up_b, f)), scaled=False)
-    h_PF = gated(plan.experts.gate, gate_up_PG[:, :f], gate_up_PG[:, f:])
+        adapters.paired.add(gate_up_PG, None, u_P, "", [(name, f) for name in names.inner_b], scaled=False)
+    h_PF = activated(plan.experts.gate, gate_up_PG)
     y_PD = _base(h_PF, down_EDF, routing)
     if plan.experts.down_bias_ED is not None:
         y_PD = y_PD + plan.experts.down_bias_ED[routing.experts]
@@ -139,13 +137,14 @@ def _forward(
 
 
 def _gate_up_shrink(x_TD: Tensor, adapters: _Adapters, plan: _Plan) -> Tensor:
-    """scale * x A^T of each pair, [P, 2r]."""
-    u_T = x_TD.new_zeros(len(x_TD), 2 * adapters.paired.max_rank)
+    """scale * x A^T of each pair, [P, Sr]."""
+    stack = len(plan.names.inner_b)
+    u_T = x_TD.new_zeros(len(x_TD), stack * adapters.paired.max_rank)
     if adapters.shared is not None:
-        adapters.shared.shrink(x_TD, u_T, plan.names.gate_up_a, stack=2, scaled=True)
+        adapters.shared.shrink(x_TD, u_T, plan.names.gate_up_a, stack=stack, scaled=True)
     u_P = u_T.index_select(0, plan.routing.token)
     if adapters.each is not None:
-        adapters.each.shrink(x_TD[plan.routing.token], u_P, plan.names.each_gate_up_a, stack=2, scaled=True)
+        adapters.each.shrink(x_TD[plan.routing.token], u_P, plan.names.each_gate_up_a, stack=stack, scaled=True)
     return u_P
 
 
@@ -189,8 +188,7 @@ class _ExpertBlock(torch.autograd.Function):
         plan: _Plan = ctx.plan
         routing = plan.routing
         dout_TD = dout_TD.contiguous()
-        f = down_EDF.shape[2]
-        inner = again(plan.experts.gate, gate_up_PG[:, :f], gate_up_PG[:, f:])
+        inner = again(plan.experts.gate, gate_up_PG)
         h_PF = inner.h
         weights_P1 = weights_TK.reshape(-1)[routing.order][:, None]
 
@@ -205,7 +203,7 @@ class _ExpertBlock(torch.autograd.Function):
         dh_PF *= weights_P1
 
         dgate_up_PG = torch.empty_like(gate_up_PG)
-        inner.backward(dh_PF, dgate_up_PG[:, :f], dgate_up_PG[:, f:])
+        inner.backward(dh_PF, dgate_up_PG)
         dx_PD = None
         if ctx.needs_input_grad[0]:
             dx_PD = _base(dgate_up_PG, gate_up_EGD, routing, transposed=True)
@@ -249,16 +247,15 @@ def _gate_up_backward(
 ) -> Tensor:
     """Add to the gradients of the gate and up factors, and to dx the part through factors that are not shared. Returns
     the gradient of x A^T, before the scale, for the shared ones."""
-    names, f = plan.names, dgate_up_PG.shape[1] // 2
+    names, stack = plan.names, len(plan.names.inner_b)
     du_P = torch.zeros_like(u_P)
-    for part, name in enumerate((names.gate_b, names.up_b)):
-        dy_PF = dgate_up_PG[:, part * f : part * f + f]
+    for part, (name, dy_PF) in enumerate(zip(names.inner_b, dgate_up_PG.chunk(stack, dim=1), strict=True)):
         adapters.paired.shrink(dy_PF, du_P, name, part=part, scaled=False)
         adapters.paired.outer(u_P, dy_PF, name, part=part, scaled=False)
     if adapters.each is not None:
-        adapters.each.outer(du_P, x_TD[plan.routing.token], names.each_gate_up_a, stack=2, scaled=True)
+        adapters.each.outer(du_P, x_TD[plan.routing.token], names.each_gate_up_a, stack=stack, scaled=True)
         if dx_PD is not None:
-            adapters.each.expand(dx_PD, du_P, names.each_gate_up_a, stack=2, scaled=True)
+            adapters.each.expand(dx_PD, du_P, names.each_gate_up_a, stack=stack, scaled=True)
     return du_P
 
 
@@ -266,7 +263,7 @@ def _shared_backward(
     dx_TD: Tensor | None, du_P: Tensor, x_TD: Tensor, plan: _Plan, shared: LoraProducts, scale_T1: Tensor
 ) -> None:
     """Add to dx in place and to the gradients of the shared factors of gate and up."""
-    du_T = _over_choices(_per_token(du_P, plan.routing)) * scale_T1
-    shared.outer(du_T, x_TD, plan.names.gate_up_a, stack=2, scaled=False)
+    du_T, stack = _over_choices(_per_token(du_P, plan.routing)) * scale_T1, len(plan.names.inner_b)
+    shared.outer(du_T, x_TD, plan.names.gate_up_a, stack=stack, scaled=False)
     if dx_TD is not None:
-        shared.expand(dx_TD, du_T, plan.names.gate_up_a, stack=2, scaled=False)
+        shared.expand(dx_TD, du_T, plan.names.gate_up_a, stack=stack, scaled=False)

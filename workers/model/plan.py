@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from workers.model.adapter_shape import AdapterShape
 from workers.model.check import ITEM_BYTES, TRAINING_BYTES, Check, kept_bytes
+from workers.model.layer_groups import layer_groups
 
 #: Left alone.
 SPARE = 0.1
@@ -274,9 +275,10 @@ def _keys_and_values(
 
 
 def _bytes_per_token(model: Check) -> int:
-    """Routes are recorded beside keys and values."""
+    """Routes are recorded beside keys and values; pages of every group of layers have room for them."""
     config = model.card.config
-    return model.kv_bytes_per_token + 2 * len(config.mixture_layers) * config.experts_per_token
+    groups = len(layer_groups(config, model.card.context_length))
+    return model.kv_bytes_per_token + groups * 2 * len(config.mixture_layers) * config.experts_per_token
 
 
 def _runs(models: Sequence[Check], device: Device, wanted: Wanted, room: _Room) -> tuple[int, Part]:

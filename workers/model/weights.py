@@ -22,8 +22,8 @@ from workers.model.families.read import read_config
 from workers.model.families.table import FAMILIES
 from workers.model.stored import Stored
 
-#: What names of the text model begin with in a checkpoint that sees.
-_TEXT = re.compile(r"^model\.language_model\.")
+#: What names of the decoder begin with in a checkpoint that sees, and in Nemotron's.
+_ROOT = re.compile(r"^(model\.language_model|backbone)\.")
 
 #: Tensors that some checkpoints carry and the decoder computes from its config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -83,7 +83,7 @@ def matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, P
     filled: set[str] = set()
     matched = []
     for name in stored.names():
-        known = _TEXT.sub("model.", name)
+        known = _ROOT.sub("model.", name)
         if name in ignored or name.startswith(unused) or name.endswith(IGNORED_SUFFIXES):
             continue
         names, place = fused.get(known) or ([known], single.get(known))
@@ -111,31 +111,38 @@ def places(decoder: Decoder) -> Iterator[tuple[str, Place]]:
     c, layout = decoder.config, FAMILIES[decoder.config.architecture].layout
     norm = _centred if layout.centred_norms else _as_it_is
     yield f"model.{layout.embedding}.weight", Place(decoder.embed)
-    yield "model.norm.weight", Place(decoder.norm, norm)
+    yield f"model.{layout.last_norm}.weight", Place(decoder.norm, norm)
     if not c.tie_embeddings:
         yield "lm_head.weight", Place(decoder.head)
     for i in range(c.num_layers):
         at, layer = f"model.layers.{i}.", decoder.layers[i]
-        yield at + "input_layernorm.weight", Place(_param(layer, "attn_norm"), norm)
-        yield at + "post_attention_layernorm.weight", Place(_param(layer, "mlp_norm"), norm)
-        if i in c.delta_layers:
-            yield from _delta_places(at + "linear_attn.", layer, c)
-        else:
-            yield from _attention_places(f"{at}{layout.attention}.", layer, c, norm)
-        if c.is_moe(i):
-            yield from _mixture_places(at, layer, c)
-        else:
-            yield from _mlp_places(at + "mlp.", _param(layer, "mlp.gate_up"), _param(layer, "mlp.down"))
+        if c.has_attention(i):
+            yield f"{at}{layout.layer_norms[0]}.weight", Place(_param(layer, "attn_norm"), norm)
+            if i in c.recurrent_layers:
+                yield from _recurrence_places(f"{at}{layout.recurrence}.", layer, c)
+            else:
+                yield from _attention_places(f"{at}{layout.attention}.", layer, c, norm)
+        if c.has_mlp(i):
+            yield f"{at}{layout.layer_norms[1]}.weight", Place(_param(layer, "mlp_norm"), norm)
+            if c.is_moe(i):
+                yield from _mixture_places(at, layer, c)
+            else:
+                yield from _mlp_places(f"{at}{layout.mlp}.", layer, "mlp", layout.expert)
 
 
-def _delta_places(at: str, layer: nn.Module, c: DecoderConfig) -> Iterator[tuple[str, Place]]:
-    assert c.delta is not None
-    parts = torch.split(_param(layer, "attn.inputs"), list(c.delta.projections.values()))
-    for name, part in zip(c.delta.projections, parts, strict=True):
-        yield f"{at}in_proj_{name}.weight", Place(part)
+def _recurrence_places(at: str, layer: nn.Module, c: DecoderConfig) -> Iterator[tuple[str, Place]]:
+    if c.delta is not None:
+        parts = torch.split(_param(layer, "attn.inputs"), list(c.delta.projections.values()))
+        for name, part in zip(c.delta.projections, parts, strict=True):
+            yield f"{at}in_proj_{name}.weight", Place(part)
+        yield at + "dt_bias", Place(_param(layer, "attn.decay_bias"))
+    else:
+        yield at + "in_proj.weight", Place(_param(layer, "attn.inputs"))
+        yield at + "conv1d.bias", Place(_param(layer, "attn.conv_bias"))
+        yield at + "dt_bias", Place(_param(layer, "attn.step_bias"))
+        yield at + "D", Place(_param(layer, "attn.skip"))
     yield at + "conv1d.weight", Place(_param(layer, "attn.conv"), lambda tensor: tensor.squeeze(1))
     yield at + "A_log", Place(_param(layer, "attn.decay_log"))
-    yield at + "dt_bias", Place(_param(layer, "attn.decay_bias"))
     yield at + "norm.weight", Place(_param(layer, "attn.norm"))
     yield at + "out_proj.weight", Place(_param(layer, "attn.out"))
 
@@ -193,11 +200,12 @@ def _mixture_places(at: str, layer: nn.Module, c: DecoderConfig) -> Iterator[tup
         yield from _interleaved_places(f"{at}experts.", layer)
         return
     for expert in range(c.num_experts):
-        gate_up, down = _param(layer, "mlp.gate_up")[expert], _param(layer, "mlp.down")[expert]
-        yield from _mlp_places(f"{at}experts.{expert}.", gate_up, down, layout.expert)
+        yield from _mlp_places(f"{at}experts.{expert}.", layer, "mlp", layout.expert, expert)
+    if c.expert_latent:
+        yield at + "fc1_latent_proj.weight", Place(_param(layer, "mlp.latent_in"))
+        yield at + "fc2_latent_proj.weight", Place(_param(layer, "mlp.latent_out"))
     if c.shared_intermediate_size:
-        gate_up, down = _param(layer, "mlp.shared.gate_up"), _param(layer, "mlp.shared.down")
-        yield from _mlp_places(f"{at}shared_expert{'' if c.shared_gate else 's'}.", gate_up, down)
+        yield from _mlp_places(f"{at}shared_expert{'' if c.shared_gate else 's'}.", layer, "mlp.shared", layout.expert)
     if c.shared_gate:
         yield (
             f"{at}shared_expert_gate.weight",
@@ -218,9 +226,12 @@ def _interleaved_places(at: str, layer: nn.Module) -> Iterator[tuple[str, Place]
 
 
 def _mlp_places(
-    at: str, gate_up: Tensor, down: Tensor, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    at: str, layer: nn.Module, mlp: str, names: tuple[str, ...], expert: int | None = None
 ) -> Iterator[tuple[str, Place]]:
-    for name, part in zip(names, (*gate_up.chunk(2), down), strict=True):
+    """`names`: of gate, if there is one, up and down."""
+    both = (_param(layer, f"{mlp}.{product}") for product in ("gate_up", "down"))
+    gate_up, down = both if expert is None else (product[expert] for product in both)
+    for name, part in zip(names, (*gate_up.chunk(len(names) - 1), down), strict=True):
         yield f"{at}{name}.weight", Place(part)
 
 
@@ -228,13 +239,13 @@ def _fused_places(decoder: Decoder) -> Iterator[tuple[str, tuple[list[str], Plac
     """Fused checkpoint name -> the per-expert names it stands for, and the parameter it fills."""
     c = decoder.config
     layout = FAMILIES[c.architecture].layout
-    gate, up, down = layout.expert
+    *inner, down = layout.expert
     if layout.interleaved:
         return
     for i in filter(c.is_moe, range(c.num_layers)):
         at, layer = f"model.layers.{i}.{layout.mixture}.experts.", decoder.layers[i]
-        gates = [f"{at}{e}.{part}.weight" for e in range(c.num_experts) for part in (gate, up)]
-        yield at + "gate_up_proj", (gates, Place(_param(layer, "mlp.gate_up")))
+        gates = [f"{at}{e}.{part}.weight" for e in range(c.num_experts) for part in inner]
+        yield f"{at}{'_'.join(c.gate.parts)}_proj", (gates, Place(_param(layer, "mlp.gate_up")))
         downs = [f"{at}{e}.{down}.weight" for e in range(c.num_experts)]
         yield at + "down_proj", (downs, Place(_param(layer, "mlp.down")))
 

@@ -60,7 +60,7 @@ def called_in(session: Session, org_id: str, entries: Sequence[AuditEntry]) -> C
     runs = {run_of_path(word) or word for word in words}
     return Called(
         users={**_added(session, org_id, words), **_known(session, org_id, "user", words)},
-        keys={**_by_prefix(session, org_id, words), **_known(session, org_id, "key", words)},
+        keys=_keys(session, org_id, words),
         projects={**_known(session, org_id, "project", words), "default": "default"},
         runs={run_id: title for run_id, title in run_titles(session, org_id, runs).items() if title != run_id},
         sessions=_sessions(session, org_id, words),
@@ -75,14 +75,17 @@ def _words(entry: AuditEntry) -> Iterator[str]:
             yield str(text).replace(":", " ").partition(" ")[2]
 
 
-def _known(session: Session, org_id: str, what: Literal["user", "key", "project"], words: set[str]) -> dict[str, str]:
+def _known(session: Session, org_id: str, what: Literal["user", "project"], words: set[str]) -> dict[str, str]:
     found = names(session, org_id, what, sorted(words))
     return {word: name for word, name in found.items() if word is not None and name != word}
 
 
-def _by_prefix(session: Session, org_id: str, words: set[str]) -> dict[str, str]:
-    keys = select(ApiKey.prefix, ApiKey.name).where(ApiKey.org_id == org_id, ApiKey.prefix.in_(words))
-    return {prefix: name for prefix, name in session.execute(keys) if name}
+def _keys(session: Session, org_id: str, words: set[str]) -> dict[str, str]:
+    """By number and by prefix; a key without a name is called by its prefix."""
+    numbers = [int(word) for word in words if word.isdecimal() and len(word) < 19]
+    query = select(ApiKey.id, ApiKey.prefix, ApiKey.name).where(ApiKey.org_id == org_id)
+    rows = session.execute(query.where(or_(ApiKey.prefix.in_(words), ApiKey.id.in_(numbers))))
+    return {called: name or prefix for id, prefix, name in rows for called in (str(id), prefix)}
 
 
 def _added(session: Session, org_id: str, words: set[str]) -> dict[str, str]:

@@ -134,6 +134,7 @@
       $(".at", card).textContent = "step " + data.steps[data.steps.length - 1].toLocaleString("en");
       Charts.curve($(".chart", card), data, axis);
     }
+    box.setAttribute("aria-busy", "false");
   }
   async function refresh() {
     let pause = 3000;
@@ -169,6 +170,7 @@
       const runs = compared.flatMap((run, i) => run.curves.filter((curve) => curve.name === name).map((curve) => ({ ...curve, title: titles[i], series: i })));
       Charts.over($(".chart", curveCard(box, name)), runs, axis);
     }
+    box.setAttribute("aria-busy", "false");
   }
   const titles = $$("[data-series]").map((el) => el.textContent.trim());
   async function compare() {

@@ -3,7 +3,7 @@ name: nothing is ignored in silence."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from weft.wire.base import Count, Integer, Positive
@@ -40,16 +40,33 @@ UNUSED = {
 }
 
 
+#: What `include` may ask for in the Responses API.
+LOGPROBS = "message.output_text.logprobs"
 #: Folded into a sampler's seed; it comes to no database.
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 
 
-class Sampling(BaseModel):
+class Door(BaseModel):
+    """A body that refuses what it does not know, and what cannot be honoured."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL
+    unused: ClassVar[set[str]] = UNUSED
+
+    def refuse_unknown(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in self.unused or any(value == given for given in self.neutral.get(name, ())):
+                continue
+            shown = value if isinstance(value, str | int | float) else type(value).__name__
+            known = f"{quote(shown)} cannot be honoured here" if name in self.neutral else "is not supported here"
+            raise Refused(f"{name}: {known}; leave it out", name, "unsupported_parameter")
+
+
+class Sampling(Door):
     """What completions and chats share. `return_token_ids`, `stop_token_ids`, `top_k`, `prompt_logprobs` and
     `return_routed_experts` are vLLM's, `max_staleness` is ours (docs/sampling.md)."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
     model: str
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -67,12 +84,7 @@ class Sampling(BaseModel):
     max_staleness: Count | None = None
 
     def refuse_unknown(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if value is None or name in UNUSED or any(value == neutral for neutral in NEUTRAL.get(name, ())):
-                continue
-            shown = value if isinstance(value, str | int | float) else type(value).__name__
-            known = f"{quote(shown)} cannot be honoured here" if name in NEUTRAL else "is not supported here"
-            raise Refused(f"{name}: {known}; leave it out", name, "unsupported_parameter")
+        super().refuse_unknown()
         if self.stop and self.stop_token_ids:
             raise Refused("stop, stop_token_ids: only one of them can be honoured", "stop", "unsupported_parameter")
 
@@ -113,6 +125,50 @@ class ChatTokensBody(ChatBody):
 class CompletionBody(Sampling):
     prompt: str | Tokens | Annotated[list[str], Field(min_length=1)]
     logprobs: Count | None = None
+
+
+class ResponsesBody(Door):
+    """OpenAI's Responses API, of which nothing is kept: `input` is the whole conversation. `seed`, `stop`,
+    `stop_token_ids`, `top_k`, `return_token_ids`, `max_staleness` and `chat_template_kwargs` are as in a chat."""
+
+    neutral = {
+        **{"background": (False,), "store": (False,), "truncation": ("disabled",), "reasoning": ({},)},
+        **{"text": ({}, {"format": {"type": "text"}}), "previous_response_id": (), "conversation": (), "prompt": ()},
+        **{"tool_choice": ("auto", "none"), "max_tool_calls": ()},
+    }
+    unused = UNUSED - {"store"}
+    model: str
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Integer | None = None
+    top_logprobs: Count | None = None
+    include: list[str] | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Tokens | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_ids: bool | None = None
+    max_staleness: Count | None = None
+
+    def refuse_unknown(self) -> None:
+        if self.stop and self.stop_token_ids:
+            raise Refused("stop, stop_token_ids: only one of them can be honoured", "stop", "unsupported_parameter")
+        for name in ("previous_response_id", "conversation"):
+            if (self.model_extra or {}).get(name) is not None:
+                said = f"{name}: no response is kept here; send the whole conversation as input"
+                raise Refused(said, name, "unsupported_parameter")
+        super().refuse_unknown()
+        for name in self.include or ():
+            if name not in (LOGPROBS, "reasoning.encrypted_content"):
+                raise Refused(f"include: {quote(name)} is not supported here; leave it out", "include")
+
+    @property
+    def chosen_tools(self) -> str:
+        return str((self.model_extra or {}).get("tool_choice") or "auto")
 
 
 class GenerateParams(BaseModel):

@@ -20,7 +20,7 @@ from api.http.bodies import read_json
 from api.http.events import event_stream
 from api.routes.openai.answers import Form, whole
 from api.routes.openai.asking import Asked, ask
-from api.routes.openai.bodies import ChatBody, ChatTokensBody, CompletionBody, Sampling
+from api.routes.openai.bodies import ChatBody, ChatTokensBody, CompletionBody, ResponsesBody, Sampling
 from api.routes.openai.chunks import chunks
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import Target, target_of
@@ -96,7 +96,7 @@ async def _chat(
     return await answered(asked, form, body)
 
 
-def stops_of(body: Sampling) -> tuple[str, ...]:
+def stops_of(body: Sampling | ResponsesBody) -> tuple[str, ...]:
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
 
 

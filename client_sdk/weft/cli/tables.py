@@ -153,6 +153,7 @@ def health(answer: RunHealthResponse) -> Table:
         ("sampled, not trained", "not known" if answer.untrained_tokens is None else f"{answer.untrained_tokens:,}"),
         ("staleness, steps: tokens", staleness or "none yet"),
         ("queued, p50 and p95", f"{answer.queue_p50_s:.2f} s, {answer.queue_p95_s:.2f} s"),
+        ("samples wait", "not known" if answer.sampling_wait is None else f"{answer.sampling_wait:.1%}"),
         ("now", answer.stall.sentence),
     ):
         table.add_row(name, value)

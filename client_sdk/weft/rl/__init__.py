@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft.rl import losses as losses
+    from weft.rl import sandboxes as sandboxes
     from weft.rl.chat.chat import Chat as Chat
     from weft.rl.chat.chat import Policy as Policy
     from weft.rl.chat.chat import Reply as Reply
@@ -96,7 +97,7 @@ _HOMES = {
     "tasks.sources": "DifficultyPools Pool Shuffled",
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
-_MODULES = {"losses": "losses", "filters": "signal.filters", "lengths": "signal.lengths"}
+_MODULES = {"losses": "losses", "sandboxes": "sandboxes", "filters": "signal.filters", "lengths": "signal.lengths"}
 
 __all__ = [*_MODULE_OF, *_MODULES]
 

@@ -44,7 +44,7 @@ class Scripted:
         self.asked: list[list[int]] = []
         self.params: list[Any] = []
 
-    async def sample_async(self, prompt: Any, n: int, params: Any, max_staleness: int | None = None) -> Answer:
+    async def sample_async(self, prompt: Any, n: int, params: Any, **more: Any) -> Answer:
         self.asked.append(prompt.to_ints())
         self.params.append(params)
         return Answer([self._next() for _ in range(n)])

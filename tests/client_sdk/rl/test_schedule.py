@@ -237,6 +237,18 @@ def test_concurrency_grows_while_used_and_shrinks_when_a_queue_stays() -> None:
     assert limits.limit == 2
 
 
+def test_concurrency_settles_where_the_server_has_just_enough() -> None:
+    """Places for 20 groups: what is more waits, and its share of the time says so."""
+    for start in (1, 200):
+        limits, seen = Concurrency(start=start), []
+        for _ in range(60):
+            waiting = max(0, limits.limit - 20)
+            share = waiting / limits.limit
+            limits.observe(limits.limit, running=1 - share, waiting=share)
+            seen.append(limits.limit)
+        assert all(20 <= limit <= 31 for limit in seen[-20:]), seen
+
+
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50))))
 def test_concurrency_keeps_its_bounds(looks: list[tuple[int, int, int]]) -> None:
     limits = Concurrency(start=4, least=2, most=20)

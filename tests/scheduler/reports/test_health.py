@@ -63,6 +63,7 @@ class Rows:
         n: int = 1,
         policy: Any = None,
         names: dict[str, int] | None = None,
+        priority: str = "interactive",
     ) -> str:
         self._seq += 1
         name = f"{lane}-{kind}-{self._seq}"
@@ -74,7 +75,7 @@ class Rows:
                 id=name, org_id="org", session_id="s", lane=lane, seq=self._seq, kind=kind, base_model="m",
                 state="done" if ended else "queued", tokens=1, body_ref="", body_sha256="",
                 plan=msgspec.to_builtins(
-                    Sample(n, 1, "interactive") if kind == "sample" else ForwardBackward((), names or {})
+                    Sample(n, 1, priority) if kind == "sample" else ForwardBackward((), names or {})
                 ),
                 accepted_at=at(accepted), finished_at=at(ended) if ended else None,
                 timings={"stretches": stretches} if ended else None, policy=policy,
@@ -110,6 +111,26 @@ def test_shares_of_a_plain_loop(database: Database) -> None:
     assert found.trainer_wait == pytest.approx(1 - 40 / 160)
     assert found.sequences_in_flight == pytest.approx(4 * (50 + 60) / 160)
     assert (found.queue_p50_s, found.queue_p95_s) == pytest.approx((10, 19))
+    assert found.sampling_wait == pytest.approx(10 / (60 + 60))
+
+
+def test_the_wait_of_samples_is_that_of_the_urgent_ones(database: Database) -> None:
+    def fill(session: Session, rows: Rows) -> None:
+        sampler(session, "first", 0)
+        rows.add("first", "sample", 0, 30, 40, n=3)
+        rows.add("first", "sample", 0, 0, 10, n=1)
+        rows.add("first", "sample", 0, 90, 91, n=8, priority="batch")
+        rows.add("first", "sample", 0)
+
+    assert health(database, fill, 100).sampling_wait == pytest.approx(90 / (3 * 40 + 10))
+
+
+def test_the_wait_of_samples_is_not_known_before_one_has_ended(database: Database) -> None:
+    def fill(session: Session, rows: Rows) -> None:
+        sampler(session, "first", 0)
+        rows.add("first", "sample", 0)
+
+    assert health(database, fill, 100).sampling_wait is None
 
 
 def test_staleness_counts_tokens_by_the_steps_between_drawing_and_training(database: Database) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from workers.generator import decode_attend
 from workers.generator.decode_attend import DecodeAttend
 from workers.generator.kv_cache import PAGE_TOKENS, KVCache, PagePool, pages_of
+from workers.generator.page_groups import Held
 from workers.generator.prefill_attend import Piece, PrefillAttend
 from workers.model.attend import ALL, Reach
 
@@ -61,7 +62,7 @@ def formula(q_HD: Tensor, k_KDL: Tensor, v_KLD: Tensor, reach: Reach = ALL) -> T
 def check_rows(positions: list[int], heads: int = HEADS, reach: Reach = ALL) -> None:
     cache, pages = filled_cache(), table(list(range(len(positions))))
     q, k, v = new_token(len(positions), heads=heads)
-    out = DecodeAttend(cache, pages, positions).attend(0, q, k, v, reach)
+    out = DecodeAttend(cache, pages[None], positions).attend(0, q, k, v, reach)
     for row, position in enumerate(positions):
         keys, values = (part[..., : position + 1, :] for part in _read(cache, pages[row], position + 1))
         assert torch.equal(keys[:, position], k[row])
@@ -93,10 +94,10 @@ def test_blocks_of_a_prompt_reach_as_far_as_rows(start: int, reach: Reach) -> No
     stop, pages = 150, table([0])[0].tolist()
     q, k, v = new_token(stop)
     whole, cache = filled_cache(), filled_cache()
-    together = PrefillAttend(whole, [Piece(pages, 0, stop)]).attend(0, q, k, v, reach)
+    together = PrefillAttend(whole, [Piece([Held(0, pages)], 0, stop)]).attend(0, q, k, v, reach)
     rest = slice(start, stop)
     cache.write(0, pages, 0, k[:start], v[:start])
-    own = PrefillAttend(cache, [Piece(pages, start, stop)]).attend(0, q[rest], k[rest], v[rest], reach)
+    own = PrefillAttend(cache, [Piece([Held(0, pages)], start, stop)]).attend(0, q[rest], k[rest], v[rest], reach)
     assert torch.equal(own, together[rest])
     for row in (0, 1, 70, 149):
         wanted = formula(q[row], k[: row + 1].permute(1, 2, 0), v[: row + 1].transpose(0, 1), reach)
@@ -112,10 +113,10 @@ def test_a_row_is_the_same_bit_for_bit_in_any_company(path: str, threads: int) -
     torch.set_num_threads(threads)
     positions = [70, 3, 100, 199, 80, 127, 64, 12]
     q, k, v = new_token(8)
-    together = DecodeAttend(filled_cache(), table(list(range(8))), positions).attend(0, q, k, v)
+    together = DecodeAttend(filled_cache(), table(list(range(8)))[None], positions).attend(0, q, k, v)
     for row in range(8):
         one = slice(row, row + 1)
-        alone = DecodeAttend(filled_cache(), table([row]), positions[one]).attend(0, q[one], k[one], v[one])
+        alone = DecodeAttend(filled_cache(), table([row])[None], positions[one]).attend(0, q[one], k[one], v[one])
         assert torch.equal(alone[0], together[row])
     torch.set_num_threads(1)
 
@@ -131,7 +132,7 @@ def test_latents_of_a_real_width_are_exact_in_any_company(path: str, threads: in
         cache = KVCache(layers=1, pages=PAGES, kv_heads=1, head_dim=wide + 64, values_within=wide)
         cache.k_NKDP[0].normal_(generator=torch.Generator().manual_seed(0))
         own = latents[rows]
-        return DecodeAttend(cache, pages[rows], positions[rows]).attend(0, q[rows], own, own[..., :wide]), cache
+        return DecodeAttend(cache, pages[rows][None], positions[rows]).attend(0, q[rows], own, own[..., :wide]), cache
 
     torch.set_num_threads(threads)
     together, cache = attended(slice(4))
@@ -149,7 +150,7 @@ def test_latents_of_a_real_width_are_exact_in_any_company(path: str, threads: in
 def test_what_is_not_finite_shows_and_stays_with_its_row(path: str) -> None:
     q, k, v = new_token(2)
     k[0, 0, 3] = math.nan
-    out = DecodeAttend(filled_cache(), table([0, 1]), [40, 50]).attend(0, q, k, v)
+    out = DecodeAttend(filled_cache(), table([0, 1])[None], [40, 50]).attend(0, q, k, v)
     assert not out[0].isfinite().all()
     assert out[1].isfinite().all()
 
@@ -158,7 +159,7 @@ def test_weights_far_apart_are_exact(path: str) -> None:
     """Scores of hundreds, where exponentials vanish."""
     cache, (q, k, v) = filled_cache(), new_token(1)
     q *= 100
-    out = DecodeAttend(cache, table([0]), [150]).attend(0, q, k, v)
+    out = DecodeAttend(cache, table([0])[None], [150]).attend(0, q, k, v)
     keys, values = _read(cache, table([0])[0], 151)
     expected = formula(q[0].double(), keys[:, :151].double().transpose(1, 2), values[:, :151].double())
     torch.testing.assert_close(out[0], expected.float(), atol=1e-4, rtol=1e-4)
@@ -190,7 +191,7 @@ def test_pages_go_out_and_come_back_elsewhere() -> None:
 def test_bfloat16_is_as_exact_as_its_inputs() -> None:
     cache, (q, k, v) = filled_cache(dtype=torch.bfloat16), (tensor.bfloat16() for tensor in new_token(3))
     pages = table([0, 1, 2])
-    out = DecodeAttend(cache, pages, [5, 150, 64]).attend(0, q, k, v)
+    out = DecodeAttend(cache, pages[None], [5, 150, 64]).attend(0, q, k, v)
     for row, length in enumerate([6, 151, 65]):
         keys, values = (part[:, :length].float() for part in _read(cache, pages[row], length))
         expected = formula(q[row].float(), keys.transpose(1, 2), values)

@@ -22,11 +22,12 @@ B = BLOCK_TOKENS
 SAMPLED = SamplingParams(max_tokens=62, seed=4, stop_at_eos=False)
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+@pytest.fixture(scope="module", params=["qwen3-next", "nemotron-h"])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     """Whose states are as large as the keys and values of several blocks, as they are in published models."""
-    sizes = {"vocab_size": 97, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
-    return ours(reference("qwen3-next", **sizes), tmp_path_factory.mktemp("hybrid"))
+    delta = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    sizes = {"qwen3-next": delta, "nemotron-h": {"ssm_state_size": 64, "mamba_head_dim": 64}}[request.param]
+    return ours(reference(request.param, vocab_size=97, **sizes), tmp_path_factory.mktemp("hybrid"))
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
     Qwen2Config,
@@ -193,6 +195,40 @@ FAMILIES |= {
 }
 
 
+#: One layer of each kind and one more of Mamba-2; widths that differ everywhere. Steps have no floor (parts/mamba2.py).
+NEMOTRON: dict[str, Any] = {
+    "hybrid_override_pattern": "ME*-M",
+    "num_hidden_layers": 5,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 24,
+    "n_groups": 2,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 5,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+    "time_step_min": 1e-30,
+}
+FAMILIES |= {
+    "nemotron-h": (NemotronHForCausalLM, NemotronHConfig, NEMOTRON),
+    "nemotron-h-latent": (
+        NemotronHForCausalLM,
+        NemotronHConfig,
+        {
+            **NEMOTRON,
+            "hybrid_override_pattern": "EM*E",
+            "num_hidden_layers": 4,
+            "moe_latent_size": 40,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+}
+
+
 def reference(family: str, seed: int = 0, **overrides: Any) -> Any:
     """A transformers model with weights large enough for attention and routing to matter."""
     model_class, config_class, extra = FAMILIES[family]
@@ -207,6 +243,8 @@ def reference(family: str, seed: int = 0, **overrides: Any) -> Any:
                 weight.sub_(1.0)
         elif name.endswith("A_log"):  # from states that last for hundreds of tokens to those that last for one
             weight.uniform_(-4.0, 1.0)
+        elif hasattr(config, "mamba_num_heads") and name.endswith((".dt_bias", ".D", "conv1d.bias")):
+            weight.uniform_(-1.0, 1.0)
         else:
             torch.nn.init.normal_(weight, std=1.0 / weight.shape[-1] ** 0.5)
     for name, buffer in model.named_buffers():

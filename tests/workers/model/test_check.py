@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.workers.model.models import FAMILIES, ours, reference
 from workers.model.adapter import Adapter, AdapterShape
 from workers.model.card import ModelCard, read_card
 from workers.model.check import check_model, trained
+from workers.model.config import UnsupportedModel
+from workers.model.families.read import read_config
 from workers.model.tiny import TINY_PATH
 
 
@@ -29,8 +32,9 @@ def test_counts_are_those_of_the_loaded_model(family: str, tmp_path: Path) -> No
     assert found.weight_bytes == 4 * found.parameters
     assert found.adapters[8] == Adapter.zeros(AdapterShape(decoder.config, 8)).shape.num_parameters
     names = {name for names in trained(decoder.config).values() for name in names}
-    assert ("mlp.experts.*.gate_proj" in names) == bool(decoder.config.num_experts)
-    assert ("mlp.gate_proj" in names) == any(name.endswith(".mlp.gate_proj.weight") for name in model.state_dict())
+    mlp, up = ("mixer", "up_proj") if family.startswith("nemotron") else ("mlp", "gate_proj")
+    assert (f"{mlp}.experts.*.{up}" in names) == bool(decoder.config.num_experts)
+    assert (f"{mlp}.{up}" in names) == any(name.endswith(f".{mlp}.{up}.weight") for name in model.state_dict())
 
 
 SAME: dict[str, Any] = {
@@ -163,6 +167,79 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+NEMOTRON: dict[str, Any] = {
+    **{key: value for key, value in SAME.items() if key not in ("hidden_act", "rms_norm_eps", "rope_scaling")},
+    "architectures": ["NemotronHForCausalLM"], "attention_bias": False, "chunk_size": 128, "conv_kernel": 4,
+    "expand": 2, "head_dim": 128, "hidden_dropout": 0.0, "layer_norm_epsilon": 1e-5, "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu", "mamba_proj_bias": False, "max_position_embeddings": 262144, "mlp_bias": False,
+    "mlp_hidden_act": "relu2", "model_type": "nemotron_h", "n_group": 1, "n_groups": 8, "n_shared_experts": 1,
+    "norm_eps": 1e-5, "norm_topk_prob": True, "num_attention_heads": 32, "num_key_value_heads": 2,
+    "num_logits_to_keep": 1, "partial_rotary_factor": 1.0, "rescale_prenorm_residual": True,
+    "residual_in_fp32": False, "rope_theta": 10000, "sliding_window": None, "ssm_state_size": 128,
+    "time_step_floor": 1e-4, "time_step_limit": [0.0, math.inf], "time_step_max": 0.1, "time_step_min": 0.001,
+    "topk_group": 1, "use_bias": False, "use_conv_bias": True, "use_mamba_kernels": True, "vocab_size": 131072,
+}  # fmt: skip
+#: Billions of parameters; what Tinker says of an adapter of rank 1 (train_mlp, train_attn, train_unembed), in its
+#: cookbook's hyperparam_utils.py; what config.json says beside NEMOTRON.
+NEMOTRONS: dict[str, tuple[float, tuple[int, int, int], dict[str, Any]]] = {
+    "Nano": (31.6, (11_346_176, 584_832, 133_760), {
+        "hidden_size": 2688, "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "intermediate_size": 1856, "mamba_num_heads": 64, "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712, "n_routed_experts": 128, "num_experts_per_tok": 6,
+        "num_hidden_layers": 52, "routed_scaling_factor": 2.5,
+    }),
+    "Super": (120.7, (111_349_760, 1_675_264, 135_168), {
+        "hidden_size": 4096, "intermediate_size": 2688,
+        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*"
+        "EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+        "mamba_num_heads": 128, "moe_intermediate_size": 2688, "moe_latent_size": 1024,
+        "moe_shared_expert_intermediate_size": 5376, "moe_shared_expert_overlap": False,
+        "mtp_hybrid_override_pattern": "*E", "n_routed_experts": 512, "num_experts_per_tok": 22,
+        "num_hidden_layers": 88, "num_nextn_predict_layers": 1, "routed_scaling_factor": 5.0,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", NEMOTRONS)
+def test_nemotron_has_the_parameters_that_are_published_and_its_adapters_those_of_tinker(
+    model: str, tmp_path: Path
+) -> None:
+    billions, published, fields = NEMOTRONS[model]
+    (tmp_path / "config.json").write_text(json.dumps(NEMOTRON | fields))
+    config = read_config(model, tmp_path)
+    assert check_model(ModelCard("m", tmp_path, config, ())).parameters / 1e9 == pytest.approx(billions, rel=1e-2)
+    flags = [(False, True, False), (True, False, False), (False, False, True)]
+    assert tuple(AdapterShape(config, 1, *only).num_parameters for only in flags) == published
+    assert check_model(ModelCard("m", tmp_path, config, ())).kv_bytes_per_token == (
+        len(config.attention_layers) * 2 * 2 * 128 * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"time_step_limit": [0.001, math.inf]}, "time_step_limit=[0.001, inf]"),
+        ({"hybrid_override_pattern": "MXE*" * 13}, "hybrid_override_pattern with 'X'"),
+        ({"hybrid_override_pattern": "ME" * 26}, "without '*'"),
+        ({"hybrid_override_pattern": "ME*"}, "num_hidden_layers=52"),
+        ({"hybrid_override_pattern": None, "layers_block_type": ["mamba", "window"]}, "layers_block_type="),
+        ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu'"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
+        ({"use_bias": True}, "use_bias=true"),
+        ({"use_conv_bias": False}, "use_conv_bias=False"),
+        ({"n_groups": 7}, "n_groups=7"),
+        ({"n_shared_experts": 2}, "n_shared_experts=2"),
+        ({"moe_latent_size": 0.5}, "moe_latent_size=0.5"),
+        ({"block_configs": [{"block_type": "mamba"}]}, "block_configs="),
+    ],
+)
+def test_what_nemotron_may_not_have_is_refused_by_name(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(NEMOTRON | NEMOTRONS["Nano"][2] | change))
+    with pytest.raises(UnsupportedModel) as refused:
+        read_config("m", tmp_path)
+    assert says in str(refused.value)
+
+
 @pytest.mark.parametrize("architecture", PUBLISHED)
 def test_published_configs_are_read_and_give_the_size_that_is_published(architecture: str, tmp_path: Path) -> None:
     billions, fields = PUBLISHED[architecture]
@@ -173,13 +250,16 @@ def test_published_configs_are_read_and_give_the_size_that_is_published(architec
     assert found.parameters / 1e9 == pytest.approx(billions, rel=1e-2)
 
 
-def test_a_hybrid_has_a_state_for_each_sequence_and_keys_and_values_in_some_layers(tmp_path: Path) -> None:
-    decoder = ours(reference("qwen3-next"), tmp_path)
+@pytest.mark.parametrize(("family", "with_keys"), [("qwen3-next", 2), ("nemotron-h", 1)])
+def test_a_hybrid_has_a_state_for_each_sequence_and_keys_and_values_in_some_layers(
+    family: str, with_keys: int, tmp_path: Path
+) -> None:
+    decoder = ours(reference(family), tmp_path)
     layer: Any = decoder.layers[0].attn
     x = torch.zeros(3, layer.inputs.shape[0])
     found = check_model(ModelCard("m", tmp_path, decoder.config, ()), "bfloat16")
     assert found.state_bytes == 2 * sum(part.nbytes for part in layer.run(x, None)[1])
-    assert found.kv_bytes_per_token == 2 * 2 * 2 * 32 * 2  # layers, k and v, heads, head_dim, bytes
+    assert found.kv_bytes_per_token == with_keys * 2 * 2 * 32 * 2  # layers, k and v, heads, head_dim, bytes
     assert f"state     {found.state_bytes:,} bytes per sequence in float32" in found.lines()
 
 

@@ -23,6 +23,7 @@ from tests.workers.model.gpu_kit import (
     twice,
 )
 from workers.model import lora_products
+from workers.model.config import GateConfig
 from workers.model.gpu import launch
 from workers.model.lora import Site, lora_linear
 from workers.model.lora_rows import LoraRows
@@ -34,7 +35,7 @@ QKV = Site(
     (DENSE.q_size, DENSE.kv_size, DENSE.kv_size),
 )
 DOWN = Site("layers.0.mlp.down_A", ("layers.0.mlp.down_B",), (DENSE.hidden_size,))
-NAMES = Names.of_layer(0)
+NAMES = Names.at("layers.0.mlp.", GateConfig())
 
 #: The base is rounded alike in both, so only sums of float32 differ; on CUDA they are in TF32, and a base in bfloat16
 #: rounds what they come to.

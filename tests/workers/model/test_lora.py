@@ -15,7 +15,7 @@ from workers.model.adapter import Adapter
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
 
-FAMILIES = ["moe", "moe-mixed", "qwen3", "llama-tied"]
+FAMILIES = ["moe", "moe-mixed", "qwen3", "llama-tied", "nemotron-h", "nemotron-h-latent"]
 
 
 def run(
@@ -47,7 +47,10 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
             f"model.layers.{i}.",
             {k.rpartition(".")[2]: t for k, t in adapter.views.items() if f"layers.{i}." in k and "shared" not in k},
         )
-        if shape.train_attn and i in shape.config.delta_layers:
+        if shape.config.mlp_layers:
+            _merge_mixer(weights, adapter, i)
+            continue
+        if shape.train_attn and i in shape.config.recurrent_layers:
             assert shape.config.delta is not None
             for part, a in zip(shape.config.delta.projections, v["in_A"].split(r), strict=True):
                 add(f"{at}linear_attn.in_proj_{part}.weight", v[f"{part}_B"], a)
@@ -101,6 +104,43 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
     if shape.train_unembed:
         weights["lm_head.weight"] = model.lm_head.weight + s * (adapter.view("unembed_B") @ adapter.view("unembed_A"))
     return weights
+
+
+def _merge_mixer(weights: dict[str, Tensor], adapter: Adapter, layer: int) -> None:
+    """The same for a layer of Nemotron."""
+    shape, r, s, config = adapter.shape, adapter.rank, adapter.scale, adapter.shape.config
+    at, own = f"model.layers.{layer}.mixer.", f"layers.{layer}.mixer."
+    v = {name.removeprefix(own): view for name, view in adapter.views.items() if name.startswith(own)}
+
+    def add(module: str, b: Tensor, a: Tensor, suffix: str = ".weight") -> None:
+        weights[at + module + suffix] = weights[at + module + suffix] + s * (b @ a)
+
+    if "attn.qkv_A" in v:
+        for part, a in zip("qkv", v["attn.qkv_A"].split(r), strict=True):
+            add(f"{part}_proj", v[f"attn.{part}_B"], a)
+        add("o_proj", v["attn.o_B"], v["attn.o_A"])
+    if "attn.out_A" in v:
+        assert config.mamba is not None
+        if shape.shared:
+            gate, x = (v[f"attn.{part}_B"] @ a for part, a in zip(("gate", "x"), v["attn.in_A"].split(r), strict=True))
+            rest = config.mamba.in_size - 2 * config.mamba.value_size
+            weights[at + "in_proj.weight"] = weights[at + "in_proj.weight"] + s * torch.cat(
+                (gate, x, torch.zeros(rest, config.hidden_size))
+            )
+        else:
+            add("in_proj", v["attn.whole_in_B"], v["attn.whole_in_A"])
+        add("out_proj", v["attn.out_B"], v["attn.out_A"])
+    if "mlp.latent_in_A" in v:
+        add("fc1_latent_proj", v["mlp.latent_in_B"], v["mlp.latent_in_A"])
+        add("fc2_latent_proj", v["mlp.latent_out_B"], v["mlp.latent_out_A"])
+    if "mlp.shared.up_A" in v:
+        add("shared_experts.up_proj", v["mlp.shared.up_B"], v["mlp.shared.up_A"])
+        add("shared_experts.down_proj", v["mlp.shared.down_B"], v["mlp.shared.down_A"])
+    if "mlp.down_A" in v:
+        experts, each = config.is_moe(layer), "each_" if config.is_moe(layer) and not shape.shared else ""
+        suffix, where = ("", "experts.") if experts else (".weight", "")
+        add(f"{where}up_proj", v["mlp.up_B"], v[f"mlp.{each}up_A"], suffix)
+        add(f"{where}down_proj", v[f"mlp.{each}down_B"], v["mlp.down_A"], suffix)
 
 
 def through_merged(

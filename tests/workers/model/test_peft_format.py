@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from tests.workers.model.models import ours, packed, random_adapter, reference
 from workers.model.adapter import Adapter, AdapterFileError, load_adapter
 from workers.model.attend import PackedAttend
 from workers.model.decoder import Decoder
+from workers.model.imported import CannotImport, read_adapter
 from workers.model.lora import LoraRows
-from workers.model.peft_format import PeftFormatError, read_layout, write_export
+from workers.model.peft_format import PeftFormatError, write_export
+from workers.model.peft_reading import read_layout
 
 LENGTHS = [7, 12]
 RANK = 6  # not a power of two, so that alpha / rank is no exact float
@@ -25,7 +27,8 @@ RANK = 6  # not a power of two, so that alpha / rank is no exact float
 
 def export(adapter: Adapter, folder: Path) -> Path:
     arrays = {name: view.numpy() for name, view in adapter.views.items()}
-    write_export(folder, arrays, base_model="tiny", rank=adapter.rank, alpha=adapter.scale * adapter.rank)
+    alpha, in_size = adapter.scale * adapter.rank, adapter.shape.in_size
+    write_export(folder, arrays, base_model="tiny", rank=adapter.rank, alpha=alpha, in_size=in_size)
     return folder
 
 
@@ -54,7 +57,10 @@ def test_peft_computes_the_same_from_a_dense_export(family: str, unembed: bool, 
     assert (their_logprobs(theirs, decoder) - our_logprobs(decoder, adapter)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["moe", "moe-mixed", "olmoe", "glm4-moe", "deepseek", "bailing"])
+BY_HAND = ["moe", "moe-mixed", "olmoe", "glm4-moe", "deepseek", "bailing", "nemotron-h", "nemotron-h-latent"]
+
+
+@pytest.mark.parametrize("family", BY_HAND)
 @pytest.mark.parametrize("layout", ["tinker", "peft"])
 def test_merging_an_export_by_hand_gives_the_same_model(family: str, layout: str, tmp_path: Path) -> None:
     model = reference(family)
@@ -71,7 +77,8 @@ def test_merging_an_export_by_hand_gives_the_same_model(family: str, layout: str
             if a is not None and b is not None:
                 used.add(key)
                 a, b = (x if x.ndim == 2 else x[expert % len(x)] for x in (a, b))
-                merged[name] = merged[name] + scale * (b @ a)
+                first = expert * len(b) if key.endswith(("gate_proj", "x_proj")) and "in_proj" in name else 0
+                merged[name][first : first + len(b)] += scale * (b @ a)
     assert len(used) * 2 == len(factors)
     assert our_logprobs(decoder, adapter).shape == (sum(LENGTHS), decoder.config.vocab_size)
     theirs = rebuilt(model, merged, tmp_path / "merged")
@@ -79,11 +86,17 @@ def test_merging_an_export_by_hand_gives_the_same_model(family: str, layout: str
 
 
 def keys_of(module: str, layout: str) -> list[tuple[str, int]]:
-    """The module's names in a layout, as the cookbook maps them: with the index of the expert."""
-    if layout == "peft" or ".experts." not in module:
-        return [(module if layout == "peft" else module.replace("lm_head", "model.unembed_tokens"), 0)]
+    """The module's names in a layout, as the cookbook maps them: with the index of the expert, or of the part of
+    Mamba-2's `in_proj`."""
+    if layout == "peft":
+        return [(module.replace("backbone.", "model."), 0)]
+    if module.endswith("mixer.in_proj"):
+        return [(module.replace("in_proj", part), number) for number, part in enumerate(("gate_proj", "x_proj"))]
+    if ".experts." not in module:
+        return [(module.replace("lm_head", "model.unembed_tokens"), 0)]
     before, expert, last = module.rsplit(".", 2)
-    return [(f"{before}.{ {'gate_proj': 'w1', 'down_proj': 'w2', 'up_proj': 'w3'}[last] }", int(expert))]
+    short = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w1" if ".mixer." in module else "w3"}
+    return [(f"{before}.{short[last]}", int(expert))]
 
 
 def peft_folder(folder: Path) -> Path:
@@ -97,6 +110,7 @@ def rebuilt(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> Any:
 
 
 FAMILIES_BACK = ["qwen3", "qwen3-tied", "moe", "moe-mixed", "mixtral", "glm4-moe", "deepseek", "qwen3-next"]
+FAMILIES_BACK += ["nemotron-h", "nemotron-h-latent"]
 
 
 @pytest.mark.parametrize("family", FAMILIES_BACK)
@@ -202,6 +216,58 @@ def test_an_adapter_with_the_names_of_a_model_that_sees_is_read(tmp_path: Path) 
     found = read_layout({name: x.numpy() for name, x in seeing.items()})
     assert found.keys() == tensors.keys()
     assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
+
+
+STOCK = ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def test_what_stock_peft_trains_of_nemotron_comes_and_goes(tmp_path: Path) -> None:
+    """One pair for the whole of `in_proj`, and none for `out_proj`, which it refuses."""
+    decoder = ours(reference("nemotron-h"), tmp_path / "model")
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=STOCK, init_lora_weights=False)
+    theirs = get_peft_model(reference("nemotron-h"), config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    read_adapter(tmp_path / "theirs", decoder.config).write(tmp_path / "ours", "tiny")
+    adapter = load_adapter(tmp_path / "ours", decoder.config).adapter
+    assert (adapter.shape.shared, adapter.scale) == (False, 2.0)
+    wanted = their_logprobs(theirs, decoder)
+    assert (wanted - our_logprobs(decoder, adapter)).abs().max() < 1e-4
+    folder = peft_folder(export(adapter, tmp_path / "export"))
+    before, after = (load_file(at / "adapter_model.safetensors") for at in (tmp_path / "theirs", folder))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(x, after[key]) for key, x in before.items())
+    back = PeftModel.from_pretrained(reference("nemotron-h"), folder).eval()
+    torch.testing.assert_close(their_logprobs(back, decoder), wanted, atol=0, rtol=0)
+
+
+def test_of_nemotrons_in_proj_twice_the_rank_is_for_two_parts(tmp_path: Path) -> None:
+    decoder = ours(reference("nemotron-h"), tmp_path / "model")
+    folder = peft_folder(export(random_adapter(decoder, 4, 6), tmp_path / "export"))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["rank_pattern"], config["alpha_pattern"]) == ({"in_proj": 8}, {"in_proj": 16})
+    tensors = load_file(folder / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.0.mixer.in_proj.lora_B.weight"
+    assert tensors[key].shape == (6 * 16 + (6 * 16 + 2 * 2 * 24) + 6, 8)
+    assert read_adapter(folder, decoder.config).shape.shared
+    tensors[key][-1, 0] = 1.0  # of the steps
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(CannotImport, match="in_proj: of twice the rank"):
+        read_adapter(folder, decoder.config)
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"rank_pattern": {"q_proj": 8}}))
+    with pytest.raises(CannotImport, match=r"rank_pattern is \{'q_proj': 8\}; only in_proj"):
+        read_adapter(folder, decoder.config)
+
+
+def test_tinkers_placeholder_of_a_product_that_experts_lack_is_left_out(tmp_path: Path) -> None:
+    decoder = ours(reference("nemotron-h"), tmp_path / "model")
+    adapter = random_adapter(decoder, 4, 6)
+    file = export(adapter, tmp_path / "export") / "adapter_model.safetensors"
+    tensors = load_file(file)
+    at = "base_model.model.backbone.layers.1.mixer.experts"
+    assert f"{at}.w1.lora_B.weight" in tensors
+    save_file(tensors | {f"{at}.w3.lora_{factor}.weight": torch.empty(0) for factor in "AB"}, file)
+    assert torch.equal(load_adapter(file.parent, decoder.config).adapter.flat, adapter.flat)
 
 
 def test_an_export_of_another_model_is_refused(tmp_path: Path) -> None:

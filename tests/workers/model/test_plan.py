@@ -67,7 +67,7 @@ def sizes(found: Plan) -> dict[str, int]:
     return {part.name: part.size_bytes for part in found.parts}
 
 
-@pytest.mark.parametrize("family", ["moe", "qwen3-tied", "gpt-oss", "deepseek", "qwen3-next"])
+@pytest.mark.parametrize("family", ["moe", "qwen3-tied", "gpt-oss", "deepseek", "qwen3-next", "nemotron-h"])
 def test_the_arithmetic_is_what_the_cpu_allocates(family: str, tmp_path: Path) -> None:
     decoder = ours(reference(family), tmp_path)
     model = check_model(ModelCard("m", tmp_path, decoder.config, ()), "float32")

@@ -50,7 +50,13 @@ def gradients(decoder: Decoder, rank: int = 3) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("qwen3-tied", torch.float32), ("deepseek", torch.bfloat16), ("qwen3-next", torch.float32)]
+    ("family", "dtype"),
+    [
+        ("qwen3-tied", torch.float32),
+        ("deepseek", torch.bfloat16),
+        ("qwen3-next", torch.float32),
+        ("nemotron-h-latent", torch.bfloat16),
+    ],
 )
 def test_shared_weights_have_the_bits_of_a_copy(family: str, dtype: torch.dtype, tmp_path: Path, folder: Path) -> None:
     model = tmp_path / "model"

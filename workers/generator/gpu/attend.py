@@ -1,6 +1,7 @@
 """Attention of a decode step on a device, reading pages in place.
 
-Shapes: R rows, W pages of the longest row at most, H query heads, K kv heads, D head dim, S parts of a row.
+Shapes: G groups of layers, R rows, W pages of the longest row at most, H query heads, K kv heads, D head dim, S parts
+of a row.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ _MIN_ROWS = 16
 
 
 class PagedAttend:
-    """An `Attend`: row i stores its new key and value at `positions_R[i]` of the sequence with the pages `table_RW[i]`,
-    and attends to every position up to it. Both are read on the device each time a launch runs."""
+    """An `Attend`: row i stores its new key and value at `positions_R[i]` of the sequence with the pages
+    `table_GRW[g, i]` in layers of group g, and attends to every position up to it. Both are read on the device each
+    time a launch runs."""
 
     latent = True
 
-    def __init__(self, cache: KVCache, table_RW: Tensor, positions_R: Tensor) -> None:
-        """`table_RW` int32, `positions_R` int64, contiguous, on the device of the cache."""
-        self._cache, self._table_RW, self._positions_R = cache, table_RW, positions_R
-        self._splits = min(MAX_SPLITS, -(-table_RW.shape[1] // MIN_PAGES))
+    def __init__(self, cache: KVCache, table_GRW: Tensor, positions_R: Tensor) -> None:
+        """`table_GRW` int32, `positions_R` int64, contiguous, on the device of the cache."""
+        self._cache, self._table_GRW, self._positions_R = cache, table_GRW, positions_R
+        self._splits = min(MAX_SPLITS, -(-table_GRW.shape[2] // MIN_PAGES))
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, reach: Reach = ALL) -> Tensor:
         (rows, heads, dim), kv_heads, splits = q_THD.shape, k_TKD.shape[1], self._splits
         k_NKDP, v_NKPD = self._cache.k_NKDP[layer], self._cache.v_NKPD[layer]
-        where = (self._table_RW, self._positions_R, self._table_RW.shape[1])
+        where = (self._table_GRW[self._cache.group_of[layer]], self._positions_R, self._table_GRW.shape[2])
         block = max(_MIN_ROWS, _power_of_two(dim))
         q, k, v = (tensor.flatten(1) for tensor in (q_THD, k_TKD, v_TKD))
         kernels.store[(rows, kv_heads)](

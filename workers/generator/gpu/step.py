@@ -4,7 +4,7 @@
 been rewritten (`load`, `feed`). Unused rows run through the base model, with tokens that go to the cache's scratch
 page.
 
-Shapes: R rows, W pages of a sequence at most, M mixture layers, V vocabulary.
+Shapes: R rows, G groups of layers, W pages of a sequence at most, M mixture layers, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Step:
         device = cache.device
         self._decoder, self._cache, self._rows = decoder, cache, rows
         self._inputs_2R = torch.zeros(2, rows, dtype=torch.int64, device=device)
-        self._table_RW = torch.full((rows, width), cache.scratch, dtype=torch.int32, device=device)
-        self._attend = PagedAttend(cache, self._table_RW, self._inputs_2R[1])
+        self._table_GRW = torch.full((cache.groups, rows, width), cache.scratch, dtype=torch.int32, device=device)
+        self._attend = PagedAttend(cache, self._table_GRW, self._inputs_2R[1])
         self._adapters = rewritable(forms, rows, device) if forms else None
         #: Copies of the device's inputs in pinned memory, from which they are sent without waiting.
         pinned = device.type == "cuda"
         self._sent_2R = torch.zeros(2, rows, dtype=torch.int64, pin_memory=pinned)
-        self._sent_RW = torch.full((rows, width), cache.scratch, dtype=torch.int32, pin_memory=pinned)
+        self._sent_GRW = torch.full_like(self._table_GRW, cache.scratch, device="cpu", pin_memory=pinned)
 
     def load(self, adapters: Sequence[Adapter | None]) -> None:
         """From now on row i is computed with `adapters[i]`, which must have these forms; rows beyond have none."""
@@ -56,23 +56,23 @@ class Step:
         table.rewrite(rows)
         mine.scale_of_row(device).copy_(rows.scale_of_row(device))
 
-    def feed(self, tokens: Sequence[int], positions: Sequence[int], table_NW: npt.NDArray[np.int32]) -> None:
-        """Set the tokens of the first N rows, their positions, and the pages of their sequences."""
+    def feed(self, tokens: Sequence[int], positions: Sequence[int], table_GNW: npt.NDArray[np.int32]) -> None:
+        """Set the tokens of the first N rows, their positions, and the pages of their sequences, of each group."""
         rows = len(tokens)
         sent_2R = self._sent_2R.numpy()
         sent_2R[0, :rows], sent_2R[1, :rows] = tokens, positions
         sent_2R[:, rows:] = 0
         self._inputs_2R.copy_(self._sent_2R, non_blocking=True)
-        wanted_RW = np.full(self._sent_RW.shape, self._cache.scratch, dtype=np.int32)
-        wanted_RW[:rows] = table_NW
-        sent_RW = self._sent_RW.numpy()
-        changed = np.flatnonzero((sent_RW != wanted_RW).any(axis=1)).tolist()
-        sent_RW[changed] = wanted_RW[changed]
+        wanted_GRW = np.full(self._sent_GRW.shape, self._cache.scratch, dtype=np.int32)
+        wanted_GRW[:, :rows] = table_GNW
+        sent_GRW = self._sent_GRW.numpy()
+        changed = np.argwhere((sent_GRW != wanted_GRW).any(axis=2)).tolist()
+        sent_GRW[...] = wanted_GRW
         if len(changed) > MAX_SINGLE_ROWS:
-            self._table_RW.copy_(self._sent_RW, non_blocking=True)
+            self._table_GRW.copy_(self._sent_GRW, non_blocking=True)
         else:
-            for row in changed:
-                self._table_RW[row].copy_(self._sent_RW[row], non_blocking=True)
+            for group, row in changed:
+                self._table_GRW[group, row].copy_(self._sent_GRW[group, row], non_blocking=True)
 
     def compute(self) -> tuple[Tensor, list[Tensor]]:
         """Logits [R, V] for the next tokens, and the experts [R, choices] that each mixture layer chose."""

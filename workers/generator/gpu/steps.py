@@ -17,7 +17,7 @@ from torch import Tensor
 from workers.generator.forward import DecodePlan
 from workers.generator.gpu.capture import Capture, CudaGraphs, Repeated
 from workers.generator.gpu.step import Step
-from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
+from workers.generator.kv_cache import KVCache, pages_of
 from workers.model.adapter_shape import AdapterShape
 from workers.model.decoder import Decoder
 from workers.model.gpu.runs import forms
@@ -51,10 +51,10 @@ class DecodeSteps:
         plan.turn_pages()
         step, compute = self._loaded(plan)
         positions = [row.position for row in plan.rows]
-        step.feed([row.tokens[-1] for row in plan.rows], positions, plan.table_RW)
+        step.feed([row.tokens[-1] for row in plan.rows], positions, plan.table_GRW)
         logits_RV, chosen = compute()
         if plan.routed:
-            pages = [row.pages[position // PAGE_TOKENS] for row, position in zip(plan.rows, positions, strict=True)]
+            pages = [row.pages[0].of(position) for row, position in zip(plan.rows, positions, strict=True)]
             self._cache.record_routes(pages, positions, [experts_TK[: len(pages)] for experts_TK in chosen])
         return logits_RV[: len(positions)]
 

@@ -15,11 +15,11 @@ def decoder(architecture: str, fields: Fields, **parts: Any) -> DecoderConfig:
     kv_heads = fields.whole("num_key_value_heads", heads)
     if heads % kv_heads:
         fields.refuse(f"{heads} heads over {kv_heads} key-value heads", "a whole number of groups")
-    fields.only("hidden_act", "silu")
+    fields.only("hidden_act", parts.pop("act", "silu"))
     common: dict[str, Any] = {
         "vocab_size": fields.need("vocab_size"),
         "hidden_size": hidden,
-        "num_layers": fields.need("num_hidden_layers"),
+        "num_layers": parts.pop("num_layers", None) or fields.need("num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": fields.whole("head_dim", parts.pop("head_dim", hidden // heads)),

@@ -1,13 +1,15 @@
-"""Families in which most layers have a gated delta rule instead of attention."""
+"""Families in which most layers have a recurrence instead of attention: a gated delta rule, or Mamba-2."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
-from workers.model.config import DecoderConfig, DeltaConfig
+from workers.model.config import DecoderConfig, DeltaConfig, GateConfig, MambaConfig, RopeConfig
 from workers.model.families.dense import decoder, no_biases
 from workers.model.families.fields import Fields
-from workers.model.families.mixtures import experts
+from workers.model.families.mixtures import experts, sigmoid_groups
 from workers.model.families.rope import read_rope
 
 
@@ -91,3 +93,118 @@ def _known(fields: Fields) -> None:
     fields.unset("mlp_only_layers", "the same MLP in every layer")
     for prediction in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
         fields.get(prediction)  # of layers that are not loaded
+
+
+#: What a layer of Nemotron is, by its letter in `hybrid_override_pattern`, and by its names in `layers_block_type`.
+_MAMBA, _ATTENTION, _MLP, _EXPERTS = "M*-E"
+_BLOCKS = {
+    **dict.fromkeys(("mamba", "linear_attention"), _MAMBA),
+    **dict.fromkeys(("attention", "full_attention"), _ATTENTION),
+    "mlp": _MLP,
+    "moe": _EXPERTS,
+}
+#: Of initial values, of libraries, of what rounds, of layers that are not loaded; and what its attention, which has no
+#: rotary embedding, does not use.
+_UNUSED = """
+time_step_min time_step_max time_step_floor rescale_prenorm_residual expand
+num_logits_to_keep use_mamba_kernels mamba_ssm_cache_dtype chunk_size residual_in_fp32 moe_shared_expert_overlap
+mtp_layers_block_type mtp_hybrid_override_pattern num_nextn_predict_layers keep_mtp_spec_in_bf16
+rope_theta rope_scaling rope_parameters partial_rotary_factor
+"""
+#: What says nothing where no layer has experts.
+_OF_EXPERTS = """
+n_routed_experts num_experts_per_tok moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size n_group
+topk_group norm_topk_prob routed_scaling_factor n_shared_experts
+"""
+
+
+def nemotron_h(fields: Fields) -> DecoderConfig:
+    """Every layer is one thing. Its code ignores some fields that its config has; such a one must say what it does."""
+    layers = _pattern(fields)
+    for name in _UNUSED.split():
+        fields.get(name)
+    for name in ("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias"):
+        fields.unset(name, "projections without bias")
+    fields.unset("sliding_window", "no sliding window in this family")
+    fields.only("use_conv_bias", True)
+    fields.only("mamba_hidden_act", "silu")
+    fields.only("mlp_hidden_act", "relu2")
+    _no_limit(fields)
+    eps = fields.number("layer_norm_epsilon", 1e-5)
+    for name in ("norm_eps", "rms_norm_eps"):
+        fields.only(name, eps)
+    parts: dict[str, Any] = {}
+    if _EXPERTS in layers:
+        parts = _nemotron_experts(fields)
+    for name in _OF_EXPERTS.split():
+        fields.get(name)
+    config = decoder(
+        "NemotronHForCausalLM",
+        fields,
+        act="relu2",
+        num_layers=len(layers),
+        head_dim=fields.whole("attention_head_dim", 128),
+        rope=RopeConfig(partial=0.0),
+        qk_norm="",
+        gate=GateConfig(gated=False),
+        mamba=_mamba(fields, _at(layers, _MAMBA)),
+        **parts,
+    )
+    return replace(config, norm_eps=eps, mlp_layers=_at(layers, _MLP, _EXPERTS), dense_layers=_at(layers, _MLP))
+
+
+def _at(layers: str, *kinds: str) -> tuple[int, ...]:
+    return tuple(layer for layer, kind in enumerate(layers) if kind in kinds)
+
+
+def _pattern(fields: Fields) -> str:
+    """A letter for each layer."""
+    letters = fields.get("hybrid_override_pattern")
+    blocks = fields.get("layers_block_type") or fields.get("layer_types")
+    fields.get("layer_types")
+    if letters is None:
+        if not isinstance(blocks, list) or set(blocks) - set(_BLOCKS):
+            fields.refuse(f"layers_block_type={blocks!r}", f"{', '.join(_BLOCKS)} for each layer")
+        letters = "".join(_BLOCKS[block] for block in blocks)
+    unknown = sorted(set(letters) - {_MAMBA, _ATTENTION, _MLP, _EXPERTS})
+    if unknown:
+        fields.refuse(f"hybrid_override_pattern with {unknown[0]!r}", "M, *, - or E for each layer")
+    for kind in (_MAMBA, _ATTENTION):
+        if kind not in letters:
+            fields.refuse(
+                f"hybrid_override_pattern={letters!r} without {kind!r}", "layers of M and of * in this family"
+            )
+    if not set(letters) & {_MLP, _EXPERTS}:
+        fields.refuse(f"hybrid_override_pattern={letters!r}", "some layers of - or E")
+    fields.only("num_hidden_layers", len(letters))
+    return str(letters)
+
+
+def _no_limit(fields: Fields) -> None:
+    """`time_step_limit` must be from 0 up; infinity is written in two ways."""
+    limit = fields.get("time_step_limit", [0.0, math.inf])
+    if list(limit) not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+        fields.refuse(f"time_step_limit={limit!r}", "steps without a limit, [0.0, Infinity]")
+
+
+def _mamba(fields: Fields, layers: tuple[int, ...]) -> MambaConfig:
+    mamba = MambaConfig(
+        layers,
+        fields.whole("mamba_num_heads", 128),
+        fields.whole("mamba_head_dim", 64),
+        fields.whole("n_groups", 8),
+        fields.whole("ssm_state_size", 128),
+        fields.whole("conv_kernel", 4),
+    )
+    if mamba.heads % mamba.groups or mamba.taps < 2:
+        problem = f"mamba_num_heads={mamba.heads}, n_groups={mamba.groups}, conv_kernel={mamba.taps}"
+        fields.refuse(problem, "groups of equal size, and a convolution of two positions or more")
+    return mamba
+
+
+def _nemotron_experts(fields: Fields) -> dict[str, Any]:
+    fields.only("n_shared_experts", 1)
+    latent = fields.need("moe_latent_size") if fields.get("moe_latent_size") is not None else 0
+    shared = fields.need("moe_shared_expert_intermediate_size")
+    own = {"shared_intermediate_size": shared, "expert_latent": latent, "prediction_layers": 0}
+    return {**sigmoid_groups(fields), **own}

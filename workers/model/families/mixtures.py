@@ -79,7 +79,7 @@ def sigmoid_groups(
         "router": RouterConfig("sigmoid", True, groups, best, fields.number("routed_scaling_factor", 1.0)),
         "norm_topk": fields.flag("norm_topk_prob", True),
         "shared_intermediate_size": fields.get(shared, 0) * chosen["moe_intermediate_size"],
-        "dense_layers": tuple(range(min(dense, fields.need("num_hidden_layers")))),
+        "dense_layers": tuple(range(min(dense, fields.need("num_hidden_layers")))) if dense else (),
         "prediction_layers": fields.get("num_nextn_predict_layers", 0),
     }
 

@@ -15,19 +15,24 @@ from workers.model.families.fields import Fields
 
 @dataclass(frozen=True)
 class Layout:
-    """What published checkpoints of a family call their tensors, where families differ: the mixture, its router with
-    its correction, and gate, up and down of an expert; the embedding; attention, its norms of queries and keys, and its
-    products, where one is of queries, keys and values (`qkv`). `interleaved`: the experts are one tensor, in which gate
-    and up alternate. `centred_norms`: the factors of norms are stored less one. Tensors whose names begin with one of
-    `unused` are not loaded."""
+    """What published checkpoints of a family call their tensors, where families differ: the mixture, an MLP, its router
+    with its correction, and gate, up and down of an expert; the embedding and the norm after the last layer; the norms
+    before attention and MLP; attention, a recurrence in its place, its norms of queries and keys, and its products,
+    where one is of queries, keys and values (`qkv`). `interleaved`: the experts are one tensor, in which gate and up
+    alternate. `centred_norms`: the factors of norms are stored less one. Tensors whose names begin with one of `unused`
+    are not loaded."""
 
     mixture: str = "mlp"
+    mlp: str = "mlp"
     router: str = "gate"
-    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    expert: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     interleaved: bool = False
     correction: str = "e_score_correction_bias"
     embedding: str = "embed_tokens"
+    last_norm: str = "norm"
+    layer_norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     attention: str = "self_attn"
+    recurrence: str = "linear_attn"
     qkv: str = ""
     output: str = "o_proj"
     norms: tuple[str, str] = ("q_norm", "k_norm")
@@ -62,6 +67,17 @@ _HYBRID = (
 )
 
 _QWEN3_5 = Layout(centred_norms=True, unused=("mtp.", "model.visual."))
+_NEMOTRON_H = Layout(
+    mlp="mixer",
+    mixture="mixer",
+    expert=("up_proj", "down_proj"),
+    embedding="embeddings",
+    last_norm="norm_f",
+    layer_norms=("norm", "norm"),
+    attention="mixer",
+    recurrence="mixer",
+    unused=("mtp.",),
+)
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
@@ -200,6 +216,17 @@ FAMILIES: dict[str, Family] = {
             hybrids.qwen3_5_moe,
             _QWEN3_5,
             "Qwen3_5MoeForConditionalGeneration",
+        ),
+        Family(
+            "NemotronHForCausalLM",
+            "Nemotron 3, Nemotron-H",
+            ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"),
+            "a layer is one of these or an MLP: mostly Mamba-2 with a short convolution and a gated norm by groups, a "
+            "few grouped-query, no rotary",
+            "squared ReLU, no gate; sigmoid scores with a correction, by groups, normalised and scaled, of such "
+            "experts, latent where the config has it so; a shared expert",
+            hybrids.nemotron_h,
+            _NEMOTRON_H,
         ),
     )
 }

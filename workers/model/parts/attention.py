@@ -31,7 +31,7 @@ class GroupedAttention(nn.Module):
         self.q_norm = frozen(torch.float32, widths[0]) if widths else None
         self.k_norm = frozen(torch.float32, widths[1]) if widths else None
         self.sinks = frozen(torch.float32, config.num_heads) if config.sinks else None
-        at = f"layers.{layer}.attn."
+        at = config.adapter_at(layer, "attn")
         self.qkv_site = Site(at + "qkv_A", (at + "q_B", at + "k_B", at + "v_B"), self.sizes)
         if config.fused_qkv:
             self.qkv_site = Site(at + "qkv_A", (at + "qkv_B",), (q + 2 * kv,))

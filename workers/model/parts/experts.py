@@ -1,4 +1,7 @@
-"""A mixture of experts: a router, the experts it chooses from, and those that every token has."""
+"""A mixture of experts: a router, the experts it chooses from, and those that every token has.
+
+Latent experts (Nemotron 3) compute with fewer numbers than the hidden state has, which one projection makes of it for
+all of them; what they give together is projected back."""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.model.config import DecoderConfig
-from workers.model.lora import LoraRows
+from workers.model.lora import LoraRows, Site, lora_linear
 from workers.model.moe import Experts, Names, expert_block
 from workers.model.parts.frozen import frozen
 from workers.model.parts.mlp import Mlp
@@ -22,15 +25,20 @@ OnRoute = Callable[[int, Tensor], None]
 class Mixture(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        e, f, d = config.num_experts, config.moe_intermediate_size, config.hidden_size
-        self.layer, self.names, self._gate = layer, Names.of_layer(layer), config.gate
+        e, f, d, own = config.num_experts, config.moe_intermediate_size, config.hidden_size, config.expert_size
+        at, parts = config.adapter_at(layer, "mlp"), len(config.gate.parts)
+        self.layer, self.names, self._gate = layer, Names.at(at, config.gate), config.gate
         self.router = Router(config, dtype)
-        self.gate_up = frozen(dtype, e, 2 * f, d)
-        self.down = frozen(dtype, e, d, f)
-        self.gate_up_bias = frozen(torch.float32, e, 2 * f) if config.expert_bias else None
+        self.latent_in = frozen(dtype, own, d) if config.expert_latent else None
+        self.latent_out = frozen(dtype, d, own) if config.expert_latent else None
+        self.latent_in_site = Site(at + "latent_in_A", (at + "latent_in_B",), (own,))
+        self.latent_out_site = Site(at + "latent_out_A", (at + "latent_out_B",), (d,))
+        self.gate_up = frozen(dtype, e, parts * f, own)
+        self.down = frozen(dtype, e, own, f)
+        self.gate_up_bias = frozen(torch.float32, e, parts * f) if config.expert_bias else None
         self.down_bias = frozen(torch.float32, e, d) if config.expert_bias else None
         width = config.shared_intermediate_size
-        self.shared = Mlp(config, f"layers.{layer}.mlp.{config.shared_name}.", width, dtype) if width else None
+        self.shared = Mlp(config, f"{at}{config.shared_name}.", width, dtype) if width else None
         self.shared_gate = frozen(torch.float32, d) if config.shared_gate else None
 
     def forward(
@@ -40,10 +48,19 @@ class Mixture(nn.Module):
         if on_route is not None:
             on_route(self.layer, experts_TK)
         experts = Experts(self.gate_up, self.down, self._gate, self.gate_up_bias, self.down_bias)
-        out_TD = expert_block(x_TD, weights_TK, experts_TK, experts, self.names, lora)
+        out_TD = self._chosen(x_TD, weights_TK, experts_TK, experts, lora)
         if self.shared is None:
             return out_TD
         shared_TD: Tensor = self.shared(x_TD, lora)
         if self.shared_gate is not None:  # summed row by row: a product with one row of weights rounds by its batch
             shared_TD = shared_TD * sigmoid_of((x_TD * self.shared_gate).sum(-1, keepdim=True), lora)
         return out_TD + shared_TD
+
+    def _chosen(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: Experts, lora: LoraRows | None
+    ) -> Tensor:
+        if self.latent_in is None or self.latent_out is None:
+            return expert_block(x_TD, weights_TK, experts_TK, experts, self.names, lora)
+        inner = lora_linear(x_TD, self.latent_in, self.latent_in_site, lora)
+        outer = expert_block(inner, weights_TK, experts_TK, experts, self.names, lora)
+        return lora_linear(outer, self.latent_out, self.latent_out_site, lora)

@@ -1,4 +1,7 @@
-"""What an MLP computes of its two halves, forward and backward: SwiGLU, and the clamped form of gpt-oss."""
+"""What an MLP computes between its products, forward and backward: SwiGLU, the clamped form of gpt-oss, squared ReLU.
+
+It takes gate and up side by side, or up alone (`GateConfig.parts`).
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,12 @@ from torch import Tensor
 from workers.model.config import GateConfig
 
 
-def gated(config: GateConfig, gate: Tensor, up: Tensor) -> Tensor:
+def activated(config: GateConfig, gate_up: Tensor) -> Tensor:
     """silu(gate) * up; clamped: (up + 1) * gate * sigmoid(alpha * gate), of a gate that is at most the limit and an up
-    within it."""
+    within it; of up alone: relu(up)^2."""
+    if not config.gated:
+        return F.relu(gate_up).square()
+    gate, up = gate_up.chunk(2, dim=-1)
     if config.limit is None:
         return F.silu(gate) * up
     gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
@@ -21,16 +27,28 @@ def gated(config: GateConfig, gate: Tensor, up: Tensor) -> Tensor:
 
 
 class Again(Protocol):
-    """`gated` computed again for a backward: `h` is its result."""
+    """`activated` computed again for a backward: `h` is its result."""
 
     h: Tensor
 
-    def backward(self, dh: Tensor, dgate: Tensor, dup: Tensor) -> None:
-        """Write the gradients of gate and up to `dgate` and `dup`."""
+    def backward(self, dh: Tensor, dgate_up: Tensor) -> None:
+        """Write the gradient of what it took to `dgate_up`."""
 
 
-def again(config: GateConfig, gate: Tensor, up: Tensor) -> Again:
+def again(config: GateConfig, gate_up: Tensor) -> Again:
+    if not config.gated:
+        return _SquaredRelu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
     return _SwiGlu(gate, up) if config.limit is None else _Clamped(config.limit, config.alpha, gate, up)
+
+
+class _SquaredRelu:
+    def __init__(self, up: Tensor) -> None:
+        self._relu = F.relu(up)
+        self.h = self._relu.square()
+
+    def backward(self, dh: Tensor, dgate_up: Tensor) -> None:
+        torch.mul(dh, 2 * self._relu, out=dgate_up)
 
 
 class _SwiGlu:
@@ -40,7 +58,8 @@ class _SwiGlu:
         self._silu = gate * self._sigmoid
         self.h = self._silu * up
 
-    def backward(self, dh: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    def backward(self, dh: Tensor, dgate_up: Tensor) -> None:
+        dgate, dup = dgate_up.chunk(2, dim=-1)
         torch.mul(dh, self._silu, out=dup)
         torch.mul(dh * self._up, self._sigmoid * (1 + self._gate * (1 - self._sigmoid)), out=dgate)
 
@@ -53,7 +72,8 @@ class _Clamped:
         self._glu = self._gate * self._sigmoid
         self.h = self._more * self._glu
 
-    def backward(self, dh: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    def backward(self, dh: Tensor, dgate_up: Tensor) -> None:
+        dgate, dup = dgate_up.chunk(2, dim=-1)
         torch.mul(dh * self._glu, self._up_within, out=dup)
         slope = self._sigmoid * (1 + self._alpha * self._gate * (1 - self._sigmoid))
         torch.mul(dh * self._more * slope, self._gate_within, out=dgate)

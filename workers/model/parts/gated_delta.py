@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from workers.model.attend import Attend
 from workers.model.config import DecoderConfig
 from workers.model.lora import LoraRows, Site, lora_linear
+from workers.model.parts.chunks import CHUNK, by_head, chunked, faded, read
+from workers.model.parts.convolution import convolved
 from workers.model.parts.frozen import frozen
 from workers.model.parts.rotary import Angles
 from workers.model.parts.steady import steady
 from workers.model.recur import Recur, State
-
-#: Tokens that are computed together.
-CHUNK = 64
 
 #: Keeps the length of a query or key from being zero, as the published code does.
 _TINY = 1e-6
@@ -40,13 +39,13 @@ class GatedDelta(nn.Module):
         assert config.delta is not None
         self.layer, self.config, self.norm_eps = layer, config.delta, config.norm_eps
         c, d, parts = config.delta, config.hidden_size, config.delta.projections
-        self.inputs = frozen(dtype, sum(parts.values()), d)
+        self.inputs = frozen(dtype, c.in_size, d)
         self.conv = frozen(torch.float32, c.mixed_size, c.taps)
         self.decay_log = frozen(torch.float32, c.value_heads)
         self.decay_bias = frozen(torch.float32, c.value_heads)
         self.norm = frozen(torch.float32, c.value_dim)
         self.out = frozen(dtype, d, c.value_size)
-        at = f"layers.{layer}.attn."
+        at = config.adapter_at(layer, "attn")
         self.in_site = Site(at + "in_A", tuple(f"{at}{name}_B" for name in parts), tuple(parts.values()))
         self.out_site = Site(at + "out_A", (at + "out_B",), (d,))
 
@@ -64,22 +63,23 @@ class GatedDelta(nn.Module):
             x_NI.new_zeros(c.value_heads, c.key_dim, c.value_dim),
         )
         seen_M = torch.cat((before_JM, x.mixed))
-        q, k, v = self._heads(F.silu(self._convolved([seen_M[j : j + len(x_NI)] for j in range(c.taps)])))
+        taps = [seen_M[j : j + len(x_NI)] for j in range(c.taps)]
+        q, k, v = self._heads(F.silu(convolved(taps, self.conv)))
         decay_NH = -self.decay_log.exp() * F.softplus(x.decay + self.decay_bias)
-        by_head = _Tokens(*(t.transpose(0, 1) for t in (q, k, v, decay_NH, torch.sigmoid(x.rate))))
-        out_HNV, end_HDV = by_chunks(by_head, start_HDV)
+        tokens = _Tokens(*(t.transpose(0, 1) for t in (q, k, v, decay_NH, torch.sigmoid(x.rate))))
+        out_HNV, end_HDV = by_chunks(tokens, start_HDV)
         return self._gated(out_HNV.transpose(0, 1), F.silu(x.gate)), (seen_M[len(x_NI) :], end_HDV)
 
     def step(self, x_RI: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
         x = self._inputs(x_RI)
         before_RJM, start_RHDV = (torch.stack(part) for part in zip(*states, strict=True))
         seen_RJM = torch.cat((before_RJM, x.mixed[:, None]), dim=1)
-        q, k, v = self._heads(steady(F.silu, self._convolved(seen_RJM.unbind(1))))
+        q, k, v = self._heads(steady(F.silu, convolved(seen_RJM.unbind(1), self.conv)))
         decay_RH = -self.decay_log.exp() * steady(F.softplus, x.decay + self.decay_bias)
         decayed_RHDV = start_RHDV * steady(torch.exp, decay_RH)[:, :, None, None]
-        missing_RHV = (v - _read(decayed_RHDV, k)) * steady(torch.sigmoid, x.rate)[:, :, None]
+        missing_RHV = (v - read(decayed_RHDV, k)) * steady(torch.sigmoid, x.rate)[:, :, None]
         end_RHDV = decayed_RHDV + k[..., None] * missing_RHV[:, :, None]
-        y = self._gated(_read(end_RHDV, q), steady(F.silu, x.gate))
+        y = self._gated(read(end_RHDV, q), steady(F.silu, x.gate))
         return y, list(zip(seen_RJM[:, 1:].unbind(), end_RHDV.unbind(), strict=True))
 
     def _inputs(self, x_NI: Tensor) -> _Inputs:
@@ -90,17 +90,10 @@ class GatedDelta(nn.Module):
             return _Inputs(*x_NI.split_with_sizes(list(c.projections.values()), dim=-1))
         qkvz, ba = x_NI.split_with_sizes(list(c.projections.values()), dim=-1)
         value = each * c.value_dim
-        q, k, v, z = _by(c.key_heads, qkvz).split_with_sizes([dim, dim, value, value], dim=-1)
-        b, a = _by(c.key_heads, ba).split_with_sizes([each, each], dim=-1)
+        q, k, v, z = by_head(c.key_heads, qkvz).split_with_sizes([dim, dim, value, value], dim=-1)
+        b, a = by_head(c.key_heads, ba).split_with_sizes([each, each], dim=-1)
         mixed = torch.cat([t.flatten(1) for t in (q, k, v)], dim=-1)
         return _Inputs(mixed, z.flatten(1), b.flatten(1), a.flatten(1))
-
-    def _convolved(self, taps: Sequence[Tensor]) -> Tensor:
-        """The sum of each position's taps, the oldest first."""
-        total = taps[0] * self.conv[:, 0]
-        for j, tap in enumerate(taps[1:], start=1):
-            total = total + tap * self.conv[:, j]
-        return total
 
     def _heads(self, mixed_NM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [N, H, D], of length one, queries scaled; values [N, H, V]. A key head serves consecutive
@@ -108,8 +101,8 @@ class GatedDelta(nn.Module):
         c = self.config
         key = c.key_heads * c.key_dim
         q, k, v = mixed_NM.split_with_sizes([key, key, c.value_size], dim=-1)
-        each, v_NHV = c.value_heads // c.key_heads, _by(c.value_heads, v)
-        q_NKD, k_NKD = (_unit(_by(c.key_heads, t)) for t in (q, k))
+        each, v_NHV = c.value_heads // c.key_heads, by_head(c.value_heads, v)
+        q_NKD, k_NKD = (_unit(by_head(c.key_heads, t)) for t in (q, k))
         return (q_NKD * c.key_dim**-0.5).repeat_interleave(each, 1), k_NKD.repeat_interleave(each, 1), v_NHV
 
     def _gated(self, out_NHV: Tensor, gate_NM: Tensor) -> Tensor:
@@ -141,11 +134,10 @@ def by_chunks(tokens: _Tokens, state_HDV: Tensor) -> tuple[Tensor, Tensor]:
     a triangular system; between chunks only the state is passed on."""
     count = tokens.k_HND.shape[1]
     length = min(CHUNK, count)
-    q, k, v, decay, rate = (_chunked(t, length) for t in tokens)
+    q, k, v, decay, rate = (chunked(t, length) for t in tokens)
     total_HCL1 = decay.cumsum(-2)
     last_HC11 = total_HCL1[..., -1:, :]
-    ahead_LL = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    between_HCLL = (total_HCL1 - total_HCL1.mT).masked_fill(ahead_LL, -torch.inf).exp()
+    between_HCLL = faded(total_HCL1)
     within_HCLL = q @ k.mT * between_HCLL
     system_HCLL = (k * rate) @ k.mT * between_HCLL
     wanted = torch.cat((v * rate, k * rate * total_HCL1.exp()), dim=-1)
@@ -160,22 +152,5 @@ def by_chunks(tokens: _Tokens, state_HDV: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(outs, dim=1)[:, :count], state_HDV
 
 
-def _chunked(x_HN: Tensor, length: int) -> Tensor:
-    """[H, C, L, ...], filled up with zeros; a number for each token as [H, C, L, 1]."""
-    x_HNX = x_HN if x_HN.dim() == 3 else x_HN[..., None]
-    heads, count, width = x_HNX.shape
-    return F.pad(x_HNX, (0, 0, 0, -count % length)).reshape(heads, -1, length, width)
-
-
-def _by(heads: int, x_NM: Tensor) -> Tensor:
-    return x_NM.reshape(len(x_NM), heads, -1)
-
-
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _TINY)
-
-
-def _read(state_RHDV: Tensor, at_RHD: Tensor) -> Tensor:
-    """S^T k of each row and head: [R, H, V]."""
-    rows, heads = at_RHD.shape[:2]
-    return torch.bmm(at_RHD.flatten(0, 1)[:, None], state_RHDV.flatten(0, 1)).view(rows, heads, -1)

@@ -42,7 +42,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = frozen(torch.float32, c.kv_rank)
         self.kv_up = frozen(dtype, heads * (c.plain_dim + c.value_dim), c.kv_rank)
         self.o = frozen(dtype, d, config.out_size)
-        at = f"layers.{layer}.attn."
+        at = config.adapter_at(layer, "attn")
         self.down_site = Site(at + "latent_A", (at + ("q_a_B" if c.q_rank else "q_B"), at + "kv_a_B"), sizes)
         self.o_site = Site(at + "o_A", (at + "o_B",), (d,))
 

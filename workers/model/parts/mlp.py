@@ -1,4 +1,4 @@
-"""A dense MLP: down(gated(gate x, up x))."""
+"""A dense MLP: down(activated(gate x, up x)), or of up alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workers.model.config import DecoderConfig
 from workers.model.lora import LoraRows, Site, lora_linear, own_rows
 from workers.model.moe import Names
 from workers.model.parts.frozen import frozen
-from workers.model.parts.gate import gated
+from workers.model.parts.gate import activated
 
 
 class Mlp(nn.Module):
@@ -18,16 +18,17 @@ class Mlp(nn.Module):
     def __init__(self, config: DecoderConfig, at: str, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         d = config.hidden_size
-        self.gate_up = frozen(dtype, 2 * width, d)
+        parts = len(config.gate.parts)
+        self.gate_up = frozen(dtype, parts * width, d)
         self.down = frozen(dtype, d, width)
         self._gate = config.gate
-        names = Names.at(at)
-        self.gate_up_site = Site(names.gate_up_a, (names.gate_b, names.up_b), (width, width))
+        names = Names.at(at, config.gate)
+        self.gate_up_site = Site(names.gate_up_a, names.inner_b, (width,) * parts)
         self.down_site = Site(names.down_a, (names.down_b,), (d,))
 
     def forward(self, x_TD: Tensor, lora: LoraRows | None) -> Tensor:
         if lora is not None and lora.apart:
             own = zip(own_rows(x_TD, lora), lora.singles, strict=True)
             return torch.cat([self(x, single) for x, single in own])
-        gate, up = lora_linear(x_TD, self.gate_up, self.gate_up_site, lora).chunk(2, dim=-1)
-        return lora_linear(gated(self._gate, gate, up), self.down, self.down_site, lora)
+        gate_up = lora_linear(x_TD, self.gate_up, self.gate_up_site, lora)
+        return lora_linear(activated(self._gate, gate_up), self.down, self.down_site, lora)

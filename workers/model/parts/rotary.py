@@ -52,6 +52,8 @@ def turn(x_THD: Tensor, angles: Angles) -> Tensor:
     """Turn the first part of each head, as wide as the angles; what is beyond stays."""
     cos, sin = angles
     turned = cos.shape[-1]
+    if not turned:
+        return x_THD
     part = x_THD if turned == x_THD.shape[-1] else x_THD[..., :turned]
     first, second = part.chunk(2, dim=-1)
     out = part * cos + torch.cat((-second, first), dim=-1) * sin

@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import Message, Renderer, Tool, ToolCall
@@ -41,6 +41,8 @@ class Policy:
     renderer: Renderer
     context: int
     max_staleness: int | None = None
+    #: Of its samples; None is the client's own.
+    priority: Literal["interactive", "batch"] | None = None
     purse: Purse = field(default_factory=lambda: Purse({}))
     #: Told of every sample: tokens drawn.
     drawn: Callable[[int], None] = lambda tokens: None
@@ -62,11 +64,12 @@ class Policy:
         again = len(prompt) * (n - 1)
         held = cost = self.purse.hold(self.purse.price(prefill=len(prompt), cached_prefill=again, sample=most * n))
         try:
-            given, lag = ModelInput.from_ints(prompt), self.max_staleness
+            given = ModelInput.from_ints(prompt)
+            more: dict[str, Any] = {"max_staleness": self.max_staleness, "priority": self.priority}
             if prune is None:
-                got = await sampler.sample_async(given, n, params, max_staleness=lag)
+                got = await sampler.sample_async(given, n, params, **more)
             else:
-                got = await _pruned(sampler.sample(given, n, params, max_staleness=lag, stream=True), prune)
+                got = await _pruned(sampler.sample(given, n, params, **more, stream=True), prune)
             drawn, hit = sum(len(each.tokens_np) for each in got.sequences), got.prompt_cache_hit_tokens or 0
             cost = self.purse.price(prefill=len(prompt) - hit, cached_prefill=again + hit, sample=drawn)
             self.drawn(drawn)

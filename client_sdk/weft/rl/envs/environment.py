@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from weft.rl.chat.chat import Chat, sample_together
 from weft.rl.chat.render import Tool
+from weft.rl.sandboxes.sandbox import Sandboxes, opened
 from weft.rl.signal.advantages import Advantage
 from weft.rl.signal.lengths import Size
 
@@ -40,17 +41,19 @@ class Environment(Protocol):
         ...
 
 
-Solve = Callable[[Any, Chat], Awaitable[Any]]
+Solve = Callable[..., Awaitable[Any]]
 
 
 @dataclass
 class Function:
-    """`async solve(task, chat)`: any code that talks to the policy through `chat` and returns a reward."""
+    """`async solve(task, chat)`: any code that talks to the policy through `chat` and returns a reward. With
+    `sandboxes` it is `solve(task, chat, sandbox)`, and each rollout has a sandbox of its own, closed when it ends."""
 
     solve: Solve
     tasks: Sequence[Any]
     tools: Sequence[Tool] = ()
     timeout_s: float | None = None
+    sandboxes: Sandboxes | None = None
     expected: Size | None = None
     advantage: Advantage | None = None
 
@@ -61,7 +64,10 @@ class Function:
         chat.tools = list(self.tools)
         try:
             async with asyncio.timeout(self.timeout_s):
-                return reward_of(await self.solve(task, chat))
+                if self.sandboxes is None:
+                    return reward_of(await self.solve(task, chat))
+                async with opened(self.sandboxes) as sandbox:
+                    return reward_of(await self.solve(task, chat, sandbox))
         except TimeoutError:
             return TimeoutError(f"solve took longer than {self.timeout_s} s, after {chat.turns} turns")
         except Exception as error:  # one rollout's own: the group is trained without it
@@ -74,11 +80,12 @@ def function(
     *,
     tools: Sequence[Tool] = (),
     timeout_s: float | None = None,
+    sandboxes: Sandboxes | None = None,
     expected: Size | None = None,
     advantage: Advantage | None = None,
 ) -> Function:
     """An environment of one's own code. `tools` are the JSON schemas that the chat template shows the model."""
-    return Function(solve, tasks, tools, timeout_s, expected, advantage)
+    return Function(solve, tasks, tools, timeout_s, sandboxes, expected, advantage)
 
 
 @dataclass

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from weft.errors import AuthenticationError, BillingError, PermissionDeniedError, WeftError
+from weft.errors import AuthenticationError, BillingError, PermissionDeniedError, RateLimitError, WeftError
 from weft.rl.chat.chat import Chat, Policy, StaleError
 from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.chat.render import Renderer, TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward
 from weft.rl.loops.batch import Batch
 from weft.rl.rollout import Group, Rollout, off_policy
+from weft.rl.sandboxes.sandbox import require
 from weft.rl.schedule.concurrency import Concurrency
 from weft.rl.schedule.pacer import Pacer
 from weft.rl.schedule.schedules import Partial, Schedule, Sync
@@ -36,6 +38,9 @@ from weft.wire.sampling import SamplingParams
 from weft.wire.weights import SamplingClientKind
 
 logger = logging.getLogger("weft")
+
+#: How often the server is asked how long samples wait, and over which time at most, for `concurrency`.
+LOOK_S, WINDOW_S = 1.0, 10.0
 
 #: Errors that the next group would meet, too.
 _FATAL = (BudgetSpent, AuthenticationError, BillingError, PermissionDeniedError)
@@ -106,21 +111,57 @@ class Rollouts:
         self._failed = 0
         self._error: Exception | None = None
         self._news = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Rollouts:
+        for each in self._envs.values():
+            if (sandboxes := getattr(each.env, "sandboxes", None)) is not None:
+                await require(sandboxes, self._most_groups * self.groups.size)
         self._kind: SamplingClientKind = "inflight" if self.schedule.inflight else "snapshot"
         sampler = await self.run.save_weights_and_get_sampling_client_async(kind=self._kind)
         if self._renderer is None:
             self._renderer = TemplateRenderer(await asyncio.to_thread(self.run.get_tokenizer))
         context = await context_length(self.run)
         lag = self.schedule.max_lag or None
-        self.policy = Policy(sampler, self._renderer, context, lag, self._purse)
+        self.policy = Policy(sampler, self._renderer, context, lag, purse=self._purse)
+        if self._concurrency is not None:
+            self._looking = asyncio.ensure_future(self._look(self._concurrency))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         await self._cancel(list(self._tasks))
+
+    @property
+    def _most_groups(self) -> int:
+        """Groups that may be under way at a time."""
+        return min(self.pacer.capacity, self._concurrency.most if self._concurrency else self.pacer.capacity)
+
+    async def _look(self, concurrency: Concurrency) -> None:
+        """Tell `concurrency` what share of their time samples wait. A limit is judged by groups that began under it:
+        those that were under way when it moved have to end first."""
+        rest, run_id = self.run.create_rest_client(), (await self.run.get_info_async()).model_id
+        limit, before, since = concurrency.limit, set[int](), time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if concurrency.limit != limit:
+                limit, before = concurrency.limit, set(self._tasks)
+            if before & self._tasks.keys():
+                since = time.monotonic()
+            window_s = min(time.monotonic() - since, WINDOW_S)
+            if window_s < 1:
+                continue
+            try:
+                waits = (await rest.get_run_health(run_id, window_s)).sampling_wait
+            except WeftError as error:
+                logger.debug("how long samples wait was not told: %s", error)
+                continue
+            if waits is not None:
+                concurrency.observe(self.pacer.flying, running=1 - waits, waiting=waits)
+                self._news.set()
 
     async def batch(self) -> Batch:
         """The next batch, once there is one."""
@@ -249,6 +290,8 @@ class Rollouts:
         """A group without a rollout. The next may do better; when none does, the loop must not go on silently."""
         if isinstance(error, StaleError):
             return
+        if isinstance(error, RateLimitError) and self._concurrency is not None:
+            self._concurrency.refused()
         self._failed += 1
         self.waste["failed_groups"] += 1
         logger.warning("a group failed: %s: %s", type(error).__name__, error)
@@ -277,6 +320,8 @@ class Rollouts:
     def metrics(self) -> dict[str, float]:
         """Of all sources, and of the schedule."""
         found = {"in_flight": float(self.pacer.flying), "late_groups": float(self.pacer.late_groups)}
+        if self._concurrency is not None:
+            found["in_flight/limit"] = float(self._concurrency.limit)
         for name, each in self._envs.items():
             found |= {f"{name}/{key}" if name else key: value for key, value in each.source.metrics().items()}
         found["waste_usd"] = self.waste["nusd"] / 10**9

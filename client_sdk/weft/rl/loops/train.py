@@ -204,9 +204,9 @@ class Loop:
         return self.purse.price(train=sum(datum.model_input.length for datum in data)) + len(data)
 
     async def _evaluate(self, step: int, policy: Policy, evaluation: Evaluation) -> None:
-        """Start it with the weights of now; training goes on meanwhile."""
+        """Start it with the weights of now, at batch priority; training goes on meanwhile, and goes first."""
         sampler = await self.run.save_weights_and_get_sampling_client_async()
-        frozen = Policy(sampler, policy.renderer, policy.context, purse=self.purse)
+        frozen = Policy(sampler, policy.renderer, policy.context, priority="batch", purse=self.purse)
 
         async def work() -> None:
             try:

@@ -6,8 +6,8 @@ the schedule would allow, and never allows more.
 
 from __future__ import annotations
 
-#: The limit grows by a quarter when what is allowed is nearly used and nothing waits.
-GROW, USED = 1.25, 0.9
+#: The limit grows by a quarter when what is allowed is nearly used and next to nothing waits.
+GROW, USED, FREE = 1.25, 0.9, 0.1
 #: A queue longer than half of what runs, seen this often in a row, is an overload.
 QUEUE, LOOKS = 0.5, 3
 #: An overload takes a tenth; one that follows at once, or a refusal (429), halves.
@@ -29,8 +29,9 @@ class Concurrency:
     def limit(self) -> int:
         return int(self._limit)
 
-    def observe(self, in_flight: int, running: int, waiting: int) -> None:
-        """`in_flight` groups of ours; of the server's sequences so many run and so many wait for a place."""
+    def observe(self, in_flight: int, running: float, waiting: float) -> None:
+        """`in_flight` groups of ours; of the server's sequences so many run and so many wait for a place. Only the
+        ratio counts, so shares of their time say the same (Little's law)."""
         if waiting > QUEUE * running:
             self._overloads += 1
             if self._overloads >= LOOKS:
@@ -38,7 +39,7 @@ class Concurrency:
                 self._overloads, self._just_cut = 0, True
             return
         self._overloads, self._just_cut = 0, False
-        if waiting == 0 and in_flight >= USED * self.limit:
+        if waiting <= FREE * running and in_flight >= USED * self.limit:
             self._limit = min(float(self.most), max(self._limit * GROW, self._limit + 1))
 
     def refused(self) -> None:

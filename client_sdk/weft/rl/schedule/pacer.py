@@ -63,15 +63,20 @@ class Pacer:
         """Groups that are started for one batch."""
         return math.ceil(self.batch * (self.schedule.oversample if isinstance(self.schedule, Sync) else 1))
 
+    @property
+    def capacity(self) -> int:
+        """Groups that may be under way at a time."""
+        if isinstance(self.schedule, Partial):
+            return self.schedule.in_flight
+        return self.most if isinstance(self.schedule, Sync) else self.batch * (self.schedule.max_lag + 1)
+
     def room(self) -> int:
         """How many groups may start now."""
         if isinstance(self.schedule, Partial):
-            return 0 if self.full() else self.schedule.in_flight - self.flying
-        if isinstance(self.schedule, Sync):
-            capacity = 0 if self._training else self.most
-        else:
-            capacity = self.batch * (self.schedule.max_lag + 1)
-        return max(0, capacity - self.flying - self.ready - len(self._training))
+            return 0 if self.full() else self.capacity - self.flying
+        if isinstance(self.schedule, Sync) and self._training:
+            return 0
+        return max(0, self.capacity - self.flying - self.ready - len(self._training))
 
     def start(self) -> int:
         """A group starts with the present version; its number."""

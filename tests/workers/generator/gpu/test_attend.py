@@ -46,7 +46,7 @@ def new_token(
 
 
 def attend(cache: KVCache, table_RW: Tensor, positions: list[int], *qkv: Tensor, reach: Reach = ALL) -> Tensor:
-    return PagedAttend(cache, table_RW, torch.tensor(positions, device=DEVICE)).attend(1, *qkv, reach=reach)
+    return PagedAttend(cache, table_RW[None], torch.tensor(positions, device=DEVICE)).attend(1, *qkv, reach=reach)
 
 
 def formula(q_HD: Tensor, k_KDL: Tensor, v_KLD: Tensor, reach: Reach = ALL) -> Tensor:

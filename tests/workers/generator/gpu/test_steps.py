@@ -69,7 +69,7 @@ class Steps:
         with device_code():
             found = self.steps(plan)
         self.rows.append(len(plan.rows))
-        written = {(row.pages[row.position // 32]) for row in plan.rows} | {self.cache.scratch}
+        written = {held.of(row.position) for row in plan.rows for held in row.pages} | {self.cache.scratch}
         for pool, then in zip(self.cache.k_NKDP + self.cache.v_NKPD, before, strict=True):
             changed = (pool != then).flatten(1).any(dim=1).nonzero().flatten().tolist()
             assert set(changed) <= written, "a page of somebody else was written to"

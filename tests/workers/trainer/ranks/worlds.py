@@ -1,6 +1,6 @@
 """One rank of a trainer, beside a trainer of one process.
 
-    python -m tests.workers.trainer.ranks.worlds MODEL FOLDER SCENARIO ...
+    python -m tests.workers.trainer.ranks.worlds MODEL FOLDER STEPS SCENARIO ...
 
 Rank 0 plays the same program in one process and, in each of the scenarios, on all ranks, and compares every byte that
 comes out. It prints what it has found as JSON, a line for each scenario.
@@ -37,7 +37,6 @@ from workers.trainer.ranks.leader import Leader, Member, Word, follow
 from workers.trainer.ranks.process import mesh_of
 from workers.trainer.trainer import Trainer
 
-STEPS = 5
 TENANTS = {f"r{i}": rank for i, rank in enumerate((2, 4, 8, 3, 16, 4, 1, 5))}
 DIMUON = ("r1", "r4")
 #: Whose operations are larger than a rank's share.
@@ -55,12 +54,12 @@ class ManyRanks(Bench):
         self.trainer = self.leader  # type: ignore[assignment]
 
 
-def program(bench: Bench) -> list[bytes]:
+def program(bench: Bench, steps: int) -> list[bytes]:
     """What every operation answers, and every byte of every saved run."""
     bench.blobs.put(loss_ref(LOSS_ID), SUM_OF_LOGPROBS)
     bench.ok(*(bench.create(run_id, rank, optimizer=optimizer(run_id)) for run_id, rank in TENANTS.items()))
     said: list[bytes] = []
-    for step in range(STEPS):
+    for step in range(steps):
         ops = []
         for i, run_id in enumerate(TENANTS):
             ops += work(bench, run_id, 10 * step + i)
@@ -171,7 +170,7 @@ SCENARIOS: dict[str, tuple[Any, dict[str, int]]] = {
 }
 
 
-def main(model: Path, folder: Path, chosen: list[str]) -> None:
+def main(model: Path, folder: Path, steps: int, chosen: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     group, read = Group(), list[int]()
@@ -185,7 +184,7 @@ def main(model: Path, folder: Path, chosen: list[str]) -> None:
     if group.leads:
         whole = load_decoder(model)
         total = sum(weight.nbytes for weight in whole.parameters())
-        wanted = program(Bench(whole, folder / "one", microbatch_tokens=64))
+        wanted = program(Bench(whole, folder / "one", microbatch_tokens=64), steps)
     if not group.leads:  # the server is told of an uploaded loss at once: by rank 0, which computes it
         patch("workers.trainer.microbatch.custom_loss", side_effect=AssertionError).start()
     moved: list[int] = []
@@ -195,11 +194,13 @@ def main(model: Path, folder: Path, chosen: list[str]) -> None:
             if fault is not None:
                 stack.enter_context(fault(group.rank))
             stack.enter_context(patch.object(guests, "spread", counted(guests.spread, moved)))
-            found = play(group, base, wanted, folder / name, bounds)
+            found = play(group, base, wanted, folder / name, bounds, steps)
         if group.leads:
             found |= {"scenario": name, "moves": sum(moved), "total": total, "held": held, "read": files}
             print(json.dumps(found))
         moved.clear()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def counted(real: Any, into: list[int]) -> Any:
@@ -211,7 +212,9 @@ def counted(real: Any, into: list[int]) -> Any:
     return call
 
 
-def play(group: Group, base: Sharded, wanted: list[bytes], folder: Path, bounds: dict[str, int]) -> dict[str, Any]:
+def play(
+    group: Group, base: Sharded, wanted: list[bytes], folder: Path, bounds: dict[str, int], steps: int
+) -> dict[str, Any]:
     def begin() -> Member:
         def make(others: Any) -> Trainer:
             of = Bench(base.decoder, folder / "many", **bounds)
@@ -225,7 +228,7 @@ def play(group: Group, base: Sharded, wanted: list[bytes], folder: Path, bounds:
         return {}
     group.tell([Word.BEGIN] * group.size)
     ManyRanks.leader = Leader(begin())
-    found = program(ManyRanks(base.decoder, folder / "many", **bounds))
+    found = program(ManyRanks(base.decoder, folder / "many", **bounds), steps)
     homes = [ManyRanks.leader.home_of(run_id) for run_id in TENANTS]
     pages = ManyRanks.leader.residency.page_ins
     group.tell([Word.STOP] * group.size)
@@ -233,4 +236,4 @@ def play(group: Group, base: Sharded, wanted: list[bytes], folder: Path, bounds:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

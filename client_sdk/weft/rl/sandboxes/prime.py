@@ -1,0 +1,110 @@
+"""Sandboxes at Prime Intellect, by its package `prime-sandboxes` (written against its published signatures; never run:
+that needs an account)."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import math
+import shlex
+import time
+import uuid
+from typing import Any
+
+from weft.rl.sandboxes.sandbox import Done, Limits, Quota, SandboxError, Snapshot
+
+#: All of IPv4: the client's own way to say that there is no network.
+_NOWHERE = ["0.0.0.0/0"]
+_GIB = 1 << 30
+
+
+class Prime:
+    """`most` is what your account allows: Prime's client does not tell it. `image` is a Docker image; `lifetime_s` ends
+    what nobody has closed. Of `limits`, processes and files are Prime's own, disk and memory the container's."""
+
+    def __init__(self, image: str, *, most: int, limits: Limits | None = None, lifetime_s: int = 3600) -> None:
+        try:
+            self._prime = importlib.import_module("prime_sandboxes")
+        except ImportError as error:
+            raise ImportError("Prime's sandboxes need its client: pip install prime-sandboxes") from error
+        self.image, self.most, self.lifetime_s = image, most, lifetime_s
+        self.limits, self.open = limits or Limits(), 0
+        self.client = self._prime.AsyncSandboxClient()
+
+    async def quota(self) -> Quota:
+        return Quota(self.most - self.open, f"most={self.most}, {self.open} are open")
+
+    async def create(self, snapshot: Snapshot | None = None) -> PrimeSandbox:
+        start: dict[str, Any] = {"checkpoint_id": snapshot.held} if snapshot else {"docker_image": self.image}
+        if snapshot is None:
+            start["disk_size_gb"] = float(math.ceil(self.limits.disk_bytes / _GIB))
+        asked = self._prime.CreateSandboxRequest(
+            name=f"weft-{uuid.uuid4().hex[:12]}",
+            memory_gb=float(math.ceil(self.limits.memory_bytes / _GIB)),
+            timeout_minutes=math.ceil(self.lifetime_s / 60),
+            network_denylist=_NOWHERE,
+            labels=["weft"],
+            **start,
+        )
+        box = PrimeSandbox(self, (await self.client.create(asked)).id)
+        self.open += 1
+        try:
+            await self.client.wait_for_creation(box.id)
+            await self.client.execute_command(box.id, "mkdir -p /work")
+        except BaseException:
+            await box.close()
+            raise
+        return box
+
+
+class PrimeSandbox:
+    """One sandbox of `Prime`."""
+
+    def __init__(self, home: Prime, id: str) -> None:
+        self._home, self.id, self._closed = home, id, False
+
+    async def exec(self, *command: str, stdin: bytes = b"", time_s: float | None = None) -> Done:
+        limits, began = self._home.limits, time.monotonic()
+        given = math.ceil(limits.time_s if time_s is None else time_s)
+        line = shlex.join(command)
+        if stdin:
+            await self.write("/tmp/.stdin", stdin)
+            line += " < /tmp/.stdin"
+        try:
+            said = await self._home.client.execute_command(self.id, line, working_dir="/work", timeout=given)
+        except self._home._prime.CommandTimeoutError:
+            return Done(-9, b"", b"", time.monotonic() - began, "time")
+        out, err = said.stdout.encode(), said.stderr.encode()
+        if max(len(out), len(err)) > limits.output_bytes:
+            most = limits.output_bytes
+            return Done(-9, out[:most], err[:most], time.monotonic() - began, "output")
+        return Done(said.exit_code, out, err, time.monotonic() - began)
+
+    async def read(self, path: str) -> bytes:
+        said = await self._home.client.execute_command(self.id, f"base64 -w0 -- {shlex.quote(_absolute(path))}")
+        if said.exit_code != 0:
+            raise SandboxError(f"cannot read {path}: {said.stderr.strip()[-400:]}")
+        return base64.b64decode(said.stdout)
+
+    async def write(self, path: str, data: bytes) -> None:
+        whole = _absolute(path)
+        try:
+            await self._home.client.execute_command(self.id, f"mkdir -p -- {shlex.quote(whole.rpartition('/')[0])}")
+            await self._home.client.upload_bytes(self.id, whole, data, whole.rpartition("/")[2])
+        except self._home._prime.APIError as error:
+            raise SandboxError(f"cannot write {path}: {error}") from error
+
+    async def snapshot(self) -> Snapshot:
+        made = await self._home.client.checkpoint(self.id)
+        await self._home.client.wait_for_checkpoint(made.id)
+        return Snapshot(made.id)
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._home.open -= 1
+            await self._home.client.delete(self.id)
+
+
+def _absolute(path: str) -> str:
+    return path if path.startswith("/") else f"/work/{path}"

@@ -1,0 +1,49 @@
+"""Many things, one call."""
+
+from __future__ import annotations
+
+import asyncio
+
+from scheduler.cluster.outbox import MOST, Outbox
+
+
+def test_what_comes_at_once_is_told_in_one_call_and_what_comes_meanwhile_in_the_next() -> None:
+    async def main() -> list[list[int]]:
+        calls: list[list[int]] = []
+        told, go_on = asyncio.Event(), asyncio.Event()
+
+        async def tell(some: list[int]) -> None:
+            calls.append(some)
+            told.set()
+            await go_on.wait()
+
+        outbox = Outbox(tell)
+        first = [asyncio.create_task(outbox.put(number)) for number in range(3)]
+        await told.wait()
+        later = [asyncio.create_task(outbox.put(number)) for number in range(3, 5 + MOST)]
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in (*first, *later))
+        go_on.set()
+        await asyncio.gather(*first, *later)
+        await outbox.put(-1)
+        return calls
+
+    calls = asyncio.run(main())
+    assert calls == [[0, 1, 2], list(range(3, 3 + MOST)), [3 + MOST, 4 + MOST], [-1]]
+
+
+def test_who_is_cancelled_takes_nobody_with_it() -> None:
+    async def main() -> list[int]:
+        told: list[int] = []
+
+        async def tell(some: list[int]) -> None:
+            told.extend(some)
+
+        outbox = Outbox(tell)
+        one, other = (asyncio.create_task(outbox.put(number)) for number in (1, 2))
+        await asyncio.sleep(0)
+        one.cancel()
+        await other
+        return told
+
+    assert asyncio.run(main()) == [1, 2]

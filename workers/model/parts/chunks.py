@@ -1,0 +1,39 @@
+"""What recurrences whose state is a matrix for each head share: chunks of a sequence, and reading a state.
+
+Shapes: H heads, N tokens, C chunks, L tokens of a chunk, R rows, D of what a state is read by, V of what it gives.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: Tokens that are computed together.
+CHUNK = 64
+
+
+def chunked(x_HN: Tensor, length: int) -> Tensor:
+    """[H, C, L, ...], filled up with zeros; a number for each token as [H, C, L, 1]."""
+    x_HNX = x_HN if x_HN.dim() == 3 else x_HN[..., None]
+    heads, count, width = x_HNX.shape
+    return F.pad(x_HNX, (0, 0, 0, -count % length)).reshape(heads, -1, length, width)
+
+
+def faded(total_HCL1: Tensor) -> Tensor:
+    """[H, C, L, L]: what is left of what each token of a chunk wrote when each later one, or itself, reads; 0 for those
+    before. `total` are the sums of the decays' logarithms up to each token of its chunk."""
+    length = total_HCL1.shape[-2]
+    ahead_LL = torch.ones(length, length, dtype=torch.bool, device=total_HCL1.device).triu(1)
+    return (total_HCL1 - total_HCL1.mT).masked_fill(ahead_LL, -torch.inf).exp()
+
+
+def by_head(heads: int, x_NM: Tensor) -> Tensor:
+    """[N, H, M / H]."""
+    return x_NM.reshape(len(x_NM), heads, -1)
+
+
+def read(state_RHDV: Tensor, at_RHD: Tensor) -> Tensor:
+    """S^T k of each row and head: [R, H, V]."""
+    rows, heads = at_RHD.shape[:2]
+    return torch.bmm(at_RHD.flatten(0, 1)[:, None], state_RHDV.flatten(0, 1)).view(rows, heads, -1)

@@ -1,0 +1,141 @@
+"""Mamba-2 (arXiv 2405.21060) with its causal convolution and its gated norm by groups.
+
+For each head, with value x, a step dt of each token, and b and c of the head's group, the state S [D, V] becomes
+exp(dt A) S + b (dt x)^T, and the output is S^T c + skip x. A run of tokens is computed in chunks, as section 6 of the
+paper has it; one token by the formula itself. All in float32.
+
+Steps have no floor, as in the published code and in training. transformers 5 raises them to `time_step_min` where it
+computes many tokens, and not where it computes one; its pull request 48989 calls that a fault.
+
+Shapes: N tokens of a sequence, R sequences, M channels of the convolution, J its taps, G groups, H heads, D state dim,
+V head dim, C chunks, L tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workers.model.attend import Attend
+from workers.model.config import DecoderConfig
+from workers.model.lora import LoraRows, Site, lora_linear
+from workers.model.parts.chunks import CHUNK, by_head, chunked, faded, read
+from workers.model.parts.convolution import convolved
+from workers.model.parts.frozen import frozen
+from workers.model.parts.rotary import Angles
+from workers.model.parts.steady import steady
+from workers.model.recur import Recur, State
+
+
+class Mamba2(nn.Module):
+    """The projection of the input is one linear. Tinker's adapters have an A and a B each for the gate and for the
+    values in it, and leave what is beside them as it is; those of other tools may have one pair for the whole."""
+
+    def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.mamba is not None
+        self.layer, self.config, self.norm_eps = layer, config.mamba, config.norm_eps
+        c, d = config.mamba, config.hidden_size
+        self.inputs = frozen(dtype, c.in_size, d)
+        self.conv = frozen(torch.float32, c.mixed_size, c.taps)
+        self.conv_bias = frozen(torch.float32, c.mixed_size)
+        self.decay_log = frozen(torch.float32, c.heads)
+        self.step_bias = frozen(torch.float32, c.heads)
+        self.skip = frozen(torch.float32, c.heads)
+        self.norm = frozen(torch.float32, c.value_size)
+        self.out = frozen(dtype, d, c.value_size)
+        at = config.adapter_at(layer, "attn")
+        self.in_site = Site(at + "in_A", (at + "gate_B", at + "x_B"), (c.value_size, c.value_size))
+        self.whole_site = Site(at + "whole_in_A", (at + "whole_in_B",), (c.in_size,))
+        self.out_site = Site(at + "out_A", (at + "out_B",), (d,))
+
+    def forward(self, x_TD: Tensor, angles: Angles, attend: Attend, lora: LoraRows | None) -> Tensor:
+        if not isinstance(attend, Recur):
+            raise TypeError(f"{type(attend).__name__} keeps no states, which Mamba-2 needs")
+        projected = lora_linear(x_TD, self.inputs, self.in_site, lora, self.whole_site)
+        y = attend.recur(self.layer, self, projected, apart=lora is not None and lora.apart)
+        return lora_linear(y, self.out, self.out_site, lora)
+
+    def run(self, x_NI: Tensor, state: State | None) -> tuple[Tensor, State]:
+        c = self.config
+        gate, mixed, step = self._inputs(x_NI)
+        before_JM, start_HDV = state or (
+            x_NI.new_zeros(c.taps - 1, c.mixed_size),
+            x_NI.new_zeros(c.heads, c.state_dim, c.head_dim),
+        )
+        seen_M = torch.cat((before_JM, mixed))
+        taps = [seen_M[j : j + len(x_NI)] for j in range(c.taps)]
+        x_NHV, b_NGD, c_NGD = self._parts(F.silu(convolved(taps, self.conv, self.conv_bias)))
+        step_NH = F.softplus(step + self.step_bias)
+        decay_NH = -self.decay_log.exp() * step_NH
+        tokens = _Tokens(*(t.transpose(0, 1) for t in (x_NHV * step_NH[..., None], b_NGD, c_NGD, decay_NH)))
+        out_HNV, end_HDV = by_chunks(tokens, start_HDV)
+        y = self._gated(out_HNV.transpose(0, 1) + self.skip[:, None] * x_NHV, F.silu(gate))
+        return y, (seen_M[len(x_NI) :], end_HDV)
+
+    def step(self, x_RI: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
+        gate, mixed, step = self._inputs(x_RI)
+        before_RJM, start_RHDV = (torch.stack(part) for part in zip(*states, strict=True))
+        seen_RJM = torch.cat((before_RJM, mixed[:, None]), dim=1)
+        x_RHV, b_RGD, c_RGD = self._parts(steady(F.silu, convolved(seen_RJM.unbind(1), self.conv, self.conv_bias)))
+        step_RH = steady(F.softplus, step + self.step_bias)
+        kept_RH = steady(torch.exp, -self.decay_log.exp() * step_RH)
+        b_RHD, c_RHD = (self._of_heads(t) for t in (b_RGD, c_RGD))
+        written_RHDV = b_RHD[..., None] * (x_RHV * step_RH[..., None])[:, :, None]
+        end_RHDV = start_RHDV * kept_RH[:, :, None, None] + written_RHDV
+        y = self._gated(read(end_RHDV, c_RHD) + self.skip[:, None] * x_RHV, steady(F.silu, gate))
+        return y, list(zip(seen_RJM[:, 1:].unbind(), end_RHDV.unbind(), strict=True))
+
+    def _inputs(self, x_NI: Tensor) -> tuple[Tensor, ...]:
+        """The gate [N, H V], what the convolution takes [N, M], the steps before their bias [N, H]."""
+        c = self.config
+        return x_NI.split_with_sizes([c.value_size, c.mixed_size, c.heads], dim=-1)
+
+    def _parts(self, mixed_NM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Values [N, H, V]; what the groups write with and read by, [N, G, D] each."""
+        c = self.config
+        shared = c.groups * c.state_dim
+        x, b, read_by = mixed_NM.split_with_sizes([c.value_size, shared, shared], dim=-1)
+        return by_head(c.heads, x), by_head(c.groups, b), by_head(c.groups, read_by)
+
+    def _of_heads(self, x_RGD: Tensor) -> Tensor:
+        """A group serves consecutive heads."""
+        return x_RGD.repeat_interleave(self.config.heads // self.config.groups, 1)
+
+    def _gated(self, out_NHV: Tensor, gate_NM: Tensor) -> Tensor:
+        """The norm is of what is gated, within each group of heads."""
+        by_group = by_head(self.config.groups, out_NHV.flatten(1) * gate_NM)
+        return F.rms_norm(by_group, by_group.shape[2:], None, self.norm_eps).flatten(1) * self.norm
+
+
+class _Tokens(NamedTuple):
+    """What the recurrence computes with: values times their steps, what groups write with and read by, and the decays'
+    logarithms."""
+
+    x_HNV: Tensor
+    b_GND: Tensor
+    c_GND: Tensor
+    decay_HN: Tensor
+
+
+def by_chunks(tokens: _Tokens, state_HDV: Tensor) -> tuple[Tensor, Tensor]:
+    """out [H, N, V] and the state after N tokens. Within a chunk this is attention with a decay; between chunks only
+    the state is passed on."""
+    (heads, count), groups = tokens.decay_HN.shape, len(tokens.b_GND)
+    length, each = min(CHUNK, count), heads // groups
+    x, b, c, decay = (chunked(t, length) for t in tokens)
+    total_HCL1 = decay.cumsum(-2)
+    last_HC11 = total_HCL1[..., -1:, :]
+    within_HCLL = (c @ b.mT).repeat_interleave(each, 0) * faded(total_HCL1)
+    b, c = (t.repeat_interleave(each, 0) for t in (b, c))
+    asking, fading = c * total_HCL1.exp(), last_HC11.exp()
+    written_HCDV = (b * (last_HC11 - total_HCL1).exp()).mT @ x
+    out_HCLV, outs = within_HCLL @ x, []
+    for n in range(x.shape[1]):
+        outs.append(out_HCLV[:, n] + asking[:, n] @ state_HDV)
+        state_HDV = state_HDV * fading[:, n] + written_HCDV[:, n]
+    return torch.cat(outs, dim=1)[:, :count], state_HDV
