@@ -27,6 +27,7 @@ from weft.rl.loops.rollouts import context_length
 from weft.types import AdamParams, Datum, ModelInput, SamplingParams
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
+from tests.isolation import isolated
 
 pytestmark = pytest.mark.server
 
@@ -361,6 +362,7 @@ def test_groups_in_flight_follow_what_the_server_takes(
     asyncio.run(loop(fresh(service)))
 
 
+@isolated
 def test_too_few_sandboxes_are_known_before_a_token_is_drawn(service: weft.ServiceClient) -> None:
     async def solve(task: Any, chat: rl.Chat, box: rl.sandboxes.Sandbox) -> float:
         return 1.0

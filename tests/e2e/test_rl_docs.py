@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from weft import rl
 from weft.rl.loops import train as loop
 
 from tests.e2e.conftest import Weftd
+from tests.isolation import isolated, possible
 
 pytestmark = pytest.mark.server
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ ELSEWHERE = "<!-- needs packages: tests/rl_packages -->\n"
 def blocks() -> list[str]:
     page = (ROOT / "docs" / "rl.md").read_text()
     found = re.findall(r"(?<!rl_packages -->\n)```python\n(.*?)```", page, re.S)
-    return [block for block in found if "sandboxes" not in block or shutil.which("bwrap")]
+    return [block for block in found if "sandboxes" not in block or possible()]
 
 
 def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for block in found:
         exec(compile(block.replace("/tmp/", f"{tmp_path}/"), "docs/rl.md", "exec"), names)
     names["service"].close().result(60)
-    assert len(reports) == 6 + (shutil.which("bwrap") is not None)
+    assert len(reports) == 6 + possible()
     assert all(report.steps for report in reports)
     assert max(reports[-2].curve("lag/max")) <= 1
     assert len((tmp_path / "sums-1.jsonl").read_text().splitlines()) >= 3
@@ -66,7 +66,7 @@ def test_an_agent_that_knows_only_openai_is_trained(weftd: Weftd) -> None:
     assert [line.split()[:2] for line in said] == [["reward", "0"], ["reward", "1"]]
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="apt-get install bubblewrap")
+@isolated
 def test_an_agent_with_a_tool_in_a_sandbox_learns(weftd: Weftd) -> None:
     for _ in range(3):  # nothing is seeded here, and a step may go wrong
         said = example(weftd, "tool_agent.py", "--steps", "6", "--batch", "6")

@@ -20,9 +20,9 @@ from weft import rl
 from weft.rl.sandboxes import local, seccomp
 from weft.rl.sandboxes.sandbox import CannotIsolateError, Limits, Sandbox, SandboxError, opened, require
 
-pytestmark = pytest.mark.skipif(
-    any(not Path("/usr/bin", tool).exists() for tool in local.NEEDED), reason="apt-get install bubblewrap util-linux"
-)
+from tests.isolation import isolated
+
+pytestmark = isolated
 MIB = 1 << 20
 SMALL = Limits(time_s=5, cpu_s=2, memory_bytes=128 * MIB, disk_bytes=8 * MIB, processes=24, output_bytes=64 << 10)
 
