@@ -155,17 +155,6 @@ def _checkpoint_ttl_set(fact: Fact) -> str:
     return f"let {fact.checkpoint()} {f'expire after {_lasts(seconds)}' if seconds else 'be kept for ever'}"
 
 
-def _member_added(fact: Fact) -> str:
-    who, by_groups = fact.detail.get("email") or fact.user(fact.target), fact.detail.get("by_groups_of")
-    role = fact.detail.get("role", "member")
-    return f"added {who} as {role}{', by their groups at the provider' if by_groups else ''}"
-
-
-def _member_role_set(fact: Fact) -> str:
-    by_groups = ", by their groups at the provider" if fact.detail.get("by_groups_of") else ""
-    return f"made {fact.user(fact.target)} {fact.detail.get('role')}, who was {fact.detail.get('was')}{by_groups}"
-
-
 def _invitation(fact: Fact) -> str:
     whom = fact.detail.get("email")
     return f"an invitation as {fact.detail.get('role', 'member')}{f' for {whom}' if whom else ''}"
@@ -211,8 +200,12 @@ SENTENCES: dict[str, Callable[[Fact], str]] = {
     ),
     "project_archived": lambda fact: f"archived {fact.project(fact.target)}",
     "project_restored": lambda fact: f"restored {fact.project(fact.target)}",
-    "member_added": _member_added,
-    "member_role_set": _member_role_set,
+    "member_added": lambda fact: (
+        f"added {fact.detail.get('email') or fact.user(fact.target)} as {fact.detail.get('role', 'member')}"
+    ),
+    "member_role_set": lambda fact: (
+        f"made {fact.user(fact.target)} {fact.detail.get('role')}, who was {fact.detail.get('was')}"
+    ),
     "member_removed": lambda fact: f"removed {fact.user(fact.target)}, who was {fact.detail.get('role', 'member')}",
     "member_link_made": lambda fact: f"made a sign-in link for {fact.user(fact.target)}",
     "member_invited": lambda fact: f"made {_invitation(fact)}",
