@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from tests.workers.model import models
+from workers.generator.engine import GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.card import ModelCard
 from workers.model.check import check_model
-from workers.model.decoder import Decoder
+from workers.model.decoder import Decoder, PackedAttend
+from workers.model.logprobs import target_logprobs
+from workers.model.weights import load_decoder
 
-from .conftest import VOCAB, four_adapters
+from .conftest import VOCAB, four_adapters, run
 from .test_devices import TARGETS
 from .test_devices import test_sampler_and_trainer_agree as sampler_and_trainer_agree
 from .test_engine_contract import (  # noqa: F401
@@ -61,6 +64,37 @@ def adapters(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> dict
 def test_other_dtypes_and_devices(tmp_path: Path, device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Without experts, whose choice turns on less than bfloat16 has."""
     sampler_and_trainer_agree(reference(first_k_dense_replace=3), {}, tmp_path, device, dtype, tolerance)
+
+
+def test_in_bfloat16_experts_are_what_sampler_and_trainer_may_disagree_about(tmp_path: Path) -> None:
+    """Latents and heads round differently, and where two experts score nearly alike that decides. With the sampler's
+    routes replayed no token is further off than without experts."""
+    reference().save_pretrained(tmp_path)
+    decoder, prompt = load_decoder(tmp_path, torch.bfloat16), tuple(range(3, 43))
+    asked = GenerateRequest(
+        "r", prompt, SamplingParams(max_tokens=100, seed=3, stop_at_eos=False), return_routed_experts=True
+    )
+    (drawn,) = run(TorchEngine(decoder, (), slots=1, context=160), asked)["r"].sequences
+    assert drawn.routed_experts is not None
+    tokens = torch.tensor([*prompt, *drawn.tokens.tolist()])
+    at, routes_LMK = torch.arange(len(tokens) - 1), torch.from_numpy(drawn.routed_experts)
+    chosen: list[Tensor] = []
+
+    def off(replay_MLK: Tensor | None) -> Tensor:
+        """How far each sampled token's log-probability is from the sampler's."""
+        with torch.no_grad():
+            attend = PackedAttend([len(at)])
+            hidden = decoder(tokens[:-1], at, attend, None, lambda _, experts: chosen.append(experts), replay_MLK)
+            found = target_logprobs(decoder, hidden, at, tokens[1:], None)[len(prompt) - 1 :]
+        return (found - torch.from_numpy(drawn.logprobs)).abs()
+
+    free = off(None)
+    own_LMK = torch.stack(chosen, dim=1)
+    others = (own_LMK.sort(-1).values != routes_LMK.sort(-1).values).flatten(1).any(1)[len(prompt) - 1 :]
+    assert 0 < others.sum() < 0.15 * len(others)
+    assert free[others].max() > 0.15
+    assert free[~others].max() < 0.15
+    assert off(routes_LMK.transpose(0, 1).contiguous()).max() < 0.15
 
 
 def test_what_is_kept_of_a_token_is_its_latent(decoder: Decoder, tmp_path: Path) -> None:
