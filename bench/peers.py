@@ -69,8 +69,6 @@ def with_adapters(model: Any, adapters: Sequence[Adapter], folder: Path, *, trai
         arrays = {name: view.detach().numpy().copy() for name, view in adapter.views.items()}
         alpha, in_size = adapter.scale * adapter.rank, adapter.shape.in_size
         write_export(place, arrays, base_model="toy", rank=adapter.rank, alpha=alpha, in_size=in_size)
-        if in_size:  # else it refuses out_proj, because of kernels that are not used here
-            model.config.model_type = "toy"
         place = place / "peft" if (place / "peft").is_dir() else place
         if number == 0:
             model = PeftModel.from_pretrained(model, place, adapter_name="a0", is_trainable=trainable)

@@ -72,9 +72,7 @@ def sentence(fact: Fact) -> str:
     tell = SENTENCES.get(fact.event, _plain)
     by = fact.detail.get("link_by")
     link = f", signed in by a link that {actor(str(by), fact.names)} made" if by else ""
-    groups = fact.detail.get("by_groups_of")
-    followed = f", by their groups at {groups}" if groups else ""
-    return f"{_capital(actor(fact.actor, fact.names))} {tell(fact)}{followed}{link}"
+    return f"{_capital(actor(fact.actor, fact.names))} {tell(fact)}{link}"
 
 
 def actor(who: str, names: Called) -> str:
@@ -157,17 +155,6 @@ def _checkpoint_ttl_set(fact: Fact) -> str:
     return f"let {fact.checkpoint()} {f'expire after {_lasts(seconds)}' if seconds else 'be kept for ever'}"
 
 
-def _member_added(fact: Fact) -> str:
-    who, by_groups = fact.detail.get("email") or fact.user(fact.target), fact.detail.get("by_groups_of")
-    role = fact.detail.get("role", "member")
-    return f"added {who} as {role}{', by their groups at the provider' if by_groups else ''}"
-
-
-def _member_role_set(fact: Fact) -> str:
-    by_groups = ", by their groups at the provider" if fact.detail.get("by_groups_of") else ""
-    return f"made {fact.user(fact.target)} {fact.detail.get('role')}, who was {fact.detail.get('was')}{by_groups}"
-
-
 def _invitation(fact: Fact) -> str:
     whom = fact.detail.get("email")
     return f"an invitation as {fact.detail.get('role', 'member')}{f' for {whom}' if whom else ''}"
@@ -213,8 +200,12 @@ SENTENCES: dict[str, Callable[[Fact], str]] = {
     ),
     "project_archived": lambda fact: f"archived {fact.project(fact.target)}",
     "project_restored": lambda fact: f"restored {fact.project(fact.target)}",
-    "member_added": _member_added,
-    "member_role_set": _member_role_set,
+    "member_added": lambda fact: (
+        f"added {fact.detail.get('email') or fact.user(fact.target)} as {fact.detail.get('role', 'member')}"
+    ),
+    "member_role_set": lambda fact: (
+        f"made {fact.user(fact.target)} {fact.detail.get('role')}, who was {fact.detail.get('was')}"
+    ),
     "member_removed": lambda fact: f"removed {fact.user(fact.target)}, who was {fact.detail.get('role', 'member')}",
     "member_link_made": lambda fact: f"made a sign-in link for {fact.user(fact.target)}",
     "member_invited": lambda fact: f"made {_invitation(fact)}",

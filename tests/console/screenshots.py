@@ -22,6 +22,7 @@ NARROW = {"width": 375, "height": 780}
 
 #: Name, page, colour scheme, size.
 SHOTS = (
+    ("console-audit", "/audit", "dark", WIDE),  # before all the others sign in
     ("console-overview", "/", "light", WIDE),
     ("console-usage", "/usage?by=project", "light", WIDE),
     ("console-run", "/runs/{run}", "dark", WIDE),
@@ -35,7 +36,6 @@ SHOTS = (
     ("console-members", "/members", "dark", WIDE),
     ("console-budgets", "/budgets", "light", WIDE),
     ("console-billing", "/billing", "light", WIDE),
-    ("console-audit", "/audit", "dark", WIDE),
     ("console-overview-dark", "/", "dark", WIDE),
     ("console-ownership", "/ownership", "light", WIDE),
     ("console-overview-mobile", "/", "light", NARROW),

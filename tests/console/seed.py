@@ -19,6 +19,7 @@ from billing.prices import PriceList
 from billing.wallets import set_mode
 from scheduler.order.plans import BODY_ONLY, Step
 from store import people, tables
+from store.caller import Caller, acting_as, caller
 from store.curves import Point, log_points
 from store.keys import new_key
 from store.people import organisation_named
@@ -92,10 +93,12 @@ def seed(
 
 def _people(session: Session, made: Seeded) -> None:
     for role in ("owner", "admin", "billing-admin", "member", "viewer"):
-        user = people.add_member(session, made.org_id, f"{role}@acme.example", role)
-        made.users[role] = user.id
-    for name in ("post-training", "evals"):
-        made.projects[name] = people.create_project(session, made.org_id, name).id
+        by = Caller(None, f"user:{made.users['owner']}", "203.0.113.7") if made.users else caller()
+        with acting_as(by):
+            made.users[role] = people.add_member(session, made.org_id, f"{role}@acme.example", role).id
+    with acting_as(Caller(None, f"user:{made.users['admin']}", "203.0.113.8")):
+        for name in ("post-training", "evals"):
+            made.projects[name] = people.create_project(session, made.org_id, name).id
     for role, scopes in (("owner", ["admin"]), ("member", ["admin"]), ("viewer", ["admin"])):
         _, secret = new_key(session, made.org_id, name=f"{role}'s laptop", scopes=scopes, user_id=made.users[role])
         made.keys[role] = secret

@@ -12,10 +12,11 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
+from api.console import sessions
 from api.state import attempts
 from store import invitations, people
 from store.keys import new_key, revoke
-from store.tables import AuditEntry, BrowserSession, Invitation, Membership, User
+from store.tables import AuditEntry, Invitation, Membership, User
 from tests.console.conftest import SAME_SITE, Console
 from tests.console.provider import Liar, liar_at, provider_process
 from tests.console.sso import at_provider, begin, come_back, person, take_provider
@@ -272,12 +273,15 @@ class TestWhoIsSignedIn:
         refused(console, path, "Sign in as yourself", csrf=console.csrf())
 
     def test_nor_by_a_colleagues_link(self, console: Console, liar: Liar) -> None:
-        path = self.open_link(console, liar)
-        console.sign_in("rival-member")
-        console.database.write_now(
-            lambda session: session.execute(update(BrowserSession).values(link_by="user:x", key_id=None))
-        )
-        refused(console, path, "Sign in as yourself", csrf="0" * 64)
+        path, org_id = self.open_link(console, liar), console.made.rival_id
+
+        def write(session: Session) -> str:
+            user = session.scalars(select(User.id).filter_by(email="member@rival.example")).one()
+            return sessions.new_link(session, org_id, user, made_by="user:colleague")
+
+        token = console.database.write_now(write)
+        assert use(console, f"/console/login/{token}").status_code == 303
+        refused(console, path, "Sign in as yourself", csrf=console.csrf())
 
     def test_nobody(self, console: Console, liar: Liar) -> None:
         refused(console, self.open_link(console, liar), "Sign in as yourself")

@@ -141,7 +141,7 @@ NAMES = Called(
             "member_role_set",
             "u2",
             {"was": "viewer", "role": "admin", "by_groups_of": "https://id.example"},
-            "The server made grace@acme.example admin, who was viewer, by their groups at https://id.example",
+            "The server made grace@acme.example admin, who was viewer, by their groups at the provider",
         ),
         ("user:gone", "member_removed", "u2", {"role": "admin"}, "gone removed grace@acme.example, who was admin"),
         ("key:9", "of_tomorrow", "x", {}, "The key “9” did of tomorrow to x"),

@@ -127,7 +127,7 @@ def test_groups_that_the_provider_leaves_out_are_not_taken_for_none(sso: Console
 
 class TestWhoItIs:
     def test_a_member_by_a_verified_address(self, sso: Console, liar: Liar) -> None:
-        person(liar.url, "v", email="Viewer@Acme.Example", groups=[])
+        person(liar.url, "v", email="Viewer@Acme.Example", groups=["weft-acme-admins"])
         assert sign_in(sso, "v").status_code == 303
         assert "viewer@acme.example" in sso.get("/runs")
         with sso.database.read() as session:
