@@ -235,8 +235,9 @@ class Database:
         if len(group) > 1 and all(works[0].batch is not None for works in parts):
             try:  # batches hardly ever fail: a savepoint for each would cost as much as they do
                 return self._commit_parts(group, parts, savepoints=False)
-            except _BatchFailed:
-                pass
+            except _BatchFailed:  # nothing of it is so, nor what it has answered
+                for work in group:
+                    work.result, work.error, work.noted = None, None, []
         return self._commit_parts(group, parts, savepoints=len(group) > 1)
 
     def _commit_parts(self, group: list[_Work], parts: list[list[_Work]], *, savepoints: bool) -> BaseException | None:

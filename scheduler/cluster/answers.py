@@ -51,7 +51,9 @@ class SampleAnswers:
             await asyncio.sleep(AGAIN_S)
             return
         ended = await asyncio.gather(*(self._settle(answer, queued.get(answer.id)) for answer in answers))
-        await journal.reach(self._done_with, [one for one in ended if one is not None])
+        settled = [one for one in ended if one is not None]
+        await journal.reach(self._done_with, settled)
+        await asyncio.gather(*(journal.run(self._delete, one.ref) for one in settled if one.ref))
 
     async def _settle(self, answer: Answered, op: Operation | None) -> _Settled | None:
         """None: it cannot be settled for now."""
@@ -78,9 +80,10 @@ class SampleAnswers:
             if one.tokens:
                 self._queue.correct(one.path, one.tokens)
             self._queue.forget(one.answer.id, one.answer.receipt)
-            if one.ref:
-                with suppress(OSError):  # then the reaper finds it
-                    self._blobs.delete(one.ref)
+
+    def _delete(self, ref: str) -> None:
+        with suppress(OSError):  # then the reaper finds it
+            self._blobs.delete(ref)
 
 
 @dataclass

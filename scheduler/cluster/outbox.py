@@ -4,35 +4,46 @@ goes with one call."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 #: Told in one call.
 MOST = 256
 
 
 class Outbox(Generic[T]):
-    """`tell` tells some, in their order, and does not fail. Lives in one event loop."""
+    """`tell` tells some, in their order. What it fails to tell is logged, and lost. Lives in one event loop."""
 
     def __init__(self, tell: Callable[[list[T]], Awaitable[object]]) -> None:
         self._tell = tell
-        self._waiting: list[T] = []
+        self._waiting: list[tuple[T, asyncio.Future[None]]] = []
         self._telling: asyncio.Task[None] | None = None
 
     async def put(self, item: T) -> None:
-        """Returns when it has been told."""
-        self._waiting.append(item)
+        """Returns after the call that tells it."""
+        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, told))
         if self._telling is None:
             self._telling = asyncio.create_task(self._tell_all())
-        await asyncio.shield(self._telling)
+        await told
 
     async def _tell_all(self) -> None:
         try:
             await asyncio.sleep(0)
             while self._waiting:
                 some, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
-                await self._tell(some)
+                try:
+                    await self._tell([item for item, _ in some])
+                except Exception:
+                    log.exception("%d messages could not be told", len(some))
+                finally:
+                    for _, told in some:
+                        if not told.done():  # nobody waits for it any more
+                            told.set_result(None)
         finally:
             self._telling = None

@@ -117,8 +117,10 @@ class Journal:
     async def taken(self, lane: str, seq: int) -> bool:
         if not self._may_be_taken(lane, seq):
             return False
+        of_run = lane in self.training.runs
         taken, number = await anyio.to_thread.run_sync(self._look_up, lane, seq)
-        self._highest.found(lane, seq, number)
+        if not (of_run or lane in self.training.runs):  # runs know their own, and nobody tells `_highest` of them
+            self._highest.found(lane, seq, number)
         return taken
 
     def maybe_stored(self, new: NewOperation) -> bool:

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from api.console.formats import lasts
 from api.console.pages.compare import _all_reach
-from store.tables import AuditEntry, Operation, Run, RunMetric, UsageEvent
+from store.tables import AuditEntry, Operation, Organisation, Run, RunMetric, UsageEvent
 from store.tables.work import MAX_NOTES
 from tests.console.conftest import Console
 from tests.console.test_pages import amounts
@@ -51,6 +51,15 @@ class TestCompare:
         assert "loss ≥ 1" in part(console.get(f"/compare?{both}&metric=loss&direction=up&target=1"), "reached")
         assert "never was at most -5" in part(console.get(f"/compare?{both}&metric=loss&target=-5"), "reached")
         assert "has no curve reward" in part(console.get(f"/compare?{both}&run={console.made.runs[1]}"), "reached")
+
+    def test_it_counts_as_requests_do(self, console: Console) -> None:
+        def limit(session: Session) -> None:
+            session.get_one(Organisation, console.made.org_id).requests_per_minute = 2
+
+        console.database.write_now(limit)
+        console.sign_in()
+        found = [console.http.get(f"/console/compare{what}").status_code for what in ("", "/curves", "")]
+        assert found == [200, 200, 429]
 
     def test_hyperparameters_that_differ(self, console: Console) -> None:
         first, other = console.made.runs[0], console.made.runs[1]

@@ -129,6 +129,29 @@ def test_a_batch_that_raises_takes_no_other_with_it(database: Database) -> None:
     assert len(commits) == 1  # what comes in one turn of the loop is one group
 
 
+def test_a_batch_that_is_done_again_answers_anew(database: Database) -> None:
+    """What it refused the first time may be so by then."""
+    tries: list[str] = []
+
+    def insert(session: Session, names: list[str]) -> list[str | BaseException]:
+        tries.append("insert")
+        return [KeyError("full")] if len(tries) == 1 else [add(name)(session) for name in names]
+
+    def once(_session: Session, names: list[str]) -> list[str]:
+        tries.append("once")
+        if tries.count("once") == 1:
+            raise KeyError("mine")
+        return names
+
+    async def main() -> list[str]:
+        return await asyncio.gather(
+            database.write_batched(insert, "a", lock=""), database.write_batched(once, "b", lock="")
+        )
+
+    assert asyncio.run(main()) == ["a", "b"]
+    assert names(database) == {"a"}
+
+
 def test_one_that_raises_with_no_other_writes_nothing_and_the_writer_goes_on(database: Database) -> None:
     def half_done(session: Session) -> None:
         add("never")(session)

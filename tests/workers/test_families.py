@@ -39,6 +39,8 @@ EACH += ["nemotron-h", "nemotron-h-latent"]
 KINDS = ["llama", "deepseek", "qwen3.5-moe", "gpt-oss", "nemotron-h"]
 CONTEXT = 256
 STEPS, RATE = 5, 3e-3
+#: Of gradients that are sums of numbers near 1.
+ROUNDING = 1e-7
 #: Of an adapter against peft's, whose B is not zero either; elsewhere 8. With 8, log-probabilities of this one are
 #: 1.2e-4 apart where the weights of the adapters are 1e-6 apart.
 ALPHA = {"qwen3.5-moe": 1}
@@ -137,6 +139,7 @@ def test_five_steps_on_everything_are_those_of_autograd_and_adamw(tiny: Tiny, tm
     bench = Bench(tiny.decoder, tmp_path / "blobs")
     bench.ok(bench.create("a", rank=3), bench.create("neighbour", rank=5))
     start = bench.run("a").adapter
+    sure = torch.ones_like(start.flat, dtype=torch.bool)
     flat = start.flat.clone().requires_grad_()
     optimizer = torch.optim.AdamW([flat], lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     for step in range(STEPS):
@@ -150,7 +153,11 @@ def test_five_steps_on_everything_are_those_of_autograd_and_adamw(tiny: Tiny, tm
             return found
 
         _step(optimizer, data, output(done[op.op_id])[0], logits)
-    torch.testing.assert_close(bench.run("a").adapter.flat, flat.detach(), atol=1e-4, rtol=0)
+        assert flat.grad is not None
+        # What is only rounding moves by the whole rate, either way.
+        sure &= (flat.grad == 0) | (flat.grad.abs() > ROUNDING)
+    assert sure.float().mean() > 0.99
+    torch.testing.assert_close(bench.run("a").adapter.flat[sure], flat.detach()[sure], atol=1e-4, rtol=0)
 
 
 def _step(optimizer: torch.optim.Optimizer, data: list[Any], found: list[Any], logits: Any) -> None:

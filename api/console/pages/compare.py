@@ -21,6 +21,7 @@ from api.console.security import ViewerDep
 from api.errors import Invalid
 from api.http.access import declare
 from api.routes.metrics import run_metrics
+from api.state.rates import count_request
 from api.state.service import ServiceDep
 from api.who.lookup import run_by_id, visible
 from billing.reports import Spent, spent_until
@@ -64,6 +65,7 @@ async def compare(
     direction: Direction = "",
     target: Annotated[float | None, Query(allow_inf_nan=False)] = None,
 ) -> HTMLResponse:
+    await count_request(request, viewer.who)
     chosen = _distinct(run)
 
     def read(session: Session) -> dict[str, Any]:
@@ -102,8 +104,14 @@ async def compare(
 
 
 @router.get("/compare/curves", **declare(scope="public", limit="poll"))
-async def curves(service: ServiceDep, viewer: ViewerDep, run: Chosen = []) -> JSONResponse:  # noqa: B006
+async def curves(
+    request: Request,
+    service: ServiceDep,
+    viewer: ViewerDep,
+    run: Chosen = [],  # noqa: B006
+) -> JSONResponse:
     """The API's own curves of each run, for the page to draw."""
+    await count_request(request, viewer.who)
     found = []
     for run_id in _distinct(run):
         answer = await run_metrics(run_id, service, viewer.who, None, DRAWN)

@@ -47,3 +47,27 @@ def test_who_is_cancelled_takes_nobody_with_it() -> None:
         return told
 
     assert asyncio.run(main()) == [1, 2]
+
+
+def test_nobody_waits_for_what_comes_after_and_what_fails_holds_nothing_up() -> None:
+    async def main() -> list[list[int]]:
+        calls: list[list[int]] = []
+        more: list[asyncio.Task[None]] = []
+
+        async def tell(some: list[int]) -> None:
+            calls.append(some)
+            if len(calls) < 5:  # something comes in each call
+                more.append(asyncio.create_task(outbox.put(len(calls))))
+            await asyncio.sleep(0)
+            if len(calls) == 3:
+                raise ValueError("Redis has no memory left")
+
+        outbox = Outbox(tell)
+        await outbox.put(0)
+        assert len(calls) < 3
+        for _ in range(50):
+            await asyncio.sleep(0)
+        await asyncio.gather(*more)
+        return calls
+
+    assert asyncio.run(main()) == [[0], [1], [2], [3], [4]]

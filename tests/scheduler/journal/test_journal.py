@@ -453,6 +453,29 @@ def test_a_closed_run_finishes_what_it_has_and_is_forgotten(folder: Path) -> Non
     go(scenario())
 
 
+def test_a_repeat_to_a_run_that_is_closed_gets_its_first_id(folder: Path) -> None:
+    """Also when numbers of the run were asked for before it ended."""
+
+    async def scenario() -> None:
+        service = Service(folder)
+        async with service.worker(service.trainer) as link:
+            await first_pass(service, link)
+            first = await service.journal.accept(train(1))
+            assert await service.journal.taken(RUN, 1)
+            second = await service.journal.accept(train(2))
+            service.journal.close_run(RUN)
+            await service.answer(link, await service.ask(link, PullPass(["m"])))
+            assert (await outcome(service, second)).error is None
+            assert (await service.ask(link, PullPass(["m"]))).release == [RUN]
+            await service.journal.flush()
+            assert RUN not in service.journal.training.runs
+            for seq, request_id in ((1, first), (2, second)):
+                assert await service.journal.taken(RUN, seq)
+                assert await service.journal.accept(train(seq)) == request_id
+
+    go(scenario())
+
+
 def test_a_refused_request_spends_its_number(folder: Path) -> None:
     async def scenario() -> None:
         service = Service(folder)
