@@ -43,13 +43,6 @@ CASES: dict[str, dict[str, Any]] = {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
     },
     "keys and values offloaded": {"kv_offloading_size": 1},
-    "keys and values sent through a folder": {
-        "kv_transfer_config": {
-            "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": ""},
-        }
-    },
     "FP8 keys and values": {"kv_cache_dtype": "fp8"},
     "FP8 weights, bfloat16": {"dtype": "bfloat16", "quantization": "fp8_per_tensor"},
     "two processes by tensors": {"tensor_parallel_size": 2},
@@ -82,8 +75,6 @@ def measured(options: dict[str, Any]) -> dict[str, Any]:
     setattr(VllmServer, "_warm_up", _without_top_k if "speculative_config" in options else WARM_UP)  # noqa: B010
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if "kv_transfer_config" in options:
-            options["kv_transfer_config"]["kv_connector_extra_config"]["shared_storage_path"] = str(folder / "kv")
         dtype = options.pop("dtype", "float32")
         launch = Launch(
             ROOT / ".vllm" / "bin" / "vllm", TINY_PATH, targets(CONFIG), CONTEXT, SLOTS, LIMITS, dtype, options=options

@@ -10,10 +10,9 @@ import click
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.commands.places import database_of, refuse, settings_of, where
+from api.commands.places import blobs_to_change, database_of, refuse, settings_of, where
 from billing import storage
 from store import audit, tables
-from store.opening import blobs_of
 from workers.model.imported import CannotImport, Imported, read_adapter
 
 
@@ -50,12 +49,12 @@ def import_(data_dir: Path | None, config: Path | None, org: str, model: str | N
     except ApiError as error:
         refuse(error.detail)
     ref = f"weights/{uuid.uuid4().hex}"
-    blobs = blobs_of(settings)
     with database_of(config, data_dir) as database:
         with database.read() as session:
             org_id = session.scalar(select(tables.Organisation.id).where(tables.Organisation.name == org))
         if org_id is None:
             refuse(f"no organisation named {org!r}")
+        blobs = blobs_to_change(settings, database)
         with blobs.new_folder(ref) as target:
             found.write(target, card.name)
         size = blobs.size_bytes(ref)

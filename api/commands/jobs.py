@@ -6,11 +6,15 @@ import json
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from api.commands.places import database_of, refuse, say_as, settings_of, where
-from store.settings import Settings
+from store.settings import Settings, SettingsError
+
+if TYPE_CHECKING:
+    from scheduler.jobs.registry import JobContext
 
 
 @click.group()
@@ -46,13 +50,11 @@ def list_(data_dir: Path | None, config: Path | None, check: bool) -> None:
 def run(data_dir: Path | None, config: Path | None, name: str) -> None:
     """Run the job NAME now, whether or not it is due; what it did, as JSON."""
     from scheduler.jobs.catalogue import JOBS
-    from scheduler.jobs.context import open_context
     from scheduler.jobs.running import run_now
 
     if name not in JOBS:
         refuse(f"no job {name!r}: there are {', '.join(sorted(JOBS))}")
-    settings = _migrated(config, data_dir)
-    context = open_context(settings)
+    context = _context(_migrated(config, data_dir))
     try:
         result = run_now(context, JOBS[name])
     except Exception as error:
@@ -71,7 +73,9 @@ def worker(data_dir: Path | None, config: Path | None, concurrency: int) -> None
     """Run jobs that Redis hands out (jobs.driver = "celery"), until SIGTERM."""
     from scheduler.jobs.production import celery_app, worker_arguments
 
-    app = celery_app(_migrated(config, data_dir))
+    settings = _migrated(config, data_dir)
+    _context(settings).database.close()  # each process opens its own
+    app = celery_app(settings)
     app.worker_main(worker_arguments(concurrency))
 
 
@@ -83,6 +87,15 @@ def beat(data_dir: Path | None, config: Path | None) -> None:
 
     app = celery_app(_migrated(config, data_dir))
     app.Beat(loglevel="INFO", quiet=True).run()
+
+
+def _context(settings: Settings) -> JobContext:
+    from scheduler.jobs.context import open_context
+
+    try:
+        return open_context(settings)
+    except (SettingsError, OSError) as error:
+        refuse(str(error))
 
 
 def _migrated(config: Path | None, data_dir: Path | None) -> Settings:

@@ -20,7 +20,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, organisation
-from api.commands.places import database_of, refuse, settings_of, where
+from api.commands.places import blobs_to_change, database_of, refuse, settings_of, where
 from api.http.archives import archive_ref
 from billing import storage
 from scheduler.journal.ending.references import in_use
@@ -144,7 +144,8 @@ def delete(data_dir: Path | None, config: Path | None, name: str, confirm: str) 
     if confirm != name:
         refuse(f"--confirm must be the name again, {name!r}")
     settings = settings_of(config, data_dir)
-    blobs = blobs_of(settings)
+    with database_of(config, data_dir) as database:
+        blobs = blobs_to_change(settings, database)
     gone = change(data_dir, config, lambda session: _delete(session, organisation(session, name), blobs))
     for ref in gone.trees:
         blobs.delete_tree(ref)

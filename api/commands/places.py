@@ -14,6 +14,7 @@ from store import logs
 from store.settings import Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:
+    from store.blobs import Blobs
     from store.db import Database
 
 
@@ -51,6 +52,18 @@ def database_of(config: Path | None, data_dir: Path | None) -> Iterator[Database
         yield database
     finally:
         database.close()
+
+
+def blobs_to_change(settings: Settings, database: Database) -> Blobs:
+    """Refused when they are another service's."""
+    from store.blob_owner import claim_prefix
+    from store.opening import blobs_of
+
+    try:
+        claim_prefix(settings, database)
+        return blobs_of(settings)
+    except (SettingsError, OSError) as error:
+        refuse(str(error))
 
 
 def refuse(message: str) -> NoReturn:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from billing.prices import load_prices
 from scheduler.jobs.registry import JobContext
+from store.blob_owner import claim_prefix
 from store.db import Database
 from store.opening import blobs_of
 from store.settings import Settings
 
 
 def open_context(settings: Settings) -> JobContext:
-    """The database must be migrated. Whoever opens a context closes its database."""
+    """The database must be migrated. Whoever opens a context closes its database. Raises SettingsError, also when the
+    prefix of the object store is another service's, whose blobs jobs would delete; StoreAway."""
     database = Database(settings.effective_database_url, durable=settings.durable)
-    return JobContext(database, blobs_of(settings), settings, load_prices(settings.prices))
+    try:
+        claim_prefix(settings, database)
+        return JobContext(database, blobs_of(settings), settings, load_prices(settings.prices))
+    except BaseException:
+        database.close()
+        raise

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from store.backup.files import digest_of
-from store.blobs import unsealed
+from store.blobs import Damaged, unsealed
 from store.bucket import MARK, OWNER, Bucket
 
 #: Of a backup: the objects by their keys.
@@ -36,9 +36,15 @@ def copy_objects(bucket: Bucket, target: Path, sums: dict[str, str]) -> None:
             (target / name).unlink(missing_ok=True)
             continue
         sums[name] = digest_of(target / name)
+    named = set[str]()
     for name in [name for name in sums if name.startswith(f"{OBJECTS}/folders/")]:
-        if not _whole(target, name):
+        files = _files(target, name)
+        if files is None:
             _leave_out(target, name, sums)
+        else:
+            named |= files
+    for name in [name for name in sums if name.startswith(f"{OBJECTS}/data/") and name not in named]:
+        _leave_out(target, name, sums)  # no list tells of it, and so nothing would ever delete it
 
 
 def put_objects(bucket: Bucket, source: Path, sums: Mapping[str, str]) -> None:
@@ -48,13 +54,17 @@ def put_objects(bucket: Bucket, source: Path, sums: Mapping[str, str]) -> None:
         bucket.put(name.removeprefix(f"{OBJECTS}/"), source / name)
 
 
-def _whole(target: Path, name: str) -> bool:
-    """Whether all files of a folder's list were copied."""
+def _files(target: Path, name: str) -> set[str] | None:
+    """The names of the files of a folder's list; None unless it is undamaged and all of them were copied."""
     ref = name.removeprefix(f"{OBJECTS}/folders/")
-    found = json.loads(unsealed(ref, (target / name).read_bytes()))
-    data = target / OBJECTS / "data" / ref / found["generation"]
-    sizes = ((data / file, size) for file, (_, size) in found["files"].items())
-    return all(path.is_file() and path.stat().st_size == size for path, size in sizes)
+    try:
+        found = json.loads(unsealed(ref, (target / name).read_bytes()))
+    except Damaged:
+        return None
+    data = f"{OBJECTS}/data/{ref}/{found['generation']}"
+    sizes = {f"{data}/{file}": size for file, (_, size) in found["files"].items()}
+    whole = all((target / path).is_file() and (target / path).stat().st_size == size for path, size in sizes.items())
+    return set(sizes) if whole else None
 
 
 def _leave_out(target: Path, name: str, sums: dict[str, str]) -> None:

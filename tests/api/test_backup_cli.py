@@ -191,6 +191,36 @@ def empty_config(folder: Path, url: str) -> Path:
     return folder / "weft.toml"
 
 
+def test_a_damaged_list_of_a_folder_is_listed_and_all_else_is_copied(
+    database: Database, tmp_path: Path, object_store: OwnStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    url = f"{object_store.url}/{uuid.uuid4().hex}"
+    monkeypatch.setenv("WEFT_BLOB_URL", url)
+    fill(database, tmp_path)
+    shutil.rmtree(tmp_path / "blobs")
+    check_blobs(load_settings(None, data_dir=tmp_path))
+    blobs = open_blobs(tmp_path, url=url, cache_bytes=1 << 20)
+    for ref in ("weights/one", "weights/two"):
+        with blobs.new_folder(ref) as folder:
+            (folder / "adapter.bin").write_bytes(b"weights")
+    bucket = Bucket(url)
+    bucket.put("folders/weights/one", bucket.get("folders/weights/one")[:-1])
+    bucket.put("data/weights/two/of-a-dead-writer/adapter.bin", b"nobody's")
+    made = run("backup", tmp_path / "backup", "--data-dir", tmp_path)
+    assert made.exit_code == 1
+    assert "weights/one" in made.stderr
+    copied = {
+        file.relative_to(tmp_path / "backup/objects").as_posix()
+        for file in (tmp_path / "backup/objects").rglob("*")
+        if file.is_file()
+    }
+    assert {name for name in copied if name.startswith("folders/")} == {"folders/weights/two"}
+    assert [name.split("/")[2] for name in copied if name.startswith("data/")] == ["two"]
+    assert not any("of-a-dead-writer" in name for name in copied)
+
+
 def test_a_folder_that_is_replaced_while_it_is_copied_is_copied_again(
     tmp_path: Path, object_store: OwnStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +248,7 @@ def test_a_folder_that_is_replaced_while_it_is_copied_is_copied_again(
     assert not any("folders/" in name for name in sums)
     copy_objects(bucket, tmp_path / "backup", sums)
     assert {name for name in sums if "folders/" in name} == {"objects/folders/weights/one"}
+    assert sum("data/" in name for name in sums) == 1  # not those of the replaced generation
     new = Bucket(f"{object_store.url}/{uuid.uuid4().hex}")
     put_objects(new, tmp_path / "backup", sums)
     new.check()

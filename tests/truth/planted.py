@@ -3,9 +3,10 @@ ordinary slip would bring."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from inspect import iscoroutinefunction
 from typing import Any
 from unittest import mock
 
@@ -22,8 +23,32 @@ from workers.trainer.state import RunState
 from workers.trainer.trainer import Trainer
 
 
-def _patched(owner: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    return mock.patch.object(owner, name, change(getattr(owner, name)))
+@contextmanager
+def _patched(owner: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """RuntimeError at the end if a name that the fault uses is not there: its failing must not pass for being found."""
+    fault = change(getattr(owner, name))
+    wrong: list[AttributeError] = []
+
+    def sync(*args: Any) -> Any:
+        try:
+            return fault(*args)
+        except AttributeError as error:
+            wrong.append(error)
+            raise
+
+    async def awaited(*args: Any) -> Any:
+        try:
+            return await fault(*args)
+        except AttributeError as error:
+            wrong.append(error)
+            raise
+
+    with mock.patch.object(owner, name, awaited if iscoroutinefunction(fault) else sync):
+        try:
+            yield
+        finally:
+            if wrong:
+                raise RuntimeError(f"the fault planted into {owner.__name__}.{name} is out of date: {wrong[0]}")
 
 
 def lost_gradient() -> AbstractContextManager[Any]:
@@ -32,8 +57,8 @@ def lost_gradient() -> AbstractContextManager[Any]:
     def change(real: Callable[..., Any]) -> Callable[..., Any]:
         def begin(self: Trainer, op: Any) -> Progress:
             progress: Progress = real(self, op)
-            for other in [other for other in self._open.values() if other.run is progress.run and other.parts]:
-                self._bring(other.run)
+            for other in [other for other in self.held.open.values() if other.run is progress.run and other.parts]:
+                self.held.bring(other.run)
                 if other.grad is not None:
                     other.grad.flat.zero_()
             return progress

@@ -7,12 +7,17 @@ server die at any message, blob or commit. Always the same programs; `python -m 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
 import pytest
 
-from tests.truth.planted import PLANTED
+from tests.truth.planted import PLANTED, _patched
 from tests.truth.programs import Bad, Batch, Create, ForwardBackward, Sample, SaveSampler, SaveState, Step
 from tests.truth.schedules import Schedule
 from tests.truth.search import Bench, search
+from workers.trainer.progress import Progress
 
 #: Played by the quick run, which is to take a minute or two.
 PROGRAMS = 32
@@ -39,6 +44,18 @@ def test_the_model_finds_a_fault_that_is_planted(bench: Bench, name: str) -> Non
     failure = search(bench, range(PROGRAMS), faults=False, tries=0, plant=PLANTED[name])
     print(bench.report())
     assert failure is not None
+
+
+def test_a_planted_fault_that_is_out_of_date_is_not_taken_for_found() -> None:
+    def change(real: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self: self.renamed_since
+
+    with (
+        pytest.raises(RuntimeError, match=r"Progress\.restart is out of date: .*renamed_since"),
+        _patched(Progress, "restart", change),
+        suppress(AttributeError),
+    ):
+        Progress.restart(Progress.__new__(Progress))
 
 
 def test_a_play_is_always_the_same(bench: Bench) -> None:

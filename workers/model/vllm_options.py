@@ -20,6 +20,10 @@ Numbers = Literal["same", "others"]
 GUESSERS = ("ngram",)
 #: What `quantization` may be for weights that are stored in bfloat16: vLLM rounds them as it loads them.
 QUANTIZATIONS = ("fp8_per_tensor", "fp8_per_block")
+#: Those that know keys and values by vLLM's hashes of blocks, in which the organisation's salt and the adapter are.
+CONNECTORS = ("OffloadingConnector",)
+#: What may be set of it.
+OFFLOADING = {"cpu_bytes_to_use", "block_size", "blocks_per_chunk", "eviction_policy", "store_threshold"}
 KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -52,8 +56,18 @@ def _guesses(value: Any) -> bool:
     )
 
 
-def _keeps_and_sends(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value.get("kv_connector")) and value.get("kv_role") == "kv_both"
+def _offloads(value: Any) -> bool:
+    """Others (ExampleConnector) know keys and values by the tokens alone, so that organisations and adapters would get
+    each other's; and some settings of this one name modules to import, or other machines."""
+    return (
+        isinstance(value, dict)
+        and value.keys() <= {"kv_connector", "kv_role", "kv_connector_extra_config"}
+        and value.get("kv_connector") in CONNECTORS
+        and value.get("kv_role") == "kv_both"
+        and isinstance(extra := value.get("kv_connector_extra_config"), dict)
+        and {"cpu_bytes_to_use"} <= extra.keys() <= OFFLOADING
+        and all(isinstance(setting, int | str) for setting in extra.values())
+    )
 
 
 OPTIONS: dict[str, Option] = {
@@ -66,10 +80,10 @@ OPTIONS: dict[str, Option] = {
     "speculative_config": Option(f"a table with method ({' or '.join(GUESSERS)}) and num_speculative_tokens", _guesses),
     "kv_offloading_size": Option("GiB of the host's memory", lambda value: type(value) in (int, float) and value > 0),
     "kv_transfer_config": Option(
-        'a table with kv_connector and kv_role = "kv_both": a vLLM that only prefills or only decodes serves no '
-        "adapters here, which are loaded into one",
-        _keeps_and_sends,
-        cpu=True,
+        f'a table with kv_connector ({" or ".join(CONNECTORS)}), kv_role = "kv_both" (a vLLM that only prefills or '
+        "only decodes serves no adapters here, which are loaded into one) and kv_connector_extra_config: "
+        f"cpu_bytes_to_use, and of {', '.join(sorted(OFFLOADING))} what you like",
+        _offloads,
     ),
     "quantization": Option(" or ".join(QUANTIZATIONS), lambda value: value in QUANTIZATIONS, "others"),
     "kv_cache_dtype": Option(" or ".join(KV_DTYPES), lambda value: value in KV_DTYPES, "others", cpu=True),

@@ -69,6 +69,7 @@ def plan_vllm(
         Part("weights of vLLM", _weight_bytes(model, layout, options), _said(layout)),
         Part("room for adapters", adapters * _adapter_bytes(config, layout, rank), f"{adapters} of rank {rank}"),
         Part("process and libraries", PROCESS_BYTES["cuda"]),
+        *_states(config, layout, slots),
         Part("work of a step", _work_bytes(config, layout, slots), f"{STEP_TOKENS:,} tokens"),
     ]
     of = f"{share:g} of {device.name} is {gib(room)}"
@@ -104,7 +105,8 @@ def kv_bytes(model: Check, layout: Layout, options: Mapping[str, Any]) -> int:
 def _weight_bytes(model: Check, layout: Layout, options: Mapping[str, Any]) -> int:
     c, item = model.card.config, model.weight_bytes // model.parameters
     ends = (1 if c.tie_embeddings else 2) * c.vocab_size * c.hidden_size
-    experts = len(c.mixture_layers) * c.num_experts * 3 * c.hidden_size * c.moe_intermediate_size
+    products = 1 + len(c.gate.parts)
+    experts = len(c.mixture_layers) * c.num_experts * products * c.expert_size * c.moe_intermediate_size
     linear = 1 if options.get("quantization") else item  # embedding and head stay as they are
     others = item * ends + linear * (model.parameters - ends - experts)
     return -(-others // layout.tensor) + -(-linear * experts // layout.gpus)
@@ -112,16 +114,21 @@ def _weight_bytes(model: Check, layout: Layout, options: Mapping[str, Any]) -> i
 
 def _adapter_bytes(config: DecoderConfig, layout: Layout, rank: int) -> int:
     """Bfloat16; of families whose adapters vLLM serves (`workers.generator.vllm.adapters`)."""
-    c, t, d = config, layout.tensor, config.hidden_size
+    c, t, d, products = config, layout.tensor, config.hidden_size, 1 + len(config.gate.parts)
     q, kv = c.q_size // t, max(c.kv_size // t, c.kv_size // c.num_kv_heads)
-    numbers = c.num_layers * (3 * d + q + 2 * kv + q + d)  # A and B of q, k, v; A and B of o
-    dense = c.num_layers - len(c.mixture_layers)
-    numbers += dense * (2 * d + 2 * c.intermediate_size // t + c.intermediate_size // t + d)
+    numbers = len(c.attention_layers) * (3 * d + c.query_size // t + 2 * kv + q + d)  # A and B of q, k, v; A and B of o
+    numbers += len(c.dense_mlp_layers) * products * (d + c.intermediate_size // t)
     experts, width = c.num_experts, c.moe_intermediate_size // layout.gpus
     if layout.by_expert:
         experts, width = c.num_experts // layout.gpus, c.moe_intermediate_size
-    numbers += len(c.mixture_layers) * experts * (3 * d + 3 * width)
+    numbers += len(c.mixture_layers) * experts * products * (c.expert_size + width)
     return 2 * rank * numbers
+
+
+def _states(config: DecoderConfig, layout: Layout, slots: int) -> list[Part]:
+    """What recurrent layers keep of each sequence; their heads are sliced."""
+    size_bytes = slots * -(-config.state_bytes // layout.tensor)
+    return [Part("states of recurrent layers", size_bytes, f"{slots} sequences")] if size_bytes else []
 
 
 def _work_bytes(config: DecoderConfig, layout: Layout, slots: int) -> int:

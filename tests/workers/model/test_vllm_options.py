@@ -15,6 +15,7 @@ from api.server.memory_plan import planned
 from api.server.worker_programs import embedded_workers, lone_worker
 from scheduler.links.configs import GeneratorConfig, VllmConfig
 from store.settings import Settings, SettingsError, load_settings
+from tests.workers.model.test_check import NEMOTRON, NEMOTRONS, PUBLISHED, SAME
 from tests.workers.model.test_plan import GIB, SHAPES
 from workers.generator.vllm.adapters import LoraLimits, targets
 from workers.generator.vllm.server import Launch
@@ -31,6 +32,14 @@ def card(folder: Path, name: str, **changed: Any) -> ModelCard:
     return config_card(name, folder / name)
 
 
+QWEN3_NEXT = PUBLISHED["Qwen3NextForCausalLM"][1] | {"architectures": ["Qwen3NextForCausalLM"]}
+OFFLOADED: dict[str, Any] = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+}
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -42,6 +51,17 @@ def card(folder: Path, name: str, **changed: Any) -> ModelCard:
         ({"speculative_config": {"method": "eagle", "num_speculative_tokens": 3}}, "it may be a table with method"),
         ({"speculative_config": {"method": "ngram"}}, "num_speculative_tokens"),
         ({"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}}, "only prefills"),
+        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "OffloadingConnector"),
+        ({"kv_transfer_config": OFFLOADED | {"kv_connector_module_path": "os"}}, "OffloadingConnector"),
+        ({"kv_transfer_config": OFFLOADED | {"kv_connector_extra_config": {}}}, "cpu_bytes_to_use"),
+        *(
+            ({"kv_transfer_config": OFFLOADED | {"kv_connector_extra_config": {"cpu_bytes_to_use": 1} | more}}, "like")
+            for more in (
+                {"spec_module_path": "os", "spec_name": "a"},
+                {"cache_policy_module_path": "os"},
+                {"secondary_tiers": [{"type": "p2p"}]},
+            )
+        ),
         ({"enable_expert_parallel": True}, "there is one GPU"),
         ({"gpu_memory_utilization": 1.5}, "less than 1"),
     ],
@@ -125,6 +145,8 @@ def test_every_option_says_what_it_does_to_the_numbers() -> None:
         "quantization",
         "kv_cache_dtype",
     }
+    assert checked({"kv_transfer_config": OFFLOADED}) == {"kv_transfer_config": OFFLOADED}
+    assert not OPTIONS["kv_transfer_config"].cpu
     assert words({"enable_expert_parallel": False, "kv_offloading_size": 2.5}) == ["--kv-offloading-size", "2.5"]
 
 
@@ -171,6 +193,45 @@ def test_a_plan_by_hand(tmp_path: Path) -> None:
         plan_vllm(model, gpu, eight, adapters=16, rank=64, context=8192, slots=64)
     with pytest.raises(DoesNotFit, match=r"weights of vLLM; .* tensor_parallel_size"):
         plan_vllm(model, gpu, {}, adapters=2, rank=8, context=8192, slots=64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "experts", "recurrent"),
+    [
+        (NEMOTRON | NEMOTRONS["Nano"][2], 23 * 128 * 2 * 2688 * 1856, 23),
+        (NEMOTRON | NEMOTRONS["Super"][2], 40 * 512 * 2 * 1024 * 2688, 40),
+        (SAME | QWEN3_NEXT, 48 * 512 * 3 * 2048 * 512, 36),
+    ],
+    ids=["Nano", "Super", "Qwen3-Next"],
+)
+def test_the_parts_of_recurrent_models_add_up(
+    tmp_path: Path, fields: dict[str, Any], experts: int, recurrent: int
+) -> None:
+    """A second copy divides the experts and nothing else, so both plans together tell each part of the parameters."""
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = check_model(config_card("m", tmp_path))
+    config = model.card.config
+    assert len(config.recurrent_layers) == recurrent
+
+    def plan(**options: Any) -> dict[str, int]:
+        parts = plan_vllm(model, Device("gpu", 999 * GIB), options, adapters=1, rank=8, context=1024, slots=8)
+        return {part.name: part.size_bytes for part in parts}
+
+    one, two = plan(), plan(data_parallel_size=2)
+    divided = 2 * (one["weights of vLLM"] - two["weights of vLLM"])
+    assert divided == 2 * experts
+    ends = 2 * config.vocab_size * config.hidden_size
+    others = model.parameters - experts - ends
+    assert config.attention_numel < others
+    assert plan(quantization="fp8_per_tensor")["weights of vLLM"] == 2 * ends + others + experts
+    assert one["states of recurrent layers"] == 8 * config.state_bytes > 0
+    assert plan(tensor_parallel_size=2)["states of recurrent layers"] == 4 * config.state_bytes
+    d, products = config.hidden_size, 1 + len(config.gate.parts)
+    attention = len(config.attention_layers) * (4 * d + config.query_size + 2 * config.kv_size + config.q_size)
+    width = config.expert_size + config.moe_intermediate_size
+    pairs = len(config.mixture_layers) * config.num_experts * products * width
+    assert one["room for adapters"] == 2 * 8 * (attention + pairs)
+    assert min([*one.values(), *two.values()]) > 0
 
 
 def test_what_is_started_here_is_held_against_the_gpus_that_are_there(
