@@ -72,7 +72,8 @@ def sentence(fact: Fact) -> str:
     tell = SENTENCES.get(fact.event, _plain)
     by = fact.detail.get("link_by")
     link = f", signed in by a link that {actor(str(by), fact.names)} made" if by else ""
-    return f"{_capital(actor(fact.actor, fact.names))} {tell(fact)}{link}"
+    groups = ", by their groups at the provider" if fact.detail.get("by_groups_of") else ""
+    return f"{_capital(actor(fact.actor, fact.names))} {tell(fact)}{groups}{link}"
 
 
 def actor(who: str, names: Called) -> str:

@@ -184,11 +184,11 @@ class TestNoStronger:
 class TestAttacks:
     def test_guesses(self, console: Console) -> None:
         link(console)
-        for _ in range(attempts.MOST_PER_MINUTE // 2):
-            assert console.http.get("/console/join/guess").status_code == 404
-            assert use(console, "/console/join/guess").status_code == 404
-        assert use(console, "/console/join/guess").status_code == 429
-        assert console.http.get("/console/join/guess").status_code == 429
+        tries = [lambda: console.http.get("/console/join/guess"), lambda: use(console, "/console/join/guess")]
+        found = [tries[number % 2]().status_code for number in range(2 * attempts.MOST_PER_MINUTE)]
+        allowed = found.index(429)  # some are forgiven meanwhile
+        assert allowed >= attempts.MOST_PER_MINUTE
+        assert set(found[:allowed]) == {404}
 
     def test_too_late(self, console: Console) -> None:
         path = link(console)
