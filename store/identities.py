@@ -19,7 +19,7 @@ from store import audit, people
 from store.oidc_settings import GroupRole
 from store.people import PeopleError, check_email
 from store.roles import ROLES
-from store.tables import Identity, Membership, Organisation, User
+from store.tables import BrowserSession, Identity, Membership, Organisation, User
 
 
 @dataclass(frozen=True)
@@ -74,28 +74,35 @@ def link(session: Session, account: Account) -> User:
     return user
 
 
-def follow_groups(session: Session, user: User, issuer: str, wanted: dict[str, str]) -> None:
-    """Have the memberships that follow groups of `issuer` be those of `wanted` (`roles_by_groups`). What people have
-    given stays as it is, and so does the last owner of an organisation, who is not let in by it."""
-    rows = {row.org_id: row for row in session.scalars(select(Membership).filter_by(user_id=user.id))}
-    for org_id, role in wanted.items():
-        row = rows.get(org_id)
-        if row is None:
-            people.add_member(session, org_id, user.email, role, issuer=issuer)
-        elif row.issuer == issuer and row.role != role:
-            people.set_role(session, row, role)
-    for org_id, row in rows.items():
-        if row.issuer == issuer and org_id not in wanted:
-            people.remove_member(session, org_id, user.id)
+def follow_groups(session: Session, user: User, issuer: str, wanted: dict[str, str]) -> dict[str, str]:
+    """Have the memberships that follow groups, of `issuer` or of a provider before it, be those of `wanted`
+    (`roles_by_groups`). What people have given stays as it is, and so does the last owner of an organisation, who is
+    not let in by it. Returns organisation's id -> why it does not let them in."""
+    rows = session.scalars(select(Membership).filter_by(user_id=user.id).order_by(Membership.org_id)).all()
+    for org_id in sorted(wanted.keys() - {row.org_id for row in rows}):
+        people.add_member(session, org_id, user.email, wanted[org_id], issuer=issuer)
+    refused: dict[str, str] = {}
+    for row in (row for row in rows if row.issuer is not None):
+        row.issuer = issuer
+        try:
+            if row.org_id in wanted:
+                people.set_role(session, row, wanted[row.org_id])
+            else:
+                people.remove_member(session, row.org_id, user.id)
+        except PeopleError as error:
+            refused[row.org_id] = str(error)
+    return refused
 
 
 def unlink(session: Session, email: str) -> int:
-    """Forget which accounts are the user's with that address, so that another may be. Returns how many there were."""
+    """Forget which accounts are the user's with that address, so that another may be, and end the user's sessions of
+    the console. Returns how many accounts there were."""
     user = session.scalar(select(User).where(User.email == email.strip().lower()))
     if user is None:
         raise people.NoSuch(f"no user {email[:80]!r}")
     gone = list(session.scalars(select(Identity).filter_by(user_id=user.id)))
     session.execute(delete(Identity).where(Identity.user_id == user.id))
+    session.execute(delete(BrowserSession).where(BrowserSession.user_id == user.id))
     for org_id in session.scalars(select(Membership.org_id).filter_by(user_id=user.id)).all():
         audit.record(session, org_id=org_id, key_id=None, event="member_unlinked", target=user.id)
     return len(gone)

@@ -33,7 +33,7 @@ def make(
 ) -> tuple[Invitation, str]:
     """A new invitation, and its secret, only here."""
     check_role(role)
-    email = check_email(email) if email else None
+    email = check_email(email) if email is not None else None
     if not 1 <= days <= MAX_DAYS:
         raise PeopleError(f"days: must be 1 to {MAX_DAYS}, got {days}")
     now = datetime.now(UTC)

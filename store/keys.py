@@ -106,9 +106,11 @@ def earlier(one: datetime | None, other: datetime | None) -> datetime | None:
 
 
 def _receiver() -> str | None:
-    """Who is given a secret that is made here; None for the operator, who hands it on to whom it is for."""
-    actor = caller().actor
-    return None if actor in ("operator", "server") else actor
+    """Who is given a secret that is made here: in a session that began by a link, who made the link could be sitting
+    there. None for the operator, who hands it on to whom it is for."""
+    who = caller()
+    receiver = who.link_by or who.actor
+    return None if receiver in ("operator", "server") else receiver
 
 
 def is_good(row: ApiKey, now: datetime | None = None) -> bool:

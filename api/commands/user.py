@@ -77,5 +77,8 @@ def remove(data_dir: Path | None, config: Path | None, org: str, email: str) -> 
 @where
 @click.option("--email", required=True)
 def unlink(data_dir: Path | None, config: Path | None, email: str) -> None:
-    """Forget which accounts of the OpenID provider are this person's: the next with their verified address will be."""
+    """Forget which accounts of the OpenID provider are this person's: the next with their verified address will be.
+
+    Ends their sessions of the console. Memberships and keys stay: where the address is somebody else's now, end those
+    first (weftd user remove)."""
     click.echo(change(data_dir, config, lambda session: identities.unlink(session, email)))

@@ -20,10 +20,12 @@ from store.tables import Membership, Organisation, User
 @dataclass(frozen=True)
 class Entered:
     """`sid` is the new session; None with `choices`, (id, name) of each organisation, where there are several, or with
-    none where there is nothing for them here."""
+    none where there is nothing for them here. `says` is why organisations that they are members of do not let them
+    in."""
 
     sid: str | None = None
     choices: tuple[tuple[str, str], ...] = ()
+    says: str = ""
 
 
 def enter(
@@ -35,13 +37,14 @@ def enter(
     if user is None and not (wanted or invitation):
         return Entered()
     user = identities.link(session, account)
-    identities.follow_groups(session, user, account.issuer, wanted)
+    refused = identities.follow_groups(session, user, account.issuer, wanted)
     if invitation:
-        org_id = join(session, invitation, user, now).org_id
-    open_to = _organisations(session, user)
-    chosen = [choice for choice in open_to if not org_id or choice[0] == org_id]
+        org_id = join(session, invitation, user, now, account.email).org_id
+    asked = [choice for choice in _organisations(session, user) if not org_id or choice[0] == org_id]
+    chosen = [choice for choice in asked if choice[0] not in refused]
     if len(chosen) != 1:
-        return Entered(choices=tuple(chosen))
+        says = " ".join(f"{name} does not let you in: {refused[id]}." for id, name in asked if id in refused)
+        return Entered(choices=tuple(chosen), says=says)
     sid = sessions.sign_in_with_account(session, chosen[0][0], user.id, account, now, settings.session_life_s)
     return Entered(sid)
 

@@ -64,10 +64,13 @@ def with_userinfo(claims: Mapping[str, Any], more: Mapping[str, Any]) -> dict[st
 
 
 def account_of(settings: OidcSettings, claims: Mapping[str, Any]) -> Account:
-    """Raises Unwelcome for an address that is missing, not verified, or of a domain that may not sign in."""
+    """Raises Unwelcome for an address that is missing, not verified, of a domain that may not sign in, or that would be
+    another's in lower case."""
     email = claims.get("email")
     if not isinstance(email, str) or not email:
         raise Unwelcome(f"{settings.name} does not tell your e-mail address here.")
+    if any(letter.lower().isascii() != letter.isascii() for letter in email):  # U+212A is no k, and becomes one
+        raise Unwelcome(f"{settings.name} spells your e-mail address with a sign that is no letter of addresses.")
     email = email.strip().lower()
     if claims.get(settings.verified_claim) not in (True, "true", 1, "1"):
         raise Unwelcome(f"{settings.name} has not verified the address {email}.")

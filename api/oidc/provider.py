@@ -29,6 +29,8 @@ TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 1 << 20
 #: Sign-ins that wait for the provider at a time; others wait for them.
 AT_ONCE = 16
+#: How a client gives its secret, the first that the provider takes.
+METHODS = ("client_secret_basic", "client_secret_post")
 
 _Address = Annotated[str, AfterValidator(safe_address)]
 
@@ -152,9 +154,15 @@ def read_metadata(settings: OidcSettings, found: dict[str, Any]) -> Metadata:
 
 
 def _method(metadata: Metadata) -> str:
-    """How the client proves itself, of the two ways that every library has (RFC 6749, section 2.3.1)."""
+    """How the client proves itself, of the two ways of RFC 6749, section 2.3.1. Raises ProviderError."""
     offered = metadata.token_endpoint_auth_methods_supported
-    return next((method for method in ("client_secret_basic", "client_secret_post") if method in offered), offered[0])
+    for method in METHODS:
+        if method in offered:
+            return method
+    raise ProviderError(
+        f"the provider takes a client's secret by {', '.join(offered)[:200] or 'no method'}, and Weft gives it by "
+        f"{' or '.join(METHODS)}: allow one of them for this client"
+    )
 
 
 async def _bounded(reply: httpx.Response, url: str) -> bytes:

@@ -29,16 +29,18 @@ def still_meant(session: Session, row: Invitation) -> bool:
     return reach is not None and not beyond(reach, Reach.of_member(row.role))
 
 
-def join(session: Session, secret: str, user: User, now: datetime) -> Membership:
-    """Make `user` a member by an invitation, which is used up. Raises Forbidden when it cannot be used by them, and
+def join(session: Session, secret: str, user: User, now: datetime, address: str | None = None) -> Membership:
+    """Make `user` a member by an invitation, which is used up. `address` is what the provider has verified just now,
+    where it has: the user's own is what it was at first. Raises Forbidden when it cannot be used by them, and
     PeopleError when they are a member already; then it is not used up."""
+    address = address or user.email
     row = invitations.find(session, secret, now)
     if row is None:
         raise Forbidden(STALE)
     if not still_meant(session, row):
         raise Forbidden(MADE_BY_NOBODY)
-    if row.email is not None and row.email != user.email:
-        raise Forbidden(f"This invitation is for another address than {user.email}: sign in as whom it is for.")
+    if row.email is not None and row.email != address:
+        raise Forbidden(f"This invitation is for another address than {address}: sign in as whom it is for.")
     people.add_member(session, row.org_id, user.email, row.role)
     if invitations.use(session, secret, user.id, now) is None:
         raise Forbidden(STALE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from sqlalchemy import select
 
 from api.cli import weftd
 from api.commands import doctor
+from api.console import sessions
 from api.doctor import sign_in
 from api.server.serve import CannotServe, check_oidc
 from store import identities
@@ -21,7 +23,7 @@ from store.identities import Account
 from store.oidc_settings import SECRET, OidcSettings, client_secret
 from store.people import add_member, organisation_named
 from store.settings import SettingsError, load_settings
-from store.tables import AuditEntry, Identity, Organisation
+from store.tables import AuditEntry, BrowserSession, Identity, Organisation, User
 from tests.console.provider import Liar, liar_at, provider_process
 
 FILE = """data_dir = "."
@@ -82,9 +84,19 @@ def test_an_organisation_requires_it(folder: Path, database: Database) -> None:
 
 
 def test_an_account_is_unlinked(folder: Path, database: Database) -> None:
+    def write(session: Any) -> None:
+        org, now = organisation_named(session, "acme"), datetime.now(UTC)
+        for email in ("ann@corp.example", "bob@corp.example"):
+            account = Account("https://idp.example", email, email)
+            user = session.scalar(select(User).filter_by(email=email)) or add_member(session, org.id, email, "viewer")
+            sessions.sign_in_with_account(session, org.id, user.id, account, now, 600)
+
+    database.write_now(write)
     assert run("user", "unlink", "--email", "Ann@corp.example", "--data-dir", str(folder)) == (0, "1\n")
     with database.read() as session:
         assert session.scalars(select(Identity)).all() == []
+        left = select(User.email).join(BrowserSession, BrowserSession.user_id == User.id)
+        assert session.scalars(left).all() == ["bob@corp.example"]  # and whoever has signed in as Ann is out
     assert run("user", "unlink", "--email", "nobody@corp.example", "--data-dir", str(folder))[0] == 2
 
 

@@ -229,7 +229,15 @@ class TestAttacks:
         assert roles(console, "viewer@acme.example") == {console.made.org_id: "viewer"}
 
     def test_mistakes(self, console: Console) -> None:
-        for body in ({"role": "king"}, {"days": 0}, {"days": 31}, {"days": "x"}, {"email": "x"}, {"org_id": "x"}):
+        for body in (
+            {"role": "king"},
+            {"days": 0},
+            {"days": 31},
+            {"days": "x"},
+            {"email": "x"},
+            {"email": ""},
+            {"org_id": "x"},
+        ):
             assert invite(console, **body).status_code in (400, 422), body
         reply = invite(console, email=None)  # nothing would tell who it is
         assert (reply.status_code, "email" in reply.text) == (400, True)
@@ -283,6 +291,22 @@ class TestWhoIsSignedIn:
         assert use(console, f"/console/login/{token}").status_code == 303
         refused(console, path, "Sign in as yourself", csrf=console.csrf())
 
+    def test_nor_by_a_key_that_was_made_in_its_session(self, console: Console, liar: Liar) -> None:
+        """The colleague, who opened the link, was given the key too."""
+        path, org_id = self.open_link(console, liar), console.made.rival_id
+
+        def write(session: Session) -> str:
+            user = session.scalars(select(User.id).filter_by(email="member@rival.example")).one()
+            return sessions.new_link(session, org_id, user, made_by="user:colleague")
+
+        token = console.database.write_now(write)
+        use(console, f"/console/login/{token}")
+        made = re.search(r'<code id="secret">([^<]+)<', console.press("/keys", name="own", scopes=["admin"]).text)
+        assert made is not None
+        console.made.keys["own"] = made.group(1)
+        console.sign_in("own")
+        refused(console, path, "Sign in as yourself", csrf=console.csrf())
+
     def test_nobody(self, console: Console, liar: Liar) -> None:
         refused(console, self.open_link(console, liar), "Sign in as yourself")
 
@@ -327,6 +351,17 @@ class TestByTheProvider:
         person(liar.url, "right", email=GUEST)
         assert come_back(console, at_provider(begin(console, invitation=secret), "right")).status_code == 303
         assert roles(console) == {console.made.org_id: "member"}
+
+    def test_an_address_is_what_the_provider_says_now(self, console: Console, liar: Liar) -> None:
+        take_provider(console, liar.url)
+        person(liar.url, "mary", groups=["weft-acme"])
+        come_back(console, at_provider(begin(console), "mary"))
+        person(liar.url, "mary", email="new@corp.example", groups=["weft-acme"])
+        old, new = (link(console, "rival", email=f"{name}@corp.example").rpartition("/")[2] for name in ("mary", "new"))
+        reply = come_back(console, at_provider(begin(console, invitation=old), "mary"))
+        assert (reply.status_code, "another address than new@corp.example" in reply.text) == (403, True)
+        assert come_back(console, at_provider(begin(console, invitation=new), "mary")).status_code == 303
+        assert console.made.rival_id in roles(console, "mary@corp.example")
 
     def test_alone_where_it_is_required(self, console: Console, liar: Liar) -> None:
         take_provider(console, liar.url, required=True)

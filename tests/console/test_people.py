@@ -143,6 +143,18 @@ class TestReach:
             ("project_created", f"user:{user}", f"user:{made.users['owner']}"),
         ]
 
+    def test_what_such_a_session_gives_out_is_the_colleagues(self, console: Console) -> None:
+        """A key, and a key made in the session that another link began: neither is known to be theirs alone."""
+        made, user = console.made, console.made.users["viewer"]
+        console.sign_in()
+        console.press(f"/members/{user}/role", role="admin")
+        for name in ("first", "second"):
+            link = secret_in(console.press(f"/members/{user}/link").text)
+            console.http.post(link.removeprefix("http://testserver"), headers=SAME_SITE, follow_redirects=False)
+            console.press("/keys", name=name, user_id=user, scopes=["admin"])
+            row = key_named(console, name)
+            assert (row.user_id, row.given_to) == (user, f"user:{made.users['owner']}")
+
 
 class TestMembers:
     def test_added_changed_removed(self, console: Console) -> None:

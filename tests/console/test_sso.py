@@ -156,6 +156,14 @@ class TestWhoItIs:
         person(liar.url, "x", email="x@corp.example", groups=["weft-acme"])
         assert sign_in(sso, "x").status_code == 303
 
+    def test_a_sign_that_becomes_a_letter(self, sso: Console, liar: Liar) -> None:
+        """U+212A, the sign of kelvin, is k in lower case: another address, and so it must not be hers."""
+        person(liar.url, "kate", email="kate@corp.example", groups=["weft-acme"])
+        person(liar.url, "thief", email="\u212aate@corp.example", groups=["weft-acme-admins"])
+        reply = sign_in(sso, "thief")
+        assert (reply.status_code, "no letter of addresses" in reply.text) == (403, True)
+        assert sign_in(sso, "kate").status_code == 303
+
     def test_an_account_stays_who_it_was(self, sso: Console, liar: Liar) -> None:
         person(liar.url, "mary", groups=["weft-acme"])
         sign_in(sso, "mary")
@@ -206,6 +214,35 @@ class TestGroups:
         reply = sign_in(console, "solo")
         assert (reply.status_code, "last owner" in reply.text) == (403, True)
         assert memberships(console, "solo@corp.example") == {"Solo": "owner"}
+
+    def test_the_last_owner_of_one_leaves_the_others(self, console: Console, liar: Liar) -> None:
+        """What one organisation cannot do holds up no other."""
+        solo, beta = make_organisation(console, "Solo"), make_organisation(console, "Beta")
+        rules = [
+            {"group": "all", "organisation": "Solo", "role": "owner"},
+            {"group": "all", "organisation": "Acme Research", "role": "member"},
+        ]
+        take_provider(console, liar.url, groups=rules)
+        person(liar.url, "eve", groups=["all"])
+        sign_in(console, "eve")
+        console.database.write_now(lambda session: people.add_member(session, beta, "eve@corp.example", "viewer").id)
+        person(liar.url, "eve", groups=[])
+        assert sign_in(console, "eve").status_code == 303
+        assert "Beta" in console.get("/runs")
+        assert memberships(console, "eve@corp.example") == {"Solo": "owner", "Beta": "viewer"}
+        reply = sign_in(console, "eve", org=solo)
+        assert (reply.status_code, "Solo does not let you in: the last owner" in reply.text) == (403, True)
+
+    def test_another_issuer_takes_over(self, sso: Console, liar: Liar) -> None:
+        person(liar.url, "finn", groups=["weft-acme-admins"])
+        sign_in(sso, "finn")
+        take_provider(sso, liar.behind)
+        person(liar.behind, "finn", groups=["weft-acme"])
+        assert sign_in(sso, "finn").status_code == 303
+        assert memberships(sso, "finn@corp.example") == {"Acme Research": "member"}
+        person(liar.behind, "finn", groups=[])
+        assert sign_in(sso, "finn").status_code == 403
+        assert memberships(sso, "finn@corp.example") == {}
 
     def test_one_of_several_organisations_is_chosen(self, console: Console, liar: Liar) -> None:
         other = make_organisation(console, "Beta")

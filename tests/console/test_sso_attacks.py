@@ -301,6 +301,14 @@ class TestTheProvider:
             reply = sso.http.post("/console/sso", headers={**SAME_SITE, "accept": "text/html"})
             assert (reply.status_code, "it@corp.example" in reply.text) == (503, True)
 
+    def test_one_that_takes_no_secret(self, sso: Console, liar: Liar, caplog: pytest.LogCaptureFixture) -> None:
+        for offered in (["private_key_jwt"], []):
+            liar.discovered = {"token_endpoint_auth_methods_supported": offered}
+            take_provider(sso, liar.url)
+            caplog.clear()
+            assert sign_in(sso, "ada").status_code == 502
+            assert (offered or ["no method"])[0] in caplog.text
+
     def test_one_that_is_away_is_asked_once_in_a_while(self, sso: Console, monkeypatch: pytest.MonkeyPatch) -> None:
         take_provider(sso, "http://localhost:9")
         for _ in range(3):

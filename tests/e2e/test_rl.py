@@ -371,6 +371,9 @@ def test_too_few_sandboxes_are_known_before_a_token_is_drawn(service: weft.Servi
     env = rl.function(solve, sums(), sandboxes=rl.sandboxes.Local(most=8))
     with pytest.raises(rl.sandboxes.SandboxError, match="up to 16 sandboxes at a time are needed, and there is room"):
         rl.train(run, env, steps=1, groups=rl.Groups(batch=4, size=4), sinks=[])
+    evaluation = rl.Evaluation(env, every=1)
+    with pytest.raises(rl.sandboxes.SandboxError, match="up to 9 sandboxes at a time are needed, and there is room"):
+        rl.train(run, env, steps=1, groups=rl.Groups(batch=2, size=4), evaluation=evaluation, sinks=[])
     assert run.cost().result(60).total_nusd == 0
 
 

@@ -100,7 +100,7 @@ async def sign_in_link(request: Request, service: ServiceDep, viewer: ViewerDep,
         if sessions.sso_required(session.get_one(Organisation, who.org_id), oidc):
             raise Forbidden(f"members of this organisation sign in with {oidc.name}, and so a link would open nothing")
         audit.record(session, org_id=who.org_id, key_id=who.key_id, event="member_link_made", target=user_id)
-        return sessions.new_link(session, who.org_id, user_id, made_by=who.actor)
+        return sessions.new_link(session, who.org_id, user_id, made_by=who.link_by or who.actor)
 
     token = await service.database.write(write)
     base = f"{request.url.scheme}://{request.url.netloc}"

@@ -110,8 +110,8 @@ async def _answered(request: Request, service: Service, signing_in: SigningIn) -
         return response
     if entered.choices:
         return page(request, "sso_choose.html", None, choices=entered.choices, next=flow.next, email=account.email)
-    says = NOT_THERE if flow.org_id else NO_GROUP.format(name=settings.name, email=account.email)
-    return _refused(request, service, 403, says)
+    nothing = NOT_THERE if flow.org_id else NO_GROUP.format(name=settings.name, email=account.email)
+    return _refused(request, service, 403, entered.says or nothing)
 
 
 async def _enter(request: Request, service: Service, flow: Flow, account: Account) -> Entered:

@@ -7,9 +7,11 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
+import types
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -148,6 +150,21 @@ def test_there_is_no_network() -> None:
         assert done.stdout.count(b"shut") == 4, done.text
 
 
+def test_no_socket_reaches_beyond_the_namespaces() -> None:
+    code = (
+        "import socket\n"
+        "for family in range(64):\n"
+        "    try: socket.socket(family, socket.SOCK_DGRAM).close(); print(family, 'open')\n"
+        "    except PermissionError: pass\n"
+        "    except OSError: print(family, 'asked')\n"
+        "for each in socket.socketpair(): each.close()\n"
+        "try: socket.socketpair(30)\n"
+        "except PermissionError: print('pair')\n"
+    )
+    done = python(code)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [b"1", b"2", b"10", b"16", b"pair"], done.text
+
+
 def test_a_fork_bomb_ends_with_its_time() -> None:
     with marked() as mark:
         code = (
@@ -196,6 +213,99 @@ def test_a_memory_bomb_gets_no_more_than_its_share(code: str) -> None:
     done = inside(use)
     assert done.limit == "memory" or b"MemoryError" in done.stderr or b"PermissionError" in done.stderr, done
     assert memory_limit_held(before - lowest[0])
+
+
+CROWD = """
+import ctypes, os, threading, time
+libc = ctypes.CDLL(None)
+def hold():
+    x = b"1" * (30 << 20)
+    time.sleep(60)
+{before}
+for _ in range(8):
+    if os.fork() == 0:
+        {child}
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "child"),
+    [
+        pytest.param(r"libc.prctl(15, b'\xff')", "hold()", id="a name that is no text"),
+        pytest.param(r"libc.prctl(15, b'\rRssAnon: x')", "hold()", id="a name that breaks its line"),
+        pytest.param(r"libc.prctl(15, b'\rRssAnon:-9999')", "hold()", id="a name that takes memory off"),
+        pytest.param("", "threading.Thread(target=hold).start(); libc.syscall(60)", id="a first thread that has ended"),
+    ],
+)
+def test_memory_is_counted_whatever_a_process_says_of_itself(before: str, child: str) -> None:
+    if local.platform.machine() == "aarch64":
+        child = child.replace("syscall(60)", "syscall(93)")
+    done = python(CROWD.format(before=before, child=child), time_s=3)
+    assert done.limit == "memory", done
+
+
+def test_a_command_whose_memory_cannot_be_told_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(pid: int) -> int:
+        raise PermissionError(pid)
+
+    async def use(box: Sandbox) -> Any:
+        assert (await box.exec("true")).limit is None
+        monkeypatch.setattr(local, "memory_of", broken)
+        return await box.exec("sleep", "60")
+
+    done = inside(use)
+    assert (done.limit, done.returncode) == ("memory", -9)
+    assert done.seconds < 2
+
+
+@pytest.mark.parametrize("file", ["-1", "os.open('/dev/zero', os.O_RDWR)"])
+def test_memory_that_nobody_has_mapped_in_is_not_to_be_had(file: str) -> None:
+    """What a process has touched of a shared mapping stays when it ends, and is no process's."""
+    code = (
+        f"import mmap, os\nm = mmap.mmap({file}, 1 << 30, mmap.MAP_SHARED)\n"
+        "if os.fork() == 0:\n for at in range(0, 100 << 20, 4096): m[at] = 1\n os._exit(0)\nos.wait(); print('kept')"
+    )
+    done = python(code)
+    assert (done.stdout, done.limit) == (b"", None)
+    assert b"PermissionError" in done.stderr or b"No such device" in done.stderr, done.text
+
+
+def test_what_ordinary_programs_share_they_still_share() -> None:
+    code = (
+        "import mmap, multiprocessing as mp, subprocess, threading\n"
+        "with mp.Pool(2) as pool: print(pool.map(abs, [-1, -2]))\n"
+        "with mp.Manager() as manager: print(manager.list([3]))\n"
+        "value = mp.Value('i', 0)\n"
+        "def add():\n with value.get_lock(): value.value += 1\n"
+        "made = [mp.Process(target=add) for _ in range(3)]\n"
+        "for each in made: each.start()\n"
+        "for each in made: each.join()\n"
+        "print(value.value, mmap.mmap(-1, 4096, mmap.MAP_PRIVATE)[0], open('/dev/zero', 'rb').read(3))\n"
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "kept = SharedMemory(create=True, size=4096); print(kept.size); kept.unlink()\n"
+        "import asyncio; print(asyncio.run(asyncio.to_thread(sum, [1, 2])))\n"
+    )
+    done = python(code)
+    expected = [b"[1, 2]", b"[3]", rb"3 0 b'\x00\x00\x00'", b"4096", b"3"]
+    assert done.stdout.splitlines() == expected, done.text
+
+
+def test_process_1_is_out_of_reach() -> None:
+    """It is bubblewrap's: one that is rewritten from inside need not end with its command."""
+    code = (
+        "import ctypes, os\n"
+        "try: open('/proc/1/mem', 'r+b'); print('mem')\n"
+        "except OSError: pass\n"
+        "libc, place = ctypes.CDLL(None), ctypes.create_string_buffer(16)\n"
+        "for number in (16, 0x4206):\n"
+        "    if libc.ptrace(number, 1, 0, 0) == 0: print('traced'); break\n"
+        "libc.process_vm_writev.restype = ctypes.c_ssize_t\n"
+        "if libc.process_vm_writev(1, place, 0, place, 0, 0) == 0: print('written')\n"
+        "try: open('/proc/1/x', 'w')\n"
+        "except OSError as error: print(os.listdir('/proc/1'), error.strerror)\n"
+    )
+    assert python(code).stdout == b"[] Read-only file system\n"
 
 
 def memory_limit_held(taken_mib: int) -> bool:
@@ -282,6 +392,15 @@ def test_a_flood_of_output_ends_it_and_its_beginning_is_kept() -> None:
         assert getattr(done, stream) == b"y\n" * (SMALL.output_bytes // 2)
 
 
+def test_output_of_just_the_limit_is_no_flood() -> None:
+    async def use(box: Sandbox) -> None:
+        for more in (0, 1):
+            done = await box.exec("head", "-c", str(SMALL.output_bytes + more), "/dev/zero")
+            assert (done.limit, done.stdout) == ("output" if more else None, bytes(SMALL.output_bytes))
+
+    inside(use)
+
+
 KILLED = """
 import asyncio, sys
 from weft import rl
@@ -354,8 +473,46 @@ def test_where_namespaces_are_forbidden_nothing_runs(who: str, says: str) -> Non
     assert "user namespaces are needed" in done.stdout
 
 
-def test_the_filter_is_of_this_machine_or_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {len(seccomp.program(machine)) for machine in seccomp.MACHINES} == {8 * (7 + 11)}
+def judged(machine: str, number: int, *arguments: int, arch: int | None = None) -> int:
+    """What the filter answers a call: its program, played step by step."""
+    arch = seccomp.MACHINES[machine][0] if arch is None else arch
+    data = struct.pack("=IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
+    steps = list(struct.iter_unpack("=HBBI", seccomp.program(machine)))
+    place = held = 0
+    while True:
+        code, yes, no, value = steps[place]
+        place += 1
+        if code == 0x06:
+            return int(value)
+        if code == 0x20:
+            held = struct.unpack_from("=I", data, value)[0]
+        elif code == 0x54:
+            held &= value
+        else:
+            place += yes if (held == value if code == 0x15 else held >= value) else no
+
+
+@pytest.mark.parametrize(
+    ("machine", "mmap", "sockets", "uring"), [("x86_64", 9, (41, 53), 425), ("aarch64", 222, (198, 199), 425)]
+)
+def test_the_filter_answers_each_call(machine: str, mmap: int, sockets: tuple[int, int], uring: int) -> None:
+    allow, refuse, kill = 0x7FFF0000, 0x00050001, 0x80000000
+    refused = {*seccomp.MACHINES[machine][1].values()}
+    assert uring in refused
+    for number in range(500):
+        expected = refuse if number in refused or number in sockets else allow
+        assert judged(machine, number) == expected, number
+        assert judged(machine, number | 0x40000000) == refuse
+        assert judged(machine, number, arch=0x40000003) == kill
+    for family in range(64):
+        expected = allow if family in (1, 2, 10, 16) else refuse
+        assert {judged(machine, number, family) for number in sockets} == {expected}
+    for flags in range(64):
+        expected = refuse if flags & 0x01 and flags & 0x20 else allow
+        assert judged(machine, mmap, 0, 4096, 3, flags | 0x4000) == expected
+
+
+def test_a_machine_without_a_filter_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local.platform, "machine", lambda: "vax")
     with pytest.raises(CannotIsolateError, match="vax"):
         asyncio.run(rl.sandboxes.Local().create())
@@ -383,3 +540,30 @@ def test_a_provider_whose_client_is_missing_is_named(name: str, package: str, mo
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=f"pip install {package.replace('_', '-')}"):
         getattr(rl.sandboxes, name)("x", most=1)
+
+
+def test_commands_side_by_side_at_prime_read_each_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Prime's client as published, over a shell of this machine: what is given to a command is its own, and is gone."""
+
+    class Client:
+        async def execute_command(self, id: str, line: str, **options: Any) -> Any:
+            line = line.replace("/tmp/", f"{tmp_path}/")
+            shell = await asyncio.create_subprocess_shell(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            out, err = await shell.communicate()
+            return types.SimpleNamespace(stdout=out.decode(), stderr=err.decode(), exit_code=shell.returncode)
+
+        async def upload_bytes(self, id: str, path: str, data: bytes, name: str) -> None:
+            await asyncio.to_thread((tmp_path / name).write_bytes, data)
+
+    module = types.SimpleNamespace(AsyncSandboxClient=Client, CommandTimeoutError=TimeoutError, APIError=OSError)
+    monkeypatch.setitem(sys.modules, "prime_sandboxes", module)
+
+    async def go() -> None:
+        box = rl.sandboxes.prime.PrimeSandbox(rl.sandboxes.Prime("x", most=1), "1")
+        said = await asyncio.gather(
+            *(box.exec("sh", "-c", "sleep 0.1; cat; exit 3", stdin=str(n).encode()) for n in range(4))
+        )
+        assert [(each.stdout, each.returncode) for each in said] == [(str(n).encode(), 3) for n in range(4)]
+
+    asyncio.run(go())
+    assert list(tmp_path.iterdir()) == []

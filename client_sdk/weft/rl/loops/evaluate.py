@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from weft.rl.chat.chat import Chat, Policy
 from weft.rl.envs.environment import Environment, Reward
+from weft.rl.sandboxes.sandbox import require
 from weft.wire.sampling import SamplingParams
 
 
@@ -24,14 +26,32 @@ class Evaluation:
     name: str = "eval"
 
 
-async def evaluate(policy: Policy, evaluation: Evaluation, seed: int = 0) -> dict[str, float]:
-    """Means over the rollouts; those that fail earn nothing and are counted."""
+#: Entered for each task: as many at a time as there is room for.
+Places = AbstractAsyncContextManager[Any]
+
+
+async def places(evaluation: Evaluation, kept: int = 0) -> Places:
+    """Room for tasks beside `kept` sandboxes of training. Raises SandboxError where there is none for one task."""
+    sandboxes = getattr(evaluation.env, "sandboxes", None)
+    if sandboxes is None:
+        return nullcontext()
+    await require(sandboxes, kept + evaluation.size)
+    return asyncio.Semaphore(((await sandboxes.quota()).left - kept) // evaluation.size)
+
+
+async def evaluate(
+    policy: Policy, evaluation: Evaluation, seed: int = 0, *, room: Places | None = None
+) -> dict[str, float]:
+    """Means over the rollouts; those that fail earn nothing and are counted. Tasks whose rollouts take sandboxes wait
+    for `room` (by default all that the quota leaves)."""
+    room = room or await places(evaluation)
     params = evaluation.sampling or SamplingParams()
 
     async def one(number: int, task: Any) -> list[Any]:
         chats = [Chat(policy, f"eval/{seed}/{number}/{each}", params=params) for each in range(evaluation.size)]
         try:
-            return list(await evaluation.env.group(task, chats))
+            async with room:
+                return list(await evaluation.env.group(task, chats))
         except Exception as error:
             return [error] * evaluation.size
 

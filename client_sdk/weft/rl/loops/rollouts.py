@@ -26,7 +26,7 @@ from weft.rl.chat.render import Renderer, TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward
 from weft.rl.loops.batch import Batch
 from weft.rl.rollout import Group, Rollout, off_policy
-from weft.rl.sandboxes.sandbox import require
+from weft.rl.sandboxes.sandbox import Sandboxes, require
 from weft.rl.schedule.concurrency import Concurrency
 from weft.rl.schedule.pacer import Pacer
 from weft.rl.schedule.schedules import Partial, Schedule, Sync
@@ -116,7 +116,7 @@ class Rollouts:
     async def __aenter__(self) -> Rollouts:
         for each in self._envs.values():
             if (sandboxes := getattr(each.env, "sandboxes", None)) is not None:
-                await require(sandboxes, self._most_groups * self.groups.size)
+                await require(sandboxes, self.most_of(sandboxes))
         self._kind: SamplingClientKind = "inflight" if self.schedule.inflight else "snapshot"
         sampler = await self.run.save_weights_and_get_sampling_client_async(kind=self._kind)
         if self._renderer is None:
@@ -139,6 +139,11 @@ class Rollouts:
     def _most_groups(self) -> int:
         """Groups that may be under way at a time."""
         return min(self.pacer.capacity, self._concurrency.most if self._concurrency else self.pacer.capacity)
+
+    def most_of(self, sandboxes: Sandboxes) -> int:
+        """How many of `sandboxes` rollouts may hold at a time."""
+        held = any(getattr(each.env, "sandboxes", None) is sandboxes for each in self._envs.values())
+        return self._most_groups * self.groups.size if held else 0
 
     async def _look(self, concurrency: Concurrency) -> None:
         """Tell `concurrency` what share of their time samples wait. A limit is judged by groups that began under it:

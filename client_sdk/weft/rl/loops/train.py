@@ -17,7 +17,7 @@ from weft.rl.envs.environment import Environment
 from weft.rl.loops import money
 from weft.rl.loops.batch import Batch, Reduce
 from weft.rl.loops.checkpoint import Checkpoints
-from weft.rl.loops.evaluate import Evaluation, evaluate
+from weft.rl.loops.evaluate import Evaluation, Places, evaluate, places
 from weft.rl.loops.rate import Rate, rate_of
 from weft.rl.loops.rollouts import Groups, Rollouts
 from weft.rl.loops.sinks import Progress, Sink
@@ -109,6 +109,7 @@ class Loop:
         self.runs: list[str] = []
         self._sinks = [Progress()] if recipe.sinks is None else list(recipe.sinks)
         self._evaluations: set[asyncio.Task[None]] = set()
+        self._room: Places | None = None
         self._saved = 0
 
     async def go(self) -> Report:
@@ -130,6 +131,9 @@ class Loop:
             rollouts.load_state_dict(state["rollouts"])
         try:
             async with rollouts:
+                if (evaluation := recipe.evaluation) is not None:
+                    sandboxes = getattr(evaluation.env, "sandboxes", None)
+                    self._room = await places(evaluation, kept=rollouts.most_of(sandboxes) if sandboxes else 0)
                 for step in range(self.report.resumed_at, recipe.steps):
                     await self._step(step, rollouts, handle)
                 await self._last(recipe.steps, rollouts)
@@ -138,8 +142,8 @@ class Loop:
             logger.warning("%s", why)
             await self._last(self.report.resumed_at + len(self.report.steps), rollouts)
         finally:
-            for evaluation in self._evaluations:
-                evaluation.cancel()
+            for task in self._evaluations:
+                task.cancel()
             for sink in self._sinks:
                 sink.close()
         self.report.spent_nusd = self.purse.spent_nusd
@@ -210,7 +214,7 @@ class Loop:
 
         async def work() -> None:
             try:
-                self._log(step, await evaluate(frozen, evaluation, self.recipe.seed))
+                self._log(step, await evaluate(frozen, evaluation, self.recipe.seed, room=self._room))
             except Exception as error:  # an evaluation never ends a run
                 logger.warning("the evaluation of step %d failed: %s", step, error)
 

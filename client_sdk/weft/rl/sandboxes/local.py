@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import platform
@@ -30,6 +31,8 @@ from typing import Any
 
 from weft.rl.sandboxes import seccomp
 from weft.rl.sandboxes.sandbox import CannotIsolateError, Done, Limit, Limits, Quota, SandboxError, Snapshot
+
+logger = logging.getLogger("weft")
 
 #: What is needed, and of which Debian package.
 NEEDED = {"bwrap": "bubblewrap", "nsenter": "util-linux", "unshare": "util-linux", "prlimit": "util-linux"}
@@ -133,7 +136,7 @@ class LocalSandbox:
         return await self._exec(command, stdin, limits.time_s if time_s is None else time_s, limits.output_bytes)
 
     async def read(self, path: str) -> bytes:
-        done = await self._exec(("cat", "--", path), b"", self._home.limits.time_s, self._home.limits.disk_bytes + 1)
+        done = await self._exec(("cat", "--", path), b"", self._home.limits.time_s, self._home.limits.disk_bytes)
         return _good(done, f"cannot read {path}").stdout
 
     async def write(self, path: str, data: bytes) -> None:
@@ -214,10 +217,15 @@ class _Watch:
         _kill(self._process)
 
     async def look(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            if memory_of(self._process.pid) > self._memory_bytes:
-                return self.end("memory")
+        """What cannot be looked at is ended, too: its memory would have no limit."""
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                if memory_of(self._process.pid) > self._memory_bytes:
+                    break
+        except Exception:
+            logger.exception("cannot tell the memory of a sandbox's command, which is ended")
+        self.end("memory")
 
 
 async def _feed(process: Process, data: bytes) -> None:
@@ -232,25 +240,30 @@ async def _take(stream: StreamReader | None, kept: bytearray, most: int, watch: 
     """The first `most` bytes; more end the command."""
     assert stream is not None
     while piece := await stream.read(1 << 16):
-        kept += piece[: most - len(kept)]
-        if len(piece) > 0 and len(kept) >= most:
+        if len(kept) + len(piece) > most:
             watch.end("output")
+        kept += piece[: most - len(kept)]
 
 
 def memory_of(pid: int) -> int:
     """Bytes that belong to a process and all that it has started, without files that they only map."""
     found, open_ = 0, [pid]
     while open_:
-        process = Path(f"/proc/{open_.pop()}")
-        try:
-            for line in (process / "status").read_text().splitlines():
-                if line.startswith(("RssAnon:", "RssShmem:")):
-                    found += int(line.split()[1]) << 10
-            for task in (process / "task").iterdir():
-                open_ += [int(child) for child in (task / "children").read_text().split()]
-        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            continue
+        process = Path(f"/proc/{open_.pop()}/task")
+        threads = [0]  # each tells the whole process's memory, but those that have ended, as the first one may have
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            for task in process.iterdir():
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    threads.append(_memory((task / "status").read_bytes()))
+                    open_ += [int(child) for child in (task / "children").read_bytes().split()]
+        found += max(threads)
     return found
+
+
+def _memory(status: bytes) -> int:
+    """Of /proc/PID/status, whose first line is a name that the process chose: any bytes but an end of line."""
+    lines = [line.split() for line in status.split(b"\n") if line.startswith((b"RssAnon:", b"RssShmem:"))]
+    return sum(int(line[1]) << 10 for line in lines)
 
 
 async def _holder(limits: Limits) -> tuple[Process, dict[str, Any]]:
@@ -310,7 +323,9 @@ def _argv(holder: int, home: Local, filter_fd: int) -> list[str]:
         *("--die-with-parent", "--new-session", "--hostname", "sandbox", "--seccomp", str(filter_fd)),
         *("--clearenv", "--setenv", "PATH", _PATH, "--setenv", "HOME", "/work", "--setenv", "LANG", "C.UTF-8"),
         *inside,
-        *("--proc", "/proc", "--dev", "/dev", "--bind", "/mnt/tmp", "/dev/shm", "--remount-ro", "/dev"),
+        *("--proc", "/proc", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"),  # whoever writes to its memory lives on
+        *("--dev", "/dev", "--dev-bind", "/dev/full", "/dev/zero"),  # zeros, but none to map
+        *("--bind", "/mnt/tmp", "/dev/shm", "--remount-ro", "/dev"),
         *("--bind", "/mnt/work", "/work", "--bind", "/mnt/tmp", "/tmp", "--remount-ro", "/", "--chdir", "/work"),
         *("--", "prlimit", *(f"--{name}={value}" for name, value in bounds.items()), "--"),
     ]

@@ -68,8 +68,9 @@ class PrimeSandbox:
         given = math.ceil(limits.time_s if time_s is None else time_s)
         line = shlex.join(command)
         if stdin:
-            await self.write("/tmp/.stdin", stdin)
-            line += " < /tmp/.stdin"
+            given_by = f"/tmp/.stdin-{uuid.uuid4().hex}"
+            await self.write(given_by, stdin)
+            line = f"{{ rm -f {given_by}; {line}; }} < {given_by}"
         try:
             said = await self._home.client.execute_command(self.id, line, working_dir="/work", timeout=given)
         except self._home._prime.CommandTimeoutError:
