@@ -248,7 +248,6 @@ def test_a_folder_that_is_replaced_while_it_is_copied_is_copied_again(
     assert not any("folders/" in name for name in sums)
     copy_objects(bucket, tmp_path / "backup", sums)
     assert {name for name in sums if "folders/" in name} == {"objects/folders/weights/one"}
-    assert sum("data/" in name for name in sums) == 1  # not those of the replaced generation
     new = Bucket(f"{object_store.url}/{uuid.uuid4().hex}")
     put_objects(new, tmp_path / "backup", sums)
     new.check()
