@@ -53,7 +53,7 @@ demo: setup
 
 # tests/order.py says how two processes share the tests.
 test: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not long"
 
 # What starts no server and no browser, and computes little: under 90 seconds on two cores.
 QUICK := tests/test_walls.py tests/client_sdk/wire tests/store tests/billing/payments tests/fakestripe $(addprefix tests/scheduler/, \
@@ -66,7 +66,7 @@ test-quick: setup
 # What they find becomes a plain test.
 TIMES ?= 20
 soak: setup
-	WEFT_SOAK=$(TIMES) $(BIN)/python -m pytest --timeout=0 -m "hypothesis or search"
+	WEFT_SOAK=$(TIMES) $(BIN)/python -m pytest --timeout=0 -m "hypothesis or search or long"
 	$(BIN)/python -m tests.truth.soak
 
 # Kills, full disks and damaged files, on real services: docs/recovery.md has the tables.

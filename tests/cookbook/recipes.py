@@ -45,7 +45,7 @@ RECIPES = (
         ),
     ),
     Recipe("supervised.train", ("supervised",), ours=True),
-    Recipe("rl.train: math_rl arithmetic", _ARITHMETIC, in_ci=True),
+    Recipe("rl.train: math_rl arithmetic", _ARITHMETIC),
     Recipe(
         "rl.train: math_rl arithmetic, Qwen3.5",
         (*_SUMS, "renderer_name=qwen3_5_disable_thinking"),

@@ -150,6 +150,7 @@ def test_who_trains_a_little_waits_for_one_pass_of_a_flood(server: tuple[Weftd, 
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_the_simulator_tells_the_truth() -> None:
     """For one tenant and for several. On a machine of its own within a tenth, which is what the command holds; beside
     other tests, which take its processor while it measures, within a quarter in one of three tries: what others take

@@ -66,6 +66,7 @@ def test_an_agent_that_knows_only_openai_is_trained(weftd: Weftd) -> None:
     assert [line.split()[:2] for line in said] == [["reward", "0"], ["reward", "1"]]
 
 
+@pytest.mark.long
 @isolated
 def test_an_agent_with_a_tool_in_a_sandbox_learns(weftd: Weftd) -> None:
     for _ in range(3):  # nothing is seeded here, and a step may go wrong
