@@ -250,6 +250,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ledger": ledger,
     "neighbour": neighbour,
     "console": console,
+    "scale": lambda: claims("scale", "ranks"),
     "simulated": simulated,
 }
 
