@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fastapi import Request
 
 from api.errors import RateLimited
-from api.state.rates import MAX_BUCKETS, Charge, full_at, wait_s
+from api.state.rates import Buckets, Charge
 
 #: Of one address in a minute.
 MOST_PER_MINUTE = 60
@@ -23,13 +23,11 @@ class Attempts:
     """Lives in the event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._full_at: dict[str, float] = {}
+        self._buckets = Buckets(clock)
 
     def check(self, request: Request) -> None:
         """Raises RateLimited for an address that has failed too often."""
-        full = self._full_at.get(_address(request))
-        wait = 0.0 if full is None else wait_s(full, self._clock(), _failure(request))
+        wait = self._buckets.wait_s(_failure(request))
         if wait > 0:
             raise RateLimited(
                 f"more than {MOST_PER_MINUTE} tries to sign in from this address failed in a minute: retry in "
@@ -41,10 +39,7 @@ class Attempts:
 
     def note(self, request: Request) -> None:
         """One has failed."""
-        now, name = self._clock(), _address(request)
-        if len(self._full_at) >= MAX_BUCKETS:
-            self._full_at = {known: at for known, at in self._full_at.items() if at > now}
-        self._full_at[name] = full_at(self._full_at.get(name, now), now, _failure(request))
+        self._buckets.count(_failure(request))
 
 
 def _address(request: Request) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from api.errors import RateLimited
-from api.state.rates import MAX_BUCKETS, Charge, full_at, wait_s
+from api.state.rates import Buckets, Charge
 from api.who.principal import Principal
 
 #: Of one key in a minute.
@@ -23,15 +23,11 @@ class Misses:
     """Lives in the event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._full_at: dict[str, float] = {}
+        self._buckets = Buckets(clock)
 
     def check(self, who: Principal) -> None:
         """Raises RateLimited for whoever has missed too often."""
-        full = self._full_at.get(who.urn)
-        if full is None:
-            return
-        wait = wait_s(full, self._clock(), _miss(who))
+        wait = self._buckets.wait_s(_miss(who))
         if wait > 0:
             raise RateLimited(
                 f"more than {MOST_PER_MINUTE} polls of this key in a minute were for ids that are not there: retry in "
@@ -43,10 +39,7 @@ class Misses:
 
     def note(self, who: Principal) -> None:
         """`who` has asked for something that is not there."""
-        now = self._clock()
-        if len(self._full_at) >= MAX_BUCKETS:
-            self._full_at = {name: at for name, at in self._full_at.items() if at > now}
-        self._full_at[who.urn] = full_at(self._full_at.get(who.urn, now), now, _miss(who))
+        self._buckets.count(_miss(who))
 
 
 def _miss(who: Principal) -> Charge:

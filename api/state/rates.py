@@ -64,23 +64,38 @@ class Rates(Protocol):
         """Count all `charges`, or none and say which one is over its limit for longest."""
 
 
-class LocalRates:
-    """Buckets of this process."""
+class Buckets:
+    """In the memory of this process. Lives in the event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._full_at: dict[str, float] = {}
 
-    async def take(self, charges: Sequence[Charge]) -> Refusal | None:
+    def wait_s(self, charge: Charge) -> float:
+        """How long until there is room for `charge`; 0 or less: there is."""
         now = self._clock()
-        waits = [(wait_s(self._full_at.get(charge.name, now), now, charge), charge) for charge in charges]
+        return wait_s(self._full_at.get(charge.name, now), now, charge)
+
+    def count(self, charge: Charge) -> None:
+        now = self._clock()
+        if len(self._full_at) >= MAX_BUCKETS:
+            self._full_at = {name: at for name, at in self._full_at.items() if at > now}
+        self._full_at[charge.name] = full_at(self._full_at.get(charge.name, now), now, charge)
+
+
+class LocalRates:
+    """Buckets of this process."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._buckets = Buckets(clock)
+
+    async def take(self, charges: Sequence[Charge]) -> Refusal | None:
+        waits = [(self._buckets.wait_s(charge), charge) for charge in charges]
         longest, charge = max(waits, key=lambda wait: wait[0], default=(0.0, None))
         if longest > 0 and charge is not None:
             return Refusal(charge, longest)
-        if len(self._full_at) + len(charges) > MAX_BUCKETS:
-            self._full_at = {name: at for name, at in self._full_at.items() if at > now}
         for charge in charges:
-            self._full_at[charge.name] = full_at(self._full_at.get(charge.name, now), now, charge)
+            self._buckets.count(charge)
         return None
 
 

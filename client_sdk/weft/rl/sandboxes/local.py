@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.rl.sandboxes import seccomp
-from weft.rl.sandboxes.sandbox import CannotIsolateError, Done, Limit, Limits, Quota, SandboxError, Snapshot
+from weft.rl.sandboxes.sandbox import FOLDER, CannotIsolateError, Done, Limit, Limits, Quota, SandboxError, Snapshot
 
 logger = logging.getLogger("weft")
 
@@ -321,12 +321,12 @@ def _argv(holder: int, home: Local, filter_fd: int) -> list[str]:
         *("nsenter", "--target", str(holder), "--user", "--mount", "--preserve-credentials", "--"),
         *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"),
         *("--die-with-parent", "--new-session", "--hostname", "sandbox", "--seccomp", str(filter_fd)),
-        *("--clearenv", "--setenv", "PATH", _PATH, "--setenv", "HOME", "/work", "--setenv", "LANG", "C.UTF-8"),
+        *("--clearenv", "--setenv", "PATH", _PATH, "--setenv", "HOME", FOLDER, "--setenv", "LANG", "C.UTF-8"),
         *inside,
         *("--proc", "/proc", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"),  # whoever writes to its memory lives on
         *("--dev", "/dev", "--dev-bind", "/dev/full", "/dev/zero"),  # zeros, but none to map
         *("--bind", "/mnt/tmp", "/dev/shm", "--remount-ro", "/dev"),
-        *("--bind", "/mnt/work", "/work", "--bind", "/mnt/tmp", "/tmp", "--remount-ro", "/", "--chdir", "/work"),
+        *("--bind", "/mnt/work", FOLDER, "--bind", "/mnt/tmp", "/tmp", "--remount-ro", "/", "--chdir", FOLDER),
         *("--", "prlimit", *(f"--{name}={value}" for name, value in bounds.items()), "--"),
     ]
 

@@ -8,7 +8,7 @@ import math
 import time
 from typing import Any
 
-from weft.rl.sandboxes.sandbox import Done, Limits, Quota, SandboxError, Snapshot
+from weft.rl.sandboxes.sandbox import FOLDER, Done, Limits, Quota, SandboxError, Snapshot, absolute
 
 
 class Modal:
@@ -35,7 +35,7 @@ class Modal:
             app=await self._modal.App.lookup.aio(self.app, create_if_missing=True),
             image=image or self._modal.Image.debian_slim(),
             timeout=self.lifetime_s,
-            workdir="/work",
+            workdir=FOLDER,
             memory=(self.limits.memory_bytes >> 20, self.limits.memory_bytes >> 20),
             block_network=True,
         )
@@ -52,7 +52,7 @@ class ModalSandbox:
     async def exec(self, *command: str, stdin: bytes = b"", time_s: float | None = None) -> Done:
         limits, began = self._home.limits, time.monotonic()
         given = math.ceil(limits.time_s if time_s is None else time_s)
-        process = await self._box.exec.aio(*command, timeout=given, workdir="/work", text=False)
+        process = await self._box.exec.aio(*command, timeout=given, workdir=FOLDER, text=False)
         process.stdin.write(stdin)
         process.stdin.write_eof()
         await process.stdin.drain.aio()
@@ -66,13 +66,13 @@ class ModalSandbox:
 
     async def read(self, path: str) -> bytes:
         try:
-            return bytes(await self._box.filesystem.read_bytes.aio(_absolute(path)))
+            return bytes(await self._box.filesystem.read_bytes.aio(absolute(path)))
         except self._home._modal.exception.Error as error:
             raise SandboxError(f"cannot read {path}: {error}") from error
 
     async def write(self, path: str, data: bytes) -> None:
         try:
-            await self._box.filesystem.write_bytes.aio(data, _absolute(path))
+            await self._box.filesystem.write_bytes.aio(data, absolute(path))
         except self._home._modal.exception.Error as error:
             raise SandboxError(f"cannot write {path}: {error}") from error
 
@@ -94,7 +94,3 @@ async def _taken(stream: Any, most: int) -> tuple[bytes, bool]:
         if len(kept) > most:
             return kept[:most], True
     return kept, False
-
-
-def _absolute(path: str) -> str:
-    return path if path.startswith("/") else f"/work/{path}"

@@ -11,7 +11,7 @@ import time
 import uuid
 from typing import Any
 
-from weft.rl.sandboxes.sandbox import Done, Limits, Quota, SandboxError, Snapshot
+from weft.rl.sandboxes.sandbox import FOLDER, Done, Limits, Quota, SandboxError, Snapshot, absolute
 
 #: All of IPv4: the client's own way to say that there is no network.
 _NOWHERE = ["0.0.0.0/0"]
@@ -50,7 +50,7 @@ class Prime:
         self.open += 1
         try:
             await self.client.wait_for_creation(box.id)
-            await self.client.execute_command(box.id, "mkdir -p /work")
+            await self.client.execute_command(box.id, f"mkdir -p {FOLDER}")
         except BaseException:
             await box.close()
             raise
@@ -72,7 +72,7 @@ class PrimeSandbox:
             await self.write(given_by, stdin)
             line = f"{{ rm -f {given_by}; {line}; }} < {given_by}"
         try:
-            said = await self._home.client.execute_command(self.id, line, working_dir="/work", timeout=given)
+            said = await self._home.client.execute_command(self.id, line, working_dir=FOLDER, timeout=given)
         except self._home._prime.CommandTimeoutError:
             return Done(-9, b"", b"", time.monotonic() - began, "time")
         out, err = said.stdout.encode(), said.stderr.encode()
@@ -82,13 +82,13 @@ class PrimeSandbox:
         return Done(said.exit_code, out, err, time.monotonic() - began)
 
     async def read(self, path: str) -> bytes:
-        said = await self._home.client.execute_command(self.id, f"base64 -w0 -- {shlex.quote(_absolute(path))}")
+        said = await self._home.client.execute_command(self.id, f"base64 -w0 -- {shlex.quote(absolute(path))}")
         if said.exit_code != 0:
             raise SandboxError(f"cannot read {path}: {said.stderr.strip()[-400:]}")
         return base64.b64decode(said.stdout)
 
     async def write(self, path: str, data: bytes) -> None:
-        whole = _absolute(path)
+        whole = absolute(path)
         try:
             await self._home.client.execute_command(self.id, f"mkdir -p -- {shlex.quote(whole.rpartition('/')[0])}")
             await self._home.client.upload_bytes(self.id, whole, data, whole.rpartition("/")[2])
@@ -105,7 +105,3 @@ class PrimeSandbox:
             self._closed = True
             self._home.open -= 1
             await self._home.client.delete(self.id)
-
-
-def _absolute(path: str) -> str:
-    return path if path.startswith("/") else f"/work/{path}"

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class CannotIsolateError(SandboxError):
     """This machine cannot isolate what runs in a sandbox, so nothing runs."""
 
 
+#: Where commands run, inside of the sandbox.
+FOLDER = "/work"
 #: What may end a command before its time.
 Limit = Literal["time", "memory", "output"]
 
@@ -137,3 +140,8 @@ async def require(sandboxes: Sandboxes, count: int) -> None:
             f"up to {count} sandboxes at a time are needed, and there is room for {quota.left} ({quota.why}):"
             " smaller groups, fewer of them under way (concurrency=rl.Concurrency(most=...)), or a larger quota"
         )
+
+
+def absolute(path: str) -> str:
+    """A path inside of a sandbox, which may be given from FOLDER on."""
+    return posixpath.join(FOLDER, path)
