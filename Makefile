@@ -55,6 +55,10 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n 2 -m "not long"
 
+# The tests that failed in the last run, one after another. None that is known is a failure too: then the run itself broke.
+retest: setup
+	$(BIN)/python -m pytest -v --last-failed --last-failed-no-failures none --maxfail 1
+
 # What starts no server and no browser, and computes little: under 90 seconds on two cores.
 QUICK := tests/test_walls.py tests/client_sdk/wire tests/store tests/billing/payments tests/fakestripe $(addprefix tests/scheduler/, \
   dispatch journal links order reports simulator)

@@ -92,7 +92,8 @@ class SampleLink:
     def send(self, message: Any) -> None:
         match message:
             case PullSamples():
-                self._models, self._free = message.models, message.free_slots
+                with self._lock:
+                    self._models, self._free = message.models, message.free_slots
             case Done():
                 self._answer(message)
             case Drawn():
@@ -212,8 +213,10 @@ class SampleLink:
         with suppress(QueueUnreachable):
             if self._epochs:
                 self._renew()
-            elif self._models and not self._draining:  # what others decline may wait for this one
-                self._queue.lease(self.name, self._models, max(0, self._free), LEASE_S, most=0)
+                return
+            with self._lock:  # so that nothing is leased between reading what is free here and saying it
+                if self._models and not (self._epochs or self._draining):  # what others decline may wait for this one
+                    self._queue.lease(self.name, self._models, max(0, self._free), LEASE_S, most=0)
 
     def _renew(self) -> None:
         """Give a sign of life; if it comes too late, cancel what is not held any more."""

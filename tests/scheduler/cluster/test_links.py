@@ -33,7 +33,7 @@ from scheduler.links.messages import (
     SampleWork,
 )
 from scheduler.links.redis_queue import RedisQueue
-from scheduler.links.sample_link import SampleLink
+from scheduler.links.sample_link import LOOK_EVERY_S, SampleLink
 from scheduler.links.train_link import Joining, LeaderLink, TrainerLink
 from store.folder_blobs import FolderBlobs
 from tests.servers import redis_server
@@ -113,9 +113,10 @@ def test_a_generator_that_waits_gets_what_needs_its_adapter_and_nobody_waits_for
     queue, holder, other = RedisQueue(url), SampleLink(url, blobs), SampleLink(url, blobs)
     push(queue, "first", "x")
     for link in (holder, other):
-        link.send(PullSamples(["m"], 8))
+        link.send(PullSamples(["m"], 16))  # two of them busy leave the holder within the other's HEAD_START
         link.recv(0.05)
     assert queue.holder("first") == holder.name
+    time.sleep(LOOK_EVERY_S)  # so that the other looks
     came: list[str] = []
     waits = threading.Thread(target=lambda: came.extend(op.op_id for op in holder.recv(30).ops))  # type: ignore[union-attr]
     waits.start()
