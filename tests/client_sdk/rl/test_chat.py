@@ -207,7 +207,7 @@ def test_examples_train_what_would_be_sampled() -> None:
 def test_calls_of_tools_are_trained_behind_the_tools_that_the_template_shows() -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "1"},
