@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from workers.model.adapter_shape import AdapterShape
+from workers.model.families.table import plain_name
 from workers.model.peft_format import DELTA, Array, PeftFormatError, short_names
 
 #: Of all experts, as Tinker's layout has it, or of one, as Mixtral's adapters have it.
@@ -25,8 +26,6 @@ _PART = (
 _LAYER = re.compile(rf"model\.(?P<layer>layers\.\d+)\.{_PART}\.(?P<name>\w+)")
 #: What Mixtral's checkpoints call a mixture, and so adapters that were trained on it.
 _MIXTRAL = ".block_sparse_moe."
-#: What names begin with in an adapter of a model that sees, and in Tinker's of Nemotron.
-_ROOT = re.compile(r"^(model\.language_model|backbone)\.")
 #: The modules of each part; attention's are those of one of its kinds.
 _MLP = ("gate_proj up_proj down_proj",)
 _LATENT = tuple(f"{queries} kv_a_proj_with_mqa o_proj" for queries in ("q_a_proj", "q_proj"))
@@ -144,7 +143,7 @@ def _by_module(found: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
             continue
         long = {short: name for name, short in short_names(match["module"]).items()}
         module = _SHORT.sub(lambda short, long=long: f"{short[1]}{long.get(short[2], short[2])}", match["module"])
-        module = _ROOT.sub("model.", module.replace(_MIXTRAL, ".mlp."))
+        module = plain_name(module.replace(_MIXTRAL, ".mlp."))
         modules.setdefault(module, {})[match["factor"]] = tensor
     return modules
 

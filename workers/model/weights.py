@@ -7,7 +7,6 @@ fused over experts; quantised weights become bfloat16 (stored.py).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,8 @@ from workers.model.card import weight_files
 from workers.model.config import DecoderConfig, LatentConfig
 from workers.model.decoder import Decoder
 from workers.model.families.read import read_config
-from workers.model.families.table import FAMILIES
+from workers.model.families.table import FAMILIES, plain_name
 from workers.model.stored import Stored
-
-#: What names of the decoder begin with in a checkpoint that sees, and in Nemotron's.
-_ROOT = re.compile(r"^(model\.language_model|backbone)\.")
 
 #: Tensors that some checkpoints carry and the decoder computes from its config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -83,8 +79,8 @@ def matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, P
     filled: set[str] = set()
     matched = []
     for name in stored.names():
-        known = _ROOT.sub("model.", name)
-        if name in ignored or name.startswith(unused) or name.endswith(IGNORED_SUFFIXES):
+        known = plain_name(name)
+        if known in ignored or known.startswith(unused) or known.endswith(IGNORED_SUFFIXES):
             continue
         names, place = fused.get(known) or ([known], single.get(known))
         if place is None or not filled.isdisjoint(names):

@@ -110,6 +110,38 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
         "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
         "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
     }),
+    "KimiK25ForConditionalGeneration": (1026, {  # by the shapes of its tensors
+        "ignore_index": -100, "media_placeholder_token_id": 163605, "model_type": "kimi_k25",
+        "use_unified_vision_chunk": True, "video_placeholder": "<|kimi_k25_video_placeholder|>",
+        "vision_config": {"mm_projector_type": "patchmerger", "vt_hidden_size": 1152, "vt_num_hidden_layers": 27},
+        "text_config": {
+            **{key: value for key, value in SAME.items() if key != "rope_scaling"},
+            "attention_bias": False, "aux_loss_alpha": 0.001, "ep_size": 1, "first_k_dense_replace": 1,
+            "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 262144,
+            "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 1,
+            "n_routed_experts": 384, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64,
+            "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64,
+            "num_nextn_predict_layers": 0, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64, "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid",
+            "seq_aux": True, "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 163840,
+            "rope_scaling": {
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096, "type": "yarn",
+            },
+            "quantization_config": {
+                "config_groups": {"group_0": {
+                    "input_activations": None, "output_activations": None, "targets": ["Linear"],
+                    "weights": {
+                        "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
+                        "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True,
+                        "type": "int",
+                    },
+                }},
+                "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
+                "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "compressed",
+            },
+        },
+    }),
     "Glm4MoeLiteForCausalLM": (30, {
         "attention_bias": False, "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10240,
         "kv_lora_rank": 512, "max_position_embeddings": 202752, "moe_intermediate_size": 1536, "n_group": 1,

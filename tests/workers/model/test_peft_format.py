@@ -206,12 +206,15 @@ def test_an_adapter_with_the_names_of_mixtrals_checkpoints_is_read(tmp_path: Pat
     assert torch.equal(load_adapter(folder, decoder.config).adapter.flat, adapter.flat)
 
 
-def test_an_adapter_with_the_names_of_a_model_that_sees_is_read(tmp_path: Path) -> None:
-    adapter = random_adapter(ours(reference("qwen3.5"), tmp_path / "model"), 2, seed=1, train_unembed=False)
+@pytest.mark.parametrize(
+    ("family", "root"), [("qwen3.5", "model.language_model"), ("deepseek", "language_model.model")]
+)
+def test_an_adapter_with_the_names_of_a_model_that_sees_is_read(family: str, root: str, tmp_path: Path) -> None:
+    adapter = random_adapter(ours(reference(family), tmp_path / "model"), 2, 1, train_mlp=False, train_unembed=False)
     tensors = {name: view.numpy() for name, view in adapter.views.items()}
     write_export(tmp_path, tensors, base_model="tiny", rank=2, alpha=4.0)
     plain = load_file(tmp_path / "adapter_model.safetensors")
-    seeing = {name.replace(".model.layers.", ".model.language_model.layers."): x for name, x in plain.items()}
+    seeing = {name.replace(".model.layers.", f".{root}.layers."): x for name, x in plain.items()}
     assert not plain.keys() & seeing.keys()
     found = read_layout({name: x.numpy() for name, x in seeing.items()})
     assert found.keys() == tensors.keys()

@@ -93,7 +93,7 @@ def rows_are_those_of_the_whole(folder: Path) -> None:
 
 
 def test_a_checkpoint_of_int4_loads_as_the_same_one_dequantised(tmp_path: Path) -> None:
-    """Kimi-K2-Thinking: experts in groups of 32, four bits each, and the rest in bfloat16."""
+    """Kimi-K2-Thinking: experts in groups of 32, four bits each, and the rest in bfloat16; and wrapped as Kimi-K2.5."""
     model, plain = reference("deepseek", moe_intermediate_size=48), tmp_path / "plain"  # a group that is not whole
     ours(model, plain)
     tensors = load_file(plain / "model.safetensors")
@@ -119,6 +119,7 @@ def test_a_checkpoint_of_int4_loads_as_the_same_one_dequantised(tmp_path: Path) 
     method = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
     equal(load_decoder(plain), load_decoder(sharded(tmp_path / "int4", plain, method, [packed_parts, rest])))
     rows_are_those_of_the_whole(tmp_path / "int4")
+    equal(load_decoder(plain), load_decoder(seeing(tmp_path / "seeing", plain, method, [packed_parts, rest])))
     weights["num_bits"] = 8
     with pytest.raises(UnsupportedModel, match=r"compressed-tensors\) with num_bits=8"):
         load_decoder(sharded(tmp_path / "int8", plain, method, [packed_parts, rest]))
@@ -133,6 +134,22 @@ def sharded(folder: Path, source: Path, method: dict[str, object], parts: list[d
         save_file(part, folder / f"{number}.safetensors")
         where.update(dict.fromkeys(part, f"{number}.safetensors"))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return folder
+
+
+def seeing(folder: Path, source: Path, method: dict[str, object], parts: list[dict[str, Tensor]]) -> Path:
+    """The text model as moonshotai/Kimi-K2.5 has it, beside what it sees with."""
+    renamed = [{f"language_model.{name}": tensor for name, tensor in part.items()} for part in parts]
+    eyes = ["vision_tower.encoder.blocks.0.wqkv.weight", "vision_tower.patch_embed.pos_emb.weight"]
+    renamed += [dict.fromkeys([*eyes, "mm_projector.proj.0.weight"], torch.zeros(2, 2))]
+    sharded(folder, source, method, [{name: x.clone() for name, x in part.items()} for part in renamed])
+    text = json.loads((folder / "config.json").read_text())
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text,
+        "tie_word_embeddings": False, "media_placeholder_token_id": 90, "use_unified_vision_chunk": True,
+        "video_placeholder": "<|video|>", "ignore_index": -100, "vision_config": {"vt_hidden_size": 2},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
