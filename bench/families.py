@@ -31,7 +31,7 @@ from serving import claim, machine
 from trainer import TIMED_ALONE, Batch, Tenants, measure, peft_step, step
 
 from tests.workers.model.models import FAMILIES, ours, reference
-from workers.model.adapter import AdapterShape
+from workers.model.adapters.adapter import AdapterShape
 from workers.model.decoder import Decoder, LoraRows
 from workers.model.families.table import FAMILIES as TABLE
 
