@@ -34,10 +34,10 @@ from serving import claim, machine
 from trainer import TIMED_ALONE, Batch, Tenants, measure, peft_step, step
 
 from tests.workers.model.models import FAMILIES, ours, reference
-from workers.model.adapter import Adapter, AdapterShape, load_adapter
+from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter
+from workers.model.adapters.imported import read_adapter
 from workers.model.decoder import Decoder, LoraRows
 from workers.model.families.table import FAMILIES as TABLE
-from workers.model.imported import read_adapter
 
 TENANTS, TOKENS = 16, 64
 GOAL = 0.9

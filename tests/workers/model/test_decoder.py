@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from tests.workers.model.models import FAMILIES, HYBRID, SIZES, ours, packed, random_adapter, reference
-from workers.model.adapter import Adapter
+from workers.model.adapters.adapter import Adapter
+from workers.model.base.weights import ModelWeightsError, copy_weights, load_decoder
 from workers.model.decoder import LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
-from workers.model.weights import ModelWeightsError, copy_weights, load_decoder
 
 LENGTHS = [5, 17, 5, 1, 40]
 
