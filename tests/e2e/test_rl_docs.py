@@ -70,9 +70,9 @@ def test_an_agent_that_knows_only_openai_is_trained(weftd: Weftd) -> None:
 @isolated
 def test_an_agent_with_a_tool_in_a_sandbox_learns(weftd: Weftd) -> None:
     for _ in range(3):  # nothing is seeded here, and a step may go wrong
-        said = example(weftd, "tool_agent.py", "--steps", "6", "--batch", "6")
+        said = example(weftd, "tool_agent.py", "--steps", "12", "--batch", "8")
         rewards = [float(line.split()[-1]) for line in said]
-        assert len(rewards) == 6
+        assert len(rewards) == 12
         if max(rewards[-3:]) >= 2 * rewards[0]:
             return
     pytest.fail(f"the reward did not double: {rewards}")
