@@ -4,14 +4,15 @@
     python -m tools.warm SOCKET MODULE TESTS...
 
 The tests run once, cold. What that has imported is then kept, but for the tests, MODULE (a file of this folder) and
-what imports it, by way of others too: those are read anew in every run, and MODULE is compiled anew, because it changes
-too fast for the times of files. Who connects to SOCKET runs the tests and reads one byte: `0` if they passed; who leaves
-before ends the run.
+what imports it, by way of others too: those are read anew in every run; MODULE is compiled anew, because it changes
+too fast for the times of files. Who connects to SOCKET runs the tests and reads one byte: `0` if they passed; who
+leaves before ends the run.
 """
 
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import importlib.util
 import os
@@ -24,9 +25,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 #: How often a run is looked at.
 LOOK_S = 0.01
+
+# That a search fails is enough: what it has found is not made smaller. Profiles that tests register inherit it.
+settings.register_profile(
+    "found", deadline=None, derandomize=True, database=None, phases=(Phase.explicit, Phase.generate)
+)
+settings.load_profile("found")
 
 
 def main(path: str, module: str, tests: Sequence[str]) -> int:
@@ -39,6 +47,7 @@ def main(path: str, module: str, tests: Sequence[str]) -> int:
     for name in names.read_text().split():
         with suppress(Exception):  # what is only there under another name, or not for everybody
             importlib.import_module(name)
+    gc.freeze()  # what is kept is not looked through again by each run
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{path}.new")
         listening.listen()
@@ -51,8 +60,10 @@ def main(path: str, module: str, tests: Sequence[str]) -> int:
 
 def _first(names: Path, module: str, tests: Sequence[str]) -> int:
     """The tests; into `names` what they have imported and may be kept."""
+    sys.dont_write_bytecode = False
     code = int(pytest.main(list(tests)))
-    files = {name: Path(module.__file__) for name, module in sys.modules.items() if getattr(module, "__file__", None)}
+    found = {name: getattr(imported, "__file__", None) for name, imported in sys.modules.items()}
+    files = {name: Path(file) for name, file in found.items() if file}
     anew = _dependents(module.removesuffix(".py").replace("/", "."), files) | {"__main__"}
     names.write_text(" ".join(name for name in files if name not in anew and name.partition(".")[0] != "tests"))
     return code
