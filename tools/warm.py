@@ -20,8 +20,9 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,15 +31,14 @@ from hypothesis import Phase, settings
 #: How often a run is looked at.
 LOOK_S = 0.01
 
-# That a search fails is enough: what it has found is not made smaller. Profiles that tests register inherit it.
-settings.register_profile(
-    "found", deadline=None, derandomize=True, database=None, phases=(Phase.explicit, Phase.generate)
-)
-settings.load_profile("found")
+#: That a search of Hypothesis fails is enough: what it has found is not made smaller.
+FOUND = settings(deadline=None, derandomize=True, database=None, phases=(Phase.explicit, Phase.generate))
 
 
 def main(path: str, module: str, tests: Sequence[str]) -> int:
     """Until it is killed; 1 if the tests fail as they are, with what they print."""
+    settings.register_profile("found", FOUND)
+    settings.load_profile("found")  # those that tests register inherit it
     names = Path(f"{path}.names")
     if _wait(_fork(lambda: _first(names, module, tests))) != 0:
         return 1
@@ -47,6 +47,7 @@ def main(path: str, module: str, tests: Sequence[str]) -> int:
     for name in names.read_text().split():
         with suppress(Exception):  # what is only there under another name, or not for everybody
             importlib.import_module(name)
+    assert _name(module) not in sys.modules, f"{module} is kept: what imports it was not seen"
     gc.freeze()  # what is kept is not looked through again by each run
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{path}.new")
@@ -64,29 +65,40 @@ def _first(names: Path, module: str, tests: Sequence[str]) -> int:
     code = int(pytest.main(list(tests)))
     found = {name: getattr(imported, "__file__", None) for name, imported in sys.modules.items()}
     files = {name: Path(file) for name, file in found.items() if file}
-    anew = _dependents(module.removesuffix(".py").replace("/", "."), files) | {"__main__"}
+    anew = dependents(_name(module), files, Path.cwd()) | {"__main__"}
     names.write_text(" ".join(name for name in files if name not in anew and name.partition(".")[0] != "tests"))
     return code
 
 
-def _dependents(module: str, files: dict[str, Path]) -> set[str]:
-    """`module` and, of these modules, all of this folder that import it or another of them."""
-    imports = {name: _imports(file) for name, file in files.items() if file.is_relative_to(Path.cwd())}
+def dependents(module: str, files: Mapping[str, Path], folder: Path) -> set[str]:
+    """`module` and, of these modules, all in `folder` that import it or another of them."""
+    imports = {name: imported(file) | _whole(name) for name, file in files.items() if file.is_relative_to(folder)}
     found = {module}
     while more := {name for name, named in imports.items() if named & found} - found:
         found |= more
     return found
 
 
-def _imports(file: Path) -> set[str]:
-    """The names of modules that a file imports, wherever in it; and of what may be one."""
+@cache
+def imported(file: Path) -> frozenset[str]:
+    """The names of modules that a file imports, wherever in it, and of what may be one; packages are imported too."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())) if file.suffix == ".py" else ():
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {".".join(parts[:end]) for parts in (name.split(".") for name in found) for end in range(1, len(parts) + 1)}
+    return frozenset().union(*map(_whole, found))
+
+
+def _whole(name: str) -> frozenset[str]:
+    """A module and the packages that it is in."""
+    parts = name.split(".")
+    return frozenset(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+def _name(module: str) -> str:
+    return module.removesuffix(".py").replace("/", ".")
 
 
 def _serve(client: socket.socket, tests: Sequence[str]) -> None:
