@@ -195,6 +195,11 @@ class TestSettling:
         till.database.write_now(lambda session: settle(session, [charge], till.prices, START))
         [row] = till.rows(tables.UsageHour)
         assert (row.run_id, row.user_id, row.project_id, row.key_id, row.quantity) == ("", "", "", 0, 3)
+        assert till.wallet().held_nusd == 0
+
+    def test_nothing_costs_nothing(self, till: Till) -> None:
+        assert till.database.write_now(lambda session: settle(session, [], till.prices, START)) == 0
+        assert till.rows(tables.LedgerEntry) == []
 
     def test_usage_is_never_negative(self, till: Till) -> None:
         with pytest.raises(ValueError, match="operation x reports -1 of train: usage cannot be negative"):
