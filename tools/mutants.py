@@ -51,7 +51,9 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("tests/scheduler/journal/ending/test_settlement.py", "tests/scheduler/journal/ending/test_made.py"),
     ),
     "scheduler/order/compose.py": ("--noconftest", "tests/scheduler/order/test_compose.py"),
-    "scheduler/order/fair.py": ("--noconftest", "tests/scheduler/order/test_fair.py"),
+    "scheduler/order/fair.py": (
+        *("--noconftest", "tests/scheduler/order/test_fair.py", "tests/scheduler/order/test_fair_plain.py"),
+    ),
     "store/keys.py": ("tests/store/test_keys.py",),
     "store/roles.py": ("tests/tenancy/test_routes.py",),
     "workers/model/isolation.py": ("tests/workers/model/test_isolation.py",),
