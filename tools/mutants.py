@@ -100,7 +100,19 @@ def try_module(module: str, folder: Path, lines: frozenset[int]) -> int:
 @contextmanager
 def warm(module: str, tree: Path, at: Path) -> Iterator[str]:
     """A command that runs a module's tests in `tree`, by `tools.warm`."""
-    tests = ("-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--basetemp={at}.tmp", "-k", "not postgresql")
+    tests = (
+        "-x",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:warnings",
+        f"--basetemp={at}.tmp",
+        "-k",
+        "not postgresql",
+    )
     python = str(CHECKOUT / ".venv/bin/python")
     # One thread: what is forked from a process with more may hang.
     few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1") | {"PYTHONPATH": f"{tree}:{tree}/client_sdk"}
