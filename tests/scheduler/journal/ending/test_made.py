@@ -12,6 +12,7 @@ from sqlalchemy import update
 
 from billing.prices import KINDS, load_prices
 from scheduler.journal.accepting.acceptance import Taking, insert_all
+from scheduler.journal.ending import settlement
 from scheduler.journal.ending.settlement import JSON, PROTOBUF, Ending, Settlement, result_of
 from scheduler.links.messages import Done, Failure, OpKind, RunSpec
 from scheduler.order.operations import SAMPLE, Operation, Outcome
@@ -21,6 +22,7 @@ from store.db import Database
 from tests.rows import run_row, session_row
 
 NOW = datetime.now(UTC)
+TICK = timedelta(microseconds=1)
 #: A token costs a nano-dollar.
 PRICES = load_prices([{"version": "n", "effective_from": NOW.replace(year=2020), "storage_uusd_per_gb_month": 1,
                        "models": {"*": dict.fromkeys(KINDS, 1000)}}])  # fmt: skip
@@ -40,10 +42,10 @@ class Desk:
     def _open(session: Any) -> None:
         session.add(tables.Organisation(id="a", name="a", created_at=NOW))
         session.flush()
-        for name in ("s", "other"):
-            session.add(session_row("a", NOW, name, key_id=3))
+        for name, key_id in (("other", 4), ("s", 3), ("t", 5)):
+            session.add(session_row("a", NOW, name, key_id=key_id))
         session.flush()
-        session.add_all([run_row("a", NOW, "run"), run_row("a", NOW, "other", "other")])
+        session.add_all([run_row("a", NOW, id, of) for id, of in (("other", "other"), ("run", "s"), ("then", "t"))])
 
     def end(
         self, kind: str, plan: Plan = BODY_ONLY, name: str = "", *, failure: Failure | None = None, **facts: int
@@ -106,7 +108,7 @@ def desk(database: Database) -> Desk:
             {"path": "tinker://run/sampler_weights/x", "type": "save_weights_for_sampler"},
         ),
         (
-            OpKind.SAVE_EXTERNAL,
+            "save_external",  # as it comes from the database
             Save("external_weights", "x"),
             {"path": "tinker://run/external_weights/x", "type": "save_weights_external", "size_bytes": 9},
         ),
@@ -117,15 +119,19 @@ def desk(database: Database) -> Desk:
         ),
     ],
 )
-def test_what_clients_are_told_of_what_was_made(kind: OpKind, plan: Plan, told: dict[str, Any]) -> None:
+def test_what_clients_are_told_of_what_was_made(kind: str, plan: Plan, told: dict[str, Any]) -> None:
     op = Operation("op", "a", "s", "run", 1, kind, "m", 0, "", plan, NOW)
     outcome = result_of(op, Done("op", b"", {"size_bytes": 9}))
     assert (json.loads(outcome.payload), outcome.content_type, outcome.error) == (told, JSON, None)
+    if "size_bytes" in told:
+        assert json.loads(result_of(op, Done("op", b"", {})).payload)["size_bytes"] == 0
     failed = result_of(op, Done("op", b"", {}, Failure("no disk", "server")))
     assert (failed.payload, failed.error, failed.category) == (b"", "no disk", "server")
 
 
-@pytest.mark.parametrize(("kind", "type"), [(OpKind.OPTIM_STEP, JSON), (OpKind.FORWARD, PROTOBUF), (SAMPLE, PROTOBUF)])
+@pytest.mark.parametrize(
+    ("kind", "type"), [("optim_step", JSON), (OpKind.OPTIM_STEP, JSON), (OpKind.FORWARD, PROTOBUF), (SAMPLE, PROTOBUF)]
+)
 def test_what_was_computed_is_passed_on_as_it_came(kind: str, type: str) -> None:
     op = Operation("op", "a", "s", "run", 1, kind, "m", 0, "", BODY_ONLY, NOW)
     assert result_of(op, Done("op", b"computed", {})) == Outcome(b"computed", type)
@@ -168,10 +174,20 @@ def test_a_name_is_taken_until_it_is_given_up(desk: Desk, overwrite: bool) -> No
     assert len(desk.noted()) == 3
 
 
-@pytest.mark.parametrize(("after_s", "free"), [(-60, True), (60, False)])
-def test_a_name_that_has_expired_is_free(desk: Desk, after_s: int, free: bool) -> None:
+@pytest.mark.parametrize(("after", "free"), [(-TICK, True), (TICK * 0, True), (TICK, False)])
+def test_a_name_that_has_expired_is_free(
+    desk: Desk, after: timedelta, free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            return NOW
+
+    monkeypatch.setattr(settlement, "datetime", Clock)
     desk.end(OpKind.SAVE_STATE, SAVED, "first")
-    desk.change(tables.Checkpoint, expires_at=datetime.now(UTC) + timedelta(seconds=after_s))
+    [row] = desk.rows(tables.Checkpoint)
+    assert (row.size_bytes, row.created_at) == (0, NOW)
+    desk.change(tables.Checkpoint, expires_at=NOW + after)
     outcome, freed = desk.end(OpKind.SAVE_STATE, SAVED, "second")
     assert (outcome.error is None, freed) == (free, ["weights/first" if free else "weights/second"])
 
@@ -201,10 +217,12 @@ def test_samplers_that_follow_a_run_move_and_others_stay(desk: Desk) -> None:
         desk.end(OpKind.SAVE_SAMPLER, NewSampler(f"s:sample:{number}", number, inflight), name, size_bytes=number)
 
     def elsewhere(session: Any) -> None:
+        """Of runs that sort before and after, and of a kind that sorts before `inflight`."""
         usual = {"org_id": "a", "sampling_session_seq_id": 0, "base_model": "m", "created_at": NOW}
-        row = tables.Sampler(id="theirs", session_id="other", run_id="other", kind="inflight", **usual)
-        row.adapter_ref = "weights/theirs"
-        session.add(row)
+        for id, run_id, kind in (("a", "run", "base"), ("theirs", "other", "inflight"), ("then", "then", "inflight")):
+            row = tables.Sampler(id=id, session_id="other", run_id=run_id, kind=kind, **usual)
+            row.adapter_ref = f"weights/{id}"
+            session.add(row)
 
     desk.database.write_now(elsewhere)
     save(1, False, "kept")
@@ -213,17 +231,21 @@ def test_samplers_that_follow_a_run_move_and_others_stay(desk: Desk) -> None:
     save(4, False, "last")
     samplers = [(row.id, row.kind, row.adapter_ref) for row in desk.rows(tables.Sampler)]
     assert samplers == [
+        ("a", "base", "weights/a"),
         ("s:sample:1", "snapshot", "weights/kept"),
         ("s:sample:2", "inflight", "weights/after"),
         ("s:sample:3", "inflight", "weights/after"),
         ("s:sample:4", "snapshot", "weights/last"),
         ("theirs", "inflight", "weights/theirs"),
+        ("then", "inflight", "weights/then"),
     ]
     assert desk.stored() == [("after", 3, False), ("before", 2, True), ("kept", 1, False), ("last", 4, False)]
     [one] = desk.rows(tables.Sampler, id="s:sample:2")
     assert (one.org_id, one.session_id, one.sampling_session_seq_id, one.run_id) == ("a", "s", 2, "run")
     assert (one.base_model, one.model_path) == ("m", None)
     assert desk.noted() == []
+    desk.end(OpKind.SAVE_SAMPLER, NewSampler("s:sample:5", 5, False), "unknown")
+    assert ("unknown", 0, False) in desk.stored()
 
 
 @pytest.mark.parametrize("plan", [Load(SOURCE), Create(SPEC, "batch", SOURCE)])
@@ -255,10 +277,11 @@ MISTAKE = Failure("not finite", "user")
     [
         (OpKind.FORWARD_BACKWARD, TRAINED, None, {"train": 5}),
         (OpKind.FORWARD, TRAINED, None, {"prefill": 5}),
-        (OpKind.OPTIM_STEP, TRAINED, None, {}),
+        (OpKind.OPTIM_STEP, {**TRAINED, **SAMPLED}, None, {}),
+        (OpKind.SAVE_STATE, {**TRAINED, **SAMPLED}, None, {}),
         (OpKind.FORWARD, {}, None, {}),
         (SAMPLE, SAMPLED, None, SAMPLED),
-        (SAMPLE, {"sample": 3}, None, {"sample": 3}),
+        ("-sample"[1:], {"sample": 3}, None, {"sample": 3}),
         (OpKind.FORWARD_BACKWARD, TRAINED, MISTAKE, {}),
         (OpKind.FORWARD_BACKWARD, TRAINED, Failure("not finite", "user", ran=True), {"train": 5}),
         (OpKind.FORWARD_BACKWARD, TRAINED, Failure("the disk is gone", "server"), {}),
