@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import weft
@@ -17,6 +18,8 @@ CLIENTS = (weft.ServiceClient, weft.TrainingClient, weft.SamplingClient, weft.Re
 WITHOUT_TWIN = {"log", "create_rest_client", "from_sampler_handle", "future", "result"}
 DATUM = types.Datum([1, 2], {"target_tokens": [2, 3], "weights": [1, 1]})
 ADAM = types.AdamParams()
+MIXED: list[Any] = [DATUM, {"model_input": [1]}]
+UNEVEN: list[Any] = [1, 2.5]
 
 
 def methods() -> list[tuple[type, str]]:
@@ -36,7 +39,7 @@ Wrong = Callable[[weft.TrainingClient, weft.SamplingClient], object]
 WRONG: list[tuple[Wrong, str]] = [
     (lambda run, _: run.forward_backward(DATUM, "cross_entropy"), "data is a Datum; give a list of Datum"),
     (lambda run, _: run.forward_backward([], "cross_entropy"), "data is empty"),
-    (lambda run, _: run.forward_backward([DATUM, {"model_input": [1]}], "ppo"), r"data\[1\] is a dict; give a Datum"),
+    (lambda run, _: run.forward_backward(MIXED, "ppo"), r"data\[1\] is a dict; give a Datum"),
     (lambda run, _: run.forward([DATUM], len), "loss_fn is a builtin_function_or_method; .* forward_backward_custom"),
     (lambda run, _: run.optim_step(1e-4), "optim_params must be AdamParams or DimuonParams.*got 0.0001"),
     (lambda run, _: run.optim_step(), "optim_params must be AdamParams"),
@@ -46,7 +49,7 @@ WRONG: list[tuple[Wrong, str]] = [
     (lambda run, _: run.save_weights_for_sampler("a b"), "^name: .*got 'a b'"),
     (lambda run, _: run.load_state(7), "^path: .*got 7"),
     (lambda _, sampler: sampler.sample("hello", 1, types.SamplingParams()), "^prompt is text; give token ids"),
-    (lambda _, sampler: sampler.sample([1, 2.5], 1, types.SamplingParams()), r"^prompt\[1\] is 2\.5; token ids"),
+    (lambda _, sampler: sampler.sample(UNEVEN, 1, types.SamplingParams()), r"^prompt\[1\] is 2\.5; token ids"),
     (lambda _, sampler: sampler.sample([1], 0, types.SamplingParams()), "^num_samples: .*got 0"),
     (lambda _, sampler: sampler.sample([1], 1, 64), "^sampling_params: .*got 64"),
     (lambda _, sampler: sampler.sample([1], 1, types.SamplingParams(), "yeah"), "^include_prompt_logprobs: .*'yeah'"),
