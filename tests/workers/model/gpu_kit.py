@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from workers.model.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig, GateConfig, RopeConfig, RouterConfig
 from workers.model.lora_rows import LoraRows
 

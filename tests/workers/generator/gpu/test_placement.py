@@ -11,8 +11,8 @@ from tests.workers.model.test_gpu_placement import CUDA, Indexing, Launches, lau
 from workers.generator.gpu import kernels
 from workers.generator.gpu.step import Step
 from workers.generator.kv_cache import KVCache
-from workers.model.adapter import Adapter
-from workers.model.adapter_shape import AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.gpu import kernels as adapter_kernels
