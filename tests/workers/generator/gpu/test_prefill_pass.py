@@ -22,10 +22,12 @@ from workers.generator import forward, kv_cache
 from workers.generator.adapters import HeldAdapter
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.gpu import prefill_kernels
+from workers.generator.gpu.step import Step
 from workers.generator.kv_cache import KVCache, pages_of
 from workers.generator.page_groups import Held, page_groups
 from workers.generator.progress import RequestProgress
 from workers.generator.prompt_scores import PromptScores
+from workers.generator.sampling import SamplingRows, chosen
 from workers.generator.stop import StopRule
 from workers.generator.torch_engine import TorchEngine
 from workers.model import base_mm, lora_products
@@ -34,6 +36,7 @@ from workers.model.adapter_shape import AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.gpu import kernels as adapter_kernels
+from workers.model.gpu.runs import forms
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -147,6 +150,32 @@ def test_launches_do_not_grow_with_prompts_or_their_lengths(config: DecoderConfi
     assert long.operations["softmax"] == len(config.mixture_layers), "no attention is left to torch"
     assert long.total == short.total
     assert launched(config, spans, paged=False).total > 2 * long.total
+
+
+def stepped(config: DecoderConfig, rows: int) -> Launched:
+    """A decode step of so many sequences, and what is drawn from it, launched piece by piece."""
+    adapters = [Adapter.zeros(AdapterShape(config, 4)) for _ in range(rows)]
+    with device_code(), torch.inference_mode():
+        decoder = random_decoder(config)
+        decoder.rotary(torch.arange(CONTEXT))
+        step = Step(
+            decoder, cache_of(config, torch.device("cpu"), torch.float32), rows=rows, width=7, forms=forms(adapters)
+        )
+        step.load(adapters)
+        sampling = SamplingRows.of([SamplingParams()] * rows, config.vocab_size, torch.device("cpu"))
+        with counted() as launches:
+            logits_RV, _ = step.compute()
+            chosen(logits_RV, sampling, [0.5] * rows)
+    return launches
+
+
+@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["moe", "dense"])
+def test_launches_of_a_step_do_not_grow_with_its_rows(config: DecoderConfig) -> None:
+    config = replace(config, num_layers=2)
+    few, many = stepped(config, 16), stepped(config, 64)
+    assert {many.kernels[name] for name in ("store", "partial", "combine")} == {2}
+    assert many.operations["softmax"] == len(config.mixture_layers), "no attention is left to torch"
+    assert many.total == few.total
 
 
 @pytest.mark.parametrize("config", [CONFIG, DENSE, SINKS], ids=["moe", "dense", "sinks"])
