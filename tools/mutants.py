@@ -10,19 +10,23 @@ Runs in an environment of its own, on a copy of the files that git knows, and ta
 from __future__ import annotations
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import WorkerOutcome, WorkResult
 
 CHECKOUT = Path(__file__).parents[1]
-#: One run of a module's tests; a fault that makes it last longer is noticed.
-LIMIT_S = 300
+#: One run of a module's tests; a fault that makes it last longer is noticed. They take seconds.
+LIMIT_S = 120
 
 #: The modules, and the tests that are to notice: those which are meant for them, not all that happen to run through.
 #: Pure ones need no fixtures, and so no conftest, which takes longer to import than they to run.
@@ -44,6 +48,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     "workers/model/isolation.py": ("tests/workers/model/test_isolation.py",),
 }
 
+#: Asks `tools.warm` for a run.
+_ASK = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.exit(s.recv(1) != b'0')"
+
 
 def main(modules: list[str]) -> int:
     """Survivors of each module on stdout; 1 if there are any."""
@@ -62,21 +69,38 @@ def try_module(module: str, folder: Path) -> int:
     tree, session = folder / "tree", folder / "session.sqlite"
     copy_checkout(tree)
     config = folder / "config.toml"
-    tests = " ".join(MODULES[module])
-    command = (
-        f"{CHECKOUT / '.venv/bin/python'} -m pytest -x -q -p no:xdist -p no:cacheprovider {tests} -k 'not postgresql'"
-    )
-    config.write_text(
-        f'[cosmic-ray]\nmodule-path = "{module}"\ntimeout = {LIMIT_S}\nexcluded-modules = []\n'
-        f'test-command = "{command}"\n[cosmic-ray.distributor]\nname = "local"\n'
-    )
-    _cosmic_ray(tree, "--verbosity", "ERROR", "baseline", str(config))
-    _cosmic_ray(tree, "init", str(config), str(session))
-    with use_db(str(session), WorkDB.Mode.open) as database:
-        skip_annotations(database, tree / module)
-    _cosmic_ray(tree, "exec", str(config), str(session))
+    with warm(module, tree, folder / "socket") as command:
+        config.write_text(
+            f'[cosmic-ray]\nmodule-path = "{module}"\ntimeout = {LIMIT_S}\nexcluded-modules = []\n'
+            f'test-command = \'\'\'{command}\'\'\'\n[cosmic-ray.distributor]\nname = "local"\n'
+        )
+        _cosmic_ray(tree, "--verbosity", "ERROR", "baseline", str(config))
+        _cosmic_ray(tree, "init", str(config), str(session))
+        with use_db(str(session), WorkDB.Mode.open) as database:
+            skip_annotations(database, tree / module)
+        _cosmic_ray(tree, "exec", str(config), str(session))
     with use_db(str(session), WorkDB.Mode.open) as database:
         return report(module, database)
+
+
+@contextmanager
+def warm(module: str, tree: Path, at: Path) -> Iterator[str]:
+    """A command that runs a module's tests in `tree`, by `tools.warm`."""
+    tests = ("-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--basetemp={at}.tmp", "-k", "not postgresql")
+    python = str(CHECKOUT / ".venv/bin/python")
+    # One thread: what is forked from a process with more may hang.
+    few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1") | {"PYTHONPATH": f"{tree}:{tree}/client_sdk"}
+    command = [python, "-m", "tools.warm", str(at), module, *tests, *MODULES[module]]
+    server = subprocess.Popen(command, cwd=tree, env=os.environ | few)
+    try:
+        while not at.exists():
+            if server.poll() is not None:
+                raise SystemExit(f"{module}: its tests fail as it is")
+            time.sleep(0.1)
+        yield f'{sys.executable} -Sc "{_ASK}" {at}'
+    finally:
+        server.kill()
+        server.wait()
 
 
 def copy_checkout(into: Path) -> None:

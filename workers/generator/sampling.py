@@ -115,9 +115,9 @@ def sample(logits_RV: Tensor, rows: SamplingRows, uniforms: Sequence[float]) -> 
 
 
 def chosen(logits_RV: Tensor, rows: SamplingRows, uniforms: Sequence[float]) -> Tensor:
-    """What `sample` tells, as one tensor, for which nothing waits: the token of each row, then the logprob of each, then
-    of the rows that are `asking` the ids and then the logprobs of as many likeliest tokens as any asks for. float64
-    holds all of them exactly."""
+    """What `sample` tells, as one tensor, for which nothing waits: the token of each row, then the logprob of each,
+    then of the rows that are `asking` the ids and then the logprobs of as many likeliest tokens as any asks for.
+    float64 holds all of them exactly."""
     logprobs_RV = torch.log_softmax(logits_RV.float() / rows.divisor_R[:, None], dim=-1)
     uniform_R = sent(torch.tensor(uniforms, dtype=torch.float64), logits_RV.device)
     tokens_R = torch.empty(len(uniforms), dtype=torch.long, device=logits_RV.device)

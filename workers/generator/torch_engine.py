@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from store.blobs import Weights
+from store.blobs.contract import Weights
 from workers.generator import forward
 from workers.generator.adapters import AdapterCache
 from workers.generator.decode_attend import native_kernel
@@ -37,7 +37,7 @@ from workers.generator.refusals import NotFinite, failed, refused, request_fault
 from workers.generator.sampling import Draw, SamplingRows, sample
 from workers.generator.seating import Seating
 from workers.generator.stop import DecodeText, StopRule
-from workers.model.adapter import Adapter, load_adapter, version_of
+from workers.model.adapters.adapter import Adapter, load_adapter, version_of
 from workers.model.decoder import Decoder
 
 log = logging.getLogger(__name__)

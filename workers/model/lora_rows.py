@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from workers.model.adapter import Adapter
+from workers.model.adapters.adapter import Adapter
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tests.workers.model.models import ours, random_adapter, reference
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.prefix_cache import BLOCK_TOKENS, PrefixCache
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapter import save_adapter
+from workers.model.adapters.adapter import save_adapter
 from workers.model.decoder import Decoder
 
 from .conftest import run

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from workers.model.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig, GateConfig, RopeConfig, RouterConfig
 from workers.model.lora_rows import LoraRows
 

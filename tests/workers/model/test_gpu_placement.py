@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.workers.model.gpu_kit import CONFIG, DENSE
 from workers.model import lora, moe
-from workers.model.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, PackedAttend
 from workers.model.gpu import kernels, runs

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.model.adapter import Adapter
-from workers.model.adapter_shape import AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.lora_rows import LoraRows
 
 #: Rows of a block: for dense products, where a group has many rows, and for the short (expert, group) runs.

@@ -14,8 +14,8 @@ from workers.generator.gpu import kernels
 from workers.generator.gpu.step import Step
 from workers.generator.kv_cache import KVCache
 from workers.generator.sampling import SamplingRows, chosen
-from workers.model.adapter import Adapter
-from workers.model.adapter_shape import AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.gpu import kernels as adapter_kernels

@@ -31,8 +31,8 @@ from workers.generator.sampling import SamplingRows, chosen
 from workers.generator.stop import StopRule
 from workers.generator.torch_engine import TorchEngine
 from workers.model import base_mm, lora_products
-from workers.model.adapter import Adapter
-from workers.model.adapter_shape import AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.gpu import kernels as adapter_kernels

@@ -28,7 +28,7 @@ from workers.generator.gpu.steps import Computed, DecodeSteps, bucket
 from workers.generator.kv_cache import KVCache
 from workers.generator.torch_engine import TorchEngine
 from workers.model import base_mm, lora_products
-from workers.model.adapter import save_adapter
+from workers.model.adapters.adapter import save_adapter
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.gpu.runs import forms

@@ -1,0 +1,122 @@
+"""A process that has imported what tests import, and forks for every run of them: a run begins in milliseconds. For
+`tools.mutants`, which runs the same tests hundreds of times with one file changed.
+
+    python -m tools.warm SOCKET MODULE TESTS...
+
+The tests run once, cold. What that has imported is then kept, but for the tests, MODULE (a file of this folder) and
+what imports it, by way of others too: those are read anew in every run, and MODULE is compiled anew, because it changes
+too fast for the times of files. Who connects to SOCKET runs the tests and reads one byte: `0` if they passed; who leaves
+before ends the run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+#: How often a run is looked at.
+LOOK_S = 0.01
+
+
+def main(path: str, module: str, tests: Sequence[str]) -> int:
+    """Until it is killed; 1 if the tests fail as they are, with what they print."""
+    names = Path(f"{path}.names")
+    if _wait(_fork(lambda: _first(names, module, tests))) != 0:
+        return 1
+    Path(importlib.util.cache_from_source(module)).unlink(missing_ok=True)
+    sys.dont_write_bytecode = True
+    for name in names.read_text().split():
+        with suppress(Exception):  # what is only there under another name, or not for everybody
+            importlib.import_module(name)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{path}.new")
+        listening.listen()
+        os.rename(f"{path}.new", path)
+        while True:
+            client, _ = listening.accept()
+            with client:
+                _serve(client, tests)
+
+
+def _first(names: Path, module: str, tests: Sequence[str]) -> int:
+    """The tests; into `names` what they have imported and may be kept."""
+    code = int(pytest.main(list(tests)))
+    files = {name: Path(module.__file__) for name, module in sys.modules.items() if getattr(module, "__file__", None)}
+    anew = _dependents(module.removesuffix(".py").replace("/", "."), files) | {"__main__"}
+    names.write_text(" ".join(name for name in files if name not in anew and name.partition(".")[0] != "tests"))
+    return code
+
+
+def _dependents(module: str, files: dict[str, Path]) -> set[str]:
+    """`module` and, of these modules, all of this folder that import it or another of them."""
+    imports = {name: _imports(file) for name, file in files.items() if file.is_relative_to(Path.cwd())}
+    found = {module}
+    while more := {name for name, named in imports.items() if named & found} - found:
+        found |= more
+    return found
+
+
+def _imports(file: Path) -> set[str]:
+    """The names of modules that a file imports, wherever in it; and of what may be one."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())) if file.suffix == ".py" else ():
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {".".join(parts[:end]) for parts in (name.split(".") for name in found) for end in range(1, len(parts) + 1)}
+
+
+def _serve(client: socket.socket, tests: Sequence[str]) -> None:
+    child = _fork(lambda: _quietly(tests))
+    while (code := _ended(child)) is None:
+        if select.select([client], [], [], LOOK_S)[0]:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return
+    client.sendall(b"0" if code == 0 else b"1")
+
+
+def _quietly(tests: Sequence[str]) -> int:
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        os.dup2(nothing.fileno(), 2)
+    return int(pytest.main(list(tests)))
+
+
+def _fork(run: Callable[[], int]) -> int:
+    """The process that runs it, in a group of its own."""
+    child = os.fork()
+    if child:
+        return child
+    os.setsid()
+    code = 2
+    try:
+        code = run()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _wait(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _ended(child: int) -> int | None:
+    found, status = os.waitpid(child, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
