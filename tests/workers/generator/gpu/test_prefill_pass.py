@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.workers.generator.conftest import EOS, run
@@ -41,6 +43,17 @@ from workers.model.gpu.runs import forms
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 CONTEXT = 224
+
+
+class NothingWaits(Indexing):
+    """Refuses what is sent to the device so that the host waits for it, and for all that was launched before."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        options = kwargs or {}
+        if func is Tensor.to and CUDA in args and args[0].device.type == "cpu":
+            assert options.get("non_blocking"), "a copy to the device that is waited for"
+        assert func is not torch.tensor or options.get("device") is None, "a tensor that is made on the device"
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 @contextmanager
@@ -191,9 +204,11 @@ def test_a_prefill_stays_on_the_device_and_never_waits(
         monkeypatch.setattr(prefill_kernels, name, kernel)
     monkeypatch.setattr(adapter_kernels, "experts", Launches())
     with FakeTensorMode(), Indexing(), torch.inference_mode():
-        decoder = Decoder(config, dtype, CUDA)
+        decoder, cache = Decoder(config, dtype, CUDA), cache_of(config, CUDA, dtype)
         batch = waiting(config, [(0, 70), (64, 150), (0, 1)], CUDA)
-        logits = forward.prefill(decoder, cache_of(config, CUDA, dtype), batch)
+        decoder.rotary(torch.empty(1, dtype=torch.int64, device=CUDA))
+        with NothingWaits():
+            logits = forward.prefill(decoder, cache, batch)
         assert [row.shape for row in logits] == [(config.vocab_size,)] * 3
         assert all(row.device == CUDA for row in logits)
     assert {kernel.count for kernel in own.values()} == {config.num_layers}
