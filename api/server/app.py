@@ -64,7 +64,7 @@ from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.embedded import EmbeddedJobs
 from scheduler.jobs.registry import JobContext
 from scheduler.reports.waiting import oldest_s
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 from store.db import Database
 from store.settings import Settings
 from workers.model.card import ModelCard
