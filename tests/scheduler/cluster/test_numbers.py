@@ -14,10 +14,10 @@ from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.links.broadcasts import Ended, Told
 from scheduler.order.operations import Outcome, RunClosed
 from store import tables
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
+from store.blobs.folder import FolderBlobs
 from store.caller import Caller, acting_as
 from store.db import Database
-from store.folder_blobs import FolderBlobs
 from tests import rows
 from tests.scheduler.cluster.test_shared_journal import Play, Replica, play, trainer, url  # noqa: F401
 from tests.scheduler.journal.test_journal import RUN, create, run_row, train
