@@ -65,6 +65,10 @@ transformers 5 does (`mlp.experts.N.gate_proj`), in every family; adapters with 
 (`block_sparse_moe.experts.N.w1`) are imported as well. Ling 2, for which transformers has no class, is named as in its
 checkpoints.
 
+Adapters of DeepSeek-V3.1, Kimi-K2.5 and K2.6 and gpt-oss-20b have as many parameters as `get_lora_param_count` says.
+Those of Qwen3.5 and 3.6 have a little more in attention, two numbers for each value head of a gated delta rule and
+rank: Tinker trains `in_proj_q`, `in_proj_k`, `in_proj_v` and `in_proj_z`, here it is the checkpoint's own four linears.
+
 Adapters of Nemotron 3 Nano and Super have as many parameters as `get_lora_param_count` says: Tinker trains a pair of
 factors each for the first two parts of `in_proj` and leaves the others (what groups write with and read by, the steps)
 as they are. In Tinker's layout they are `mixer.gate_proj` and `mixer.x_proj`, in PEFT's one pair of twice the rank in

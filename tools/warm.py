@@ -4,14 +4,15 @@
     python -m tools.warm SOCKET MODULE TESTS...
 
 The tests run once, cold. What that has imported is then kept, but for the tests, MODULE (a file of this folder) and
-what imports it, by way of others too: those are read anew in every run, and MODULE is compiled anew, because it changes
-too fast for the times of files. Who connects to SOCKET runs the tests and reads one byte: `0` if they passed; who leaves
-before ends the run.
+what imports it, by way of others too: those are read anew in every run; MODULE is compiled anew, because it changes
+too fast for the times of files. Who connects to SOCKET runs the tests and reads one byte: `0` if they passed; who
+leaves before ends the run.
 """
 
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import importlib.util
 import os
@@ -19,18 +20,25 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 #: How often a run is looked at.
 LOOK_S = 0.01
 
+#: That a search of Hypothesis fails is enough: what it has found is not made smaller.
+FOUND = settings(deadline=None, derandomize=True, database=None, phases=(Phase.explicit, Phase.generate))
+
 
 def main(path: str, module: str, tests: Sequence[str]) -> int:
     """Until it is killed; 1 if the tests fail as they are, with what they print."""
+    settings.register_profile("found", FOUND)
+    settings.load_profile("found")  # those that tests register inherit it
     names = Path(f"{path}.names")
     if _wait(_fork(lambda: _first(names, module, tests))) != 0:
         return 1
@@ -39,6 +47,8 @@ def main(path: str, module: str, tests: Sequence[str]) -> int:
     for name in names.read_text().split():
         with suppress(Exception):  # what is only there under another name, or not for everybody
             importlib.import_module(name)
+    assert _name(module) not in sys.modules, f"{module} is kept: what imports it was not seen"
+    gc.freeze()  # what is kept is not looked through again by each run
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{path}.new")
         listening.listen()
@@ -51,31 +61,44 @@ def main(path: str, module: str, tests: Sequence[str]) -> int:
 
 def _first(names: Path, module: str, tests: Sequence[str]) -> int:
     """The tests; into `names` what they have imported and may be kept."""
+    sys.dont_write_bytecode = False
     code = int(pytest.main(list(tests)))
-    files = {name: Path(module.__file__) for name, module in sys.modules.items() if getattr(module, "__file__", None)}
-    anew = _dependents(module.removesuffix(".py").replace("/", "."), files) | {"__main__"}
+    found = {name: getattr(imported, "__file__", None) for name, imported in sys.modules.items()}
+    files = {name: Path(file) for name, file in found.items() if file}
+    anew = dependents(_name(module), files, Path.cwd()) | {"__main__"}
     names.write_text(" ".join(name for name in files if name not in anew and name.partition(".")[0] != "tests"))
     return code
 
 
-def _dependents(module: str, files: dict[str, Path]) -> set[str]:
-    """`module` and, of these modules, all of this folder that import it or another of them."""
-    imports = {name: _imports(file) for name, file in files.items() if file.is_relative_to(Path.cwd())}
+def dependents(module: str, files: Mapping[str, Path], folder: Path) -> set[str]:
+    """`module` and, of these modules, all in `folder` that import it or another of them."""
+    imports = {name: imported(file) | _whole(name) for name, file in files.items() if file.is_relative_to(folder)}
     found = {module}
     while more := {name for name, named in imports.items() if named & found} - found:
         found |= more
     return found
 
 
-def _imports(file: Path) -> set[str]:
-    """The names of modules that a file imports, wherever in it; and of what may be one."""
+@cache
+def imported(file: Path) -> frozenset[str]:
+    """The names of modules that a file imports, wherever in it, and of what may be one; packages are imported too."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())) if file.suffix == ".py" else ():
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {".".join(parts[:end]) for parts in (name.split(".") for name in found) for end in range(1, len(parts) + 1)}
+    return frozenset().union(*map(_whole, found))
+
+
+def _whole(name: str) -> frozenset[str]:
+    """A module and the packages that it is in."""
+    parts = name.split(".")
+    return frozenset(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+def _name(module: str) -> str:
+    return module.removesuffix(".py").replace("/", ".")
 
 
 def _serve(client: socket.socket, tests: Sequence[str]) -> None:

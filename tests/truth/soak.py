@@ -1,8 +1,8 @@
 """`python -m tests.truth.soak --minutes M | --operations N [--seed S]`: random programs without end.
 
 Prints what it plays and every difference it finds, made small, as a plain test to paste into tests/truth/found/; leaves
-them in `--out` as well. Exit code 1 if there was any. `--planted [FAULT...]` shows instead that each fault of planted.py,
-or each that is named, is found.
+them in `--out` as well. Exit code 1 if there was any. `--planted` shows instead that each fault of planted.py is found,
+or each that is named behind it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tries", type=int, default=150, help="how often a difference is tried to be made smaller")
     parser.add_argument("--no-faults", action="store_true", help="deaths only: disks and databases always work")
     parser.add_argument(
-        "--planted", nargs="*", choices=PLANTED, metavar="FAULT", help="show that planted faults are found: all, or these"
+        "--planted",
+        nargs="*",
+        choices=PLANTED,
+        metavar="FAULT",
+        help="show that planted faults are found: all, or these",
     )
     return parser.parse_args(argv)
 

@@ -32,7 +32,7 @@ from workers.generator.page_groups import page_groups
 from workers.generator.prefill_queue import PrefillQueue
 from workers.generator.prefix_cache import PrefixCache
 from workers.generator.progress import RequestProgress, SequenceProgress
-from workers.generator.prompt_scores import PromptScores
+from workers.generator.prompt_scores import PromptScores, land
 from workers.generator.refusals import NotFinite, failed, refused, request_fault
 from workers.generator.sampling import Draw, SamplingRows, sample
 from workers.generator.seating import Seating
@@ -228,6 +228,7 @@ class TorchEngine:
         logits = forward.prefill(self._decoder, self._cache, batch)
         rows = [logits_V for progress, logits_V in zip(complete, logits, strict=True) if progress.rule.limit]
         drawn = self._draw([progress.sequences[0] for progress in drawing], torch.stack(rows)) if drawing else []
+        land(progress.scores for progress in batch)
         for progress in batch:
             if progress.computed == progress.cache_hit:
                 self._counts["cache_hit_tokens"] += progress.cache_hit
