@@ -121,14 +121,15 @@ class APIFuture(Generic[T]):
 
 
 def state_of(future: Future[Any]) -> str:
-    """How far it is, in a few words: "pending", "cancelled", what failed, or what it came to."""
+    """How far it is, in a few words: "pending", "cancelled", what failed, or the kind of thing it came to; no more of
+    it, for it may be long, or a signed link."""
     if not future.done():
         return "pending"
     if future.cancelled():
         return "cancelled"
     if error := future.exception():
         return f"failed: {type(error).__name__}: {error}"
-    return f"done: {future.result()!r}"
+    return f"done: {type(future.result()).__name__}"
 
 
 def twin(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import weft
 from weft import types
@@ -54,6 +56,16 @@ WRONG: list[tuple[Wrong, str]] = [
     (lambda _, sampler: sampler.sample([1], 1, 64), "^sampling_params: .*got 64"),
     (lambda _, sampler: sampler.sample([1], 1, types.SamplingParams(), "yeah"), "^include_prompt_logprobs: .*'yeah'"),
     (lambda _, sampler: sampler.compute_logprobs("hello"), "^prompt is text"),
+    (lambda _, sampler: sampler.compute_logprobs({3, 1}), "^prompt is a set; give token ids in a list"),
+    (lambda _, sampler: sampler.compute_logprobs([1, True]), r"^prompt\[1\] is True; token ids"),
+    (lambda _, sampler: sampler.compute_logprobs(["1"]), r"^prompt\[0\] is '1'; token ids"),
+    (lambda _, sampler: sampler.compute_logprobs(np.array([1.0, 2.0])), r"^prompt\[0\] is 1\.0; token ids"),
+    (lambda *_: types.Datum([1, 2], {"target_tokens": [1.5, 2.5]}), "'target_tokens' holds values that are no 64-bit"),
+    (lambda *_: types.Datum([1, 2], {"target_tokens": [1, 2**63]}), "'target_tokens' holds values that are no 64-bit"),
+    (
+        lambda *_: types.Datum([1, 2], {"target_tokens": [1, math.inf]}),
+        "'target_tokens' holds values that are no 64-bit",
+    ),
     (lambda _, sampler: sampler.compute_logprobs([1], "two"), "^prompt_logprobs_last_n: .*'two'"),
 ]
 
@@ -91,7 +103,7 @@ def test_reprs(service: weft.ServiceClient, stub: Stub) -> None:
     assert "tml-test" not in repr([service, run, sampler])
     step = run.optim_step(ADAM)
     step.result(10)
-    assert repr(step).startswith("APIFuture(done: OptimStepResponse(")
+    assert repr(step) == "APIFuture(done: OptimStepResponse)"
     stub.faults["/optim_step"] = [status(400, "no such thing")]
     failed = run.optim_step(ADAM)
     with pytest.raises(weft.BadRequestError):

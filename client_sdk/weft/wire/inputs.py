@@ -146,8 +146,12 @@ def prompt_of(given: AnyPrompt, name: str) -> ModelInput:
         raise WireError(f"{name} is text; give token ids, as of tokenizer.encode(...), or a ModelInput")
     if isinstance(given, Mapping):
         raise WireError(f"{name} is a {kind}; give token ids (its 'input_ids', if a tokenizer made it) or a ModelInput")
+    if not hasattr(given, "tolist") and not isinstance(given, list | tuple | range):
+        raise WireError(f"{name} is a {kind}; give token ids in a list or an array, or a ModelInput")
+    tokens = given.tolist() if hasattr(given, "tolist") else given
     try:
-        return ModelInput.from_ints(given)
+        plain = [token.item() if isinstance(token, np.integer) else token for token in tokens]
+        return ModelInput(chunks=[EncodedTextChunk.model_validate({"tokens": plain}, strict=True)])
     except ValidationError as error:
         problem = error.errors()[0]
         place = "".join(f"[{part}]" for part in problem["loc"] if isinstance(part, int))
@@ -265,4 +269,8 @@ def _from_list(name: str, value: Sequence[Any]) -> TensorData:
     if array.size and array.dtype.kind not in "fiub":
         raise WireError(f"loss input {name!r} holds values that are not numbers")
     dtype = LIST_DTYPES.get(name, "float32" if array.dtype.kind == "f" else "int64")
+    with np.errstate(invalid="ignore"):  # what is not finite
+        exact = dtype != "int64" or np.array_equal(array, array.astype(np.int64))
+    if not exact:
+        raise WireError(f"loss input {name!r} holds values that are no 64-bit integers")
     return TensorData(array, dtype, list(array.shape))
