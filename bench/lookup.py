@@ -104,7 +104,8 @@ def compare(case: Case, sequences: int, lookup: int, rounds: int) -> dict[str, A
 def same(one: Measured, other: Measured) -> None:
     for id, finished in one.finished.items():
         for a, b in zip(finished.sequences, other.finished[id].sequences, strict=True):
-            assert a.logprobs is not None and b.logprobs is not None
+            assert a.logprobs is not None
+            assert b.logprobs is not None
             if not (np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs)):
                 raise AssertionError(f"{id}: lookup has changed what was drawn")
 

@@ -105,11 +105,16 @@ def requests(folders: dict[str, Path], names: list[str]) -> list[GenerateRequest
     return found
 
 
-def compare(config: DecoderConfig, wanted: list[GenerateRequest], capture: Capture[Computed] | None) -> Steps:
-    """The same requests decoded plainly and by steps."""
-    engines = [TorchEngine(random_decoder(config), EOS, slots=SLOTS, context=CONTEXT) for _ in range(2)]
+def compare(
+    config: DecoderConfig, wanted: list[GenerateRequest], capture: Capture[Computed] | None, lookup: int = 0
+) -> Steps:
+    """The same requests decoded plainly and by steps, these with prompt lookup."""
+    engines = [
+        TorchEngine(random_decoder(config), EOS, slots=SLOTS, context=CONTEXT, lookup=most) for most in (0, lookup)
+    ]
     used = engines[1]._decode_plan = Steps(engines[1], random_decoder(config), capture)
     plain, stepped = (run(engine, *wanted) for engine in engines)
+    assert (engines[1].stats().accepted_tokens > 0) == (lookup > 0)
     for request in wanted:
         assert stepped[request.id].error is None, stepped[request.id].error
         pairs = zip(plain[request.id].sequences, stepped[request.id].sequences, strict=True)
@@ -140,6 +145,12 @@ def test_replays_decode_as_plain_decoding(tmp_path: Path) -> None:
     compare(CONFIG, wanted, tape)
     assert tape.captured >= 2
     assert tape.replayed >= tape.captured + 3
+
+
+def test_steps_try_tokens_ahead(tmp_path: Path) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=40, stop_at_eos=False)
+    asked = [replace(each, sampling=greedy, num_samples=1) for each in requests(saved(DENSE, tmp_path), ["small", ""])]
+    compare(DENSE, asked, Tape(), lookup=4)
 
 
 def test_a_step_does_not_hold_the_adapters_it_had() -> None:
