@@ -13,10 +13,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 ROOMS := api billing migrations scheduler store workers weft_server setup.py client_sdk/weft examples bench tools tests
 
-.PHONY: help setup vllm demo test test-quick soak chaos compat loaders cookbook mutants gpu-bundle gpu-check lint format clean
+.PHONY: help setup vllm demo test test-quick soak chaos compat loaders cookbook mutants gpu-bundle gpu-check docs lint format clean
 
 help:
-	@echo "make setup | vllm | demo | test | test-quick | soak | chaos | compat | loaders | cookbook | mutants | gpu-bundle | gpu-check | lint | format | clean"
+	@echo "make setup | vllm | demo | test | test-quick | soak | chaos | compat | loaders | cookbook | mutants | gpu-bundle | gpu-check | docs | lint | format | clean"
 
 setup: $(STAMP)
 
@@ -121,6 +121,11 @@ gpu-bundle:
 
 gpu-check:
 	$(HERE) deploy/gpu/check.py
+
+# The documentation as a site, in build/site; its pictures that are computed. A link or an anchor that leads nowhere fails.
+docs: setup
+	$(BIN)/python -m tools.timelines
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 lint: setup
 	$(BIN)/ruff check $(ROOMS)

@@ -28,9 +28,9 @@ from weft.wire.checks.problem import quote as quote
 from billing.accounts import OutOfMoney
 from billing.quotas import QuotaReached
 from store import logs
-from store.blobs import is_lasting
+from store.blobs.contract import is_lasting
+from store.blobs.room import what_failed
 from store.people import NoSuch, PeopleError
-from store.room import what_failed
 
 log = logging.getLogger("weft.api")
 

@@ -222,6 +222,7 @@ def pages(runs: list[str]) -> dict[str, str]:
         "billing": "/billing",
         "audit log": "/audit",
         "cost of ownership": "/ownership",
+        "cost of ownership, 90 days": "/ownership?days=90",
         "search": "/search?q=grpo",
     }
 

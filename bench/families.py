@@ -8,8 +8,10 @@ variant in turn, round after round, CPU time of the process, the minimum of the 
 - batched: 16 tenants with 64 tokens each, one pass, an adapter each on attention and MLP; one: the same tokens with one
   adapter. A step is forward, loss and backward, as in bench/trainer.py;
 - peft: the 16 tenants one after another through transformers and peft, as both come from pip (four are timed). It gets
-  the adapters that it can wrap, those of linears; in a mixture that is attention alone, and `alike` is ours with the
-  same. Ling 2 has no class in transformers, and peft refuses Mamba-2 (Nemotron-3): they have no peer here;
+  the adapters that it can wrap (`peft_wraps`), those of linears; in a mixture that is attention alone, and `alike` is
+  ours with the same. Of Mamba-2 (Nemotron-3) it wraps `in_proj` as a whole and refuses `out_proj`: its adapters are
+  made by peft and imported, and ours compute with factors of zeros for `out_proj`. Ling 2 has no class in transformers,
+  and no peer here;
 - distinct: a decode step of TorchEngine with 64 sequences and an adapter each; shared: with one adapter for all.
 """
 
@@ -27,11 +29,13 @@ from typing import Any
 import torch
 from generator import BATCH, RANK, running, step_times, write_adapters
 from peers import with_adapters
+from peft import LoraConfig, get_peft_model
 from serving import claim, machine
 from trainer import TIMED_ALONE, Batch, Tenants, measure, peft_step, step
 
 from tests.workers.model.models import FAMILIES, ours, reference
-from workers.model.adapter import AdapterShape
+from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter
+from workers.model.adapters.imported import read_adapter
 from workers.model.decoder import Decoder, LoraRows
 from workers.model.families.table import FAMILIES as TABLE
 
@@ -63,8 +67,14 @@ OWN_SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 32,
     "v_head_dim": 64,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 64,
+    "moe_shared_expert_intermediate_size": 128,
 }
-NO_PEER = ("bailing", "nemotron-h")
+NO_PEER = ("bailing",)
+#: What peft wraps of a model with Mamba-2.
+OF_MAMBA = ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
 ROUNDS, STEP_ROUNDS = 5, 20
 
 
@@ -88,25 +98,23 @@ def made(model: str) -> Any:
 def measured(model: str, folder: Path, rounds: int, step_rounds: int) -> dict[str, Any]:
     theirs = made(model)
     decoder = ours(theirs, folder / "model")
-    works = steps(decoder, None if model in NO_PEER else theirs, folder / "peft")
+    works, wraps = steps(decoder, None if model in NO_PEER else theirs, folder / "peft")
     seconds = measure(works, rounds)
     in_turn = {"peft": TENANTS / TIMED_ALONE}
     places = write_adapters(folder / "adapters", BATCH, RANK, decoder.config)
     engines = {"distinct": running(decoder, places), "shared": running(decoder, places[:1] * BATCH)}
     return {
         "parameters": sum(weight.numel() for weight in decoder.parameters()),
+        "peft_wraps": wraps,
         "cpu_ms": {name: round(1e3 * took * in_turn.get(name, 1), 1) for name, took in seconds.items()},
         "step_cpu_ms": step_times(engines, step_rounds),
     }
 
 
-def steps(decoder: Decoder, theirs: Any | None, folder: Path) -> dict[str, Callable[[], None]]:
-    """The variants of a training step."""
-    config = decoder.config
+def steps(decoder: Decoder, theirs: Any | None, folder: Path) -> tuple[dict[str, Callable[[], None]], list[str]]:
+    """The variants of a training step, and the modules that peft wraps."""
     batch, all_tokens = Batch(TENANTS, TOKENS), [0, TENANTS * TOKENS]
-    every = Tenants.of(AdapterShape(config, RANK, train_unembed=False), TENANTS)
-    mlp = not config.num_experts
-    alike = every if mlp else Tenants.of(AdapterShape(config, RANK, train_mlp=False, train_unembed=False), TENANTS)
+    every = Tenants.of(AdapterShape(decoder.config, RANK, train_unembed=False), TENANTS)
 
     def batched(tenants: Tenants) -> None:
         step(decoder, batch, tenants.rows(range(TENANTS), TOKENS))
@@ -115,12 +123,37 @@ def steps(decoder: Decoder, theirs: Any | None, folder: Path) -> dict[str, Calla
         step(decoder, batch, LoraRows(all_tokens, every.adapters[:1], every.grads[:1]))
 
     works: dict[str, Callable[[], None]] = {"batched": partial(batched, every), "one": one}
-    if theirs is not None:
-        peer = with_adapters(theirs, alike.adapters[:TIMED_ALONE], folder, trainable=True)
-        works["peft"] = peft_step(peer, Batch(1, TOKENS), TIMED_ALONE)
-        if alike is not every:
-            works["alike"] = partial(batched, alike)
-    return works
+    if theirs is None:
+        return works, []
+    peer, alike = of_mamba(decoder, theirs, folder) if decoder.config.mamba else of_linears(every, theirs, folder)
+    works["peft"] = peft_step(peer, Batch(1, TOKENS), TIMED_ALONE)
+    if alike is not every:
+        works["alike"] = partial(batched, alike)
+    return works, sorted({str(module).rpartition(".")[2] for module in peer.peft_config["a0"].target_modules})
+
+
+def of_linears(every: Tenants, theirs: Any, folder: Path) -> tuple[Any, Tenants]:
+    """The model with four of our adapters, as we export them, and our tenants with what it takes."""
+    config = every.adapters[0].shape.config
+    attention = AdapterShape(config, RANK, train_mlp=False, train_unembed=False)
+    alike = Tenants.of(attention, TENANTS) if config.num_experts else every
+    return with_adapters(theirs, alike.adapters[:TIMED_ALONE], folder, trainable=True), alike
+
+
+def of_mamba(decoder: Decoder, theirs: Any, folder: Path) -> tuple[Any, Tenants]:
+    """The model with four adapters of peft's own, and our tenants with these, imported."""
+    lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=OF_MAMBA, init_lora_weights=False)
+    peer = get_peft_model(theirs, lora, adapter_name="a0")
+    for number in range(1, TIMED_ALONE):
+        peer.add_adapter(f"a{number}", lora)
+    peer.save_pretrained(folder)
+    made = []
+    for number in range(TENANTS):
+        place = folder / f"ours-{number}"
+        place.mkdir()
+        read_adapter(folder / f"a{number % TIMED_ALONE}", decoder.config).write(place, "tiny")
+        made.append(load_adapter(place, decoder.config).adapter)
+    return peer, Tenants(made, [Adapter.zeros(adapter.shape) for adapter in made])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -246,6 +246,16 @@ def families() -> str:
     return taken(found) + "\n\n" + grid((*head, "step of 64: one adapter / 64 distinct"), rows)
 
 
+def recurrences() -> str:
+    found = read("recurrences")
+    rows = [
+        (name, number(times["torch"]), number(times["c"]), number(times["torch"] / times["c"]))
+        for name, times in found["step_cpu_ms"].items()
+    ]
+    head = ("layers of, a step of 64 sequences in CPU ms", "recurrences in torch", "in C", "torch / C")
+    return taken(found) + "\n\n" + grid(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "training-peers": training_peers,
@@ -253,6 +263,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "paging": lambda: claims("paging"),
     "path": lambda: claims("path"),
     "families": families,
+    "recurrences": recurrences,
     "decoding": decoding,
     "decoding-peers": decoding_peers,
     "vllm": vllm,

@@ -43,9 +43,9 @@ from trainer import CONFIG, toy
 
 from workers.generator.engine import Engine, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapter import Adapter, load_adapter, save_adapter
+from workers.model.adapters.adapter import Adapter, load_adapter, save_adapter
+from workers.model.adapters.peft_format import write_peft
 from workers.model.decoder import Decoder, DecoderConfig
-from workers.model.peft_format import write_peft
 
 BATCH = 64
 RANK = 8

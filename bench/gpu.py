@@ -30,7 +30,7 @@ import torch
 from gpu_measure import distinct_adapters, seconds_of, top_kernels
 from serving import machine
 
-from workers.model.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig, RopeConfig
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs

@@ -60,8 +60,8 @@ from scheduler.links.train_link import TrainerLink
 from scheduler.order.operations import SAMPLE, NewOperation, Outcome
 from scheduler.order.plans import BODY_ONLY, Create, ForwardBackward, Plan, Sample, Slice
 from store import tables
+from store.blobs.folder import FolderBlobs
 from store.db import Database
-from store.folder_blobs import FolderBlobs
 from store.settings import Settings
 from tests.servers import postgres_server, redis_server
 

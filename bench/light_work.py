@@ -31,9 +31,9 @@ from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
-from store.folder_blobs import FolderBlobs
-from workers.model.adapter_shape import AdapterShape
-from workers.model.weights import load_decoder
+from store.blobs.folder import FolderBlobs
+from workers.model.adapters.shape import AdapterShape
+from workers.model.base.weights import load_decoder
 from workers.trainer.trainer import Trainer
 
 MODEL = Path(__file__).parents[1] / "workers" / "model" / "tiny" / "weights"

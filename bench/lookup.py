@@ -29,9 +29,9 @@ from trainer import CONFIG, toy
 
 from workers.generator.engine import EngineStats, Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
+from workers.model.base.weights import load_decoder
 from workers.model.decoder import Decoder
 from workers.model.tiny import TINY_PATH
-from workers.model.weights import load_decoder
 
 SLOTS, TAKEN = 16, (1, 4, 12)
 PROMPT, SAMPLED, CONTEXT = 64, 192, 512

@@ -47,11 +47,11 @@ from scheduler.links.messages import (
     SampleWork,
     TrainOp,
 )
-from store.folder_blobs import FolderBlobs
-from workers.model.base_files import remove_unused
+from store.blobs.folder import FolderBlobs
+from workers.model.base.files import remove_unused
 from workers.model.card import config_card
-from workers.model.check import check_model
-from workers.model.plan import PROCESS_BYTES, Device, Wanted, plan
+from workers.model.planning.check import check_model
+from workers.model.planning.plan import PROCESS_BYTES, Device, Wanted, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "workers" / "model" / "tiny" / "weights"

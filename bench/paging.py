@@ -30,8 +30,8 @@ from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
-from store.folder_blobs import FolderBlobs
-from workers.model.weights import load_decoder
+from store.blobs.folder import FolderBlobs
+from workers.model.base.weights import load_decoder
 from workers.trainer.state import kind_of
 from workers.trainer.trainer import Trainer
 

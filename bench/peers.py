@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import torch
 
-from workers.model.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.peft_format import write_export
 from workers.model.config import DecoderConfig
-from workers.model.peft_format import write_export
 
 Parts = Literal["attention", "experts"]
 #: As the field says it.

@@ -30,8 +30,8 @@ from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
 from scheduler.links.messages import Done, FromTrainer, OpKind, Pass, PassOver, PullPass, RunSpec, TrainOp
-from store.folder_blobs import FolderBlobs
-from workers.model.weights import places
+from store.blobs.folder import FolderBlobs
+from workers.model.base.weights import places
 
 TENANTS, ADAPTER_RANK = 8, 8
 TARGET = 1.8

@@ -2,12 +2,12 @@
 
     python bench/simulate.py [--json]
 
-An embedded service with two trainers of one thread each. What a pass takes is found with eight clients and batches of
-two sizes (both trainers at work, on cores that clients and server share), and what a client takes between two steps
-with one client alone. Then other loads, which keep both trainers at work, are played on the virtual clock and on the
-service: trained tokens per second, of clients with two steps in flight. A load that is off is calibrated for and
-measured again, at most TRIES times: other work on the machine disturbs both. `weftd simulate --check` is the same of
-generators.
+An embedded service with two trainers of one thread each. What a pass takes is found with eight clients (both trainers
+at work, on cores that clients and server share): one short sequence each fills an eighth of a pass at most, eight
+long ones fill it. What a client takes between two steps is found with one client alone. Then other loads, which keep
+both trainers at work, are played on the virtual clock and on the service: trained tokens per second, of clients with
+two steps in flight. A load that is off is calibrated for and measured again, at most TRIES times: other work on the
+machine disturbs both. `weftd simulate --check` is the same of generators.
 """
 
 from __future__ import annotations
@@ -107,10 +107,11 @@ class Service:
         return found
 
     def calibrated(self) -> Cluster:
-        small, large = (self.counted([(8, length)] * TENANTS) for length in (32, 128))
+        small, large = self.counted([(1, 64)] * TENANTS, in_flight=1), self.counted([(8, 128)] * TENANTS)
         each = [(found.tokens / found.passes, found.busy_s / found.passes) for found in (small, large)]
-        if each[1][1] <= each[0][1]:
-            raise RuntimeError("passes of more tokens took less time: other work is on this machine, run it alone")
+        if each[1][0] <= 2 * each[0][0] or each[1][1] <= each[0][1]:
+            found = "; ".join(f"{tokens:.0f} tokens in {seconds:.4f} s" for tokens, seconds in each)
+            raise RuntimeError(f"passes of few and of many tokens cannot be told apart ({found}): run it alone")
         rate = (each[1][0] - each[0][0]) / (each[1][1] - each[0][1])
         pass_s = max(0.0, each[1][1] - each[1][0] / rate)
         alone = self.counted([(1, 32)], in_flight=1)

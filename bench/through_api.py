@@ -29,8 +29,8 @@ from weft.wire import AdamParams, OptimStepRequest
 from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
-from store.folder_blobs import FolderBlobs
-from workers.model.weights import load_decoder
+from store.blobs.folder import FolderBlobs
+from workers.model.base.weights import load_decoder
 from workers.trainer.trainer import Trainer
 
 MODEL = Path(__file__).parents[1] / "workers" / "model" / "tiny" / "weights"

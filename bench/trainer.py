@@ -38,7 +38,7 @@ from peers import adapter_parameters, peft_model, shape_of
 from serving import claim, machine
 
 from workers.model import base_mm
-from workers.model.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs

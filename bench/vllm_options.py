@@ -25,10 +25,10 @@ from workers.generator.torch_engine import TorchEngine
 from workers.generator.vllm.adapters import LoraLimits, targets
 from workers.generator.vllm.engine import VllmEngine
 from workers.generator.vllm.server import Launch, VllmFailed, VllmServer
-from workers.model.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.base.weights import load_decoder
 from workers.model.families.read import read_config
 from workers.model.tiny import TINY_PATH
-from workers.model.weights import load_decoder
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG, CONTEXT, SLOTS = read_config("tiny", TINY_PATH), 256, 16

@@ -80,6 +80,7 @@ class WalletRow:
     balance_nusd: int
     held_nusd: int
     overdraft_nusd: int
+    changed: bool = False
 
 
 @dataclass
@@ -165,6 +166,7 @@ class Accounts:
         for budget, period in limits:
             _check_budget(budget, period, amount_nusd)
         wallet.held_nusd += amount_nusd
+        wallet.changed = wallet.changed or amount_nusd != 0
         for _, period in limits:
             period.held_nusd += amount_nusd
             period.changed = True
@@ -174,6 +176,7 @@ class Accounts:
         wallet = self._wallets[payer.org_id]
         wallet.held_nusd -= held_nusd
         wallet.balance_nusd -= amount_nusd
+        wallet.changed = wallet.changed or held_nusd != 0 or amount_nusd != 0
         self._burn(payer.org_id, amount_nusd)
         for budget, period in self._limits(payer, at):
             before = period.spent_nusd
@@ -196,15 +199,17 @@ class Accounts:
                     grant.remaining_nusd -= amount
                     grant.changed = True
                     wallet.balance_nusd -= amount
+                    wallet.changed = True
                     self._post_expiry(grant, amount)
         return expired
 
     def store(self) -> None:
         """Write all changes."""
         connection = self._session.connection()
-        wallets = [{"of": w.org_id, "balance": w.balance_nusd, "held": w.held_nusd} for w in self._wallets.values()]
+        wallets = [wallet for wallet in self._wallets.values() if wallet.changed]
         if wallets:
-            connection.execute(_SET_WALLET, wallets)
+            values = [{"of": w.org_id, "balance": w.balance_nusd, "held": w.held_nusd} for w in wallets]
+            connection.execute(_SET_WALLET, values)
         grants = [grant for group in self._grants.values() for grant in group if grant.changed]
         if grants:
             connection.execute(_SET_GRANT, [{"of": grant.id, "remaining": grant.remaining_nusd} for grant in grants])

@@ -13,6 +13,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from store.environment import FROM_ENVIRONMENT as FROM_ENVIRONMENT
+from store.environment import SettingsError as SettingsError
+from store.environment import from_environment, over
 from store.oidc_settings import OidcSettings
 
 Positive = Annotated[int, Field(gt=0)]
@@ -22,19 +25,6 @@ Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 
 #: Of the frozen weights: auto is bfloat16 on a GPU and float32 on a CPU. Adapters are always trained in float32.
 Dtype = Literal["auto", "float32", "bfloat16"]
-
-
-#: Settings that hold passwords, and may be left out of the file.
-FROM_ENVIRONMENT = {
-    "database_url": "WEFT_DATABASE_URL",
-    "redis_url": "WEFT_REDIS_URL",
-    "blob_url": "WEFT_BLOB_URL",
-    "server_secret": "WEFT_SERVER_SECRET",
-}
-
-
-class SettingsError(ValueError):
-    """The settings cannot be used; the message is one line for the operator."""
 
 
 def _half_the_cores() -> int:
@@ -319,9 +309,9 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
     """Settings from the environment, then the file, with `overrides` (None: not given) on top. Folders come back
     absolute; in the file they are relative to the file's own folder. Raises SettingsError with one line that names the
     key."""
-    values = _environment()
+    values = from_environment(Settings.model_fields)
     if config_file is not None:
-        values = _over(values, _read(config_file))
+        values = over(values, _read(config_file))
     within = ("engine", "trainers", "trainer_ranks")  # of a section
     values.update({name: value for name, value in overrides.items() if value is not None and name not in within})
     for given, field in (("trainers", "replicas"), ("trainer_ranks", "ranks")):
@@ -343,39 +333,6 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
             "models": {name: path.expanduser().absolute() for name, path in settings.models.items()},
         }
     )
-
-
-def _environment() -> dict[str, Any]:
-    """What the environment sets: WEFT_TRAINER__THREADS is `threads` in `[trainer]`."""
-    values: dict[str, Any] = {
-        name: os.environ[variable] for name, variable in FROM_ENVIRONMENT.items() if os.environ.get(variable)
-    }
-    for variable, text in os.environ.items():
-        if not text or not (variable.startswith("WEFT_") and "__" in variable):
-            continue
-        *sections, name = variable.removeprefix("WEFT_").lower().split("__")
-        found: Any = {name: _value(text)}
-        for section in reversed(sections):
-            found = {section: found}
-        values = _over(values, found)
-    return values
-
-
-def _value(text: str) -> Any:
-    """As in the file; words need no quotes."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Both, key by key and section by section; where both have a value, that of `above`."""
-    values = {**below, **above}
-    for name in below.keys() & above.keys():
-        if isinstance(below[name], dict) and isinstance(above[name], dict):
-            values[name] = _over(below[name], above[name])
-    return values
 
 
 def _read(config_file: Path) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from migrations.upgrade import migrate
+from store.blobs.folder import FolderBlobs
 from store.db import Database
-from store.folder_blobs import FolderBlobs
 from tests.order import ByFile, place
 from tests.search import load_profile
 from tests.servers import OwnStore, PostgresServer, postgres_server, redis_server

@@ -37,10 +37,11 @@ changes what Nemotron says (pull request 48989 there) and is not done here.
 
 Weights are read from safetensors, one file or shards, experts one by one or fused, in float32, bfloat16 or float16.
 Block FP8 (128 x 128, as of DeepSeek and Qwen) and MXFP4 (gpt-oss) become bfloat16 tensor by tensor as they are read,
-so they take the memory of bfloat16; so does int4 in groups of 32 (Kimi-K2-Thinking; pack-quantized weights of
-compressed-tensors, with nothing else quantised). Kimi-K2 is a DeepSeek-V3 by its config and its tensors' names; the
-checkpoints that can see (Kimi-K2.5, K2.6) are not served. What a checkpoint holds for predicting several tokens at once
-is not loaded.
+so they take the memory of bfloat16; so does int4 in groups of 32 (Kimi-K2-Thinking, K2.5, K2.6; pack-quantized weights
+of compressed-tensors, with nothing else quantised). Kimi-K2 is a DeepSeek-V3 by its config and its tensors' names, and
+so is the text model in Kimi-K2.5 and K2.6. Kimi's folders have their tokenizer as code of their own, which is not run:
+put a `tokenizer.json` of the same vocabulary beside the weights. What a checkpoint holds for predicting several tokens
+at once is not loaded.
 
 ## What is trained
 
@@ -64,6 +65,10 @@ transformers 5 does (`mlp.experts.N.gate_proj`), in every family; adapters with 
 (`block_sparse_moe.experts.N.w1`) are imported as well. Ling 2, for which transformers has no class, is named as in its
 checkpoints.
 
+Adapters of DeepSeek-V3.1, Kimi-K2.5 and K2.6 and gpt-oss-20b have as many parameters as `get_lora_param_count` says.
+Those of Qwen3.5 and 3.6 have a little more in attention, two numbers for each value head of a gated delta rule and
+rank: Tinker trains `in_proj_q`, `in_proj_k`, `in_proj_v` and `in_proj_z`, here it is the checkpoint's own four linears.
+
 Adapters of Nemotron 3 Nano and Super have as many parameters as `get_lora_param_count` says: Tinker trains a pair of
 factors each for the first two parts of `in_proj` and leaves the others (what groups write with and read by, the steps)
 as they are. In Tinker's layout they are `mixer.gate_proj` and `mixer.x_proj`, in PEFT's one pair of twice the rank in
@@ -73,8 +78,8 @@ of mamba-ssm read its weight past the adapter; transformers' own code does not, 
 pair for the whole of `in_proj` and none for `out_proj`, is imported, trained as it is, and exported for stock PEFT.
 
 Of a checkpoint that sees (`...ForConditionalGeneration`) the text model is served; a request with an image is refused.
-Exports name its modules as `AutoModelForCausalLM` has them (`model.layers.N`); adapters that name them
-`model.language_model.layers.N` are imported as well.
+Exports name its modules as `AutoModelForCausalLM` has them (of Kimi's: `DeepseekV3ForCausalLM`), `model.layers.N`;
+adapters that name them `model.language_model.layers.N` or `language_model.model.layers.N` are imported as well.
 
 ## What the cache keeps of a token
 
@@ -99,14 +104,14 @@ code that its checkpoints carry, `tests/workers/model/bailing.py`) and peft, on 
 that is saved as the family's checkpoints are: 200 greedy tokens with and without the prefix cache, log-probabilities
 of prompts and samples, five training steps on everything, an adapter from peft and one to it, and that a run's
 numbers are the same bits in any company. `tests/workers/model/test_decoder.py` holds logits to 2e-5,
-`tests/workers/model/test_stored.py` quantised checkpoints to what transformers makes of them.
+`tests/workers/model/base/test_stored.py` quantised checkpoints to what transformers makes of them.
 """
 
 
 def page() -> str:
     families = list(FAMILIES.values())
     rows = [
-        f"| {family.name} | {_listed(family.architecture, family.vision)} | {_listed(*family.checkpoints)} |\n"
+        f"| {family.name} | {_listed(family.architecture, *family.vision)} | {_listed(*family.checkpoints)} |\n"
         for family in families
     ]
     parts = [f"| {family.name} | {family.attention} | {family.mlp} |\n" for family in families]

@@ -2,81 +2,131 @@
 time, and runs their tests. A fault that no test notices is printed as a diff: it wants a test, or a line in
 docs/mutants.md that says why it changes nothing.
 
-    .mutants/bin/python -m tools.mutants [MODULE...]
+    .mutants/bin/python -m tools.mutants [MODULE[:LINE,LINE...]...]
 
-Runs in an environment of its own, on a copy of the files that git knows, and takes minutes to hours.
+Runs in an environment of its own, on a copy of the files that git knows; a fault takes a second if nothing else runs.
+With lines, only the faults that begin there: for who has added a test.
 """
 
 from __future__ import annotations
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import WorkerOutcome, WorkResult
 
 CHECKOUT = Path(__file__).parents[1]
-#: One run of a module's tests; a fault that makes it last longer is noticed.
-LIMIT_S = 300
+#: One run of a module's tests; a fault that makes it last longer is noticed. They take seconds.
+LIMIT_S = 60
 
 #: The modules, and the tests that are to notice: those which are meant for them, not all that happen to run through.
 #: Pure ones need no fixtures, and so no conftest, which takes longer to import than they to run.
 MODULES: dict[str, tuple[str, ...]] = {
     "api/who/reach.py": ("--noconftest", "tests/api/test_reach.py"),
-    "api/who/credentials.py": ("tests/tenancy/test_credentials.py", "tests/tenancy/test_keys.py"),
-    "api/who/lookup.py": ("tests/tenancy/test_cross_tenant.py", "tests/api/test_checkpoints.py"),
-    "api/who/may_change.py": ("tests/tenancy", "tests/api/test_sessions.py"),
-    "api/who/principal.py": ("tests/tenancy", "tests/api/test_auth.py"),
+    "api/who/credentials.py": ("tests/api/who/test_credentials.py",),
+    "api/who/lookup.py": ("tests/api/who/test_lookup.py",),
+    "api/who/may_change.py": ("tests/api/who/test_may_change.py",),
+    "api/who/principal.py": ("tests/api/who/test_principal.py",),
     "api/who/signing.py": ("--noconftest", "tests/api/test_signing.py"),
-    "api/who/tokens.py": ("tests/api/test_tokens.py",),
-    "billing/charges.py": ("tests/billing/test_charges.py", "tests/billing/test_hard_limits.py"),
-    "billing/wallets.py": ("tests/billing/test_hard_limits.py", "tests/billing/test_wallet_defaults.py"),
-    "scheduler/journal/ending/settlement.py": ("tests/scheduler/journal",),
+    "api/who/tokens.py": ("tests/api/test_tokens.py", "--deselect", "tests/api/test_tokens.py::TestOverHttp"),
+    "billing/charges.py": (
+        "tests/billing/test_charges.py",
+        "tests/billing/test_hard_limits.py::test_a_commit_that_fails_moves_nothing",
+    ),
+    "billing/wallets.py": (
+        *("tests/billing/test_wallet_defaults.py", "tests/billing/test_charges.py::TestModes"),
+        *("--deselect", "tests/billing/test_wallet_defaults.py::test_two_servers_store_the_defaults_at_once"),
+    ),
+    "scheduler/journal/ending/settlement.py": (
+        *("tests/scheduler/journal/ending/test_settlement.py", "tests/scheduler/journal/ending/test_made.py"),
+    ),
     "scheduler/order/compose.py": ("--noconftest", "tests/scheduler/order/test_compose.py"),
-    "scheduler/order/fair.py": ("tests/scheduler/order",),
-    "store/keys.py": ("tests/store/test_keys.py", "tests/tenancy/test_keys.py"),
+    "scheduler/order/fair.py": (
+        *("--noconftest", "tests/scheduler/order/test_fair.py", "tests/scheduler/order/test_fair_plain.py"),
+    ),
+    "store/keys.py": ("tests/store/test_keys.py",),
     "store/roles.py": ("tests/tenancy/test_routes.py",),
     "workers/model/isolation.py": ("tests/workers/model/test_isolation.py",),
 }
 
+#: Asks `tools.warm` for a run.
+_ASK = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.exit(s.recv(1) != b'0')"
 
-def main(modules: list[str]) -> int:
+
+def main(wanted: list[str]) -> int:
     """Survivors of each module on stdout; 1 if there are any."""
-    if unknown := set(modules) - MODULES.keys():
+    modules = {name: lines for name, _, lines in (each.partition(":") for each in wanted or MODULES)}
+    if unknown := modules.keys() - MODULES.keys():
         print(f"no such module here: {', '.join(sorted(unknown))}; there are {', '.join(MODULES)}", file=sys.stderr)
         return 2
     survived = 0
-    for module in modules or MODULES:
+    for module, lines in modules.items():
         with tempfile.TemporaryDirectory(prefix="weft-mutants-") as folder:
-            survived += try_module(module, Path(folder))
+            survived += try_module(module, Path(folder), frozenset(map(int, filter(None, lines.split(",")))))
     return int(survived > 0)
 
 
-def try_module(module: str, folder: Path) -> int:
-    """How many faults of a module its tests do not notice."""
+def try_module(module: str, folder: Path, lines: frozenset[int]) -> int:
+    """How many faults of a module, or of these lines of it, its tests do not notice."""
     tree, session = folder / "tree", folder / "session.sqlite"
     copy_checkout(tree)
     config = folder / "config.toml"
-    tests = " ".join(MODULES[module])
-    command = (
-        f"{CHECKOUT / '.venv/bin/python'} -m pytest -x -q -p no:xdist -p no:cacheprovider {tests} -k 'not postgresql'"
-    )
-    config.write_text(
-        f'[cosmic-ray]\nmodule-path = "{module}"\ntimeout = {LIMIT_S}\nexcluded-modules = []\n'
-        f'test-command = "{command}"\n[cosmic-ray.distributor]\nname = "local"\n'
-    )
-    _cosmic_ray(tree, "--verbosity", "ERROR", "baseline", str(config))
-    _cosmic_ray(tree, "init", str(config), str(session))
-    with use_db(str(session), WorkDB.Mode.open) as database:
-        skip_annotations(database, tree / module)
-    _cosmic_ray(tree, "exec", str(config), str(session))
+    with warm(module, tree, folder / "socket") as command:
+        config.write_text(
+            f'[cosmic-ray]\nmodule-path = "{module}"\ntimeout = {LIMIT_S}\nexcluded-modules = []\n'
+            f"test-command = '''{command}'''\n[cosmic-ray.distributor]\nname = \"local\"\n"
+        )
+        _cosmic_ray(tree, "--verbosity", "ERROR", "baseline", str(config))
+        _cosmic_ray(tree, "init", str(config), str(session))
+        with use_db(str(session), WorkDB.Mode.open) as database:
+            skip_annotations(database, tree / module)
+            if lines:
+                skip(database, lambda at: at[0] not in lines)
+        _cosmic_ray(tree, "exec", str(config), str(session))
     with use_db(str(session), WorkDB.Mode.open) as database:
         return report(module, database)
+
+
+@contextmanager
+def warm(module: str, tree: Path, at: Path) -> Iterator[str]:
+    """A command that runs a module's tests in `tree`, by `tools.warm`."""
+    tests = (
+        "-x",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:warnings",
+        f"--basetemp={at}.tmp",
+        "-k",
+        "not postgresql",
+    )
+    python = str(CHECKOUT / ".venv/bin/python")
+    # One thread: what is forked from a process with more may hang.
+    few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1") | {"PYTHONPATH": f"{tree}:{tree}/client_sdk"}
+    command = [python, "-m", "tools.warm", str(at), module, *tests, *MODULES[module]]
+    server = subprocess.Popen(command, cwd=tree, env=os.environ | few)
+    try:
+        while not at.exists():
+            if server.poll() is not None:
+                raise SystemExit(f"{module}: its tests fail as it is")
+            time.sleep(0.1)
+        yield f'{sys.executable} -Sc "{_ASK}" {at}'
+    finally:
+        server.kill()
+        server.wait()
 
 
 def copy_checkout(into: Path) -> None:
@@ -94,10 +144,16 @@ def skip_annotations(database: WorkDB, file: Path) -> None:
         for name in ("annotation", "returns"):
             if isinstance(found := getattr(node, name, None), ast.expr):
                 annotations.append(found)
+    skip(
+        database, lambda at: any((a.lineno, a.col_offset) <= at < (a.end_lineno, a.end_col_offset) for a in annotations)
+    )
+
+
+def skip(database: WorkDB, chosen: Callable[[tuple[int, int]], bool]) -> None:
+    """The faults that begin at a (line, column) that is `chosen` are not tried."""
     for item in database.work_items:
         (mutation,) = item.mutations
-        at = mutation.start_pos
-        if any((a.lineno, a.col_offset) <= at < (a.end_lineno, a.end_col_offset) for a in annotations):
+        if chosen(mutation.start_pos):
             database.set_result(item.job_id, WorkResult(WorkerOutcome.SKIPPED))
 
 

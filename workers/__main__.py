@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     program = importlib.import_module(f"workers.{args.role}.process")
     from scheduler.links.sockets import WorkerLink
     from store import tracing
-    from workers.model.base_files import leave_files
+    from workers.model.base.files import leave_files
 
     gc.freeze()
     gc.enable()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from scheduler.links.configs import Basics
-from store.blobs import Blobs
-from store.opening import open_blobs
+from store.blobs.contract import Blobs
+from store.blobs.opening import open_blobs
 
 
 def blobs_of(basics: Basics) -> Blobs:

@@ -18,7 +18,7 @@ from weft.wire.codec import TrainBatch
 
 from api.errors import Invalid, quote
 from scheduler.links.messages import loss_ref
-from store.blobs import BadRef, Blobs, Damaged
+from store.blobs.contract import BadRef, Blobs, Damaged
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from weft.wire.codec import ArrayDatum, TrainBatch
 
 from api.errors import Invalid, quote
 from scheduler.links.messages import stability_ref
-from store.blobs import BadRef, Blobs
+from store.blobs.contract import BadRef, Blobs
 
 #: Sequences of one operation that are remembered, and characters of the name of one.
 MAX_NAMED, MAX_NAME = 4096, 72

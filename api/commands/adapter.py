@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from api.commands.places import blobs_to_change, database_of, refuse, settings_of, where
 from billing import storage
 from store import audit, tables
-from workers.model.imported import CannotImport, Imported, read_adapter
+from workers.model.adapters.imported import CannotImport, Imported, read_adapter
 
 
 @click.group()

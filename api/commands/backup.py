@@ -28,7 +28,7 @@ from store.backup.files import BadBackup, copy_checked, copy_new, digest_of, rea
 from store.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
-    from store.bucket import Bucket
+    from store.blobs.bucket import Bucket
 
 T = TypeVar("T")
 
@@ -156,7 +156,7 @@ def _bucket(settings: Settings) -> Bucket | None:
     """Where the blobs are, if not in the data folder."""
     if not settings.blob_url:
         return None
-    from store.bucket import Bucket
+    from store.blobs.bucket import Bucket
 
     return Bucket(settings.blob_url)
 
@@ -181,7 +181,7 @@ def _same_place(source: Path, bucket: Bucket | None) -> None:
     if (source / "blobs").exists() and bucket is not None:
         raise BadBackup(f"{source} is of a service with its blobs in a folder: leave blob_url out")
     if bucket is not None:
-        from store.bucket import MARK
+        from store.blobs.bucket import MARK
 
         bucket.check()
         if (found := next((one.key for one in bucket.listed("") if one.key != MARK), None)) is not None:

@@ -21,7 +21,7 @@ def check(path: Path, dtype: str) -> None:
     """Print the family of the model in PATH, what is trained of it and what memory it takes; or, with exit code 2, what
     is not supported of it. `serve` refuses the same models for the same reasons."""
     from workers.model.card import UnsupportedModel, read_card
-    from workers.model.check import check_model
+    from workers.model.planning.check import check_model
 
     try:
         found = check_model(read_card(path.name, path), dtype)

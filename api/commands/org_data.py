@@ -26,9 +26,9 @@ from billing import storage
 from scheduler.journal.ending.references import in_use
 from store import audit, tables
 from store.backup.files import digest_of, write_sums
-from store.blobs import Blobs, Damaged, files_of
+from store.blobs.contract import Blobs, Damaged, files_of
+from store.blobs.opening import blobs_of
 from store.keys import revoke_row
-from store.opening import blobs_of
 from store.owned import DELETED, rows_of
 from store.people import PeopleError
 from store.tables import Checkpoint, Operation, Organisation, Run, Sampler, SessionTurn

@@ -14,7 +14,7 @@ from store import logs
 from store.settings import Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:
-    from store.blobs import Blobs
+    from store.blobs.contract import Blobs
     from store.db import Database
 
 
@@ -56,8 +56,8 @@ def database_of(config: Path | None, data_dir: Path | None) -> Iterator[Database
 
 def blobs_to_change(settings: Settings, database: Database) -> Blobs:
     """Refused when they are another service's."""
-    from store.blob_owner import claim_prefix
-    from store.opening import blobs_of
+    from store.blobs.opening import blobs_of
+    from store.blobs.owner import claim_prefix
 
     try:
         claim_prefix(settings, database)

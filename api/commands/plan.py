@@ -34,7 +34,7 @@ def plan(
     from api.server.vllm_places import gpus_of_one, started_here, vllm_table
     from store.settings import SettingsError, load_settings
     from workers.model.card import UnsupportedModel, config_card
-    from workers.model.plan import Device, DoesNotFit
+    from workers.model.planning.plan import Device, DoesNotFit
 
     try:
         settings = load_settings(config, data_dir=Path())

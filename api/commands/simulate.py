@@ -72,7 +72,7 @@ def _divide(
     from scheduler.simulator import division
     from scheduler.simulator.workloads import tenants_of
     from workers.model.card import UnsupportedModel, config_card
-    from workers.model.plan import DoesNotFit
+    from workers.model.planning.plan import DoesNotFit
 
     try:
         shape = shape_of(config_card(model.name, model), gpu_bytes, slots)

@@ -24,7 +24,7 @@ def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | N
     """Work as ROLE until SIGTERM, which lets it finish what it has. Whatever supervises it starts it again."""
     from api.server.serve import CannotServe, read_cards, trace_as, with_plan
     from api.server.worker_programs import lone_worker
-    from store.opening import check_blobs
+    from store.blobs.opening import check_blobs
     from store.settings import SettingsError
 
     settings = settings_of(config, data_dir, redis_url=redis)

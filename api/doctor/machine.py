@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from api.doctor.findings import Finding, ok, warning, wrong
-from store.room import LEAST_FREE_BYTES, NoRoom, Room
+from store.blobs.room import LEAST_FREE_BYTES, NoRoom, Room
 from store.settings import Settings
 
 #: Free bytes below which an operator should look for room, before anything is refused.

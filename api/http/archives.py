@@ -15,8 +15,8 @@ from pathlib import Path
 import orjson
 from safetensors.numpy import load_file
 
-from store.blobs import Blobs, Damaged, files_of
-from workers.model.peft_format import write_export
+from store.blobs.contract import Blobs, Damaged, files_of
+from workers.model.adapters.peft_format import write_export
 
 #: Signed links are good for so long.
 LINKS_LAST = timedelta(hours=1)

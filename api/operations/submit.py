@@ -32,7 +32,7 @@ from scheduler.links.messages import OpKind
 from scheduler.order.operations import Draining, NewOperation, QueueFull, RunClosed, SequenceReused
 from scheduler.order.plans import BODY_ONLY, Plan
 from store import tables
-from store.room import NoRoom
+from store.blobs.room import NoRoom
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -43,7 +43,7 @@ from api.who.session_search import text_values
 from billing import storage
 from scheduler.journal.ending.references import in_use
 from store import audit, tables
-from store.blobs import Damaged
+from store.blobs.contract import Damaged
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from scheduler.journal.recovery import spec_of
 from scheduler.links.messages import OpKind, RunSpec
 from scheduler.order.plans import Create, Load, NewSampler, Save, Source
 from store import tables
-from workers.model.encryption import BadRecipient, parse_recipients
+from workers.model.adapters.encryption import BadRecipient, parse_recipients
 
 router = APIRouter(prefix="/api/v1")
 
@@ -115,8 +115,8 @@ def _unnamed_sampler(body: SaveWeightsForSamplerRequest, session: Session, run: 
     "/save_weights_external", response_model_exclude_none=True, **declare(scope="train", limit="work", meters="storage")
 )
 async def save_weights_external(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
-    """The adapter as files for other tools (`workers.model.peft_format`), for their recipients only where it names
-    some."""
+    """The adapter as files for other tools (`workers.model.adapters.peft_format`), for their recipients only where it
+    names some."""
 
     def check(body: SaveWeightsExternalRequest, run: tables.Run) -> Checked:
         try:

@@ -9,12 +9,15 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from datetime import UTC, datetime
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
+from starlette.types import ASGIApp
 
 from api import errors
 from api.console import install as console
 from api.http.auth import KeyCache
+from api.http.direct import Direct
 from api.http.requests import Requests
 from api.routes import (
     audit,
@@ -61,7 +64,7 @@ from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.embedded import EmbeddedJobs
 from scheduler.jobs.registry import JobContext
 from scheduler.reports.waiting import oldest_s
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 from store.db import Database
 from store.settings import Settings
 from workers.model.card import ModelCard
@@ -69,6 +72,11 @@ from workers.model.card import ModelCard
 log = logging.getLogger(__name__)
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+#: The routes that come with every operation (`api.http.direct`).
+DIRECT = frozenset(
+    (futures.retrieve_future, training.optim_step, batches.forward_backward, batches.forward, sampling.asample)
+)
 
 
 def create_app(
@@ -154,9 +162,19 @@ def parts_of(
     return EmbeddedMachines(settings, cards, database, blobs, prices, ahead), LocalRates()
 
 
+class Front(FastAPI):
+    """Each request is noted, and the direct routes are called, before FastAPI looks at it."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        routers = (futures.router, training.router, batches.router, sampling.router)
+        routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+        direct = [route for route in routes if route.endpoint in DIRECT]
+        return Requests(Direct(super().build_middleware_stack(), direct, self.exception_handlers), self.state.traffic)
+
+
 def front(lifespan: Lifespan | None = None) -> FastAPI:
     """The routes alone; `app.state.service` must be there before the first request."""
-    app = FastAPI(
+    app = Front(
         title="Weft",
         lifespan=lifespan,
         docs_url=None,
@@ -205,5 +223,4 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         app.include_router(router)
     app.include_router(reference.router)
     console.install(app)
-    app.add_middleware(Requests, app.state.traffic)  # the outermost
     return app

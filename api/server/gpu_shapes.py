@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from scheduler.simulator.division import Shape
 from workers.model.card import ModelCard
-from workers.model.check import Check, check_model
-from workers.model.plan import Device, DoesNotFit, Wanted, plan
-from workers.model.vllm_plan import plan_vllm
+from workers.model.planning.check import Check, check_model
+from workers.model.planning.plan import Device, DoesNotFit, Wanted, plan
+from workers.model.planning.vllm_plan import plan_vllm
 
 #: Beyond, a base is in more parts than a cluster has GPUs.
 _MOST = 1024

@@ -19,10 +19,10 @@ from scheduler.journal.journal import Journal
 from scheduler.journal.recovery import recover
 from scheduler.links.messages import Drain
 from scheduler.links.sockets import ServerLink
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 from store.db import Database
 from store.settings import Settings
-from workers.model.base_files import remove_unused
+from workers.model.base.files import remove_unused
 from workers.model.card import ModelCard
 
 #: What has ended has this long to be stored when the server stops. What cannot be is done again after the start.

@@ -1,4 +1,4 @@
-"""The plan of memory (`workers.model.plan`) for the workers that the settings ask for, on the devices they name."""
+"""The plan of memory (`workers.model.planning.plan`) for the workers that the settings ask for, on their devices."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from api.server.vllm_places import taken_bytes, vllm_tables
 from store.settings import Settings
-from workers.model.base_files import stored_bytes
+from workers.model.base.files import stored_bytes
 from workers.model.card import ModelCard
-from workers.model.check import check_model
-from workers.model.machine import UNKNOWN_BYTES, cuda_bytes, free_bytes
-from workers.model.plan import Device, Plan, Wanted, plan
+from workers.model.planning.check import check_model
+from workers.model.planning.machine import UNKNOWN_BYTES, cuda_bytes, free_bytes
+from workers.model.planning.plan import Device, Plan, Wanted, plan
 
 #: Runs that the table of a start is made for.
 TENANTS, RANK = 16, 32

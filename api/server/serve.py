@@ -26,7 +26,7 @@ from store import tracing
 from store.oidc_settings import OidcError, OidcSettings, client_secret
 from store.settings import PaymentsSettings, Settings, SettingsError
 from workers.model.card import ModelCard, UnsupportedModel, read_card
-from workers.model.plan import DoesNotFit
+from workers.model.planning.plan import DoesNotFit
 from workers.model.tiny import TINY_NAME, TINY_PATH
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _serve(
     from api.server.app import create_app
     from api.server.listener import Server
     from billing.wallets import set_default
-    from store.opening import blobs_of
+    from store.blobs.opening import blobs_of
 
     gc.freeze()
     gc.enable()
@@ -136,7 +136,7 @@ def check_oidc(settings: OidcSettings) -> None:
 
 def check_store(settings: Settings) -> None:
     """Raises CannotServe when the object store of the settings cannot be used, or not by several."""
-    from store.opening import check_blobs
+    from store.blobs.opening import check_blobs
 
     if settings.blob_url and settings.redis_url and settings.server_secret is None:
         raise CannotServe(
@@ -151,7 +151,7 @@ def check_store(settings: Settings) -> None:
 
 def claim_store(settings: Settings, database: Database) -> None:
     """Raises CannotServe when the prefix of the object store is another service's."""
-    from store.blob_owner import claim_prefix
+    from store.blobs.owner import claim_prefix
 
     try:
         claim_prefix(settings, database)

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from store.settings import Settings, SettingsError
 from workers.model.card import ModelCard
-from workers.model.check import check_model
-from workers.model.plan import MOST_SLOTS, Device, DoesNotFit, gib
-from workers.model.vllm_options import OPTIONS, BadOption, Layout, checked
-from workers.model.vllm_plan import UTILIZATION, check_layout, plan_vllm
+from workers.model.planning.check import check_model
+from workers.model.planning.plan import MOST_SLOTS, Device, DoesNotFit, gib
+from workers.model.planning.vllm_options import OPTIONS, BadOption, Layout, checked
+from workers.model.planning.vllm_plan import UTILIZATION, check_layout, plan_vllm
 
 #: What a vLLM's processes take of a CPU's memory beside weights, keys and values.
 CPU_PROCESS_BYTES = 1280 << 20

@@ -27,7 +27,7 @@ from scheduler.links.configs import (
     WorkerConfig,
 )
 from store.settings import GeneratorSettings, Settings, SettingsError, TrainerSettings
-from workers.model.plan import MOST_SLOTS
+from workers.model.planning.plan import MOST_SLOTS
 
 _ROOT = Path(__file__).resolve().parents[2]
 

@@ -30,7 +30,7 @@ from api.who.lanes import Lane
 from api.who.signing import Signer
 from api.who.tokens import Tokens
 from store import tables
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 from store.db import Database
 from store.secret import secret_of, server_secret
 from store.settings import Settings

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,7 +37,7 @@ STEPS, SAMPLES = 12, 24
 ADAM = types.AdamParams(learning_rate=2e-3)
 
 
-class Client(threading.Thread):
+class Client(threading.Thread, ABC):
     """Works until `stop`, or for `cycles` cycles. A client whose call fails notes it and begins anew, as a person
     would: with another session and another run."""
 
@@ -57,13 +58,13 @@ class Client(threading.Thread):
                 self._note(-1, f"{type(error).__name__}: {str(error)[:300]}", failed=True)
                 self._stopped.wait(0.2)
 
+    @abstractmethod
     def work(self, service: Any) -> None:
         """Prepare, then go through cycles."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cycle(self, *prepared: Any) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
         """Every operation of a cycle: its future, and what of its result is compared."""
-        raise NotImplementedError
 
     def go(self, depth: int, *prepared: Any) -> None:
         """Cycle after cycle, with `depth` operations that are not awaited yet."""

@@ -117,7 +117,18 @@ class APIFuture(Generic[T]):
         return self._future.cancel()
 
     def __repr__(self) -> str:
-        return f"APIFuture({'done' if self.done() else 'pending'})"
+        return f"{type(self).__name__}({state_of(self._future)})"
+
+
+def state_of(future: Future[Any]) -> str:
+    """How far it is, in a few words: "pending", "cancelled", what failed, or what it came to."""
+    if not future.done():
+        return "pending"
+    if future.cancelled():
+        return "cancelled"
+    if error := future.exception():
+        return f"failed: {type(error).__name__}: {error}"
+    return f"done: {future.result()!r}"
 
 
 def twin(
@@ -144,6 +155,25 @@ def future_twin(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[
     started.__name__ = f"{method.__name__}_async"
     started.__doc__ = f"`{method.__name__}`; the future, not yet its result."
     return started
+
+
+def cancelling_twin(
+    method: Callable[Concatenate[S, P], APIFuture[T]],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """`x_async` of a method `x`: the same arguments, awaited. Cancelling the task cancels the operation."""
+
+    @functools.wraps(method)
+    async def awaited(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        future = method(self, *args, **kwargs)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+
+    awaited.__name__ = f"{method.__name__}_async"
+    awaited.__doc__ = f"`{method.__name__}`, awaited. Cancelling the task stops it."
+    return awaited
 
 
 class Pending(Generic[T]):

@@ -53,6 +53,7 @@ from weft.wire.sessions import (
     TraceExportResponse,
     WhoamiResponse,
 )
+from weft.wire.shown import arguments
 from weft.wire.training import ModelID
 from weft.wire.turns import TurnsResponse
 from weft.wire.usage import Stats, UsageResponse
@@ -75,6 +76,9 @@ class RestBase:
         transport: Transport | None = None,
     ) -> None:
         self._transport = transport or Transport(resolve_endpoint(base_url, api_key), policy or RetryPolicy())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._transport.endpoint.base_url!r})"
 
     def _get(self, path: str, answer: type[M], **params: Any) -> APIFuture[M]:
         given = {name: value for name, value in params.items() if value is not None}
@@ -248,7 +252,8 @@ class RestClient(AdminClient):
         project = destination_project_id or os.environ.get("WEFT_PROJECT_ID") or os.environ.get("TINKER_PROJECT_ID")
         if not project:
             raise ValueError("copy_weights needs destination_project_id, or WEFT_PROJECT_ID in the environment")
-        request = CopyWeightsRequest(source_path=path, destination_project_id=project, ttl_seconds=ttl_seconds)
+        with arguments(source_path="path"):
+            request = CopyWeightsRequest(source_path=path, destination_project_id=project, ttl_seconds=ttl_seconds)
         return APIFuture.start(self._copy(request, weights_access_token))
 
     async def _copy(self, request: CopyWeightsRequest, token: str | None) -> str:
@@ -364,6 +369,7 @@ class RestClient(AdminClient):
     get_prices_async = twin(get_prices)
     get_limits_async = twin(get_limits)
     get_run_health_async = twin(get_run_health)
+    get_turns_async = twin(get_turns)
     get_stats_async = twin(get_stats)
 
 

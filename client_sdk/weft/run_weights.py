@@ -14,6 +14,7 @@ from weft.runs.session import Session
 from weft.sampling_client import SamplingClient
 from weft.transport.retry import RetryPolicy
 from weft.wire.base import Request
+from weft.wire.shown import arguments
 from weft.wire.training import GetInfoResponse
 from weft.wire.weights import (
     LoadWeightsRequest,
@@ -64,9 +65,10 @@ class RunWeights:
 
         `ttl_seconds` (an hour to ten years) deletes it after that time; None keeps it.
         """
-        request = SaveWeightsRequest(
-            model_id="", path=name, ttl_seconds=ttl_seconds, overwrite=overwrite, user_metadata=user_metadata
-        )
+        with arguments(path="name"):
+            request = SaveWeightsRequest(
+                model_id="", path=name, ttl_seconds=ttl_seconds, overwrite=overwrite, user_metadata=user_metadata
+            )
         return self._operate("/save_weights", request, SaveWeightsResponse)
 
     save_state_async = future_twin(save_state)
@@ -86,16 +88,18 @@ class RunWeights:
     load_state_with_optimizer_async = future_twin(load_state_with_optimizer)
 
     def _load(self, path: str, token: str | None, optimizer: bool) -> APIFuture[LoadWeightsResponse]:
-        request = LoadWeightsRequest(model_id="", path=path, optimizer=optimizer, weights_access_token=token)
+        with arguments():
+            request = LoadWeightsRequest(model_id="", path=path, optimizer=optimizer, weights_access_token=token)
         return self._operate("/load_weights", request, LoadWeightsResponse)
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
         """Save the adapter for sampling; the result's `path` is `tinker://<run>/sampler_weights/<name>`."""
-        request = SaveWeightsForSamplerRequest(
-            model_id="", path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
-        )
+        with arguments(path="name"):
+            request = SaveWeightsForSamplerRequest(
+                model_id="", path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
+            )
         return self._operate("/save_weights_for_sampler", request, SaveWeightsForSamplerResponse)
 
     save_weights_for_sampler_async = future_twin(save_weights_for_sampler)
@@ -104,9 +108,10 @@ class RunWeights:
         self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
     ) -> APIFuture[SaveWeightsExternalResponse]:
         """Export the adapter as PEFT files; `RestClient.get_external_weights_urls` says where to fetch them."""
-        request = SaveWeightsExternalRequest(
-            model_id="", path=name, ttl_seconds=ttl_seconds, age_encryption_recipients=age_encryption_recipients
-        )
+        with arguments(path="name"):
+            request = SaveWeightsExternalRequest(
+                model_id="", path=name, ttl_seconds=ttl_seconds, age_encryption_recipients=age_encryption_recipients
+            )
         return self._operate("/save_weights_external", request, SaveWeightsExternalResponse)
 
     save_weights_external_async = future_twin(save_weights_external)

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 
 from weft.errors import APIResponseValidationError, GoneError, WeftError
-from weft.future import APIFuture, Pending, background
+from weft.future import APIFuture, Pending, background, cancelling_twin, state_of
 from weft.runs.drawing import Drawing, SampleFuture
 from weft.runs.sampler import Sampler, SamplerHandle, join_sampler
 from weft.runs.session import JoinedSession, Session
@@ -20,7 +21,7 @@ from weft.transport.completions import CompletionPoll
 from weft.transport.http import Call, Endpoint, Transport, encode, parse, resolve_endpoint
 from weft.transport.poll import fetch_result
 from weft.transport.retry import RetryPolicy
-from weft.wire.inputs import ModelInput
+from weft.wire.inputs import AnyPrompt, prompt_of
 from weft.wire.sample_codec import decode_sample_response
 from weft.wire.sampling import (
     GetSamplerResponse,
@@ -29,12 +30,11 @@ from weft.wire.sampling import (
     SamplingParams,
 )
 from weft.wire.service import CancelFutureRequest, UntypedAPIFuture
+from weft.wire.shown import arguments
 from weft.wire.tensor import TensorData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-T = TypeVar("T")
 
 #: How often a sample whose result the server has lost is drawn again.
 MAX_REDRAWS = 5
@@ -63,6 +63,12 @@ class SamplingClient(Pending["SamplingClient"]):
         self._sampler = background().run(made)
         self._made = background().run(self._ready())
 
+    def __repr__(self) -> str:
+        if not self._sampler.done() or self._sampler.cancelled() or self._sampler.exception():
+            return f"SamplingClient({state_of(self._sampler)})"
+        sampler = self._sampler.result()
+        return f"SamplingClient({sampler.id!r}{f' of {sampler.base_model!r}' if sampler.base_model else ''})"
+
     async def _ready(self) -> SamplingClient:
         await self._get_sampler()
         return self
@@ -73,6 +79,10 @@ class SamplingClient(Pending["SamplingClient"]):
     def get_sampler_handle(self) -> str:
         """A string from which any process makes a client of this sampler, with its own credentials."""
         return APIFuture.start(self._handle()).result().encoded()
+
+    async def get_sampler_handle_async(self) -> str:
+        """`get_sampler_handle`, awaited."""
+        return (await APIFuture.start(self._handle())).encoded()
 
     async def _handle(self) -> SamplerHandle:
         sampler = await self._get_sampler()
@@ -101,7 +111,7 @@ class SamplingClient(Pending["SamplingClient"]):
 
     def sample(
         self,
-        prompt: ModelInput,
+        prompt: AnyPrompt,
         num_samples: int,
         sampling_params: SamplingParams,
         include_prompt_logprobs: bool = False,
@@ -115,7 +125,8 @@ class SamplingClient(Pending["SamplingClient"]):
         stream: bool = False,
         priority: Literal["interactive", "batch"] | None = None,
     ) -> SampleFuture:
-        """Draw `num_samples` sequences that continue `prompt`, with the logprob of every token drawn.
+        """Draw `num_samples` sequences that continue `prompt`, a `ModelInput` or token ids, with the logprob of every
+        token drawn.
 
         `include_prompt_logprobs` also gives the prompt's own logprobs, of which `prompt_logprobs_last_n` keeps the
         last n. With `max_staleness` the server ends a sequence (`stale`, with the tokens it has) once the run is more
@@ -125,42 +136,40 @@ class SamplingClient(Pending["SamplingClient"]):
         work go first; None is the client's own. `future.stop()` ends the drawing and returns what there is; cancelling
         the future ends it too, for nobody. Raises `RequestFailedError` if the request cannot be done.
         """
-        request = SampleRequest(
-            prompt=prompt,
-            sampling_params=sampling_params,
-            num_samples=num_samples,
-            prompt_logprobs=include_prompt_logprobs,
-            topk_prompt_logprobs=topk_prompt_logprobs,
-            topk_sample_logprobs=topk_sample_logprobs,
-            target_prompt_logprobs=target_prompt_logprobs,
-            prompt_alt_tokens_k=prompt_alt_tokens_k,
-            prompt_logprobs_last_n=prompt_logprobs_last_n,
-            max_staleness=max_staleness,
-            return_routed_experts=return_routed_experts or None,
-            stream=stream or None,
-            record_stability_info=True if self._record else None,
-        )
+        with arguments(prompt_logprobs="include_prompt_logprobs"):
+            request = SampleRequest(
+                prompt=prompt_of(prompt, "prompt"),
+                sampling_params=sampling_params,
+                num_samples=num_samples,
+                prompt_logprobs=include_prompt_logprobs,
+                topk_prompt_logprobs=topk_prompt_logprobs,
+                topk_sample_logprobs=topk_sample_logprobs,
+                target_prompt_logprobs=target_prompt_logprobs,
+                prompt_alt_tokens_k=prompt_alt_tokens_k,
+                prompt_logprobs_last_n=prompt_logprobs_last_n,
+                max_staleness=max_staleness,
+                return_routed_experts=return_routed_experts or None,
+                stream=stream or None,
+                record_stability_info=True if self._record else None,
+            )
         return SampleFuture.begin(lambda drawing: self._sample(request, drawing, priority))
 
-    async def sample_async(self, *args: Any, **kwargs: Any) -> SampleResponse:
-        """`sample`, awaited. Cancelling the task stops the drawing."""
-        return await _cancelling(self.sample(*args, **kwargs))
+    sample_async = cancelling_twin(sample)
 
     def compute_logprobs(
-        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+        self, prompt: AnyPrompt, prompt_logprobs_last_n: int | None = None
     ) -> APIFuture[list[float | None]]:
         """The logprob of every token of `prompt` given those before it; None for the first."""
-        request = SampleRequest(
-            prompt=prompt,
-            sampling_params=SamplingParams(max_tokens=0),
-            prompt_logprobs=True,
-            prompt_logprobs_last_n=prompt_logprobs_last_n,
-        )
+        with arguments():
+            request = SampleRequest(
+                prompt=prompt_of(prompt, "prompt"),
+                sampling_params=SamplingParams(max_tokens=0),
+                prompt_logprobs=True,
+                prompt_logprobs_last_n=prompt_logprobs_last_n,
+            )
         return APIFuture.start(self._logprobs(request))
 
-    async def compute_logprobs_async(self, *args: Any, **kwargs: Any) -> list[float | None]:
-        """`compute_logprobs`, awaited."""
-        return await _cancelling(self.compute_logprobs(*args, **kwargs))
+    compute_logprobs_async = cancelling_twin(compute_logprobs)
 
     def get_base_model(self) -> str:
         """The name of the base model."""
@@ -174,7 +183,11 @@ class SamplingClient(Pending["SamplingClient"]):
         """The base model's tokenizer, with the server's own files."""
         return load_tokenizer(APIFuture.start(self._fetch_tokenizer()).result())
 
-    async def _fetch_tokenizer(self) -> Any:
+    async def get_tokenizer_async(self) -> PreTrainedTokenizerBase:
+        """`get_tokenizer`, awaited."""
+        return load_tokenizer(await APIFuture.start(self._fetch_tokenizer()))
+
+    async def _fetch_tokenizer(self) -> Path:
         return await fetch_tokenizer(self._session.transport, await self._get_base_model())
 
     async def _get_base_model(self) -> str:
@@ -240,15 +253,6 @@ async def _quietly(work: Coroutine[Any, Any, Any]) -> None:
         await work
     except WeftError:
         return
-
-
-async def _cancelling(future: APIFuture[T]) -> T:
-    """The result; a cancelled wait cancels the operation, too."""
-    try:
-        return await future
-    except asyncio.CancelledError:
-        future.cancel()
-        raise
 
 
 def _client_of(handle: SamplerHandle, endpoint: Endpoint, policy: RetryPolicy | None) -> SamplingClient:

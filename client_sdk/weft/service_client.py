@@ -24,6 +24,7 @@ from weft.transport.retry import RetryPolicy
 from weft.wire.checks.problem import Problem
 from weft.wire.losses import CustomLossInputRank
 from weft.wire.service import GetServerCapabilitiesResponse
+from weft.wire.shown import arguments
 from weft.wire.training import AdamOptimizerConfig, CreateModelRequest, LoraConfig, OptimizerConfig
 from weft.wire.weights import LoadWeightsRequest
 
@@ -56,6 +57,9 @@ class ServiceClient:
         self._project_id = project_id or os.environ.get("WEFT_PROJECT_ID") or os.environ.get("TINKER_PROJECT_ID")
         self._session = Session(self._transport, user_metadata, self._project_id, display_name)
 
+    def __repr__(self) -> str:
+        return f"ServiceClient({self._transport.endpoint.base_url!r})"
+
     def create_lora_training_client(
         self,
         base_model: str,
@@ -74,7 +78,10 @@ class ServiceClient:
         `optimizer` is the family whose parameters `optim_step` takes: AdamW, or `DimuonOptimizerConfig()`. `name` is
         what lists call the run: `user_metadata["name"]`, by which Tinker's SDK names one too.
         """
-        lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
+        with arguments():
+            lora = LoraConfig(
+                rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed
+            )
 
         def request(session_id: str, number: int) -> CreateModelRequest:
             return CreateModelRequest(
@@ -190,6 +197,8 @@ class ServiceClient:
         """What `plan` will cost, before anything of it exists."""
         return APIFuture.start(fetch_estimate(self._transport, plan))
 
+    estimate_async = twin(estimate)
+
     def validate(self, plan: Plan) -> list[Problem]:
         """Everything for which the server would refuse `plan`; [] is good. Nothing is computed, nothing is billed."""
         return APIFuture.start(fetch_problems(self._transport, plan)).result()
@@ -220,6 +229,8 @@ class ServiceClient:
         closing = APIFuture.start(self._session.finish(status, detail))
         finish_before_exit(closing.future())
         return closing
+
+    close_async = twin(close)
 
     def __enter__(self) -> ServiceClient:
         return self

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.curves import Curves
 from weft.errors import APIResponseValidationError
-from weft.future import APIFuture, Pending, background, future_twin
+from weft.future import APIFuture, Pending, background, future_twin, state_of, twin
 from weft.loss_handle import LossHandle, PerDatumLoss, trace
 from weft.plan.estimate import CostEstimate
 from weft.plan.plan import AnyDatum, Plan, PlannedStep
@@ -27,6 +27,7 @@ from weft.wire.losses import CustomLossInputRank
 from weft.wire.training import (
     AdamParams,
     CreateModelRequest,
+    DimuonParams,
     ForwardBackwardOutput,
     GetInfoResponse,
     OptimParams,
@@ -65,6 +66,13 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         self._made = background().run(self._ready(request))
         self._curves = Curves(self._run, self._made)
 
+    def __repr__(self) -> str:
+        made, info = self._made, self._run.info
+        if not made.done() or made.cancelled() or made.exception() or info is None:
+            return f"TrainingClient({state_of(made)})"
+        rank = f" at rank {info.lora_rank}" if info.lora_rank else ""
+        return f"TrainingClient({info.model_id!r} on {base_model_of(info)!r}{rank})"
+
     async def _ready(self, request: Callable[[str, int], CreateModelRequest | LoadWeightsRequest]) -> TrainingClient:
         await self._run.make(request)
         return self
@@ -96,9 +104,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
     def _forward(
         self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str] | None, forward_only: bool
     ) -> Output:
-        given = list(data)
-        if not given:
-            raise ValueError("data is empty; give at least one Datum")
+        given = _checked(data, loss_fn)
         return APIFuture.start(self._run.forward(given, loss_fn, dict(config or {}), forward_only))
 
     def forward_backward_custom(
@@ -111,7 +117,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         """
         if loss_type_input not in (None, "logprobs"):
             raise ValueError(f"loss_type_input must be 'logprobs', got {loss_type_input!r}")
-        given = list(data)
+        given = _checked(data)
         if isinstance(loss_fn, LossHandle):
             loss_fn.check(given)
             if loss_fn.loss_id is not None:
@@ -128,14 +134,19 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         """`ServiceClient.create_custom_loss`, of this run's session."""
         return APIFuture.start(upload_loss(self._session, trace(fn, input_ranks)))
 
+    create_custom_loss_async = twin(create_custom_loss)
+
     def optim_step(
         self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
     ) -> APIFuture[OptimStepResponse]:
         """Apply the gradient that has added up, and clear it, with the parameters of the run's optimizer: AdamParams
         or DimuonParams. `adam_params` is another name of `optim_params`."""
         params = optim_params or adam_params
-        if params is None:
-            raise TypeError("optim_step needs AdamParams or DimuonParams")
+        if not isinstance(params, AdamParams | DimuonParams):
+            name = "adam_params" if optim_params is None and adam_params is not None else "optim_params"
+            raise TypeError(
+                f"{name} must be AdamParams or DimuonParams, such as AdamParams(learning_rate=1e-4); got {params!r}"
+            )
 
         def request(seq_id: int) -> OptimStepRequest:
             adam = params if isinstance(params, AdamParams) else None
@@ -165,6 +176,10 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         """The base model's tokenizer, with the server's own files."""
         return load_tokenizer(APIFuture.start(self._fetch_tokenizer()).result())
 
+    async def get_tokenizer_async(self) -> PreTrainedTokenizerBase:
+        """`get_tokenizer`, awaited."""
+        return load_tokenizer(await APIFuture.start(self._fetch_tokenizer()))
+
     async def _fetch_tokenizer(self) -> Path:
         return await fetch_tokenizer(self._session.transport, base_model_of(await self._get_info()))
 
@@ -180,6 +195,8 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         """What this run has used so far, in tokens and money."""
         return APIFuture.start(self._cost())
 
+    cost_async = twin(cost)
+
     async def _cost(self) -> UsageResponse:
         params = {"run_id": (await self._get_info()).model_id}
         return await self._session.transport.ask("GET", "/weft/usage", UsageResponse, params=params)
@@ -187,6 +204,8 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
     def estimate_cost(self, plan: Plan | PlannedStep) -> APIFuture[CostEstimate]:
         """What `plan` will cost on this run, before it starts; `cost` says what was used."""
         return APIFuture.start(self._estimate(plan_of(plan)))
+
+    estimate_cost_async = twin(estimate_cost)
 
     async def _estimate(self, plan: Plan) -> CostEstimate:
         plan, _ = of_run(plan, await self._get_info())
@@ -204,9 +223,14 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         """
         return APIFuture.start(self._validate(planned, loss_fn, loss_fn_config)).result()
 
-    async def validate_async(self, *args: Any, **kwargs: Any) -> list[Problem]:
+    async def validate_async(
+        self,
+        planned: Plan | PlannedStep | Sequence[AnyDatum],
+        loss_fn: str | CustomLoss | LossHandle = "cross_entropy",
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> list[Problem]:
         """`validate`, awaited."""
-        return await APIFuture.start(self._validate(*args, **kwargs))
+        return await APIFuture.start(self._validate(planned, loss_fn, loss_fn_config))
 
     async def _validate(
         self, planned: Plan | PlannedStep | Sequence[AnyDatum], loss_fn: Any = "cross_entropy", config: Any = None
@@ -217,6 +241,21 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         if isinstance(planned, Plan):
             return problems
         return [replace(problem, where=problem.where.removeprefix("steps[0].")) for problem in problems]
+
+
+def _checked(data: Sequence[Datum], loss_fn: Any = "") -> list[Datum]:
+    """The data as a list; `TypeError` or `ValueError` names the argument that is something else."""
+    if isinstance(data, Datum | Mapping | str):
+        raise TypeError(f"data is a {type(data).__name__}; give a list of Datum")
+    given = list(data)
+    if not given:
+        raise ValueError("data is empty; give at least one Datum")
+    for index, datum in enumerate(given):
+        if not isinstance(datum, Datum):
+            raise TypeError(f"data[{index}] is a {type(datum).__name__}; give a Datum")
+    if not isinstance(loss_fn, str):
+        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; give a name, or call forward_backward_custom")
+    return given
 
 
 def log(run: TrainingClient, metrics: Mapping[str, float], step: int | None = None) -> None:

@@ -14,7 +14,7 @@ from scheduler.links.large_results import parcel_of, whole
 from scheduler.links.messages import Done
 from scheduler.order.operations import Operation
 from scheduler.order.timings import Stretch
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from scheduler.links.messages import Done
 from scheduler.order.light_work import SizesOf, unknown_sizes
 from scheduler.order.operations import Operation, Waiting
 from store import tables
-from store.blobs import Blobs
-from store.room import Room
+from store.blobs.contract import Blobs
+from store.blobs.room import Room
 
 
 class FencedRecorder:

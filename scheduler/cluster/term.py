@@ -36,7 +36,7 @@ from scheduler.links.train_link import Joining, LeaderLink
 from scheduler.order.light_work import SizesOf, unknown_sizes
 from scheduler.order.operations import SAMPLE, Operation
 from store import tables
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 from store.db import Database
 
 log = logging.getLogger(__name__)

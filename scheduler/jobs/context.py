@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from billing.prices import load_prices
 from scheduler.jobs.registry import JobContext
-from store.blob_owner import claim_prefix
+from store.blobs.opening import blobs_of
+from store.blobs.owner import claim_prefix
 from store.db import Database
-from store.opening import blobs_of
 from store.settings import Settings
 
 

@@ -17,7 +17,7 @@ from billing import storage
 from scheduler.journal.ending.references import all_in_use
 from scheduler.journal.ending.results import RESULTS_LAST
 from store import audit, tables
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 from store.db import Database
 
 #: Logprobs recorded for stable_reinforce are kept for a day after they were last trained on, and so are custom losses

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from billing.prices import PriceList
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 from store.db import Database
 from store.settings import Settings
 

@@ -48,9 +48,9 @@ from scheduler.order.operations import (
     Waiting,
 )
 from store import tables
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
+from store.blobs.room import Room
 from store.db import Database
-from store.room import Room
 from store.settings import Limits
 
 log = logging.getLogger(__name__)

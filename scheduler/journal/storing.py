@@ -15,9 +15,9 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingErr
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from scheduler.order.operations import Operation
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
+from store.blobs.room import Room
 from store.db import Transactions
-from store.room import Room
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from scheduler.order.light_work import SizesOf, cost_of, unknown_sizes
 from scheduler.order.operations import Operation, Waiting
 from scheduler.order.plans import Create, NewSampler
 from store import tables
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 from store.db import Transactions
 
 

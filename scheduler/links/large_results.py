@@ -8,7 +8,7 @@ import msgspec
 
 from scheduler.links.contract import QueueUnreachable
 from scheduler.links.messages import Done, FromGenerator, FromTrainer
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 
 #: A larger result is put beside the message.
 INLINE_BYTES = 1 << 16

@@ -6,8 +6,8 @@ operation, and `InLoss` around what an uploaded loss could make long; the next `
 generator sends `PullSamples` with its free slots and gets `SampleWork` as soon as there is any; `Cancel` may come to it
 at any time.
 
-Bodies and weights travel by reference: a `ref` names a blob in `store.blobs`. Everything here is plain data encoded
-with msgpack; the embedded link frames it on a socket pair, the production link carries the same bytes through Redis.
+Bodies and weights travel by reference: a `ref` names a blob (`store.blobs`). Everything here is plain data encoded with
+msgpack; the embedded link frames it on a socket pair, the production link carries the same bytes through Redis.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from scheduler.links.messages import (
 )
 from scheduler.links.policies import Followed, PolicyBoard
 from scheduler.links.redis_queue import RedisQueue
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 
 log = logging.getLogger(__name__)
 

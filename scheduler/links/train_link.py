@@ -30,7 +30,7 @@ from scheduler.links.messages import ToTrainer
 from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, held, pooled, pop_all
 from scheduler.links.redis_queue import reaching
 from scheduler.links.sample_link import BEAT_S, LEASE_S, worker_name
-from store.blobs import Blobs, is_lasting
+from store.blobs.contract import Blobs, is_lasting
 
 log = logging.getLogger(__name__)
 

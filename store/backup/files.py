@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from store.blobs import SUMS_FILE
+from store.blobs.contract import SUMS_FILE
 from store.secret import FILE_NAME as SECRET
 
 SUMS = "SHA256SUMS"

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from store.backup.files import digest_of
-from store.blobs import Damaged, unsealed
-from store.bucket import MARK, OWNER, Bucket
+from store.blobs.bucket import MARK, OWNER, Bucket
+from store.blobs.contract import Damaged, unsealed
 
 #: Of a backup: the objects by their keys.
 OBJECTS = "objects"

@@ -1,4 +1,4 @@
-"""Every table of Weft: ids, states, hashes and money. Bodies, results and weights are blobs (`store.blobs`).
+"""Every table of Weft: ids, states, hashes and money. Bodies, results and weights are blobs (`store.blobs.contract`).
 
 Every row that belongs to a tenant carries `org_id`, and every lookup is scoped by it. Money is integer nano-dollars.
 Timestamps are UTC and come back timezone-aware.

@@ -19,8 +19,8 @@ from api.state.service import Service
 from billing.prices import load_prices
 from scheduler.journal.journal import Journal
 from scheduler.links.messages import Done
+from store.blobs.folder import FolderBlobs
 from store.db import Database
-from store.folder_blobs import FolderBlobs
 from store.settings import GeneratorSettings, Limits, Settings, TrainerSettings
 from store.tables import Operation
 from tests.keys import create_key

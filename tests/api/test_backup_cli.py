@@ -22,12 +22,12 @@ from api.server.serve import open_database
 from migrations.upgrade import head
 from store import people
 from store.backup.objects import copy_objects, put_objects
-from store.blob_owner import claim_prefix
-from store.bucket import Bucket
+from store.blobs.bucket import Bucket
+from store.blobs.folder import FolderBlobs
+from store.blobs.objects import ObjectBlobs
+from store.blobs.opening import check_blobs, open_blobs
+from store.blobs.owner import claim_prefix
 from store.db import Database
-from store.folder_blobs import FolderBlobs
-from store.object_blobs import ObjectBlobs
-from store.opening import check_blobs, open_blobs
 from store.settings import load_settings
 from store.tables import AuditEntry, Checkpoint, Organisation
 from tests.rows import run_row, session_row

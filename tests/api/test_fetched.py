@@ -12,8 +12,8 @@ from api.state import fetched
 from api.state.fetched import Fetched
 from scheduler.journal.ending.outcomes import result_ref
 from scheduler.journal.ending.results import FETCHED_LAST, Results
+from store.blobs.folder import FolderBlobs
 from store.db import Database
-from store.folder_blobs import FolderBlobs
 from store.settings import Settings
 from tests.api.conftest import MODEL, World, open_world
 from tests.api.data import batch

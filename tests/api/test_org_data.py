@@ -17,7 +17,7 @@ from billing.charges import Charge, settle
 from billing.prices import load_prices
 from billing.storage import begin, meter
 from store import audit, people, tables
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 from store.db import Database
 from store.keys import new_key
 from store.owned import DELETED, KEPT

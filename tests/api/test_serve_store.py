@@ -11,14 +11,14 @@ from click.testing import CliRunner, Result
 
 from api.cli import weftd
 from api.server.serve import CannotServe, check_store, claim_store, open_database
-from store.bucket import OWNER, Bucket
-from store.opening import blobs_of
+from store.blobs.bucket import OWNER, Bucket
+from store.blobs.opening import blobs_of
 from store.secret import secret_of
 from store.settings import Settings
 from tests.servers import OwnStore
-from workers.model.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.peft_format import write_peft
 from workers.model.families.read import read_config
-from workers.model.peft_format import write_peft
 from workers.model.tiny import TINY_PATH
 
 SECRET = "the same for all replicas, and long"

@@ -11,7 +11,7 @@ import torch
 
 from tests.workers.model.gpu_kit import DEVICE
 from workers.model import lora_products
-from workers.model.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter, AdapterShape
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 

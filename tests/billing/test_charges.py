@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +24,7 @@ from store.db import Database
 from tests.billing.conftest import START, Till, add_organisations
 from tests.search import examples
 
+PAYER = Payer("a", "p", 7)
 CHANGE = START + timedelta(days=10)
 TWO_PRICES = load_prices(
     [
@@ -117,6 +118,93 @@ class TestLife:
         till.accept(5, Payer("b"))
         assert till.wallet("b").held_nusd == 5
         assert till.wallet().held_nusd == 0
+
+
+class TestSettling:
+    def charge(self, hold_nusd: int | None, used: int, op_id: str = "x", payer: Payer = PAYER) -> Charge:
+        return Charge(payer, "s", "r", op_id, "m", START, {"train": used} if used else {}, hold_nusd, "ann")
+
+    @pytest.mark.parametrize(("hold", "cost", "said"), [(6, 7, True), (7, 7, False), (8, 7, False), (None, 7, False)])
+    def test_what_costs_more_than_was_held_is_said(
+        self, till: Till, caplog: pytest.LogCaptureFixture, hold: int | None, cost: int, said: bool
+    ) -> None:
+        till.accept(20)
+        charge = self.charge(hold, cost)
+        assert till.database.write_now(lambda session: settle(session, [charge], till.prices, START)) == cost
+        assert [record.message for record in caplog.records] == ["operation x: held 6 nUSD, costs 7"] * said
+        assert till.wallet().held_nusd == 20 - (hold or 0)
+
+    def test_of_many_each_organisation_is_charged_its_own_at_once(self, till: Till) -> None:
+        """One entry of each, which names the settlement of its events; what is free or failed leaves none."""
+        for org_id in ("a", "a", "b", "b"):
+            till.accept(10, Payer(org_id))
+        charges = [
+            self.charge(10, 3, "one"),
+            self.charge(10, 4, "two"),
+            self.charge(10, 5, "three", Payer("b")),
+            self.charge(10, 0, "four", Payer("b")),
+            self.charge(0, 0, "five", Payer("b")),
+        ]
+        assert till.database.write_now(lambda session: settle(session, charges, till.prices, START)) == 12
+        entries = till.rows(tables.LedgerEntry)
+        assert {entry.org_id: entry.amount_nusd for entry in entries} == {"a": -7, "b": -5}
+        assert {(e.type, e.ref_type, e.memo, e.at) for e in entries} == {("usage", "settlement", "", START)}
+        events = till.rows(tables.UsageEvent)
+        assert {(e.org_id, e.settlement) for e in events} == {(e.org_id, e.ref_id) for e in entries}
+        assert sorted((e.operation_id, e.quantity) for e in events) == [("one", 3), ("three", 5), ("two", 4)]
+        assert (till.wallet().held_nusd, till.wallet("b").held_nusd) == (0, 0)
+
+    def test_what_is_free_has_events_and_no_entry(self, till: Till) -> None:
+        till.prices = load_prices([{"version": "x", "effective_from": START, "models": {"*": dict.fromkeys(KINDS, 0)}}])
+        till.end(till.accept(0), train=5)
+        assert [event.amount_nusd for event in till.rows(tables.UsageEvent)] == [0]
+        assert till.rows(tables.LedgerEntry) == []
+
+    def test_hours_add_up_what_is_alike_and_keep_apart_what_is_not(self, till: Till) -> None:
+        late = START + timedelta(minutes=59, seconds=59, microseconds=7)
+        zone = timezone(timedelta(hours=5, minutes=30))
+        for number, (at, payer) in enumerate(
+            [
+                (START, PAYER),
+                (late.astimezone(zone), PAYER),
+                (START + timedelta(hours=1), PAYER),
+                (START, Payer("a", "q", 7)),
+                (START, Payer("a", "p", 8)),
+                (START, Payer("a")),
+            ]
+        ):
+            charges = [self.charge(0, 2, f"{number}.{n}", payer) for n in range(2)]
+            till.database.write_now(lambda session, at=at, charges=charges: settle(session, charges, till.prices, at))  # type: ignore[misc]
+        hours = sorted(
+            ((r.hour - START).total_seconds() / 3600, r.project_id, r.key_id, r.quantity, r.amount_nusd, r.events)
+            for r in till.rows(tables.UsageHour)
+        )
+        assert hours == [
+            (0, "", 0, 4, 4, 2),
+            (0, "p", 7, 8, 8, 4),
+            (0, "p", 8, 4, 4, 2),
+            (0, "q", 7, 4, 4, 2),
+            (1, "p", 7, 4, 4, 2),
+        ]
+        assert {(r.user_id, r.session_id, r.run_id, r.kind) for r in till.rows(tables.UsageHour)} == {
+            ("ann", "s", "r", "train")
+        }
+
+    def test_what_belongs_to_no_run_or_user_has_an_hour_too(self, till: Till) -> None:
+        charge = Charge(Payer("a"), "s", None, "x", "m", START, {"train": 3})
+        till.database.write_now(lambda session: settle(session, [charge], till.prices, START))
+        [row] = till.rows(tables.UsageHour)
+        assert (row.run_id, row.user_id, row.project_id, row.key_id, row.quantity) == ("", "", "", 0, 3)
+        assert till.wallet().held_nusd == 0
+
+    def test_nothing_costs_nothing(self, till: Till) -> None:
+        assert till.database.write_now(lambda session: settle(session, [], till.prices, START)) == 0
+        assert till.rows(tables.LedgerEntry) == []
+
+    def test_usage_is_never_negative(self, till: Till) -> None:
+        with pytest.raises(ValueError, match="operation x reports -1 of train: usage cannot be negative"):
+            till.database.write_now(lambda session: settle(session, [self.charge(5, -1)], till.prices, START))
+        assert till.rows(tables.UsageEvent) == []
 
 
 class TestModes:

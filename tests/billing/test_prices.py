@@ -66,6 +66,9 @@ def test_models_of_hosted_tinkers_list_cost_what_they_cost_there() -> None:
     assert prices.rate("any/model", "train", then).uusd == 400_000
     nano, later = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", datetime(2026, 11, 23, tzinfo=UTC)
     assert [prices.rate(nano, kind, later).uusd for kind in KINDS] == [400_000, 195_000, 39_000, 495_000]
+    assert [prices.rate("moonshotai/Kimi-K2.6", kind, later).uusd for kind in KINDS] == [
+        4_400_000, 2_205_000, 441_000, 5_490_000,
+    ]  # fmt: skip
     assert prices.rate(nano, "sample", later - timedelta(seconds=1)).uusd == 400_000
     assert prices.rate("openai/gpt-oss-120b", "train", later).uusd == 520_000
 

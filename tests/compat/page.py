@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.compat import loaders
 from tests.compat.tour import RESULTS, ROOT
 from tests.cookbook.recipes import RECIPES
+from tests.rl_packages.environment import ENVIRONMENTS
 
 PAGE = ROOT / "docs" / "compatibility.md"
 SIGNS = {"ok": "yes", "fail": "**no**", "absent": "–"}
@@ -47,6 +48,15 @@ Published recipes of `tinker_cookbook` 0.6.1 that `make cookbook` runs offline a
 code (`tests/cookbook`); CI runs those marked *.
 """
 
+PACKAGES_TITLE = """\
+## Packages for RL
+
+What `weft.rl` and the doors ([openai.md](openai.md)) are tried with on a real server, each row in an environment of its
+own (`python -m tests.rl_packages.environment`, then `pytest tests/rl_packages`). Single-turn, multi-turn and tool
+environments roll out and train: the first step's ratio is 1 within 1e-6, its mismatch KL at most 1e-8, the turns of a
+rollout one datum. `openai` 3.x is what the tests of the door themselves use.
+"""
+
 LOADERS_TITLE = """\
 ## Downloads in transformers and PEFT
 
@@ -68,6 +78,7 @@ def page(results: dict[str, dict[str, str]], in_ci: Iterable[str]) -> str:
     rest = [call for call in calls if not call.startswith(tuple(PARTS.values()))]
     parts.append(_table("Everything else", rest, versions, results, set(in_ci)))
     parts.append(_recipes())
+    parts.append(_packages())
     parts.append(_loaders())
     return "\n".join(parts)
 
@@ -76,6 +87,11 @@ def _recipes() -> str:
     """The cookbook's, by name; `make cookbook` fails when one does not run."""
     lines = [f"- {recipe.name}" + (" \\*" if recipe.in_ci else "") for recipe in RECIPES]
     return "\n".join([COOKBOOK_TITLE, *lines, ""])
+
+
+def _packages() -> str:
+    rows = [f"| {', '.join(each.packages).replace('==', ' ')} | {each.proves} |" for each in ENVIRONMENTS.values()]
+    return "\n".join([PACKAGES_TITLE, "| packages | what is tried |", "|---|---|", *rows, ""])
 
 
 def _loaders() -> str:

@@ -29,8 +29,8 @@ from billing.charges import Charge, settle
 from billing.prices import load_prices
 from migrations.upgrade import migrate
 from scheduler.journal.journal import Journal
+from store.blobs.folder import FolderBlobs
 from store.db import Database
-from store.folder_blobs import FolderBlobs
 from store.settings import PaymentsSettings, Settings
 from tests.console.seed import MODEL, Seeded, seed
 from workers.model.card import read_card

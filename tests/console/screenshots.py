@@ -18,6 +18,7 @@ from tests.console.conftest import CHROMIUM, Console, served
 
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "images"
 WIDE = {"width": 1280, "height": 860}
+GUEST = "guest@acme.example"
 NARROW = {"width": 375, "height": 780}
 
 #: Name, page, colour scheme, size.
@@ -49,7 +50,10 @@ def everywhere(console: Console) -> list[str]:
     runs = console.made.runs
     pages = ["/", "/usage", "/usage?by=run", "/runs", f"/runs/{runs[0]}", f"/runs/{runs[-1]}", "/compare"]
     pages += [f"/compare?run={runs[0]}&run={runs[3]}", f"/compare?run={'&run='.join(runs[:5])}", "/checkpoints"]
-    return [*pages, "/queues", "/playground", "/keys", "/members", "/budgets", "/billing", "/audit", "/ownership"]
+    pages += ["/queues", "/playground", "/keys", "/members", "/budgets", "/billing", "/audit", "/ownership"]
+    headers = {"x-api-key": console.made.keys["owner"]}
+    made = console.http.post("/api/v1/weft/invitations", json={"role": "viewer", "email": GUEST}, headers=headers)
+    return [*pages, "/join/" + made.json()["link"].rpartition("/")[2]]
 
 
 def sign_in_as_operator(page: Page, console: Console) -> None:

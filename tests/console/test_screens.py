@@ -12,8 +12,11 @@ import pytest
 from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import Browser, Page, expect
 
+from store.people import organisation_named
 from tests.console.conftest import CHROMIUM, UNDRAWN, Console, Open
+from tests.console.provider import provider_process
 from tests.console.screenshots import everywhere, sign_in_as_operator
+from tests.console.sso import person, take_provider
 
 pytestmark = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"needs Chromium at {CHROMIUM}")
 
@@ -93,6 +96,32 @@ def seen(site: Console, browser: Browser) -> dict[str, Seen]:
     found["search"] = look(page)
     page.goto(f"{site.url}/console/login")
     found["/login"] = look(page)
+    page.close()
+    return found | seen_with_a_provider(site, browser)
+
+
+def seen_with_a_provider(site: Console, browser: Browser) -> dict[str, Seen]:
+    """The pages of who comes from an OpenID provider, a member of two organisations; and of who comes without."""
+    rules = [{"group": "both", "organisation": name, "role": "viewer"} for name in ("Acme Research", "Beta")]
+    page, found = browser.new_page(viewport=WIDE, reduced_motion="reduce"), {}
+    site.database.write_now(lambda session: organisation_named(session, "Beta"))
+    service = site.app.state.service
+    with provider_process() as issuer:
+        take_provider(site, issuer, public_url=site.url, groups=rules)
+        person(issuer, "dora", groups=["both"])
+        page.goto(f"{site.url}/console/login")
+        found["/login, with a provider"] = look(page)
+        page.get_by_role("button", name="Sign in with Corp").click()
+        page.locator("input[name=sub]").fill("dora")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("heading")).to_have_text("Which organisation?")
+        found["/sso, to choose"] = look(page)
+        page.goto(f"{site.url}/console/sso/callback")
+        expect(page.get_by_role("main")).to_contain_text("Corp")
+        found["/sso, refused"] = look(page)
+        page.goto(f"{site.url}/console/join/nothing")
+        found["/join, of nothing"] = look(page)
+    site.app.state.service = service
     page.close()
     return found
 

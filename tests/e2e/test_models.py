@@ -116,6 +116,7 @@ def models(tmp_path: Path) -> dict[str, Any]:
         ),
         "Qwen/Qwen3.5-tiny": reference("qwen3.5", vocab_size=1560, max_position_embeddings=512),
         "Qwen/Qwen3.5-MoE-tiny": reference("qwen3.5-moe", vocab_size=1560, max_position_embeddings=512),
+        "nvidia/Nemotron-3-tiny": reference("nemotron-h", vocab_size=1560, max_position_embeddings=512),
     }
 
 

@@ -18,7 +18,7 @@ import pytest
 import tinker
 from tinker import types
 
-from store.folder_blobs import FolderBlobs
+from store.blobs.folder import FolderBlobs
 from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.data import ADAM, prompt, supervised
 

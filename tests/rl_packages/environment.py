@@ -1,29 +1,59 @@
-"""The packages that `weft.rl` can use, in an environment of their own.
+"""The packages that `weft.rl` and the doors are for, in environments of their own under `.rl-packages/`.
 
-`python -m tests.rl_packages.environment` makes it; its tests run where it is there.
+`python -m tests.rl_packages.environment [NAME...]` makes them; the tests of each run where it is there. verifiers 0.1
+and 0.4 share a name and no code: 0.1 is sampled by our own client, 0.4 brings its own, which comes through vLLM's door.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / ".rl-packages"
-PACKAGES = ("verifiers==0.1.14", "reasoning-gym==0.1.25", "renderers==0.1.12")
+HOME = ROOT / ".rl-packages"
 
 
-PYTHON, STAMP = FOLDER / "bin" / "python", FOLDER / ".complete"
+@dataclass(frozen=True)
+class Environment:
+    """`proves` says what its tests do with each package, for docs/compatibility.md."""
+
+    name: str
+    packages: tuple[str, ...]
+    proves: str
+
+    @property
+    def python(self) -> Path:
+        return HOME / self.name / "bin" / "python"
+
+    @property
+    def stamp(self) -> Path:
+        return HOME / self.name / ".complete"
+
+    def build(self) -> None:
+        """About 600 to 830 MB."""
+        self.stamp.unlink(missing_ok=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(HOME / self.name)], check=True)
+        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet"]
+        subprocess.run([*pip, *self.packages, "--editable", str(ROOT / "client_sdk")], check=True)
+        self.stamp.touch()
 
 
-def build() -> None:
-    """About 830 MB."""
-    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(FOLDER)], check=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(PYTHON), "install", "--quiet"]
-    subprocess.run([*pip, *PACKAGES, "--editable", str(ROOT / "client_sdk")], check=True)
-    STAMP.touch()
+VERIFIERS_0_1 = Environment(
+    "verifiers-0.1",
+    ("verifiers==0.1.14", "reasoning-gym==0.1.25", "renderers==0.1.12"),
+    "`rl.verifiers` and `rl.reasoning_gym` roll out and train, and a renderer stands in for the chat template",
+)
+VERIFIERS_0_4 = Environment(
+    "verifiers-0.4",
+    ("verifiers==0.4.0", "renderers==0.1.12", "openai==2.54.0"),
+    "its own TrainClient rolls out through `/inference/v1/generate`, and what it drew is trained by its session, which"
+    " has to the bit what the client got; an agent of `openai` is trained",
+)
+ENVIRONMENTS = {each.name: each for each in (VERIFIERS_0_1, VERIFIERS_0_4)}
 
 
 if __name__ == "__main__":
-    build()
+    for name in sys.argv[1:] or ENVIRONMENTS:
+        ENVIRONMENTS[name].build()

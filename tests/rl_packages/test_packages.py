@@ -1,4 +1,4 @@
-"""Environments of verifiers 0.1.14 and reasoning-gym, and a renderer of renderers, sampled and trained."""
+"""Environments of verifiers 0.1 and 0.4 and of reasoning-gym, and a renderer of renderers, sampled and trained."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import Weftd
-from tests.rl_packages.environment import PYTHON, ROOT, STAMP
+from tests.rl_packages.environment import ROOT, VERIFIERS_0_1, VERIFIERS_0_4, Environment
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(not STAMP.exists(), reason="python -m tests.rl_packages.environment makes what they need"),
-]
+pytestmark = pytest.mark.server
 
 
 @pytest.fixture(scope="module")
@@ -25,25 +23,67 @@ def server(tmp_path_factory: pytest.TempPathFactory):
     assert server.stop() == 0, server.log()
 
 
-@pytest.mark.parametrize("kind", ["single", "multi", "tool", "gym", "renderer"])
-def test_it_rolls_out_and_trains_on_policy(server: Weftd, kind: str) -> None:
-    environment = os.environ | {
+def made(environment: Environment) -> pytest.MarkDecorator:
+    reason = f"python -m tests.rl_packages.environment {environment.name} makes what it needs"
+    return pytest.mark.skipif(not environment.stamp.exists(), reason=reason)
+
+
+def said(server: Weftd, environment: Environment, program: Path, *arguments: str) -> list[str]:
+    """The lines that a program prints which runs in `environment`."""
+    variables = os.environ | {
         "WEFT_BASE_URL": server.url,
-        "WEFT_API_KEY": server.key(kind),
+        "WEFT_API_KEY": server.key(f"{program.stem}-{arguments[0].strip('-')}"),
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
     }
-    command = [str(PYTHON), str(Path(__file__).with_name("loops.py")), kind]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    command = [str(environment.python), str(program), *arguments]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    steps = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()
+
+
+def on_policy(step: dict[str, Any]) -> None:
+    assert step["ratio"] == pytest.approx(1, abs=1e-6)
+    assert abs(step["mismatch_kl"]) <= 1e-8
+
+
+@made(VERIFIERS_0_1)
+@pytest.mark.parametrize("kind", ["single", "multi", "tool", "gym", "renderer"])
+def test_it_rolls_out_and_trains_on_policy(server: Weftd, kind: str) -> None:
+    steps = json.loads(said(server, VERIFIERS_0_1, Path(__file__).with_name("loops.py"), kind)[-1])
     assert len(steps) == 3
     trained = [step for step in steps if step["data"]]
     for step in trained:
-        assert step["ratio"] == pytest.approx(1, abs=1e-6)
-        assert abs(step["mismatch_kl"]) <= 1e-8
+        on_policy(step)
         assert step["data"] <= step["rollouts"]  # the turns of a rollout are one datum
     if kind != "gym":
         assert trained
     if kind == "multi":
         assert steps[0]["turns/rollout"] == 2
+
+
+@made(VERIFIERS_0_4)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["single", "multi", "tool"])
+def test_verifiers_0_4_comes_through_vllms_door(server: Weftd, kind: str) -> None:
+    steps = json.loads(said(server, VERIFIERS_0_4, Path(__file__).with_name("door_loops.py"), kind)[-1])
+    assert len(steps) == 2
+    for step in steps:
+        on_policy(step)
+        assert step["same"], "the session has other tokens or logprobs than the client got"
+        assert step["data"] == step["rollouts"]  # the turns of a rollout are one datum
+        if kind == "multi":
+            assert step["turns"] == 2 * step["rollouts"]
+        if kind == "tool":
+            assert step["calls"] > 0
+            assert step["turns"] == step["rollouts"] + step["calls"]
+
+
+@made(VERIFIERS_0_4)
+def test_an_agent_of_openai_2_is_trained(server: Weftd) -> None:
+    """The example, by the newest openai 2.x; tests/e2e/test_rl_docs.py runs it by 3.x."""
+    asked = [str(VERIFIERS_0_4.python), "-c", "import openai; print(openai.__version__)"]
+    version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    assert f"openai=={version}" in VERIFIERS_0_4.packages
+    lines = said(server, VERIFIERS_0_4, ROOT / "examples" / "openai_agent.py", "--steps", "2", "--batch", "2")
+    assert [line.split()[:2] for line in lines] == [["reward", "0"], ["reward", "1"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -9,7 +10,11 @@ from typing import Any
 
 import pytest
 
-from store.settings import SettingsError, load_settings
+from store.environment import from_environment
+from store.settings import Settings, SettingsError, load_settings
+
+#: What names variables.
+TEXT = {".py", ".md", ".yaml", ".toml", ".sh", ".tpl", ".service"}
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -82,6 +87,55 @@ def test_the_environment_sets_what_the_file_leaves_out(tmp_path: Path, monkeypat
     monkeypatch.setenv("WEFT_TRAINER__THREDS", "5")
     with pytest.raises(SettingsError, match=r"trainer\.threds"):
         load_settings(file)
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("WEFT_DATABSE_URL", r"^WEFT_DATABSE_URL: there is no such variable; is WEFT_DATABASE_URL meant\?"),
+        ("WEFT_STRIPE_KEY", "is WEFT_STRIPE_SECRET_KEY meant"),
+        ("WEFT_ZZZ", r"^WEFT_ZZZ: there is no such variable \(docs"),
+        ("WEFT_LONG_POLL_S", "long_poll_s cannot be set by the environment"),
+        ("WEFT_PORT", "port cannot be set by the environment"),
+    ],
+)
+def test_variables_that_nobody_reads_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, message: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(SettingsError, match=message):
+        load_settings(write(tmp_path, 'data_dir = "d"\n'))
+
+
+def test_what_others_put_there_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's variables, secrets that are read elsewhere, and what Kubernetes says of services called weft."""
+    for name, value in {
+        **{
+            "BASE_URL": "http://h",
+            "API_KEY": "tml-x",
+            "TAGS": "a",
+            "STRIPE_SECRET_KEY_FILE": "/f",
+            "NEVER_HEARD_OF": "",
+        },
+        **{"PORT": "tcp://10.43.0.7:8000", "SERVICE_HOST": "10.43.0.7", "SERVICE_PORT": "8000"},
+        **{"SERVICE_PORT_HTTP": "8000", "PORT_8000_TCP": "tcp://10.43.0.7:8000", "PORT_8000_TCP_ADDR": "10.43.0.7"},
+        **{"API_SERVICE_HOST": "10.43.0.8", "API_PORT": "tcp://10.43.0.8:8000"},
+    }.items():
+        monkeypatch.setenv(f"WEFT_{name}", value)
+    assert load_settings(write(tmp_path, 'data_dir = "d"\n')).port == 8000
+
+
+def test_every_variable_that_is_read_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name in what an operator runs and reads; an underscore before it is the shell's completion."""
+    root = Path(__file__).parents[2]
+    rooms = ["api", "store", "billing", "scheduler", "workers", "weft_server", "client_sdk", "deploy", "docs"]
+    texts = [path for room in rooms for path in (root / room).rglob("*") if path.suffix in TEXT]
+    found = {name for path in texts for name in re.findall(r"(?<![A-Z_])WEFT_[A-Z_]*[A-Z]\b", path.read_text())}
+    for name in found:
+        if "__" not in name:
+            monkeypatch.setenv(name, "x")
+    from_environment(Settings.model_fields)
+    assert len(found) > 12
 
 
 def test_devices_and_dtypes(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from fastapi import FastAPI
 from api.http.access import Access, declared
 from api.http.auth import KeyCache
 from store import people
+from store.blobs.folder import FolderBlobs
 from store.db import Database
-from store.folder_blobs import FolderBlobs
 from store.keys import new_key
 from store.settings import Settings
 from store.tables import Organisation

@@ -13,8 +13,8 @@ from api.http.auth import KeyCache
 from api.state.last_used import LastUsed
 from api.state.remembered import REMEMBERED_S
 from store import people
+from store.blobs.folder import FolderBlobs
 from store.db import Database
-from store.folder_blobs import FolderBlobs
 from store.keys import find
 from store.settings import Settings
 from store.tables import ApiKey

@@ -148,12 +148,14 @@ def half_a_page() -> AbstractContextManager[Any]:
 
 
 def failures_billed() -> AbstractContextManager[Any]:
-    """An operation that failed is billed as if it had not."""
+    """An operation that failed before anything was computed is billed: one that the front refused counts no tokens, so
+    for one."""
 
     def change(real: Callable[..., Any]) -> Callable[..., Any]:
         def charge(row: Any, ending: Any, outcome: Any) -> Any:
             found = real(row, ending, outcome)
-            return found if outcome.error is None else replace(found, quantities={"train": ending.op.tokens})
+            failed_early = outcome.error is not None and not found.quantities
+            return replace(found, quantities={"train": max(1, ending.op.tokens)}) if failed_early else found
 
         return charge
 

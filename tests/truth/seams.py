@@ -13,8 +13,8 @@ from typing import Any
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
+from store.blobs.folder import FolderBlobs
 from store.db import Database, _answer
-from store.folder_blobs import FolderBlobs
 from tests.truth.clock import Loop
 from tests.truth.schedules import DEATHS, FAULTS, Kind, Mishap, Role, Seams
 from tests.truth.strand import Killed

@@ -1,7 +1,8 @@
 """`python -m tests.truth.soak --minutes M | --operations N [--seed S]`: random programs without end.
 
 Prints what it plays and every difference it finds, made small, as a plain test to paste into tests/truth/found/; leaves
-them in `--out` as well. Exit code 1 if there was any. `--planted` shows instead that each fault of planted.py is found.
+them in `--out` as well. Exit code 1 if there was any. `--planted` shows instead that each fault of planted.py is found,
+or each that is named behind it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     with tempfile.TemporaryDirectory(prefix="weft-truth-") as folder:
         bench = Bench(Ground(Path(folder) / "ground"), Path(folder))
-        if args.planted:
-            return planted(bench)
+        if args.planted is not None:
+            return planted(bench, args.planted or list(PLANTED))
         seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**9)
         return soak(bench, seed, args)
 
@@ -66,10 +67,11 @@ def _keep(failure: Failure, out: Path | None) -> None:
         (out / f"number_{failure.number}.py").write_text(text)
 
 
-def planted(bench: Bench) -> int:
+def planted(bench: Bench, names: Sequence[str]) -> int:
     """Each planted fault must be found, with the programs of the quick run and then others."""
     missed = 0
-    for name, plant in PLANTED.items():
+    for name in names:
+        plant = PLANTED[name]
         own = Bench(bench.ground, bench.folder / name.replace(" ", "-"))
         began = time.monotonic()
         failure = search(own, range(100), faults=False, tries=0, plant=plant)
@@ -89,7 +91,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="a folder for what is found")
     parser.add_argument("--tries", type=int, default=150, help="how often a difference is tried to be made smaller")
     parser.add_argument("--no-faults", action="store_true", help="deaths only: disks and databases always work")
-    parser.add_argument("--planted", action="store_true", help="show that planted faults are found")
+    parser.add_argument(
+        "--planted",
+        nargs="*",
+        choices=PLANTED,
+        metavar="FAULT",
+        help="show that planted faults are found: all, or these",
+    )
     return parser.parse_args(argv)
 
 

@@ -38,8 +38,8 @@ from scheduler.journal.journal import Journal
 from scheduler.journal.recovery import recover
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Occupancy, RunSpec
+from store.blobs.room import Room
 from store.db import Database
-from store.room import Room
 from store.settings import Limits, Settings, TrainerSettings
 from tests.keys import create_key
 from tests.truth import programs

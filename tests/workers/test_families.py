@@ -23,13 +23,13 @@ from tests.workers.trainer.ranks.worlds import plain
 from tests.workers.trainer.test_process import Worker
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapter import Adapter, load_adapter, save_adapter
+from workers.model.adapters.adapter import Adapter, load_adapter, save_adapter
+from workers.model.adapters.imported import read_adapter
+from workers.model.adapters.peft_format import write_export
+from workers.model.base.weights import load_decoder
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.families.table import FAMILIES as TABLE
-from workers.model.imported import read_adapter
 from workers.model.logprobs import target_logprobs
-from workers.model.peft_format import write_export
-from workers.model.weights import load_decoder
 
 #: One of each family; "qwen3-tied" and its like differ in nothing that is held here.
 EACH = ["qwen2", "qwen2-yarn", "qwen3", "llama", "mistral", "moe", "mixtral", "olmoe", "glm4-moe", "gpt-oss"]

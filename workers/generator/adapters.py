@@ -15,8 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from store.blobs import Damaged, Weights, reading
-from workers.model.adapter import Adapter, AdapterFileError
+from store.blobs.contract import Damaged, Weights, reading
+from workers.model.adapters.adapter import Adapter, AdapterFileError
 
 log = logging.getLogger(__name__)
 

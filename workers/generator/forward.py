@@ -7,6 +7,7 @@ written: a prefill adds those it reaches to the request's, a step leaves them in
 A prefill treats every block of a prompt (BLOCK_TOKENS at a multiple of BLOCK_TOKENS) alike, bit for bit, whichever
 piece it comes in: its attention and its products with an adapter are calls of their own, of a shape that follows from
 its place in the prompt; products with the base weights give a row the same bits in any company (`workers.model.lora`).
+On a device all prompts are one launch instead, in which kernels sum each row by itself (`gpu/prefill.py`).
 
 Shapes: T packed tokens, R rows that need logits, V vocabulary, N tokens of a piece, G groups of layers, W pages
 of a sequence.
@@ -15,7 +16,7 @@ of a sequence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
@@ -29,11 +30,14 @@ from workers.generator.progress import RequestProgress, Row, SequenceProgress
 from workers.generator.recur import DecodeRecur, PrefillRecur
 from workers.generator.sampling import SamplingRows
 from workers.generator.states import States
+from workers.model.attend import Attend
 from workers.model.decoder import Decoder, OnRoute
+from workers.model.device import sent
 from workers.model.lora import LoraRows
 
-#: Logits (rows x vocabulary) that are computed at a time to score a prompt, to bound memory.
-MAX_LOGITS = 1 << 24
+#: Logits (rows x vocabulary) that are computed at a time to score a prompt, to bound memory; on a device more, for
+#: there every chunk is a launch of each of its operations.
+MAX_LOGITS, MAX_LOGITS_ON_DEVICE = 1 << 24, 1 << 27
 
 
 class DecodePlan:
@@ -130,21 +134,22 @@ def _recorder(chosen: list[Tensor]) -> OnRoute:
 
 def prefill(decoder: Decoder, cache: KVCache, batch: Sequence[RequestProgress]) -> list[Tensor]:
     """Compute positions computed:goal of the prompt of each request, packed without padding, in its first sequence's
-    pages. Returns the logits_V after the last prompt token of each request whose prompt that completes, in order."""
+    pages. Returns the logits_V after the last prompt token of each request whose prompt that completes, in order. The
+    scores of prompts have yet to `land`."""
     pieces = [Piece(progress.sequences[0].pages, progress.computed, progress.goal) for progress in batch]
     spans = [range(piece.start, piece.stop) for piece in pieces]
     tokens = [progress.request.prompt[piece.start : piece.stop] for progress, piece in zip(batch, pieces, strict=True)]
-    tokens_T = torch.tensor([token for part in tokens for token in part], device=cache.device)
-    positions_T = torch.tensor([position for span in spans for position in span], device=cache.device)
-    lora = lora_rows(
-        decoder, [(progress, b - a) for progress, piece in zip(batch, pieces, strict=True) for a, b in piece.blocks()]
-    )
+    tokens_T = sent(torch.tensor([token for part in tokens for token in part]), cache.device)
+    positions_T = sent(torch.tensor([position for span in spans for position in span]), cache.device)
+    paged = attends_in_pages(cache)
+    lora = lora_rows(decoder, _groups(batch, pieces, together=paged))
     chosen: list[Tensor] = []
     routed = any(progress.request.return_routed_experts for progress in batch)
     on_route = _recorder(chosen) if routed else None
     before = [progress.states.get(piece.start, {}) for progress, piece in zip(batch, pieces, strict=True)]
     recur = PrefillRecur(pieces, before, [progress.marks for progress in batch])
-    hidden_TD = decoder(tokens_T, positions_T, PrefillAttend(cache, pieces, recur), lora, on_route)
+    attend = _paged(decoder, cache, pieces, recur) if paged else PrefillAttend(cache, pieces, recur)
+    hidden_TD = decoder(tokens_T, positions_T, attend, lora, on_route)
     if chosen:
         pages = [piece.pages[0].of(at) for piece, span in zip(pieces, spans, strict=True) for at in span]
         cache.record_routes(pages, [position for span in spans for position in span], chosen)
@@ -161,13 +166,39 @@ def prefill(decoder: Decoder, cache: KVCache, batch: Sequence[RequestProgress]) 
     return list(decoder.logits(hidden_RD, lora_rows(decoder, [(progress, 1) for progress, _ in complete])))
 
 
+def attends_in_pages(cache: KVCache) -> bool:
+    """Whether a prefill attends in one launch for all prompts; of latents, and on a CPU, it does block by block."""
+    return cache.device.type == "cuda" and not cache.latent
+
+
+def _paged(decoder: Decoder, cache: KVCache, pieces: Sequence[Piece], recur: PrefillRecur) -> Attend:
+    from workers.generator.gpu.prefill import PagedPrefill  # Triton: only a GPU needs it
+
+    return PagedPrefill(cache, pieces, decoder.config.num_heads, recur)
+
+
+def _groups(
+    batch: Sequence[RequestProgress], pieces: Sequence[Piece], *, together: bool
+) -> list[tuple[RequestProgress, int]]:
+    """The LoRA groups of a prefill, for `lora_rows`: a block each. `together`: neighbours with one adapter, where
+    kernels multiply each row by itself; the fewer groups, the fuller are the blocks of an expert's rows."""
+    pairs = zip(batch, pieces, strict=True)
+    if not together:
+        return [(progress, b - a) for progress, piece in pairs for a, b in piece.blocks()]
+    alike = (list(own) for _, own in groupby(pairs, key=lambda pair: id(pair[0].adapter)))
+    return [(own[0][0], sum(piece.stop - piece.start for _, piece in own)) for own in alike]
+
+
 def _score(decoder: Decoder, progress: RequestProgress, hidden_ND: Tensor) -> None:
     """Compute what the request asks about the prompt positions that this piece predicts, in whole blocks."""
-    first = progress.scores.first_row // BLOCK_TOKENS * BLOCK_TOKENS
-    last = min(progress.goal, len(progress.request.prompt) - 1)
-    chunk = max(1, MAX_LOGITS // (decoder.config.vocab_size * BLOCK_TOKENS)) * BLOCK_TOKENS
+    first, last = progress.scores.first_row, min(progress.goal, len(progress.request.prompt) - 1)
+    if first >= last:
+        return
+    first, most = first // BLOCK_TOKENS * BLOCK_TOKENS, MAX_LOGITS_ON_DEVICE if hidden_ND.is_cuda else MAX_LOGITS
+    chunk = max(1, most // (decoder.config.vocab_size * BLOCK_TOKENS)) * BLOCK_TOKENS
     for start in range(max(first, progress.computed), last, chunk):
         rows = Piece((), start, min(start + chunk, last))
         hidden_RD = hidden_ND[rows.start - progress.computed : rows.stop - progress.computed]
-        logits_RV = decoder.logits(hidden_RD, lora_rows(decoder, [(progress, b - a) for a, b in rows.blocks()]))
+        groups = _groups([progress], [rows], together=hidden_ND.is_cuda)
+        logits_RV = decoder.logits(hidden_RD, lora_rows(decoder, groups))
         progress.scores.fill(start, logits_RV)

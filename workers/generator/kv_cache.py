@@ -23,6 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from workers.model.device import sent
+
 #: Positions of a page.
 PAGE_TOKENS = 32
 
@@ -143,26 +145,33 @@ class KVCache:
 
     def record_routes(self, pages: Sequence[int], positions: Sequence[int], chosen: Sequence[Tensor]) -> None:
         """Store the experts [T, C] chosen in each mixture layer, for positions in these pages, one page for each."""
-        offsets = torch.tensor([position % PAGE_TOKENS for position in positions], device=self.device)
-        self.routes_NPMC[torch.tensor(pages, device=self.device), offsets] = torch.stack(list(chosen), 1).to(
-            torch.int16
-        )
+        offsets = sent(torch.tensor([position % PAGE_TOKENS for position in positions]), self.device)
+        pages_T = sent(torch.tensor(pages), self.device)
+        self.routes_NPMC[pages_T, offsets] = torch.stack(list(chosen), 1).to(torch.int16)
 
     def routes(self, pages: Sequence[int], length: int) -> npt.NDArray[np.int64]:
         """The recorded experts of the first `length` positions of a sequence: [L, M, C]."""
         return routes_of(self.routes_NPMC[torch.tensor(pages[: pages_of(length)], device=self.device)], length)
 
-    def copy_page(self, source: int, target: int) -> None:
-        for pool in self.tensors:
-            pool[target] = pool[source]
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the first page of each pair to the second."""
+        copy_pages(self.tensors, self.tensors, pairs)
 
     def take_out(self, pages: Sequence[int]) -> Saved:
         """A copy of these pages in the host's memory."""
+        if in_one_launch(self.device):
+            flat = torch.empty(self._bytes_of(len(pages)), dtype=torch.uint8, device=self.device)
+            copy_pages(self.tensors, self._parted(flat, len(pages)), [(page, at) for at, page in enumerate(pages)])
+            return self._parted(flat.cpu(), len(pages))
         mine_N = torch.tensor(pages, device=self.device)
         return [pool.index_select(0, mine_N).cpu() for pool in self.tensors]
 
     def bring_in(self, pages: Sequence[int], saved: Saved) -> None:
         """Put a copy from `take_out` into the first of these pages."""
+        if in_one_launch(self.device):
+            flat = sent(torch.cat([own.reshape(-1).view(torch.uint8) for own in saved]), self.device)
+            copy_pages(self._parted(flat, len(saved[0])), self.tensors, [*enumerate(pages[: len(saved[0])])])
+            return
         mine_N = torch.tensor(pages[: len(saved[0])], device=self.device)
         for pool, own in zip(self.tensors, saved, strict=True):
             pool[mine_N] = own.to(self.device)
@@ -175,9 +184,36 @@ class KVCache:
             self.k_NKDP[layer][pages[page], :, :, rest:] = 0
             self.v_NKPD[layer][pages[page], :, rest:] = 0
 
+    def _bytes_of(self, pages: int) -> int:
+        return sum(pages * pool[0].nbytes for pool in self.tensors)
+
+    def _parted(self, flat: Tensor, pages: int) -> Saved:
+        """The tensors that so many pages of each lie in one after another."""
+        parts = flat.split_with_sizes([pages * pool[0].nbytes for pool in self.tensors])
+        pairs = zip(parts, self.tensors, strict=True)
+        return [part.view(pool.dtype).view(pages, *pool.shape[1:]) for part, pool in pairs]
+
     def clear(self, pages: Sequence[int]) -> None:
         for pool in self.tensors:
             pool[list(pages)] = 0
+
+
+def in_one_launch(device: torch.device) -> bool:
+    """Whether all layers' pages are copied together; on a CPU one call for each tensor is as good."""
+    return device.type == "cuda"
+
+
+def copy_pages(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+    """target[b] = source[a] for each pair (a, b), of each source and its target. No page is in two pairs but as a
+    source."""
+    if in_one_launch(sources[0].device):
+        from workers.generator.gpu import pages  # Triton: only a GPU needs it
+
+        pages.copy_pages(sources, targets, pairs)
+        return
+    for source, target in zip(sources, targets, strict=True):
+        for a, b in pairs:
+            target[b] = source[a]
 
 
 def routes_of(routes_NPMC: Tensor, length: int) -> npt.NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """The pages of a group of layers.
 
-A page holds keys and values of some positions for one group (`workers/model/layer_groups.py`). What a group with a
-window has passed goes back to the pool, from which all groups take.
+A page holds keys and values of some positions for one group (`workers/model/planning/layer_groups.py`). What a group
+with a window has passed goes back to the pool, from which all groups take.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from workers.generator.kv_cache import PAGE_TOKENS, pages_of
 from workers.model.config import DecoderConfig
-from workers.model.layer_groups import layer_groups
+from workers.model.planning.layer_groups import layer_groups
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from workers.generator.kv_cache import PAGE_TOKENS, KVCache, zeros
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache, copy_pages, zeros
 from workers.generator.page_groups import Held
 from workers.generator.states import KeptStates, States
 
@@ -125,8 +125,9 @@ class PrefixCache:
             max_bytes = max_bytes - self._states.capacity * state_bytes if self._states.capacity else 0
         self._every = -(-state_bytes // block_bytes)  # blocks between states
         self._index = BlockIndex(max_bytes // block_bytes)
-        self._pools = [
-            zeros((self._index.capacity, cache.groups, *pool.shape[1:]), pool.dtype, pool.device)
+        #: Of each of the cache's tensors the pages of all groups of a block, block after block.
+        self._flat = [
+            zeros((self._index.capacity * cache.groups, *pool.shape[1:]), pool.dtype, pool.device)
             for pool in cache.tensors
         ]
 
@@ -161,10 +162,12 @@ class PrefixCache:
         """Copy the blocks that `match` has just found into the first pages of a sequence, as far as it has them.
         Returns the states after them."""
         self._index.use(chain)
-        for cached, pool in zip(self._cache.tensors, self._pools, strict=True):
-            for group, held in enumerate(pages):
-                for page, place in zip(held.pages, places[held.gone :], strict=False):
-                    cached[page] = pool[place, group]
+        pairs = [
+            (self._at(place, group), page)
+            for group, held in enumerate(pages)
+            for page, place in zip(held.pages, places[held.gone :], strict=False)
+        ]
+        copy_pages(self._flat, self._cache.tensors, pairs)
         return self._states.use(chain.keys[-1]) if self._states is not None and chain.keys else {}
 
     def save(
@@ -177,17 +180,22 @@ class PrefixCache:
     ) -> None:
         """Keep the whole blocks among the first `stop` tokens, which these pages hold, and of `states`, by position,
         those at `marks`."""
+        pairs: list[tuple[int, int]] = []
         while (len(chain.keys) + 1) * BLOCK_TOKENS <= stop:
             before = len(chain.keys)
             if any(before < held.gone for held in pages):
-                return  # there was no room for a block while it was there
+                break  # there was no room for a block while it was there
             place = self._index.extend(chain, prompt)
             if place is not None:
-                for cached, pool in zip(self._cache.tensors, self._pools, strict=True):
-                    for group, held in enumerate(pages):
-                        pool[place, group] = cached[held.of(before * BLOCK_TOKENS)]
+                at = before * BLOCK_TOKENS
+                pairs += [(held.of(at), self._at(place, group)) for group, held in enumerate(pages)]
             elif len(chain.keys) == before:
-                return
+                break
             end = len(chain.keys) * BLOCK_TOKENS
             if self._states is not None and end in self.marks(len(prompt), end - BLOCK_TOKENS, end) and end in states:
                 self._states.keep(chain.keys[-1], states[end])
+        copy_pages(self._cache.tensors, self._flat, pairs)
+
+    def _at(self, place: int, group: int) -> int:
+        """The page of `_flat` for the layers of a group."""
+        return place * self._cache.groups + group

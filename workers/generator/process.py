@@ -21,17 +21,17 @@ import torch
 
 from scheduler.links.configs import GeneratorConfig, TorchConfig
 from scheduler.links.sockets import WorkerLink
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 from workers.blobs import blobs_of
 from workers.generator.stop import text_decoder
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.vllm.process import vllm_engine
 from workers.generator.worker import Generator
 from workers.leave import leave
+from workers.model.base.shared import base_decoder
 from workers.model.card import read_card
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
-from workers.model.shared_base import base_decoder
 
 if TYPE_CHECKING:
     from scheduler.links.sample_link import SampleLink

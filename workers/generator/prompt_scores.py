@@ -1,20 +1,44 @@
 """Scores of a prompt's tokens that a request asks for: logprobs, top-k tables, logprobs of chosen tokens, other draws.
 
 The logits after prompt token i say what token i + 1 could have been, so row i of them scores position i + 1. A prefill
-comes in pieces; `fill` takes the rows of one at a time. Filling a row twice gives the same.
+comes in pieces; `fill` takes the rows of one at a time. Filling a row twice gives the same. What it finds stays on the
+device until `land`, so that a prefill need not wait for each chunk of rows.
 
 Shapes: P prompt tokens, R rows, V vocabulary, K top tokens, J alternatives, M target cells.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from weft.wire.sample_codec import EMPTY_LOGPROB, EMPTY_TOKEN
 
 from workers.generator.engine import AltTokens, GenerateRequest, Logprobs, TopkLogprobs
 from workers.generator.sampling import draw, prompt_rng
+from workers.model.device import sent
+
+#: Numbers that were found, and where they belong: an array and an index into it.
+Coming = tuple[Tensor, npt.NDArray[Any], Any]
+
+
+def land(scores: Iterable[PromptScores]) -> None:
+    """Bring home what was filled in, with one copy for each dtype."""
+    coming: list[Coming] = []
+    for each in scores:
+        coming += each.coming
+        each.coming = []
+    for dtype in {found.dtype for found, _, _ in coming}:
+        own = [one for one in coming if one[0].dtype == dtype]
+        flat = torch.cat([found.reshape(-1) for found, _, _ in own]).cpu().numpy()
+        at = 0
+        for found, array, index in own:
+            array[index] = flat[at : at + found.numel()].reshape(tuple(found.shape))
+            at += found.numel()
 
 
 class PromptScores:
@@ -23,6 +47,7 @@ class PromptScores:
     def __init__(self, request: GenerateRequest, vocab_size: int) -> None:
         length = len(request.prompt)
         self._request = request
+        self.coming: list[Coming] = []
         last_n = request.prompt_logprobs_last_n
         #: The first row that scores the prompt's own tokens.
         self._own_row = 0 if last_n is None else max(0, length - 1 - last_n)
@@ -61,19 +86,20 @@ class PromptScores:
         skipped = min(len(logprobs_RV), max(0, self._own_row - start))
         logprobs_RV, first = logprobs_RV[skipped:], start + skipped + 1
         positions = slice(first, first + len(logprobs_RV))
-        tokens_R = torch.tensor(self._request.prompt[positions], dtype=torch.long, device=logprobs_RV.device)
-        self._logprobs_P[positions] = logprobs_RV.gather(1, tokens_R[:, None])[:, 0].cpu().numpy()
+        tokens_R = sent(torch.tensor(self._request.prompt[positions], dtype=torch.long), logprobs_RV.device)
+        self.coming.append((logprobs_RV.gather(1, tokens_R[:, None])[:, 0], self._logprobs_P, positions))
         if self._top:
             best = logprobs_RV.topk(self._top, dim=-1)
-            self._top_ids_PK[positions] = best.indices.cpu().numpy()
-            self._top_PK[positions] = best.values.cpu().numpy()
+            self.coming.append((best.indices, self._top_ids_PK, positions))
+            self.coming.append((best.values, self._top_PK, positions))
 
     def _fill_targets(self, start: int, logprobs_RV: Tensor) -> None:
         low, high = np.searchsorted(self._target_rows, [start, start + len(logprobs_RV)])
         cells_M = low + np.flatnonzero(self._target_ids[low:high] >= 0)
-        rows_M = torch.from_numpy(self._target_rows[cells_M] - start).to(logprobs_RV.device)
-        ids_M = torch.from_numpy(self._target_ids[cells_M]).to(logprobs_RV.device)
-        self._targets_M[cells_M] = logprobs_RV[rows_M, ids_M].cpu().numpy()
+        if len(cells_M):
+            rows_M = sent(torch.from_numpy(self._target_rows[cells_M] - start), logprobs_RV.device)
+            ids_M = sent(torch.from_numpy(self._target_ids[cells_M]), logprobs_RV.device)
+            self.coming.append((logprobs_RV[rows_M, ids_M], self._targets_M, cells_M))
 
     def _fill_alternatives(self, start: int, logits_RV: Tensor, logprobs_RV: Tensor) -> None:
         """Draws at the request's temperature from the whole distribution; their logprobs are at temperature 1."""
@@ -82,10 +108,12 @@ class PromptScores:
         if temperature == 0:
             ids_RJ = logits_RV.argmax(-1, keepdim=True).expand(-1, self._alternatives)
         else:
-            uniform_RJ = torch.from_numpy(self._uniform_RJ[rows]).to(logits_RV.device)
+            uniform_RJ = sent(torch.from_numpy(self._uniform_RJ[rows]), logits_RV.device)
             ids_RJ = draw(torch.log_softmax(logits_RV.float() / temperature, dim=-1), uniform_RJ)
-        self._alt_ids_RJ[rows] = ids_RJ.cpu().numpy()
-        self._alt_RJ[rows] = logprobs_RV.gather(1, ids_RJ).cpu().numpy()
+        self.coming.append((ids_RJ, self._alt_ids_RJ, rows))
+        self.coming.append((logprobs_RV.gather(1, ids_RJ), self._alt_RJ, rows))
+
+    # What was found and has landed.
 
     @property
     def logprobs(self) -> Logprobs | None:

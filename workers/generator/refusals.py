@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 
-from store.blobs import is_lasting
+from store.blobs.contract import is_lasting
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import Finished, GenerateRequest, RequestError
 from workers.generator.stop import NoTokenizer

@@ -13,8 +13,8 @@ from weft.wire import SamplingParams as WireSamplingParams
 from weft.wire.sample_codec import SampleUsage, encode_sample_response
 
 from scheduler.links.messages import Declined, Done, Failure, SampleOp, sequence_id, stability_ref
-from store.ahead import Ahead
-from store.blobs import Blobs
+from store.blobs.ahead import Ahead
+from store.blobs.contract import Blobs
 from workers.generator.engine import (
     Finished,
     GenerateRequest,

@@ -1,7 +1,7 @@
 """From logits to tokens, for many rows at once; and each sequence's own random numbers.
 
 A row's token depends on its logits, its parameters and its one uniform number only: nothing here mixes rows, so a
-sequence draws the same tokens alone and in any batch.
+sequence draws the same tokens alone and in any batch. On a device all is computed before anything is read, in one copy.
 
 Shapes: R rows (sequences), V vocabulary, K kept candidates.
 """
@@ -9,8 +9,9 @@ Shapes: R rows (sequences), V vocabulary, K kept candidates.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.generator.engine import SamplingParams
+from workers.model.device import sent
 
 #: exp of this is about the smallest normal float64.
 SMALLEST = -708.0
@@ -56,12 +58,14 @@ class SamplingRows:
     """The parameters of R rows as tensors, built once per batch composition and used for many steps."""
 
     divisor_R: Tensor  # temperature, or 1 for greedy rows: logprobs are those of softmax(logits / divisor)
-    greedy: list[int]  # rows that take the most probable token
-    free: list[int]  # rows that draw from the whole vocabulary
-    cut: list[int]  # rows that draw after top-k / top-p
+    greedy: Tensor  # rows that take the most probable token
+    free: Tensor  # rows that draw from the whole vocabulary
+    cut: Tensor  # rows that draw after top-k / top-p
     top_k_C: Tensor  # of the `cut` rows; the vocabulary size where off
     top_p_C: Tensor
+    most: int  # the largest of top_k_C
     tops: list[int]  # the number of likeliest tokens to return for each row
+    asking: Tensor  # rows that return any
 
     @staticmethod
     def of(
@@ -70,15 +74,22 @@ class SamplingRows:
         greedy = [row for row, p in enumerate(params) if p.temperature == 0]
         cut = [row for row, p in enumerate(params) if p.temperature != 0 and _cuts(p, vocab_size)]
         whole = set(range(len(params))) - set(greedy) - set(cut)
-        top_k = [params[row].top_k if params[row].top_k > 0 else vocab_size for row in cut]
+        top_k = [min(params[row].top_k, vocab_size) if params[row].top_k > 0 else vocab_size for row in cut]
+        tops = [0] * len(params) if tops is None else list(tops)
+
+        def numbers(of: Collection[int]) -> Tensor:
+            return sent(torch.tensor(list(of), dtype=torch.long), device)
+
         return SamplingRows(
-            divisor_R=torch.tensor([p.temperature or 1.0 for p in params], device=device),
-            greedy=greedy,
-            free=sorted(whole),
-            cut=cut,
-            top_k_C=torch.tensor([min(k, vocab_size) for k in top_k], dtype=torch.long, device=device),
-            top_p_C=torch.tensor([params[row].top_p for row in cut], dtype=torch.float64, device=device),
-            tops=[0] * len(params) if tops is None else list(tops),
+            divisor_R=sent(torch.tensor([p.temperature or 1.0 for p in params]), device),
+            greedy=numbers(greedy),
+            free=numbers(sorted(whole)),
+            cut=numbers(cut),
+            top_k_C=numbers(top_k),
+            top_p_C=sent(torch.tensor([params[row].top_p for row in cut], dtype=torch.float64), device),
+            most=max(top_k, default=0),
+            tops=tops,
+            asking=numbers([row for row, top in enumerate(tops) if top]),
         )
 
 
@@ -89,34 +100,43 @@ def _cuts(params: SamplingParams, vocab_size: int) -> bool:
 def sample(logits_RV: Tensor, rows: SamplingRows, uniforms: Sequence[float]) -> list[Draw]:
     """Draw one token per row; its logprob is that before any cut. A row whose logits are not finite gets a logprob that
     is not finite either, and a meaningless token."""
+    numbers = chosen(logits_RV, rows, uniforms).tolist()  # the one wait for the device
+    count, asking, most = len(rows.tops), len(rows.asking), max(rows.tops, default=0)
+    tokens, logprobs, tables = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
+    ids, values = iter(tables[: asking * most]), iter(tables[asking * most :])
+    draws = []
+    for token, logprob, top in zip(tokens, logprobs, rows.tops, strict=True):
+        table = None
+        if top:
+            best, theirs = list(islice(ids, most)), list(islice(values, most))
+            table = [int(each) for each in best[:top]], theirs[:top]
+        draws.append(Draw(int(token), logprob, table))
+    return draws
+
+
+def chosen(logits_RV: Tensor, rows: SamplingRows, uniforms: Sequence[float]) -> Tensor:
+    """What `sample` tells, as one tensor, for which nothing waits: the token of each row, then the logprob of each,
+    then of the rows that are `asking` the ids and then the logprobs of as many likeliest tokens as any asks for.
+    float64 holds all of them exactly."""
     logprobs_RV = torch.log_softmax(logits_RV.float() / rows.divisor_R[:, None], dim=-1)
-    uniform_R = torch.tensor(uniforms, dtype=torch.float64, device=logits_RV.device)
+    uniform_R = sent(torch.tensor(uniforms, dtype=torch.float64), logits_RV.device)
     tokens_R = torch.empty(len(uniforms), dtype=torch.long, device=logits_RV.device)
-    if rows.greedy:
-        tokens_R[rows.greedy] = logits_RV[rows.greedy].argmax(-1)
-    if rows.free:
+    if len(rows.greedy):
+        tokens_R[rows.greedy] = _rows(logits_RV, rows.greedy).argmax(-1)
+    if len(rows.free):
         tokens_R[rows.free] = _draw_one(_rows(logprobs_RV, rows.free), uniform_R[rows.free])
-    if rows.cut:
-        logprobs_CK, ids_CK = truncate(logprobs_RV[rows.cut], rows.top_k_C, rows.top_p_C)
-        chosen_C = _draw_one(logprobs_CK, uniform_R[rows.cut])
-        tokens_R[rows.cut] = ids_CK.gather(1, chosen_C[:, None])[:, 0]
-    chosen_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0]
-    tables = _tables(logprobs_RV, rows.tops)
-    return [Draw(*drawn) for drawn in zip(tokens_R.tolist(), chosen_R.tolist(), tables, strict=True)]
+    if len(rows.cut):
+        logprobs_CK, ids_CK = truncate(_rows(logprobs_RV, rows.cut), rows.top_k_C, rows.top_p_C, rows.most)
+        drawn_C = _draw_one(logprobs_CK, uniform_R[rows.cut])
+        tokens_R[rows.cut] = ids_CK.gather(1, drawn_C[:, None])[:, 0]
+    parts = [tokens_R, logprobs_RV.gather(1, tokens_R[:, None])[:, 0]]
+    if len(rows.asking):
+        best = _rows(logprobs_RV, rows.asking).topk(max(rows.tops), dim=-1)
+        parts += [best.indices.flatten(), best.values.flatten()]
+    return torch.cat([part.double() for part in parts])
 
 
-def _tables(logprobs_RV: Tensor, tops: list[int]) -> list[tuple[list[int], list[float]] | None]:
-    """The `tops[r]` likeliest tokens of each row, likeliest first; None where that is 0."""
-    tables: list[tuple[list[int], list[float]] | None] = [None] * len(tops)
-    asking = [row for row, top in enumerate(tops) if top]
-    if asking:
-        best = _rows(logprobs_RV, asking).topk(max(tops), dim=-1)
-        for row, ids, values in zip(asking, best.indices.tolist(), best.values.tolist(), strict=True):
-            tables[row] = (ids[: tops[row]], values[: tops[row]])
-    return tables
-
-
-def _rows(matrix_RV: Tensor, rows: list[int]) -> Tensor:
+def _rows(matrix_RV: Tensor, rows: Tensor) -> Tensor:
     """The given ascending rows, without a copy when they are all rows."""
     return matrix_RV if len(rows) == matrix_RV.shape[0] else matrix_RV[rows]
 
@@ -139,14 +159,15 @@ def draw(logprobs_RV: Tensor, uniform_RN: Tensor) -> Tensor:
     return index_RN.clamp_(max=logprobs_RV.shape[-1] - 1)  # only for rows with NaN, which the caller drops
 
 
-def truncate(logprobs_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor) -> tuple[Tensor, Tensor]:
+def truncate(logprobs_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
     """The candidates of each row, most probable first: (logprobs_CK with -inf for what is cut, token ids_CK).
 
     Top-k keeps the k most probable tokens; top-p then keeps the smallest prefix of them whose renormalised
-    probability reaches p. The most probable token always stays. Equally probable tokens rank by id.
+    probability reaches p. The most probable token always stays. Equally probable tokens rank by id. `most`: the
+    largest k, where the caller knows it and need not ask the device.
     """
     sorted_CV, ids_CV = torch.sort(logprobs_CV, dim=-1, descending=True, stable=True)
-    width = max(1, int(top_k_C.max()))
+    width = max(1, int(top_k_C.max()) if most is None else most)
     sorted_CK, ids_CK = sorted_CV[:, :width].clone(), ids_CV[:, :width]
     rank_K = torch.arange(width, device=logprobs_CV.device)
     sorted_CK.masked_fill_(rank_K[None] >= top_k_C[:, None], -torch.inf)

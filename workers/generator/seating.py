@@ -81,10 +81,11 @@ class Seating:
         if not self._make_room(sequence, len(self._groups) if rest else 0) or not source.pages:
             return False
         shared = [Held(held.gone, self.pool.share(held.pages[: whole - held.gone])) for held in source.pages]
-        for own, held in zip(shared, source.pages, strict=True):
-            if rest:
+        if rest:
+            for own in shared:
                 own.pages += self.pool.take(1)
-                self._cache.copy_page(held.pages[whole - held.gone], own.pages[-1])
+            ends = zip(shared, source.pages, strict=True)
+            self._cache.copy([(held.pages[whole - held.gone], own.pages[-1]) for own, held in ends])
         self._sit(sequence, shared)
         return True
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from store.blobs import Weights
+from store.blobs.contract import Weights
 from workers.generator import forward
 from workers.generator.adapters import AdapterCache
 from workers.generator.decode_attend import native_kernel
@@ -34,12 +34,12 @@ from workers.generator.page_groups import page_groups
 from workers.generator.prefill_queue import PrefillQueue
 from workers.generator.prefix_cache import PrefixCache
 from workers.generator.progress import RequestProgress, Row, SequenceProgress
-from workers.generator.prompt_scores import PromptScores
+from workers.generator.prompt_scores import PromptScores, land
 from workers.generator.refusals import NotFinite, failed, refused, request_fault
 from workers.generator.sampling import Draw, SamplingRows, sample
 from workers.generator.seating import Seating
 from workers.generator.stop import DecodeText, StopRule
-from workers.model.adapter import Adapter, load_adapter, version_of
+from workers.model.adapters.adapter import Adapter, load_adapter, version_of
 from workers.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -236,6 +236,7 @@ class TorchEngine:
         rows = [logits_V for progress, logits_V in zip(complete, logits, strict=True) if progress.rule.limit]
         firsts = [Row(progress.sequences[0]) for progress in drawing]
         drawn = self._draw(firsts, torch.stack(rows)) if drawing else []
+        land(progress.scores for progress in batch)
         for progress in batch:
             if progress.computed == progress.cache_hit:
                 self._counts["cache_hit_tokens"] += progress.cache_hit

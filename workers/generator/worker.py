@@ -16,8 +16,8 @@ import msgspec
 
 from scheduler.links.messages import Cancel, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork, facts_of
 from store import logs, tracing
-from store.ahead import Ahead
-from store.blobs import Blobs, is_lasting
+from store.blobs.ahead import Ahead
+from store.blobs.contract import Blobs, is_lasting
 from workers.generator.engine import Engine, Finished
 from workers.generator.requests import (
     PendingSample,

@@ -64,17 +64,18 @@ ROW_BYTES = 16
 
 def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: bool = False) -> Tensor:
     """y_P = x W_e^T (x W_e when `transposed`) of rows sorted by expert, in the weights' dtype: one grouped GEMM where
-    the device has it, else expert by expert; what is `replayed` in Triton. `ends_E` int32 on the device: where the rows
-    of each expert end."""
+    the device has it, else Triton's on a device, which what is `replayed` has in any case, and on a CPU expert by
+    expert. `ends_E` int32 on the device: where the rows of each expert end."""
     if not transposed and (panels := packed(weight_EOI)) is not None:
         return panels.product(x_PI.contiguous(), ends_E=ends_E)
     x_PI = x_PI.to(weight_EOI.dtype)
-    if not transposed and in_triton(x_PI):
+    weight_EIO = weight_EOI if transposed else weight_EOI.transpose(1, 2)
+    grouped = takes(x_PI, weight_EIO)
+    if not transposed and (in_triton(x_PI) or (x_PI.is_cuda and not grouped)):
         from workers.model.gpu.experts import expert_mm  # Triton: only a GPU needs it
 
         return expert_mm(x_PI, weight_EOI, ends_E)
-    weight_EIO = weight_EOI if transposed else weight_EOI.transpose(1, 2)
-    if takes(x_PI, weight_EIO):
+    if grouped:
         return _grouped(x_PI, weight_EIO, ends_E)
     y_PO = x_PI.new_empty(x_PI.shape[0], weight_EIO.shape[2])
     start = 0

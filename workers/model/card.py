@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.model.adapter_shape import AdapterShape
+from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig, UnsupportedModel, read_json
 from workers.model.families.read import read_config
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -54,3 +55,9 @@ def device_of(device: str, dtype: str) -> ModelDevice:
     except (DeviceError, RuntimeError) as error:
         raise SystemExit(str(error)) from error
     return where
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """What lies in the host's memory, on the device. Nobody waits for the copy: it is made from pinned memory, which
+    is not used again before."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

@@ -14,7 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from workers.model.adapter import Adapter
+from workers.model.adapters.adapter import Adapter
+from workers.model.device import sent
 
 
 @dataclass(frozen=True)
@@ -93,16 +94,15 @@ class LoraRows:
         """int64 [rows]: the group of each row."""
         if self._group_of_row is None or self._group_of_row.device != device:
             sizes = torch.tensor([b - a for a, b in pairwise(self.offsets)])
-            self._group_of_row = torch.repeat_interleave(
-                torch.arange(len(self.adapters)), sizes, output_size=len(self)
-            ).to(device)
+            groups = torch.arange(len(self.adapters))
+            self._group_of_row = sent(torch.repeat_interleave(groups, sizes, output_size=len(self)), device)
         return self._group_of_row
 
     def scale_of_row(self, device: torch.device) -> Tensor:
         """float32 [rows]: the scale of each row's adapter, 0 without one."""
         if self._scale_of_row is None or self._scale_of_row.device != device:
             scales = torch.tensor([0.0 if adapter is None else adapter.scale for adapter in self.adapters])
-            self._scale_of_row = scales.to(device)[self.group_of_row(device)]
+            self._scale_of_row = sent(scales, device)[self.group_of_row(device)]
         return self._scale_of_row
 
     def select(self, rows: Tensor) -> LoraRows:

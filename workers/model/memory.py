@@ -11,9 +11,9 @@ from enum import Enum
 
 import torch
 
-from workers.model import machine
-from workers.model.check import kept_bytes
 from workers.model.config import DecoderConfig
+from workers.model.planning import machine
+from workers.model.planning.check import kept_bytes
 
 #: Share of the free memory that activations may fill; gradients, logits and other work need the rest.
 SHARE = 0.5

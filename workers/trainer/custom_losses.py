@@ -13,7 +13,7 @@ from weft.wire.checks.custom_shapes import CustomLossError, Shape
 from weft.wire.codec import ArrayDatum
 
 from scheduler.links.messages import loss_ref
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 from workers.trainer.custom_graph import run_custom_loss, shape_of
 from workers.trainer.metrics import Measure
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.model.adapter_shape import AdapterShape
+from workers.model.adapters.shape import AdapterShape
 from workers.trainer.optimizer import OptimizerError, clip_gradients, step_metrics
 
 #: Muon's quintic takes every singular value above about 1/500 of the Frobenius norm to 0.7 .. 1.2 in five steps; the

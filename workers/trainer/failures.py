@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from scheduler.links.messages import Failure
-from store.blobs import BadRef, Damaged
+from store.blobs.contract import BadRef, Damaged
 from workers.trainer.optimizer import OptimizerError
 from workers.trainer.progress import BadOperation, Part
 from workers.trainer.state import DamagedState, StateError

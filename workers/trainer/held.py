@@ -14,7 +14,7 @@ import torch
 
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import HandedOver, Snapshot, TrainOp
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 from workers.trainer.progress import Progress
 from workers.trainer.residency import resident_within, waves
 from workers.trainer.state import RunState, save_snapshot

@@ -28,13 +28,13 @@ import torch
 from scheduler.links.configs import TrainerConfig
 from scheduler.links.messages import Drain, Leaving, Pass, PullPass
 from scheduler.links.sockets import WorkerLink
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 from workers.blobs import blobs_of
 from workers.leave import leave
+from workers.model.base.shared import base_decoder
 from workers.model.decoder import Decoder
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
-from workers.model.shared_base import base_decoder
 from workers.trainer.held import Send
 from workers.trainer.residency import Residency
 from workers.trainer.trainer import Trainer

@@ -21,7 +21,7 @@ from weft.wire.codec import ArrayDatum, TrainBatch, WireError, decode_train_requ
 from weft.wire.limits import ModelLimits
 
 from scheduler.links.messages import Failure, OpKind, TrainOp
-from workers.model.adapter import Adapter
+from workers.model.adapters.adapter import Adapter
 from workers.model.config import DecoderConfig
 from workers.trainer.custom_losses import UploadedLoss
 from workers.trainer.metrics import Measure, balance_metrics, merge_measures, metric_values

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from scheduler.links.configs import TrainerBounds
-from workers.model.adapter import Adapter
+from workers.model.adapters.adapter import Adapter
 from workers.model.memory import free_bytes
 from workers.trainer.arena import Arena, ArenaKind, Arenas
 from workers.trainer.packing import pack

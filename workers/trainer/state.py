@@ -24,11 +24,18 @@ from weft.wire import SaveWeightsExternalRequest
 from weft.wire.codec import decode_train_output, encode_train_output
 
 from scheduler.links.messages import RunSpec
-from store.blobs import Blobs, Damaged, is_lasting
-from workers.model.adapter import Adapter, AdapterFileError, AdapterShape, LoadedAdapter, load_adapter, save_adapter
+from store.blobs.contract import Blobs, Damaged, is_lasting
+from workers.model.adapters.adapter import (
+    Adapter,
+    AdapterFileError,
+    AdapterShape,
+    LoadedAdapter,
+    load_adapter,
+    save_adapter,
+)
+from workers.model.adapters.encryption import encrypt_folder, parse_recipients
+from workers.model.adapters.peft_format import write_export
 from workers.model.config import DecoderConfig
-from workers.model.encryption import encrypt_folder, parse_recipients
-from workers.model.peft_format import write_export
 from workers.trainer.arena import Arena, ArenaKind, TakeArena
 
 

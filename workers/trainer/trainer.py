@@ -41,8 +41,8 @@ from scheduler.links.messages import (
     facts_of,
 )
 from store import logs, tracing
-from store.ahead import Ahead
-from store.blobs import Blobs, StoreAway, is_lasting
+from store.blobs.ahead import Ahead
+from store.blobs.contract import Blobs, StoreAway, is_lasting
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Computing, Others
 from workers.trainer.custom_losses import CustomLosses, UploadedLoss, most_work_of

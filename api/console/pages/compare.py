@@ -33,8 +33,8 @@ router = APIRouter(route_class=ConsoleRoute)
 LEAST, MOST = 2, MOST_COMPARED
 #: Runs that are offered, the newest.
 OFFERED = 25
-#: Points of a curve that is drawn over others.
-DRAWN = 500
+#: Points of a curve that is drawn over others. A chart has some 500 pixels, and five jagged curves take long to paint.
+DRAWN = 250
 #: What a curve is called that is better when it is lower.
 _FALLING = ("loss", "kl", "error", "perplexity", "ppl", "nll")
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from weft.wire.inputs import Datum, ModelInput
+from weft.wire.inputs import AnyPrompt, Datum, ModelInput
 from weft.wire.sampling import SamplingParams
 from weft.wire.training import AdamParams, DimuonParams
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from weft.loss_handle import LossHandle
 
 AnyDatum = Datum | Mapping[str, Any]
-AnyPrompt = ModelInput | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -92,14 +91,12 @@ class Plan:
 
 
 def datum_of(datum: AnyDatum) -> Datum:
-    """The datum itself, or one made of its fields; `model_input` may then be plain token ids."""
+    """The datum itself, or one made of its fields."""
     if isinstance(datum, Datum):
         return datum
     fields = dict(datum)
     given = fields.get("model_input")
-    if given is not None and not isinstance(given, ModelInput | Mapping):
-        fields["model_input"] = ModelInput.from_ints(given)
-    elif isinstance(given, Mapping):
+    if isinstance(given, Mapping):
         fields["model_input"] = ModelInput(**given)
     return Datum(**fields)
 

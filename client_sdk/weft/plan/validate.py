@@ -14,7 +14,7 @@ import numpy as np
 
 from weft.errors import WeftError
 from weft.loss_handle import LossHandle
-from weft.plan.plan import AnyPrompt, Plan, PlannedSample, PlannedSave, PlannedTrain, PlannedUpdate, datum_of
+from weft.plan.plan import Plan, PlannedSample, PlannedSave, PlannedTrain, PlannedUpdate, datum_of
 from weft.runs.chunks import split
 from weft.runs.custom_loss import forward_datum
 from weft.wire.checks.batches import BatchRules, batch_problems, size_problems
@@ -32,7 +32,7 @@ from weft.wire.checks.runs import (
 )
 from weft.wire.checks.samples import count_problems, params_problems, prompt_problems, top_problems
 from weft.wire.error import WireError
-from weft.wire.inputs import Datum, ModelInput
+from weft.wire.inputs import AnyPrompt, Datum, ModelInput
 from weft.wire.limits import LimitsResponse, ModelLimits
 from weft.wire.request_codec import as_decoded, estimate_bytes
 from weft.wire.sampling import SamplingParams

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
+import numpy.typing as npt
+from pydantic import Field, ValidationError, field_validator
 
 from weft.wire.arrays import Array
 from weft.wire.base import Count, Request
 from weft.wire.error import WireError
+from weft.wire.shown import shown
 from weft.wire.tensor import TensorData, TensorDtype
 
 __all__ = [
@@ -51,6 +53,9 @@ class EncodedTextChunk(Request):
         """Number of tokens."""
         return len(self.tokens)
 
+    def __repr__(self) -> str:
+        return f"EncodedTextChunk({shown(self.tokens)})"
+
 
 class ImageChunk(Request):
     """An image. Known to the protocol; text models refuse it."""
@@ -88,9 +93,9 @@ class ModelInput(Request):
     chunks: Annotated[list[ModelInputChunk], Field(fail_fast=True)]
 
     @classmethod
-    def from_ints(cls, tokens: Sequence[int]) -> ModelInput:
+    def from_ints(cls, tokens: Sequence[int] | npt.NDArray[Any]) -> ModelInput:
         """One chunk of text."""
-        return cls(chunks=[EncodedTextChunk(tokens=tokens)])
+        return cls(chunks=[EncodedTextChunk.model_validate({"tokens": tokens})])
 
     @classmethod
     def empty(cls) -> ModelInput:
@@ -122,6 +127,33 @@ class ModelInput(Request):
         """Number of tokens; `WireError` if a chunk is not text."""
         return len(self.to_ints())
 
+    def __repr__(self) -> str:
+        only = self.chunks[0] if len(self.chunks) == 1 else None
+        inside = shown(only.tokens) if isinstance(only, EncodedTextChunk) else repr(self.chunks)
+        return f"ModelInput({inside})"
+
+
+#: What is taken for a prompt: chunks, or token ids.
+AnyPrompt = ModelInput | Sequence[int] | npt.NDArray[Any]
+
+
+def prompt_of(given: AnyPrompt, name: str) -> ModelInput:
+    """The prompt that was `given` as the argument `name`; `WireError` says what is wrong with it."""
+    if isinstance(given, ModelInput):
+        return given
+    kind: Any = type(given).__name__
+    if isinstance(given, str | bytes):
+        raise WireError(f"{name} is text; give token ids, as of tokenizer.encode(...), or a ModelInput")
+    if isinstance(given, Mapping):
+        raise WireError(f"{name} is a {kind}; give token ids (its 'input_ids', if a tokenizer made it) or a ModelInput")
+    try:
+        return ModelInput.from_ints(given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = "".join(f"[{part}]" for part in problem["loc"] if isinstance(part, int))
+        wrong = f"{name}{place} is {problem['input']!r}" if place else f"{name} is a {kind}"
+        raise WireError(f"{wrong}; token ids are integers from 0 to {2**31 - 1}") from None
+
 
 @dataclass(frozen=True)
 class PromptProvenanceSpan:
@@ -145,7 +177,7 @@ ProvenanceSpan = PromptProvenanceSpan | SampledProvenanceSpan
 ProvenanceSpans = list[ProvenanceSpan]
 LossFnInputs = dict[str, TensorData]
 
-#: How a plain list is typed, by the name of the loss input.
+#: How a plain list is typed, by the name of the loss input; any other by its values, as an array of numpy is.
 LIST_DTYPES: dict[str, TensorDtype] = {
     "target_tokens": "int64",
     "weights": "float32",
@@ -163,7 +195,8 @@ _SPARSE_INPUTS = frozenset({"target_tokens", "weights"})
 
 @dataclass(frozen=True)
 class Datum:
-    """One training example: a prompt [T] and the inputs of its loss, by name, as `TensorData`, numpy, torch or lists.
+    """One training example: a prompt [T], as a `ModelInput` or token ids, and the inputs of its loss, by name, as
+    `TensorData`, numpy, torch, lists or numbers.
 
     Position i of the prompt predicts `target_tokens[i]`: the caller has shifted. Spans come as a pair or not at all.
     """
@@ -177,7 +210,7 @@ class Datum:
 
         def __init__(
             self,
-            model_input: ModelInput,
+            model_input: AnyPrompt,
             loss_fn_inputs: Mapping[str, Any] = ...,
             model_input_spans: ProvenanceSpans | None = None,
             loss_fn_input_spans: ProvenanceSpans | None = None,
@@ -185,6 +218,9 @@ class Datum:
 
     def __post_init__(self) -> None:
         given: Mapping[str, Any] = self.loss_fn_inputs
+        if not isinstance(given, Mapping):
+            raise WireError(f"loss_fn_inputs is a {type(given).__name__}; give a dict of inputs by name")
+        object.__setattr__(self, "model_input", prompt_of(self.model_input, "model_input"))
         object.__setattr__(self, "loss_fn_inputs", {name: _as_tensor(name, value) for name, value in given.items()})
         if (self.model_input_spans is None) != (self.loss_fn_input_spans is None):
             raise WireError("provenance needs both model_input_spans and loss_fn_input_spans")
@@ -212,19 +248,21 @@ def _as_tensor(name: str, value: Any) -> TensorData:
     if hasattr(value, "detach"):  # a torch tensor, recognised without importing torch
         tensor = TensorData.from_torch(value)
         return TensorData.from_dense(tensor.to_numpy()) if name in _SPARSE_INPUTS else tensor
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | range):
         return _from_list(name, value)
-    raise WireError(f"loss input {name!r} is a {type(value).__name__}; use TensorData, numpy, torch or a list")
+    if isinstance(value, int | float | np.number):
+        return _from_list(name, [value])
+    raise WireError(
+        f"loss input {name!r} is a {type(value).__name__}; use TensorData, numpy, torch, a list or a number"
+    )
 
 
 def _from_list(name: str, value: Sequence[Any]) -> TensorData:
-    dtype = LIST_DTYPES.get(name)
-    if dtype is None:
-        raise KeyError(f"a plain list has no dtype for loss input {name!r}; use TensorData or numpy")
     try:
         array: Array = np.asarray(value)
     except ValueError:
         raise WireError(f"loss input {name!r} is not rectangular") from None
     if array.size and array.dtype.kind not in "fiub":
         raise WireError(f"loss input {name!r} holds values that are not numbers")
+    dtype = LIST_DTYPES.get(name, "float32" if array.dtype.kind == "f" else "int64")
     return TensorData(array, dtype, list(array.shape))

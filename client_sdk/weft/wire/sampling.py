@@ -13,6 +13,7 @@ from pydantic import Field
 from weft.wire.base import MAX_INT, Count, Finite, Positive, Request, Response, SampleSeq
 from weft.wire.inputs import ModelInput, Token
 from weft.wire.sample_codec import PolicySpan, SampleResult, SampleUsage, SequenceResult, StopReason, TopkLogprobs
+from weft.wire.shown import shown
 from weft.wire.tensor import TensorData
 
 __all__ = [
@@ -118,7 +119,7 @@ class SampledSequence:
         self.sequence_id = sequence_id
 
     def __repr__(self) -> str:
-        return f"SampledSequence(tokens={self.tokens!r}, stop_reason={self.stop_reason!r})"
+        return f"SampledSequence(tokens={shown(self.tokens)}, stop_reason={self.stop_reason!r})"
 
     @property
     def stop_reason(self) -> StopReason:

@@ -14,6 +14,7 @@ from weft.wire import weft_wire_pb2 as pb
 from weft.wire.arrays import FLOAT32, INT64, Array, check_shape, expand_csr, read_csr, read_tensor, stored_dtype
 from weft.wire.base import MAX_INT
 from weft.wire.error import WireError
+from weft.wire.shown import shown
 
 __all__ = ["TensorData", "TensorDtype"]
 
@@ -77,7 +78,8 @@ class TensorData:
         raise AttributeError(f"TensorData is immutable; cannot set {name!r}")
 
     def __repr__(self) -> str:
-        return f"TensorData({self.data!r}, dtype={self.dtype!r}, shape={self.shape!r})"
+        sparse = "" if self.sparse_crow_indices is None else ", sparse"
+        return f"TensorData({shown(self.data)}, dtype={self.dtype!r}, shape={self.shape!r}{sparse})"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TensorData):

@@ -30,7 +30,7 @@ from scheduler.journal.rows import TRAIN_KINDS, sent_sha256_of, to_row
 from scheduler.links.messages import OpKind
 from scheduler.order.operations import SAMPLE, NewOperation, Operation, SequenceReused
 from store import logs, tables
-from store.blobs import Blobs, beside_the_loop
+from store.blobs.contract import Blobs, beside_the_loop
 from store.bulk import insert_rows, sent_together
 from store.db import Database
 from store.settings import Limits

@@ -20,7 +20,7 @@ from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
 from scheduler.order.operations import NewOperation, Operation, Outcome
 from store import tables
-from store.room import NoRoom, Room
+from store.blobs.room import NoRoom, Room
 
 log = logging.getLogger(__name__)
 

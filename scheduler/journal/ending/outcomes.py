@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict, defaultdict
 
 from scheduler.order.operations import SAMPLE, Gone, Operation, Outcome
 from store import tables
-from store.blobs import Blobs, Damaged
+from store.blobs.contract import Blobs, Damaged
 from store.db import Transactions
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from scheduler.journal.storing import until_stored
 from scheduler.links.messages import Done
 from scheduler.order.operations import SAMPLE, Operation, Outcome
 from store import logs, tracing
-from store.blobs import Blobs, beside_the_loop
+from store.blobs.contract import Blobs, beside_the_loop
+from store.blobs.room import Room
 from store.db import Transactions
-from store.room import Room
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from billing.quotas import Claim, limit_of
 from scheduler.journal.ending.outcomes import result_ref
 from store import tables
-from store.blobs import Blobs
+from store.blobs.contract import Blobs
 from store.db import Database
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from billing.charges import Charge, settle
 from billing.prices import load_prices
 from billing.wallets import set_mode, wallet_of
 from scheduler.jobs.registry import JobContext
+from store.blobs.folder import FolderBlobs
 from store.db import Database
-from store.folder_blobs import FolderBlobs
 from store.settings import PaymentsSettings, Settings
 from store.tables import LedgerEntry, Organisation, StripeOutbox, Wallet
 from tests.fakestripe import FakeStripe

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 from weft.rl.chat.chat import Chat, ContextFullError, StaleError, sample_together
 from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.chat.render import TemplateRenderer
 from weft.rl.envs.environment import Reward, function, prompts
+from weft.rl.loops.conversations import conversations
 from weft.rl.rollout import Rollout, data_of, join
 
 from tests.client_sdk.rl.kit import Said, policy, tokenizer
@@ -200,6 +202,23 @@ def test_examples_train_what_would_be_sampled() -> None:
     assert ids == tokenizer().apply_chat_template(messages, return_dict=False)
     trained = [token for token, own in zip(ids, sampled, strict=True) if own]
     assert tokenizer().decode(trained) == "b<|im_end|>d<|im_end|>"
+
+
+def test_calls_of_tools_are_trained_behind_the_tools_that_the_template_shows() -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "one"},
+    ]
+    [datum] = conversations([messages], tokenizer(), tools=[tool])
+    ids = [*datum.model_input.to_ints(), int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])]
+    assert ids == tokenizer().apply_chat_template(messages, tools=[tool], return_dict=False)
+    own = datum.loss_fn_inputs["weights"].to_numpy() == 1
+    trained = tokenizer().decode(np.asarray(ids[1:])[own].tolist())
+    assert trained == '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>one<|im_end|>'
 
 
 class Forgetful:

@@ -12,16 +12,17 @@ from weft.rl.schedule.concurrency import Concurrency
 from weft.rl.schedule.pacer import Pacer
 from weft.rl.schedule.schedules import Async, Partial, Schedule, Sync
 
+PARTIAL = st.builds(
+    Partial,
+    tokens=st.integers(1, 60),
+    in_flight=st.integers(1, 6),
+    retention=st.integers(1, 3),
+    budget=st.sampled_from(["completed", "generated"]),
+)
 SCHEDULES = st.one_of(
     st.builds(Sync, oversample=st.sampled_from([1.0, 1.5, 2.0])),
     st.builds(Async, max_lag=st.integers(1, 4)),
-    st.builds(
-        Partial,
-        tokens=st.integers(1, 60),
-        in_flight=st.integers(1, 6),
-        retention=st.integers(1, 3),
-        budget=st.sampled_from(["completed", "generated"]),
-    ),
+    PARTIAL,
 )
 #: What happens next: which of the groups under way, and how.
 EVENTS = st.lists(st.tuples(st.sampled_from(["finish", "progress", "drop", "step", "restart"]), st.integers(0, 99)))
@@ -172,6 +173,61 @@ def test_a_batch_without_data_moves_no_version() -> None:
     pacer.take()
     pacer.stepped(moved=False)
     assert (pacer.version, pacer.room()) == (0, 1)
+
+
+@given(PARTIAL, EVENTS)
+def test_partial_rollouts_keep_their_pool_their_budget_and_their_retention(
+    schedule: Partial, events: list[tuple[str, int]]
+) -> None:
+    """C3PO++: the pool is full whenever no batch is; a batch has the tokens of the budget, and leaves nothing complete
+    behind; what is not complete stays, until it has been carried over as often as it may; and each ends once."""
+    pacer, born, drawn, complete = Pacer(schedule, 1), dict[int, int](), dict[int, int](), dict[int, int]()
+    trained, purged, training = set[int](), set[int](), False
+
+    def settle() -> None:
+        nonlocal training
+        for group in pacer.late():
+            assert pacer.version + training - born[group] > schedule.retention
+            purged.add(group)
+            complete.pop(group, None)
+            drawn.pop(group, None)
+        while pacer.room():
+            number = pacer.start()
+            born[number], drawn[number] = pacer.version, 0
+        batch = pacer.take()
+        if batch:
+            tokens = sum(complete[group] for group in batch)
+            under_way = sum(drawn.values()) if schedule.budget == "generated" else 0
+            assert tokens + under_way >= schedule.tokens
+            assert set(batch) == complete.keys()
+            assert all(pacer.version - born[group] <= schedule.retention for group in batch)
+            assert not trained & set(batch)
+            trained.update(batch)
+            complete.clear()
+            training = True
+        assert len(drawn) == pacer.flying <= schedule.in_flight
+
+    for event, which in events:
+        settle()
+        if event == "step" and training:
+            pacer.stepped()
+            training = False
+        elif event in ("finish", "drop", "progress") and drawn:
+            group = sorted(drawn)[which % len(drawn)]
+            if event == "progress":
+                drawn[group] = which
+                pacer.progress(group, which)
+            elif event == "drop":
+                del drawn[group]
+                pacer.drop(group)
+            else:
+                del drawn[group]
+                complete[group] = which
+                pacer.finish(group, which, born[group])
+        if not pacer.full():
+            settle()
+            assert pacer.flying == schedule.in_flight or pacer.full()
+    assert not trained & purged
 
 
 @pytest.mark.parametrize(("budget", "full"), [("completed", False), ("generated", True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,12 +174,54 @@ def test_wrong_tensors(make: object) -> None:
         make()  # type: ignore[operator]
 
 
-def test_lists_are_typed_by_name() -> None:
-    datum = types.Datum(types.ModelInput.empty(), {"weights": [1, 2], "target_tokens": [3, 4]})  # type: ignore[dict-item]
-    assert datum.loss_fn_inputs["weights"].dtype == "float32"
-    assert datum.loss_fn_inputs["target_tokens"].dtype == "int64"
-    with pytest.raises(KeyError, match="mine"):
-        types.Datum(types.ModelInput.empty(), {"mine": [1]})  # type: ignore[dict-item]
+def test_lists_are_typed_by_name_and_else_by_their_values() -> None:
+    given = {
+        "weights": [1, 2],
+        "target_tokens": (3, 4),
+        "mine": [1, 0],
+        "other": [[0.5], [1]],
+        "sampling_temperature": 1,
+    }
+    inputs = types.Datum([], given).loss_fn_inputs
+    assert {name: (tensor.dtype, tensor.tolist()) for name, tensor in inputs.items()} == {
+        "weights": ("float32", [1.0, 2.0]),
+        "target_tokens": ("int64", [3, 4]),
+        "mine": ("int64", [1, 0]),
+        "other": ("float32", [[0.5], [1.0]]),
+        "sampling_temperature": ("float32", [1.0]),
+    }
+
+
+@pytest.mark.parametrize("tokens", [[1, 2], (1, 2), range(1, 3), np.array([1, 2]), torch.tensor([1, 2])], ids=repr)
+def test_token_ids_are_taken_as_they_are(tokens: Any) -> None:
+    whole = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[1, 2])])
+    assert types.Datum(tokens, {"weights": [1, 1]}) == types.Datum(whole, {"weights": [1.0, 1.0]})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ("abc", "model_input is text; give token ids"),
+        ({"input_ids": [1]}, "model_input is a dict; give token ids .its 'input_ids'"),
+        ([1, -2], r"model_input\[1\] is -2; token ids are integers from 0 to 2147483647"),
+        ([[1, 2]], r"model_input\[0\] is \[1, 2\]"),
+        (3, "model_input is a int"),
+    ],
+)
+def test_what_is_no_prompt_is_named(tokens: Any, message: str) -> None:
+    with pytest.raises(types.WireError, match=message):
+        types.Datum(tokens)
+
+
+def test_reprs_are_short() -> None:
+    datum = types.Datum(list(range(5000)), {"target_tokens": list(range(5000)), "weights": [0.5] * 5000})
+    assert len(repr(datum)) < 400
+    assert "ModelInput([0, 1, 2, 3, 4, 5, ... 4994 more])" in repr(datum)
+    assert (
+        "'weights': TensorData([0.5, 0.5, 0.5, 0.5, 0.5, 0.5, ... 4994 more], dtype='float32', shape=[5000])"
+        in repr(datum)
+    )
+    assert repr(types.ModelInput.from_ints([1])) == "ModelInput([1])"
 
 
 def test_tensors_in_json() -> None:

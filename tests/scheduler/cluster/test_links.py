@@ -35,7 +35,7 @@ from scheduler.links.messages import (
 from scheduler.links.redis_queue import RedisQueue
 from scheduler.links.sample_link import LOOK_EVERY_S, SampleLink
 from scheduler.links.train_link import Joining, LeaderLink, TrainerLink
-from store.folder_blobs import FolderBlobs
+from store.blobs.folder import FolderBlobs
 from tests.servers import redis_server
 
 
@@ -244,7 +244,7 @@ import sys, time
 from pathlib import Path
 from scheduler.links import train_link
 from scheduler.links.messages import PullPass
-from store.folder_blobs import FolderBlobs
+from store.blobs.folder import FolderBlobs
 train_link.LEASE_S = 3600
 link = train_link.TrainerLink(sys.argv[1], FolderBlobs(Path(sys.argv[2])))
 link.send(PullPass(["m"]))

@@ -20,13 +20,13 @@ from scheduler.links.messages import Done, PolicyMoved, SampleOp, SampleWork
 from scheduler.links.policies import Followed, PolicyBoard
 from scheduler.links.redis_queue import RedisQueue
 from scheduler.links.sample_link import SampleLink
-from store.folder_blobs import FolderBlobs
+from store.blobs.folder import FolderBlobs
 from tests.servers import redis_server
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.worker import Generator
-from workers.model.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.base.weights import load_decoder
 from workers.model.decoder import Decoder
-from workers.model.weights import load_decoder
 
 TOKENS = 40
 

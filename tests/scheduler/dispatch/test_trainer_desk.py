@@ -15,8 +15,8 @@ from scheduler.order.light_work import Sizes
 from scheduler.order.operations import NewOperation
 from scheduler.order.plans import BODY_ONLY, Create, ForwardBackward, Plan, Slice
 from store import tables
+from store.blobs.folder import FolderBlobs
 from store.db import Database
-from store.folder_blobs import FolderBlobs
 from tests import rows
 from tests.scheduler.dispatch.link import Link
 

@@ -16,8 +16,8 @@ from scheduler.journal.ending.references import in_use
 from scheduler.links.messages import RunSpec
 from scheduler.order.plans import BODY_ONLY, Create, Load, Plan, Sample, Save, Source
 from store import tables
+from store.blobs.folder import FolderBlobs
 from store.db import Database
-from store.folder_blobs import FolderBlobs
 from tests.keys import create_key
 from tests.rows import run_row, session_row
 

@@ -13,8 +13,8 @@ from billing.prices import load_prices
 from scheduler.jobs.embedded import EmbeddedJobs
 from scheduler.jobs.registry import Job, JobContext, Result
 from scheduler.jobs.running import LEASE_S, RETRY_S, _start, ask, run_if_due, run_now, states
+from store.blobs.folder import FolderBlobs
 from store.db import Database
-from store.folder_blobs import FolderBlobs
 from store.settings import Settings
 from store.tables import JobRun
 

@@ -21,9 +21,9 @@ from scheduler.links.messages import Done
 from scheduler.order.operations import NewOperation, Outcome
 from scheduler.order.plans import Sample
 from store import tables
+from store.blobs.folder import FolderBlobs
+from store.blobs.room import NoRoom
 from store.db import Database
-from store.folder_blobs import FolderBlobs
-from store.room import NoRoom
 from tests.rows import run_row, session_row
 from tests.servers import PostgresServer
 

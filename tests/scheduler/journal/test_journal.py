@@ -39,9 +39,9 @@ from scheduler.links.sockets import ServerLink, WorkerLink
 from scheduler.order.operations import Draining, NewOperation, Outcome, QueueFull, RunClosed, SequenceReused, Waiting
 from scheduler.order.plans import BODY_ONLY, Create, Plan, Sample, Save
 from store import tables
+from store.blobs.folder import FolderBlobs
+from store.blobs.room import Room
 from store.db import Database
-from store.folder_blobs import FolderBlobs
-from store.room import Room
 from tests import rows
 
 NOW = datetime.now(UTC)

@@ -23,9 +23,9 @@ from scheduler.links.sockets import ServerLink, WorkerLink
 from scheduler.order.operations import Gone, Outcome, Waiting
 from scheduler.order.plans import ForwardBackward, Slice
 from store import tables
+from store.blobs.folder import FolderBlobs
+from store.blobs.room import NoRoom, Room
 from store.db import Database
-from store.folder_blobs import FolderBlobs
-from store.room import NoRoom, Room
 from tests.scheduler.journal.test_journal import (
     RUN,
     Service,

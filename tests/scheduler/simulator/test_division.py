@@ -12,7 +12,7 @@ from api.cli import weftd
 from api.server.gpu_shapes import shape_of
 from scheduler.simulator.division import Gpu, Shape, best, candidates, cluster_of, divisions, gather_s
 from scheduler.simulator.workloads import Workload
-from tests.workers.model.test_plan import GIB, SHAPES
+from tests.workers.model.planning.test_plan import GIB, SHAPES
 from workers.model.card import config_card
 
 

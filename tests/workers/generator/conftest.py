@@ -12,9 +12,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from workers.generator.engine import Engine, Finished, GenerateRequest
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.base.weights import load_decoder
 from workers.model.decoder import Decoder
-from workers.model.weights import load_decoder
 
 EOS = (7, 11)
 VOCAB = 97

@@ -15,7 +15,7 @@ import torch
 from workers.generator.adapters import AdapterCache, AdapterUnusable, HeldAdapter
 from workers.generator.engine import Finished, GenerateRequest, PolicySpan, SamplingParams
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
 from workers.model.decoder import Decoder
 
 from .conftest import run, until_read

@@ -13,10 +13,10 @@ from transformers import Qwen3MoeForCausalLM
 from tests.workers.generator.conftest import EOS, run
 from workers.generator.engine import GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapter import load_adapter
+from workers.model.adapters.adapter import load_adapter
+from workers.model.base.weights import load_decoder
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
-from workers.model.weights import load_decoder
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

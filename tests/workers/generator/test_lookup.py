@@ -19,7 +19,7 @@ from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.kv_cache import PAGE_TOKENS
 from workers.generator.lookup import Lookup, runs_of
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
 from workers.model.decoder import Decoder
 
 from .conftest import EOS, VOCAB, four_adapters, run, spell, until_read

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workers.generator.engine import Finished, GenerateRequest, PolicySpan, SamplingParams
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapter import Adapter, AdapterShape, load_adapter, policy_version, save_adapter
+from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter, policy_version, save_adapter
 from workers.model.attend import ALL, Reach
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 

@@ -11,8 +11,8 @@ from weft.wire import ModelInput, SampleRequest, SequenceResult, TensorData, dec
 from weft.wire import SamplingParams as WireSamplingParams
 
 from scheduler.links.messages import SampleOp
-from store.ahead import Ahead
-from store.folder_blobs import FolderBlobs
+from store.blobs.ahead import Ahead
+from store.blobs.folder import FolderBlobs
 from workers.generator.engine import Facts, Finished, PolicySpan, RequestError
 from workers.generator.requests import PendingSample, answer, read_sample, read_sampling, record_stability
 

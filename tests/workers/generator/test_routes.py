@@ -16,7 +16,7 @@ from tests.workers.generator.conftest import EOS, EngineFactory, run
 from workers.generator.engine import GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model import decoder as decoder_module
-from workers.model.adapter import load_adapter
+from workers.model.adapters.adapter import load_adapter
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.workers.model.models import ours, random_adapter, reference
-from workers.generator.engine import Finished, GenerateRequest, SamplingParams
+from workers.generator.engine import Finished, GenerateRequest, PolicySpan, SamplingParams
 from workers.generator.prefix_cache import BLOCK_TOKENS, PrefixCache
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapter import save_adapter
-from workers.model.decoder import Decoder
+from workers.model.adapters.adapter import load_adapter, save_adapter
+from workers.model.decoder import Decoder, LoraRows
+from workers.model.recur import Recurrence, State
 
 from .conftest import run
 from .test_engine_contract import prompt, same
+from .test_policies import GrowingAttend, steps, swap
 
 B = BLOCK_TOKENS
 SAMPLED = SamplingParams(max_tokens=62, seed=4, stop_at_eos=False)
@@ -86,6 +91,60 @@ def test_a_step_that_failed_is_repeated_from_the_same_states(
     found = run(crowded, *requests)
     assert calls > 20
     assert all(same(a, found[a.id]) for a in wanted)
+
+
+class Growing(GrowingAttend):
+    """And states that other weights may have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: dict[int, State] = {}
+
+    def recur(self, layer: int, recurrence: Recurrence, x_TI: Tensor, *, apart: bool) -> Tensor:
+        y_TO, self.states[layer] = recurrence.run(x_TI, self.states.get(layer))
+        return y_TO
+
+
+def test_after_a_swap_logprobs_are_the_new_weights_over_the_old_states(hybrid: Decoder, tmp_path: Path) -> None:
+    for version in (3, 6):
+        adapter = random_adapter(hybrid, 3, version)
+        save_adapter(adapter, tmp_path / str(version), base_model="tiny", details={"step": version})
+    request = GenerateRequest(
+        "r", prompt(37, seed=1), replace(SAMPLED, max_tokens=20), adapter="inflight:mine",
+        adapter_folder=tmp_path / "3", run="mine",
+    )  # fmt: skip
+    made = engine(hybrid)
+    made.add(request)
+    steps(made, 9)
+    swap(made, tmp_path / "6")
+    (sequence,) = run(made)["r"].sequences
+    assert sequence.policy == (PolicySpan(3, 10), PolicySpan(6, 10))
+    old, new = (load_adapter(tmp_path / version, hybrid.config).adapter for version in "36")
+    tokens, attend, found = [*request.prompt, *sequence.tokens.tolist()], Growing(), []
+    with torch.no_grad():
+        for position, token in enumerate(tokens[:-1]):
+            one = LoraRows([0, 1], [old if position < 37 + 9 else new])
+            hidden_1D = hybrid(torch.tensor([token]), torch.tensor([position]), attend, one)
+            logprobs_V = torch.log_softmax(hybrid.logits(hidden_1D, one)[0], -1)
+            found.append(float(logprobs_V[tokens[position + 1]]))
+    np.testing.assert_allclose(np.asarray(sequence.logprobs), found[36:], atol=1e-4)
+
+
+def test_what_was_cancelled_goes_on_from_prompt_and_partial(hybrid: Decoder, requests: list[GenerateRequest]) -> None:
+    greedy = SamplingParams(max_tokens=30, temperature=0, stop_at_eos=False)
+    request = replace(requests[2], sampling=greedy, num_samples=1)
+    whole = run(engine(hybrid), request)["r2"].sequences[0]
+    made = engine(hybrid)
+    made.add(request)
+    steps(made, 12)
+    partial = made.cancel("r2")
+    assert partial is not None
+    begun = partial.sequences[0].tokens.tolist()
+    assert len(begun) > 5
+    left = replace(greedy, max_tokens=30 - len(begun))
+    rest = run(made, replace(request, id="rest", prompt=(*request.prompt, *begun), sampling=left))["rest"]
+    assert rest.facts.cache_hit == 2 * B
+    assert [*begun, *rest.sequences[0].tokens] == whole.tokens.tolist()
 
 
 def test_states_take_at_most_half_of_the_prefix_caches_memory(hybrid: Decoder) -> None:

@@ -14,7 +14,7 @@ from transformers import Qwen3MoeForCausalLM
 from workers.generator import forward
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapter import Adapter, AdapterShape, load_adapter, save_adapter
+from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter, save_adapter
 from workers.model.base_mm import base_mm
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs

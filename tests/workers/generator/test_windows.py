@@ -14,7 +14,7 @@ from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.kv_cache import PAGE_TOKENS
 from workers.generator.page_groups import PageGroup, page_groups
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapter import save_adapter
+from workers.model.adapters.adapter import save_adapter
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 

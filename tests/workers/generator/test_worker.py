@@ -22,10 +22,10 @@ import workers.model.tiny
 from scheduler.links.configs import Basics, GeneratorConfig
 from scheduler.links.messages import Cancel, Done, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
 from scheduler.links.sockets import ServerLink
-from store.folder_blobs import FolderBlobs
+from store.blobs.folder import FolderBlobs
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.worker import Generator
-from workers.model.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
 from workers.model.decoder import Decoder
 
 TINY = Path(workers.model.tiny.__file__).parent / "weights"

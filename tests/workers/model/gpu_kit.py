@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from workers.model.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig, GateConfig, RopeConfig, RouterConfig
 from workers.model.lora_rows import LoraRows
 
@@ -35,9 +37,29 @@ def interpret_library() -> None:
                 setattr(tl, name, interpreted)
 
 
+def multiply_bfloat16() -> None:
+    """Products of bfloat16 as a device makes them, exactly and summed in float32: the interpreter keeps these numbers
+    as integers and multiplies those."""
+    from triton.runtime import interpreter
+
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != interpreter.tl.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return plain(self, widened(a), widened(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
 if not torch.cuda.is_available():
     pytest.importorskip("triton", "3.7", reason="the interpreter of Triton before 3.7 cannot read NumPy 2.4's arrays")
     interpret_library()
+    multiply_bfloat16()
 
 HOST = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -40,9 +40,9 @@ from transformers import (
 )
 
 from tests.workers.model.bailing import BailingConfig, BailingMoeV2ForCausalLM
-from workers.model.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.base.weights import load_decoder
 from workers.model.decoder import Decoder
-from workers.model.weights import load_decoder
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -8,13 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import (
+    Kimi_K25Config,
+    Kimi_K25ForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from tests.workers.model.models import FAMILIES, HYBRID, SIZES, ours, packed, random_adapter, reference
-from workers.model.adapter import Adapter
+from workers.model.adapters.adapter import Adapter
+from workers.model.base.weights import ModelWeightsError, copy_weights, load_decoder
 from workers.model.decoder import LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
-from workers.model.weights import ModelWeightsError, copy_weights, load_decoder
 
 LENGTHS = [5, 17, 5, 1, 40]
 
@@ -49,6 +54,27 @@ def test_of_a_checkpoint_that_sees_the_text_model_is_served(tmp_path: Path) -> N
     with torch.no_grad():
         got = decoder.logits(decoder(tokens, positions, PackedAttend([40])))
         torch.testing.assert_close(got, model(tokens[None]).logits[0], atol=2e-5, rtol=1e-5)
+
+
+def test_of_kimis_checkpoint_that_sees_the_text_model_is_served(tmp_path: Path) -> None:
+    """With the names that Kimi-K2.5 has as published, which transformers reads, too (what it writes it cannot read)."""
+    plain = reference("deepseek")
+    ours(plain, tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    vision = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    config = Kimi_K25Config(
+        text_config=plain.config.to_dict(), vision_config=vision, tie_word_embeddings=False, image_token_id=90,
+        projection_hidden_size=32, architectures=["KimiK25ForConditionalGeneration"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    save_file({f"language_model.{name}": x for name, x in tensors.items()}, tmp_path / "model.safetensors")
+    decoder = load_decoder(tmp_path)
+    model = Kimi_K25ForConditionalGeneration.from_pretrained(tmp_path).eval()
+    tokens, positions = packed([40], 90)  # none of an image
+    with torch.no_grad():
+        got = decoder.logits(decoder(tokens, positions, PackedAttend([40])))
+        torch.testing.assert_close(got, model(tokens[None]).logits[0], atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(got, plain(tokens[None]).logits[0], atol=2e-5, rtol=1e-5)
 
 
 def test_decoder_sparse_step_leaves_the_other_layers_dense(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.workers.model.gpu_kit import CONFIG, DENSE
 from workers.model import lora, moe
-from workers.model.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, PackedAttend
 from workers.model.gpu import kernels, runs
@@ -31,7 +31,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Indexing(TorchFunctionMode):
-    """Does in Python what Tensor's own indexing, `copy_` and `to` do only where CUDA is linked."""
+    """Does in Python what Tensor's own indexing, `copy_`, `to` and `pin_memory` do only where CUDA is linked."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -45,6 +45,8 @@ class Indexing(TorchFunctionMode):
             return copy(take(place, index), value)
         if func is Tensor.copy_:
             return copy(*args)
+        if func is Tensor.pin_memory:
+            return args[0]
         if func is Tensor.to and isinstance(args[1], torch.device):
             return torch.empty(args[0].shape, dtype=args[0].dtype, device=args[1])
         return func(*args, **(kwargs or {}))

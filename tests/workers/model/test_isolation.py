@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.workers.model.models import ours, packed, random_adapter, reference
 from workers.model import isolation
-from workers.model.adapter import Adapter
+from workers.model.adapters.adapter import Adapter
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.isolation import choose, probe
 from workers.model.logprobs import target_logprobs

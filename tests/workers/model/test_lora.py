@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from tests.workers.model.models import ours, packed, random_adapter, reference
-from workers.model.adapter import Adapter
+from workers.model.adapters.adapter import Adapter
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
 

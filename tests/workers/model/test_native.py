@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.model.gpu_kit import CONFIG, adapter
-from workers.model.adapter import Adapter
+from workers.model.adapters.adapter import Adapter
 from workers.model.lora_rows import LoraRows
 from workers.model.native import build, launch
 from workers.model.native.launch import NativeProducts

@@ -15,7 +15,7 @@ from weft.wire.codec import ArrayDatum, TrainBatch, decode_train_output, encode_
 
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, OpKind, Pass, PassOver, RunSpec, Snapshot, TrainOp
-from store.folder_blobs import FolderBlobs
+from store.blobs.folder import FolderBlobs
 from workers.model.decoder import Decoder
 from workers.trainer.state import RunState
 from workers.trainer.trainer import Trainer

@@ -12,8 +12,8 @@ import torch
 from scheduler.links.messages import OpKind
 from tests.workers.model.models import ours
 from tests.workers.trainer.kit import Bench, ce_data, output, rl_data
+from workers.model.base.weights import load_decoder
 from workers.model.decoder import Decoder
-from workers.model.weights import load_decoder
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scheduler.links.messages import OpKind
 from tests.workers.trainer.kit import Bench, arenas, ce_data, output
-from workers.model.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.decoder import Decoder
 from workers.trainer.dimuon import Dimuon, DimuonStep, matrices, orthogonal, step_dimuon
 from workers.trainer.optimizer import OptimizerError

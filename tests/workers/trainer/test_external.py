@@ -12,7 +12,7 @@ from weft.wire import SaveWeightsExternalRequest
 
 from scheduler.links.messages import OpKind, TrainOp
 from tests.workers.trainer.kit import Bench, arenas, ce_data
-from workers.model.encryption import BadRecipient, parse_recipients
+from workers.model.adapters.encryption import BadRecipient, parse_recipients
 
 
 def save_external(bench: Bench, run_id: str, ref: str, recipients: list[str] | None = None) -> TrainOp:

@@ -14,7 +14,7 @@ from weft.wire.checks.losses import LOSSES
 from tests.workers.model.models import ours, reference
 from tests.workers.model.test_lora import merged
 from tests.workers.trainer.kit import Bench, ce_data, multi_data, output, rl_data
-from workers.model.adapter import Adapter
+from workers.model.adapters.adapter import Adapter
 from workers.trainer.losses import LOSS_FUNCTIONS
 
 STEPS = 5

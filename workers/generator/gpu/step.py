@@ -18,8 +18,8 @@ from torch import Tensor
 
 from workers.generator.gpu.attend import PagedAttend
 from workers.generator.kv_cache import KVCache
-from workers.model.adapter import Adapter
-from workers.model.adapter_shape import AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.base_mm import replayed
 from workers.model.decoder import Decoder
 from workers.model.gpu.runs import rewritable

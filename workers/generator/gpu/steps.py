@@ -18,7 +18,7 @@ from workers.generator.forward import DecodePlan
 from workers.generator.gpu.capture import Capture, CudaGraphs, Repeated
 from workers.generator.gpu.step import Step
 from workers.generator.kv_cache import KVCache, pages_of
-from workers.model.adapter_shape import AdapterShape
+from workers.model.adapters.shape import AdapterShape
 from workers.model.decoder import Decoder
 from workers.model.gpu.runs import forms
 

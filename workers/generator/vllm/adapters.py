@@ -12,11 +12,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from store.blobs import Damaged, Weights, reading
+from store.blobs.contract import Damaged, Weights, reading
 from workers.generator.adapters import AdapterUnusable
-from workers.model.adapter import Adapter, AdapterFileError, load_adapter, policy_version
+from workers.model.adapters.adapter import Adapter, AdapterFileError, load_adapter, policy_version
+from workers.model.adapters.peft_format import write_peft
 from workers.model.config import DecoderConfig
-from workers.model.peft_format import write_peft
 
 #: The ranks vLLM makes room for; an adapter of another rank takes as much as the next higher one.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from store.blobs import Weights
+from store.blobs.contract import Weights
 from workers.generator.engine import (
     EngineStats,
     Finished,

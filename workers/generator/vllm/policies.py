@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from store.blobs import Weights
+from store.blobs.contract import Weights
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import PolicySpan
 from workers.generator.vllm.adapters import LoraLimits, convert

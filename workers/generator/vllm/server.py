@@ -20,8 +20,8 @@ from typing import Any
 
 from workers.generator.vllm.adapters import LoraLimits
 from workers.generator.vllm.client import VllmClient, VllmLost, VllmRefused
-from workers.model.vllm_options import Layout, other_numbers
-from workers.model.vllm_options import words as option_words
+from workers.model.planning.vllm_options import Layout, other_numbers
+from workers.model.planning.vllm_options import words as option_words
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,8 @@ class VllmFailed(RuntimeError):
 class Launch:
     """How to start it. `program` is the `vllm` command of an environment that `make vllm` made, or of a GPU machine's
     with Weft's plugin (deploy/vllm/plugin); `context` the longest sequence, `slots` the sequences in one batch.
-    `options` are more of vLLM's own (`workers.model.vllm_options`). `gpus`: the numbers of those that it may see."""
+    `options` are more of vLLM's own (`workers.model.planning.vllm_options`). `gpus`: the numbers of those that it
+    may see."""
 
     program: Path
     model: Path

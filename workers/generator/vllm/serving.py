@@ -14,7 +14,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from store.blobs import Weights
+from store.blobs.contract import Weights
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import Finished, RequestError
 from workers.generator.refusals import refused

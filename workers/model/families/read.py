@@ -28,12 +28,16 @@ def read_config(name: str, path: Path) -> DecoderConfig:
 
 
 #: What the config.json of a model that sees says of seeing.
-_SEEING = {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
+_SEEING = """
+vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id
+media_placeholder_token_id video_placeholder use_unified_vision_chunk projection_hidden_size projection_layer_norm_eps
+ignore_index
+"""
 
 
 def _text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of its text model; what stands outside counts for the whole."""
-    whole = {key: value for key, value in raw.items() if key not in {*_SEEING, "text_config"}}
+    whole = {key: value for key, value in raw.items() if key not in [*_SEEING.split(), "text_config"]}
     return {**(raw.get("text_config") or {}), **whole}
 
 

@@ -5,6 +5,7 @@ docs/models.md is made from this table, and tests/workers/model/test_families.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -42,7 +43,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Family:
-    """`architecture` is what config.json names; `vision` that of checkpoints that see and have this text model.
+    """`architecture` is what config.json names; `vision` those of checkpoints that see and have this text model.
     `checkpoints` are examples of published ones. `attention` and `mlp` say in words what its layers are made of."""
 
     architecture: str
@@ -52,7 +53,7 @@ class Family:
     mlp: str
     read: Callable[[Fields], DecoderConfig] = field(repr=False)
     layout: Layout = Layout()
-    vision: str = ""
+    vision: tuple[str, ...] = ()
 
 
 _GROUPED = "grouped-query, rotary"
@@ -150,10 +151,19 @@ FAMILIES: dict[str, Family] = {
         Family(
             "DeepseekV3ForCausalLM",
             "DeepSeek-V3, Kimi-K2",
-            ("deepseek-ai/DeepSeek-V3.1", "moonshotai/Kimi-K2-Instruct-0905", "moonshotai/Kimi-K2-Thinking"),
+            (
+                "deepseek-ai/DeepSeek-V3.1",
+                "moonshotai/Kimi-K2-Instruct-0905",
+                "moonshotai/Kimi-K2-Thinking",
+                "moonshotai/Kimi-K2.5",
+                "moonshotai/Kimi-K2.6",
+            ),
             f"{_LATENT}, rotary (YaRN)",
             _SIGMOID,
             latent.deepseek_v3,
+            Layout(unused=("vision_tower.", "mm_projector.")),
+            # As published, and as transformers calls its own class.
+            ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
         ),
         Family(
             "Glm4MoeLiteForCausalLM",
@@ -205,7 +215,7 @@ FAMILIES: dict[str, Family] = {
             "SwiGLU",
             hybrids.qwen3_5,
             _QWEN3_5,
-            "Qwen3_5ForConditionalGeneration",
+            ("Qwen3_5ForConditionalGeneration",),
         ),
         Family(
             "Qwen3_5MoeForCausalLM",
@@ -215,7 +225,7 @@ FAMILIES: dict[str, Family] = {
             "softmax top-k, normalised, of SwiGLU experts; a shared expert with a gate",
             hybrids.qwen3_5_moe,
             _QWEN3_5,
-            "Qwen3_5MoeForConditionalGeneration",
+            ("Qwen3_5MoeForConditionalGeneration",),
         ),
         Family(
             "NemotronHForCausalLM",
@@ -232,4 +242,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 #: The architectures of checkpoints that see, and the family of their text model.
-VISION = {family.vision: family.architecture for family in FAMILIES.values() if family.vision}
+VISION = {name: family.architecture for family in FAMILIES.values() for name in family.vision}
+
+#: What names of the text model begin with in checkpoints and adapters of models that see (in Kimi-K2.5 its head, too),
+#: and in Nemotron's.
+_ROOT = re.compile(r"^(model\.language_model|language_model\.model|backbone)\.|^language_model\.(?=lm_head\.)")
+
+
+def plain_name(name: str) -> str:
+    """The name in a checkpoint of the text model alone."""
+    return _ROOT.sub(lambda found: "model." if found[1] else "", name)

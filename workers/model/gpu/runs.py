@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.model.adapter import Adapter
-from workers.model.adapter_shape import AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
+from workers.model.device import sent
 from workers.model.lora_rows import LoraRows
 
 #: Rows of a block: for dense products, where a group has many rows, and for the short (expert, group) runs.
@@ -95,17 +96,17 @@ class Table:
         ranks = [0 if adapter is None else adapter.rank for adapter in rows.adapters]
         #: Rounded up, so that rows of x A^T begin at whole vectors.
         self.max_rank = -(-max(ranks, default=0) // MIN_RANK_BLOCK) * MIN_RANK_BLOCK
-        self.ranks_G = torch.tensor(ranks, device=device)
+        self.ranks_G = sent(torch.tensor(ranks), device)
         scales = [0.0 if adapter is None else adapter.scale for adapter in rows.adapters]
-        self.scales_G = torch.tensor(scales, device=device)
-        starts = torch.tensor(rows.offsets, device=device)
+        self.scales_G = sent(torch.tensor(scales), device)
+        starts = sent(torch.tensor(rows.offsets), device)
         self.runs = Runs(starts, len(ranks), 1, len(rows), DENSE_ROWS)
         self._names, self._weights_NG, self._has_NG = _addresses(rows.adapters)
         grad_names, self._grads_NG, _ = _addresses(rows.grads)
         self._grad_index = {name: n for n, name in enumerate(grad_names)}
         self._index = {name: n for n, name in enumerate(self._names)}
-        self._device_weights_NG = torch.from_numpy(self._weights_NG).to(device)
-        self._device_grads_NG = torch.from_numpy(self._grads_NG).to(device)
+        self._device_weights_NG = sent(torch.from_numpy(self._weights_NG), device)
+        self._device_grads_NG = sent(torch.from_numpy(self._grads_NG), device)
 
     def rewrite(self, rows: LoraRows) -> None:
         """Become the table of other rows in the tensors that are here, so that launches which were captured with them
@@ -113,7 +114,7 @@ class Table:
         other = Table(rows, self._device)
         names_N = [other._index[name] for name in self._names]
         pairs = [(self.ranks_G, other.ranks_G), (self.scales_G, other.scales_G)]
-        pairs += [(self._device_weights_NG, torch.from_numpy(other._weights_NG[names_N]))]
+        pairs += [(self._device_weights_NG, sent(torch.from_numpy(other._weights_NG[names_N]), self._device))]
         for has, mine in self._dense_blocks.items():
             name = next(name for name, groups in self._signatures.items() if groups == has)
             for (own, blocks), (new, others) in zip(mine, other.blocks(name), strict=True):
@@ -167,9 +168,9 @@ class Table:
                 arenas.setdefault(grad.flat.data_ptr(), []).append(group)
         start = torch.tensor([0, *(len(members) for members in arenas.values())]).cumsum(0)
         flat = torch.tensor([group for members in arenas.values() for group in members], dtype=torch.int64)
-        owners = Owners(len(arenas), start.to(self._device), flat.to(self._device))
+        owners = Owners(len(arenas), sent(start, self._device), sent(flat, self._device))
         most = max(adapter.rank for adapter in (self._adapters[group] for group in groups) if adapter is not None)
-        return RankClass(block, most, active.to(self._device), owners)
+        return RankClass(block, most, sent(active, self._device), owners)
 
 
 _TABLES: WeakKeyDictionary[LoraRows, Table] = WeakKeyDictionary()

@@ -2,7 +2,7 @@
 
 The result is kept in the user's cache folder under the hash of source, flags, compiler and processor. Compiling takes a
 second; `python -m workers.model.native.build [FILE.c ...]` does it ahead, also for the generator's attend.c. Without a
-C compiler torch computes the same sums, several times slower where groups are small.
+C compiler torch computes the same sums, several times slower where groups are small or layers are recurrent.
 """
 
 from __future__ import annotations

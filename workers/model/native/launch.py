@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.model.adapter import Adapter, Slot
+from workers.model.adapters.adapter import Adapter, Slot
 from workers.model.lora_rows import LoraRows
 from workers.model.native.build import library
 from workers.model.routing import Routing

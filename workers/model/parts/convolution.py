@@ -9,7 +9,8 @@ from torch import Tensor
 
 def convolved(taps: Sequence[Tensor], weight_MJ: Tensor, bias_M: Tensor | None = None) -> Tensor:
     """The sum of each position's J taps [.., M], the oldest first."""
-    total = taps[0] * weight_MJ[:, 0]
-    for j, tap in enumerate(taps[1:], start=1):
-        total = total + tap * weight_MJ[:, j]
+    weight_JM = weight_MJ.t().contiguous()  # torch's vectors need neighbours
+    total = taps[0] * weight_JM[0]
+    for tap, own in zip(taps[1:], weight_JM[1:], strict=True):
+        total = total + tap * own
     return total if bias_M is None else total + bias_M

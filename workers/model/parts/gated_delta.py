@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from workers.model.attend import Attend
 from workers.model.config import DecoderConfig
 from workers.model.lora import LoraRows, Site, lora_linear
-from workers.model.parts.chunks import CHUNK, by_head, chunked, faded, read
+from workers.model.parts.chunks import CHUNK, by_head, chunked, faded
 from workers.model.parts.convolution import convolved
 from workers.model.parts.frozen import frozen
+from workers.model.parts.one_token import Tokens, one_token
 from workers.model.parts.rotary import Angles
 from workers.model.parts.steady import steady
 from workers.model.recur import Recur, State
@@ -65,22 +66,23 @@ class GatedDelta(nn.Module):
         seen_M = torch.cat((before_JM, x.mixed))
         taps = [seen_M[j : j + len(x_NI)] for j in range(c.taps)]
         q, k, v = self._heads(F.silu(convolved(taps, self.conv)))
+        each = c.value_heads // c.key_heads
         decay_NH = -self.decay_log.exp() * F.softplus(x.decay + self.decay_bias)
+        q, k = (t.repeat_interleave(each, 1) for t in (q, k))
         tokens = _Tokens(*(t.transpose(0, 1) for t in (q, k, v, decay_NH, torch.sigmoid(x.rate))))
         out_HNV, end_HDV = by_chunks(tokens, start_HDV)
         return self._gated(out_HNV.transpose(0, 1), F.silu(x.gate)), (seen_M[len(x_NI) :], end_HDV)
 
     def step(self, x_RI: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
         x = self._inputs(x_RI)
-        before_RJM, start_RHDV = (torch.stack(part) for part in zip(*states, strict=True))
+        before_RJM = torch.stack([before_JM for before_JM, _ in states])
         seen_RJM = torch.cat((before_RJM, x.mixed[:, None]), dim=1)
         q, k, v = self._heads(steady(F.silu, convolved(seen_RJM.unbind(1), self.conv)))
         decay_RH = -self.decay_log.exp() * steady(F.softplus, x.decay + self.decay_bias)
-        decayed_RHDV = start_RHDV * steady(torch.exp, decay_RH)[:, :, None, None]
-        missing_RHV = (v - read(decayed_RHDV, k)) * steady(torch.sigmoid, x.rate)[:, :, None]
-        end_RHDV = decayed_RHDV + k[..., None] * missing_RHV[:, :, None]
-        y = self._gated(read(end_RHDV, q), steady(F.silu, x.gate))
-        return y, list(zip(seen_RJM[:, 1:].unbind(), end_RHDV.unbind(), strict=True))
+        tokens = Tokens(q, k, v, steady(torch.exp, decay_RH), steady(torch.sigmoid, x.rate))
+        out_RHV, ends_HDV = one_token(tokens, [start_HDV for _, start_HDV in states])
+        y = self._gated(out_RHV, steady(F.silu, x.gate))
+        return y, list(zip(seen_RJM[:, 1:].unbind(), ends_HDV, strict=True))
 
     def _inputs(self, x_NI: Tensor) -> _Inputs:
         """The projections, parted."""
@@ -96,14 +98,13 @@ class GatedDelta(nn.Module):
         return _Inputs(mixed, z.flatten(1), b.flatten(1), a.flatten(1))
 
     def _heads(self, mixed_NM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [N, H, D], of length one, queries scaled; values [N, H, V]. A key head serves consecutive
+        """Queries and keys [N, K, D], of length one, queries scaled; values [N, H, V]. A key head serves consecutive
         value heads."""
         c = self.config
         key = c.key_heads * c.key_dim
         q, k, v = mixed_NM.split_with_sizes([key, key, c.value_size], dim=-1)
-        each, v_NHV = c.value_heads // c.key_heads, by_head(c.value_heads, v)
         q_NKD, k_NKD = (_unit(by_head(c.key_heads, t)) for t in (q, k))
-        return (q_NKD * c.key_dim**-0.5).repeat_interleave(each, 1), k_NKD.repeat_interleave(each, 1), v_NHV
+        return q_NKD * c.key_dim**-0.5, k_NKD, by_head(c.value_heads, v)
 
     def _gated(self, out_NHV: Tensor, gate_NM: Tensor) -> Tensor:
         normed = F.rms_norm(out_NHV, self.norm.shape, self.norm, self.norm_eps)

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from workers.model.attend import Attend
 from workers.model.config import DecoderConfig
 from workers.model.lora import LoraRows, Site, lora_linear
-from workers.model.parts.chunks import CHUNK, by_head, chunked, faded, read
+from workers.model.parts.chunks import CHUNK, by_head, chunked, faded
 from workers.model.parts.convolution import convolved
 from workers.model.parts.frozen import frozen
+from workers.model.parts.one_token import Tokens, one_token
 from workers.model.parts.rotary import Angles
 from workers.model.parts.steady import steady
 from workers.model.recur import Recur, State
@@ -79,16 +80,15 @@ class Mamba2(nn.Module):
 
     def step(self, x_RI: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
         gate, mixed, step = self._inputs(x_RI)
-        before_RJM, start_RHDV = (torch.stack(part) for part in zip(*states, strict=True))
+        before_RJM = torch.stack([before_JM for before_JM, _ in states])
         seen_RJM = torch.cat((before_RJM, mixed[:, None]), dim=1)
         x_RHV, b_RGD, c_RGD = self._parts(steady(F.silu, convolved(seen_RJM.unbind(1), self.conv, self.conv_bias)))
         step_RH = steady(F.softplus, step + self.step_bias)
         kept_RH = steady(torch.exp, -self.decay_log.exp() * step_RH)
-        b_RHD, c_RHD = (self._of_heads(t) for t in (b_RGD, c_RGD))
-        written_RHDV = b_RHD[..., None] * (x_RHV * step_RH[..., None])[:, :, None]
-        end_RHDV = start_RHDV * kept_RH[:, :, None, None] + written_RHDV
-        y = self._gated(read(end_RHDV, c_RHD) + self.skip[:, None] * x_RHV, steady(F.silu, gate))
-        return y, list(zip(seen_RJM[:, 1:].unbind(), end_RHDV.unbind(), strict=True))
+        tokens = Tokens(c_RGD, b_RGD, x_RHV * step_RH[..., None], kept_RH)
+        out_RHV, ends_HDV = one_token(tokens, [start_HDV for _, start_HDV in states])
+        y = self._gated(out_RHV + self.skip[:, None] * x_RHV, steady(F.silu, gate))
+        return y, list(zip(seen_RJM[:, 1:].unbind(), ends_HDV, strict=True))
 
     def _inputs(self, x_NI: Tensor) -> tuple[Tensor, ...]:
         """The gate [N, H V], what the convolution takes [N, M], the steps before their bias [N, H]."""
@@ -101,10 +101,6 @@ class Mamba2(nn.Module):
         shared = c.groups * c.state_dim
         x, b, read_by = mixed_NM.split_with_sizes([c.value_size, shared, shared], dim=-1)
         return by_head(c.heads, x), by_head(c.groups, b), by_head(c.groups, read_by)
-
-    def _of_heads(self, x_RGD: Tensor) -> Tensor:
-        """A group serves consecutive heads."""
-        return x_RGD.repeat_interleave(self.config.heads // self.config.groups, 1)
 
     def _gated(self, out_NHV: Tensor, gate_NM: Tensor) -> Tensor:
         """The norm is of what is gated, within each group of heads."""

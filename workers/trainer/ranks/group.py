@@ -1,8 +1,8 @@
 """What the ranks of a trainer do together: they vote for what comes next, make each step at the same time, and have
 rank 0 tell the server what they have to say.
 
-The base is sharded (`workers.model.sharded`), so a forward or backward on one rank needs all of them. Each rank goes
-through its own part of a pass; before each step it votes, and takes part in the others' steps until its own turn:
+The base is sharded (`workers.model.base.sharded`), so a forward or backward on one rank needs all of them. Each rank
+goes through its own part of a pass; before each step it votes, and takes part in the others' steps until its own turn:
 
     forwards first, then forward_backwards; when nobody wants either, those whose work is spread collect it, and then
     the next work is planned; when nobody wants anything, the pass is over.
@@ -22,7 +22,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from workers.model.sharded import Sharded
+from workers.model.base.sharded import Sharded
 
 #: What may be waited for without end: the next pass. In a pass the watchdog's limit holds.
 FOR_EVER = timedelta(days=365)

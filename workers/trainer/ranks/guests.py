@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.wire.codec import TrainBatch
 
 from scheduler.links.messages import Failure, RunSpec, TrainOp
-from workers.model.adapter import Adapter
+from workers.model.adapters.adapter import Adapter
 from workers.trainer.arena import Arena, ArenaKind
 from workers.trainer.metrics import Measure
 from workers.trainer.progress import Part, Progress

@@ -17,8 +17,8 @@ import msgspec
 import torch
 
 from scheduler.links.messages import HandedOver, Pass, PassOver
+from workers.model.base.sharded import Sharded
 from workers.model.decoder import Decoder
-from workers.model.sharded import Sharded
 from workers.trainer.computing import Others
 from workers.trainer.held import Send
 from workers.trainer.ranks.group import Group, Want

@@ -22,9 +22,9 @@ from scheduler.links.configs import TrainerConfig
 from scheduler.links.sockets import WorkerLink
 from workers.blobs import blobs_of
 from workers.leave import leave
+from workers.model.base.sharded import Sharded, held_bytes, load_sharded
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
-from workers.model.sharded import Sharded, held_bytes, load_sharded
 from workers.say import say_as
 from workers.trainer.computing import Others
 from workers.trainer.process import StopFlag, serve_all

@@ -116,7 +116,9 @@ class TemplateRenderer:
         content = _TOOL_CALL.sub("", rest).strip() if calls else rest
         return Parsed(content, thought[1].strip() if thought else None, calls)
 
-    def example(self, messages: Sequence[Message]) -> list[tuple[list[int], list[bool]]]:
+    def example(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+    ) -> list[tuple[list[int], list[bool]]]:
         """A conversation as training examples: ids, and which of them its assistant would have sampled.
 
         One, or several where the template rewrites what was said before; each answer is in exactly one of them."""
@@ -125,8 +127,8 @@ class TemplateRenderer:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self._text(messages[:index], None, True)
-            whole = self._text(messages[: index + 1], None, False)
+            prompt = self._text(messages[:index], tools, True)
+            whole = self._text(messages[: index + 1], tools, False)
             if not whole.startswith(prompt):
                 raise ValueError(f"messages[{index}]: the chat template does not put the answer behind its prompt")
             if ids and not prompt.startswith(written):

@@ -37,7 +37,8 @@ class Verifiers:
         try:
             importlib.import_module("verifiers.clients")
         except ImportError:
-            raise ImportError("rl.verifiers needs verifiers 0.1.x: pip install 'verifiers<0.2'") from None
+            says = "rl.verifiers needs 0.1.x: pip install 'verifiers<0.2' (0.4 comes by the door: docs/openai.md)"
+            raise ImportError(says) from None
         self.tasks: Sequence[Any] = [dict(row) for row in env.get_dataset()]
 
     async def group(self, task: Any, chats: Sequence[Chat]) -> list[Outcome]:

@@ -7,23 +7,28 @@ from typing import Any
 
 import numpy as np
 
-from weft.rl.chat.render import TemplateRenderer
+from weft.rl.chat.render import TemplateRenderer, Tool
 from weft.wire.inputs import Datum, ModelInput
 
 
 def conversations(
-    rows: Iterable[Sequence[Mapping[str, Any]]], tokenizer: Any, *, max_length: int | None = None
+    rows: Iterable[Sequence[Mapping[str, Any]]],
+    tokenizer: Any,
+    *,
+    tools: Sequence[Tool] | None = None,
+    max_length: int | None = None,
 ) -> list[Datum]:
     """Lists of messages as data for `sft`: every answer is trained, to the token that ends its turn, and nothing else.
 
     A conversation whose template rewrites what was said before (thinking that is dropped from the history) becomes
-    several data, so that each answer is trained behind the prompt that it will be sampled from. What is longer than
-    `max_length` tokens is cut at the end.
+    several data, so that each answer is trained behind the prompt that it will be sampled from. `tools` are the JSON
+    schemas that the template shows, and answers may be calls of them. What is longer than `max_length` tokens is cut at
+    the end.
     """
     renderer = TemplateRenderer(tokenizer)
     made = []
     for messages in rows:
-        for ids, sampled in renderer.example(messages):
+        for ids, sampled in renderer.example(messages, tools):
             if any(sampled[1:max_length]):
                 made.append(supervised(ids[:max_length], sampled[:max_length]))
     return made

@@ -14,8 +14,8 @@ from scheduler.journal.ending.outcomes import RECENT_BYTES_PER_ORG, Answers
 from scheduler.links.messages import Done
 from scheduler.order.operations import Gone, Operation, Outcome
 from scheduler.order.plans import BODY_ONLY
+from store.blobs.folder import FolderBlobs
 from store.db import Transactions
-from store.folder_blobs import FolderBlobs
 from tests.scheduler.journal.test_journal import Service, folder, go, sample  # noqa: F401
 
 

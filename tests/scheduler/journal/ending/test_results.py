@@ -12,8 +12,8 @@ from scheduler.journal.ending.outcomes import Answers, result_ref
 from scheduler.journal.ending.results import BATCH, FETCHED_LAST, RESULTS_LAST, Results
 from scheduler.order.operations import Gone, Outcome
 from store import tables
+from store.blobs.folder import FolderBlobs
 from store.db import Database
-from store.folder_blobs import FolderBlobs
 from tests.keys import create_key
 
 NOW = datetime.now(UTC)

@@ -16,7 +16,7 @@ from workers.generator.engine import GenerateRequest, SamplingParams
 from workers.generator.gpu.capture import CudaGraphs, Repeated
 from workers.generator.gpu.steps import DecodeSteps
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapter import save_adapter
+from workers.model.adapters.adapter import save_adapter
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 

@@ -1,5 +1,5 @@
-"""The kernels of a decode step compile to machine code for the GPUs we mean, in every form that attend.py asks for. In
-a process of its own, because the interpreter of the other tests excludes it."""
+"""The kernels of decode steps, prefills and copies of pages compile to machine code for the GPUs we mean, in every form
+that they are asked for. In a process of its own, because the interpreter of the other tests excludes it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from workers.generator.gpu import kernels
+from workers.generator.gpu import kernels, prefill_kernels
 from workers.generator.gpu.attend import MAX_SPLITS, MIN_PAGES
+from workers.generator.gpu.pages import BLOCK
+from workers.generator.gpu.prefill import Shape
 from workers.generator.kv_cache import PAGE_TOKENS
 
 def compiled(name, capability, groups, dim, precision, dtype, window=0, sinks=False):
+    if name == "copy_pages":
+        types = {"table_3B": "*i64", "tensors": "i32", "pairs_C2": "*i64", "BLOCK": "constexpr"}
+        return built(prefill_kernels.copy_pages, {"BLOCK": BLOCK}, types, capability)
+    if hasattr(prefill_kernels, name):
+        return prefill(name, capability, groups, dim, precision, dtype, window, sinks)
     kernel = getattr(kernels, name)
     block = 1 << (dim - 1).bit_length()
     fixed = {"HEADS": 4, "GROUPS": groups, "ALL_HEADS": 4 * groups, "DIM": dim, "PAGE": PAGE_TOKENS}
@@ -35,13 +42,26 @@ def compiled(name, capability, groups, dim, precision, dtype, window=0, sinks=Fa
     types = {"table_RW": "*i32", "positions_R": "*i64", "scale_log2": "fp32"}
     types |= dict.fromkeys(("sums_RHSD", "tops_RHS", "masses_RHS", "sinks_H"), "*fp32")
     types |= dict.fromkeys(("stride_k", "stride_v", "stride_q", "width"), "i32") | dict.fromkeys(fixed, "constexpr")
-    signature = {argument: types.get(argument, "*" + dtype) for argument in kernel.arg_names}
+    return built(kernel, fixed, {name: "*" + dtype for name in kernel.arg_names} | types, capability)
+
+def prefill(name, capability, groups, dim, precision, dtype, window, sinks):
+    kernel, shape = getattr(prefill_kernels, name), Shape.of(dim, groups, 2 if dtype == "bf16" else 4)
+    fixed = {"HEADS": 4, "GROUPS": groups, "DIM": dim, "PAGE": PAGE_TOKENS, "WINDOW": window, "SINKS": sinks}
+    fixed |= {"PRECISION": precision, "BLOCK_M": shape.rows, "BLOCK_D": shape.columns}
+    fixed = {name: value for name, value in fixed.items() if name in kernel.arg_names}
+    types = dict.fromkeys(("blocks_B3", "tiles_B5", "pages"), "*i32") | {"sinks_H": "*fp32", "scale_log2": "fp32"}
+    types |= dict.fromkeys(("stride_k", "stride_v", "stride_q"), "i32") | dict.fromkeys(fixed, "constexpr")
+    options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    return built(kernel, fixed, {name: "*" + dtype for name in kernel.arg_names} | types, capability, options)
+
+def built(kernel, fixed, types, capability, options=None):
+    signature = {argument: types[argument] for argument in kernel.arg_names}
     places = {(kernel.arg_names.index(argument),): value for argument, value in fixed.items()}
     # As Triton finds them when it is called: tensors begin at 16 bytes, rows are multiples of 16 elements.
     even = [argument for argument, of in signature.items() if of.startswith("*") or argument.startswith("stride")]
     attributes = {(kernel.arg_names.index(argument),): [["tt.divisibility", 16]] for argument in even}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 found = []
 for form in json.loads(sys.argv[1]):
@@ -59,6 +79,12 @@ FORMS: list[tuple[Any, ...]] = [
     ("partial", 80, 32, 80, "tf32", "bf16"),
     *((name, 90, 8, 64, "tf32", "bf16", 128, True) for name in ("partial", "combine")),
     ("combine", 90, 8, 64, "tf32", "bf16", 0, True),
+    ("store_blocks", 90, 8, 128, "tf32", "bf16"),
+    *(("attend_tiles", gpu, 8, 128, "tf32", "bf16") for gpu in SHARED_BYTES),
+    ("attend_tiles", 90, 8, 64, "tf32", "bf16", 128, True),
+    ("attend_tiles", 80, 4, 256, "tf32", "bf16"),
+    ("attend_tiles", 80, 1, 256, "ieee", "fp32"),
+    ("copy_pages", 90, 0, 0, "", ""),
 ]
 
 
@@ -70,5 +96,5 @@ def test_kernels_compile_for_the_gpus_we_mean() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     for form, (cubin_bytes, shared_bytes, ahead) in zip(FORMS, json.loads(done.stdout), strict=True):
         assert cubin_bytes > 0
-        assert ahead or form[0] != "partial", f"{form} waits for each page, element by element"
+        assert ahead or form[0] not in ("partial", "attend_tiles"), f"{form} waits for each page, element by element"
         assert shared_bytes <= SHARED_BYTES[form[1]], f"{form} wants {shared_bytes} bytes of shared memory"

@@ -1,4 +1,5 @@
-"""On a pretended GPU: a decode step lies on the device, and nothing of it waits. See tests/workers/model."""
+"""On a pretended GPU: a decode step and what is drawn from it lie on the device, and nothing of it waits. See
+tests/workers/model."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.workers.model.gpu_kit import CONFIG, DENSE
 from tests.workers.model.test_gpu_placement import CUDA, Indexing, Launches, launches  # noqa: F401
+from workers.generator.engine import SamplingParams
 from workers.generator.gpu import kernels
 from workers.generator.gpu.step import Step
 from workers.generator.kv_cache import KVCache
-from workers.model.adapter import Adapter
-from workers.model.adapter_shape import AdapterShape
+from workers.generator.sampling import SamplingRows, chosen
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.gpu import kernels as adapter_kernels
@@ -57,3 +60,12 @@ def test_a_decode_step_stays_on_the_device_and_never_waits(
     assert {kernel.count for kernel in own.values()} == {config.num_layers}
     # Two rank classes (4 and 8, 40), five products of x and eight of outputs.
     assert (launches["shrink"].count, launches["expand"].count) == ((2 * 5, 2 * 8) if adapted else (0, 0))
+
+
+def test_nothing_is_read_before_all_is_drawn() -> None:
+    """Greedy, from all and from the likeliest, with tables of likeliest tokens."""
+    kinds = [SamplingParams(temperature=0), SamplingParams(top_k=3, top_p=0.9), SamplingParams(), SamplingParams()]
+    with FakeTensorMode(), Indexing():
+        rows = SamplingRows.of(kinds, 50, CUDA, [0, 2, 5, 0])
+        found = chosen(torch.empty(4, 50, device=CUDA), rows, [0.5] * 4)
+        assert (found.device, found.shape) == (CUDA, (2 * 4 + 2 * 2 * 5,))

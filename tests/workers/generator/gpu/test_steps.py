@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -25,15 +26,17 @@ from workers.generator.gpu import steps
 from workers.generator.gpu.capture import Capture
 from workers.generator.gpu.step import Step
 from workers.generator.gpu.steps import Computed, DecodeSteps, bucket
-from workers.generator.kv_cache import KVCache
+from workers.generator.kv_cache import PAGE_TOKENS, KVCache
 from workers.generator.torch_engine import TorchEngine
 from workers.model import base_mm, lora_products
-from workers.model.adapter import save_adapter
+from workers.model.adapters.adapter import save_adapter
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.gpu.runs import forms
 
 CONTEXT, SLOTS = 96, 6
+#: A layer with a window and one without.
+WINDOWS = replace(DENSE, num_layers=2, window=20, window_layers=(0,), sinks=True)
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="test_capture.py has what captures on a GPU")
 
@@ -58,17 +61,25 @@ def device_code() -> Iterator[None]:
 class Steps:
     """DecodeSteps in the place of an engine's plain decoding; looks at each step's plan and pages."""
 
-    def __init__(self, engine: TorchEngine, decoder: Decoder, capture: Capture[Computed] | None) -> None:
+    def __init__(self, engine: TorchEngine, decoder: Decoder, capture: Capture[Computed] | None, context: int) -> None:
         self.cache = engine._cache
-        decoder.rotary(torch.arange(CONTEXT))  # as long as it gets: on a device it is from the start
-        self.steps = DecodeSteps(decoder, self.cache, slots=SLOTS, context=CONTEXT, capture=capture)
+        decoder.rotary(torch.arange(context))  # as long as it gets: on a device it is from the start
+        self.steps = DecodeSteps(decoder, self.cache, slots=SLOTS, context=context, capture=capture)
         self.rows: list[int] = []
+        #: Of each page, who has held it in which group of layers; of rows, the most that one has given back.
+        self.holders: dict[int, set[tuple[str, int]]] = {}
+        self.gone = 0
 
     def __call__(self, plan: forward.DecodePlan) -> Tensor:
         before = [pool.clone() for pool in self.cache.k_NKDP + self.cache.v_NKPD]
         with device_code():
             found = self.steps(plan)
         self.rows.append(len(plan.rows))
+        for row in plan.rows:
+            for group, held in enumerate(row.pages):
+                self.gone = max(self.gone, held.gone)
+                for page in held.pages:
+                    self.holders.setdefault(page, set()).add((row.owner.request.id, group))
         written = {held.of(row.position) for row in plan.rows for held in row.pages} | {self.cache.scratch}
         for pool, then in zip(self.cache.k_NKDP + self.cache.v_NKPD, before, strict=True):
             changed = (pool != then).flatten(1).any(dim=1).nonzero().flatten().tolist()
@@ -106,13 +117,19 @@ def requests(folders: dict[str, Path], names: list[str]) -> list[GenerateRequest
 
 
 def compare(
-    config: DecoderConfig, wanted: list[GenerateRequest], capture: Capture[Computed] | None, lookup: int = 0
+    config: DecoderConfig,
+    wanted: list[GenerateRequest],
+    capture: Capture[Computed] | None,
+    context: int = CONTEXT,
+    lookup: int = 0,
+    **options: Any,
 ) -> Steps:
     """The same requests decoded plainly and by steps, these with prompt lookup."""
     engines = [
-        TorchEngine(random_decoder(config), EOS, slots=SLOTS, context=CONTEXT, lookup=most) for most in (0, lookup)
+        TorchEngine(random_decoder(config), EOS, slots=SLOTS, context=context, lookup=most, **options)
+        for most in (0, lookup)
     ]
-    used = engines[1]._decode_plan = Steps(engines[1], random_decoder(config), capture)
+    used = engines[1]._decode_plan = Steps(engines[1], random_decoder(config), capture, context)
     plain, stepped = (run(engine, *wanted) for engine in engines)
     assert (engines[1].stats().accepted_tokens > 0) == (lookup > 0)
     for request in wanted:
@@ -151,6 +168,28 @@ def test_steps_try_tokens_ahead(tmp_path: Path) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=40, stop_at_eos=False)
     asked = [replace(each, sampling=greedy, num_samples=1) for each in requests(saved(DENSE, tmp_path), ["small", ""])]
     compare(DENSE, asked, Tape(), lookup=4)
+
+
+@pytest.mark.parametrize("capture", [None, Tape()], ids=["pieces", "replayed"])
+def test_windows_give_back_pages_while_steps_decode_as_plain_decoding(capture: Tape | None) -> None:
+    """Sequences that pass their window, and others that grow into the pages given back, of whichever group of layers;
+    also in a step that was taken down before."""
+    wanted = [
+        GenerateRequest(
+            f"r{i}",
+            tuple(3 + (7 * i + j) % 60 for j in range(length)),
+            SamplingParams(max_tokens=tokens, temperature=0.7, seed=i, stop_at_eos=False),
+        )
+        for i, (length, tokens) in enumerate([(48, 9), (58, 10), (26, 10)])
+    ]
+    used = compare(WINDOWS, wanted, capture, kv_tokens=11 * PAGE_TOKENS, prefix_bytes=0)
+    assert used.cache.groups == 2
+    assert used.gone == 1
+    again = [found for found in used.holders.values() if len(found) > 1]
+    assert any(len({request for request, _ in found}) > 1 for found in again), "a page was to be another's later"
+    assert any(len({group for _, group in found}) > 1 for found in again), "and of another group of layers"
+    if capture is not None:
+        assert capture.replayed > 5
 
 
 def test_a_step_does_not_hold_the_adapters_it_had() -> None:

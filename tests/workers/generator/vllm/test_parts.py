@@ -20,7 +20,7 @@ from workers.generator.vllm import guard, translate
 from workers.generator.vllm.adapters import LoraLimits, NotServable, convert, targets
 from workers.generator.vllm.policies import Pushed, spans
 from workers.generator.vllm.serving import PrioritySemaphore
-from workers.model.adapter import Adapter, AdapterShape, load_adapter, save_adapter
+from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter, save_adapter
 from workers.model.config import read_json
 from workers.model.families.read import read_config
 from workers.model.tiny import TINY_PATH

@@ -24,12 +24,12 @@ from weft.wire.codec import decode_train_output
 
 from scheduler.links.configs import Basics, TrainerConfig
 from scheduler.links.messages import Done, OpKind, loss_ref
-from store.folder_blobs import FolderBlobs
+from store.blobs.folder import FolderBlobs
 from tests.workers.trainer.kit import MODEL, Bench, ce_data, rl_data, sliced
+from workers.model.base.sharded import Sharded, held_bytes, load_sharded
+from workers.model.base.stored import Stored
+from workers.model.base.weights import load_decoder
 from workers.model.device import ModelDevice
-from workers.model.sharded import Sharded, held_bytes, load_sharded
-from workers.model.stored import Stored
-from workers.model.weights import load_decoder
 from workers.trainer import computing
 from workers.trainer.ranks import guests
 from workers.trainer.ranks.group import Group

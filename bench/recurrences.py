@@ -1,0 +1,128 @@
+"""What one token through a recurrence costs at published widths: recur.c against torch, on the CPU, 1 thread.
+
+    python bench/recurrences.py [--json] [--out FILE] [--rounds 10]
+
+Per model, a decode step of TorchEngine with 64 sequences, without adapters, of a few of its layers with random weights;
+both ways in turn, round after round, CPU time of the process, the minimum of the rounds:
+
+- Qwen3.5-0.8B: four layers, which is its pattern once: three with a gated delta rule, one with attention; MLPs;
+- Nemotron-3-Nano-30B-A3B: two layers of Mamba-2 and one of attention, with one MLP in place of its experts.
+
+The vocabulary is small, so what is shared out over few layers does not hide them. The torch side is what a machine
+without a C compiler runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from generator import BATCH, running
+from serving import claim, machine
+from trainer import toy
+
+from workers.generator.torch_engine import TorchEngine
+from workers.model.config import DecoderConfig, DeltaConfig, GateConfig, MambaConfig, RopeConfig
+from workers.model.parts import gated_delta, mamba2, one_token
+
+#: How many times faster a step is with the kernel.
+GOAL = 2.0
+STEPS = 2
+MODELS = {
+    "Qwen3.5-0.8B": DecoderConfig(
+        "Qwen3_5ForCausalLM",
+        vocab_size=1024,
+        hidden_size=1024,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=256,
+        intermediate_size=3584,
+        context_length=512,
+        rope=RopeConfig(partial=0.25),
+        output_gate=True,
+        delta=DeltaConfig((0, 1, 2), 16, 16, 128, 128, 4, grouped=False),
+    ),
+    "Nemotron-3-Nano": DecoderConfig(
+        "NemotronHForCausalLM",
+        vocab_size=1024,
+        hidden_size=2688,
+        num_layers=4,
+        num_heads=32,
+        num_kv_heads=2,
+        head_dim=128,
+        intermediate_size=3712,
+        context_length=512,
+        rope=RopeConfig(partial=0.0),
+        qk_norm="",
+        gate=GateConfig(gated=False),
+        mamba=MambaConfig((0, 1), 64, 64, 8, 128, 4),
+        mlp_layers=(3,),
+    ),
+}
+
+
+@contextmanager
+def in_torch() -> Iterator[None]:
+    """Recurrences by torch, all else as it is."""
+    with (
+        mock.patch.object(gated_delta, "one_token", one_token.in_torch),
+        mock.patch.object(mamba2, "one_token", one_token.in_torch),
+    ):
+        yield
+
+
+def measured(config: DecoderConfig, rounds: int) -> dict[str, float]:
+    """CPU milliseconds of a step, and of torch's recurrences in it."""
+    engine = running(toy(config), [None] * BATCH)
+    best = {"c": float("inf"), "torch": float("inf")}
+    for _ in range(rounds):
+        best["c"] = min(best["c"], _step_ms(engine))
+        with in_torch():
+            best["torch"] = min(best["torch"], _step_ms(engine))
+    return {name: round(took, 1) for name, took in best.items()}
+
+
+def _step_ms(engine: TorchEngine) -> float:
+    engine.step()  # what it allocates for the first time, and torch's states
+    gc.collect()
+    began = time.process_time()
+    for _ in range(STEPS):
+        engine.step()
+    return 1e3 * (time.process_time() - began) / STEPS
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--out", type=Path, help="write the figures here too")
+    parser.add_argument("--rounds", type=int, default=10)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {
+        "bench": "recurrences",
+        "compares": "a decode step with recur.c and with torch, in this process",
+        "machine": machine(),
+        "claims": [],
+        "step_cpu_ms": {},
+    }
+    for name, config in MODELS.items():
+        result["step_cpu_ms"][name] = found = measured(config, args.rounds)
+        value = found["torch"] / found["c"]
+        what = f"{name}'s layers, a step of {BATCH}: recurrences in torch / in C"
+        result["claims"].append(claim(what, value, GOAL, value >= GOAL))
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""How long things look in a `repr`, and what a wrong argument is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import ValidationError
+
+from weft.wire.error import WireError
+
+#: Values that are shown of a list.
+MOST = 8
+
+
+def shown(values: Sequence[Any]) -> str:
+    """A list's first values, and how many there are more: `[1, 2, 3, ... 997 more]`."""
+    if len(values) <= MOST:
+        return f"[{', '.join(map(repr, values))}]"
+    head = ", ".join(map(repr, values[: MOST - 2]))
+    return f"[{head}, ... {len(values) - MOST + 2} more]"
+
+
+@contextmanager
+def arguments(**names: str) -> Iterator[None]:
+    """What is wrong with a request that is made of a caller's arguments, as one `WireError` that calls them as the
+    caller did. `names` are the arguments whose fields are called otherwise."""
+    try:
+        yield
+    except ValidationError as error:
+        raise WireError("; ".join(_line(problem, names) for problem in error.errors(include_url=False))) from None
+
+
+def _line(problem: Any, names: dict[str, str]) -> str:
+    first, *rest = problem["loc"] or ("arguments",)
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
+    given = "" if isinstance(problem["input"], dict) else f", got {_brief(problem['input'])}"
+    return f"{names.get(str(first), first)}{place}: {problem['msg'][:1].lower()}{problem['msg'][1:]}{given}"
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

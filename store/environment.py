@@ -1,0 +1,93 @@
+"""Settings from the environment: WEFT_TRAINER__THREADS is `threads` in `[trainer]`; outside of sections there are those
+that hold passwords. What nobody reads is refused by name, as an unknown key of the file is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Collection
+from typing import Any
+
+#: Settings that hold passwords, and may be left out of the file.
+FROM_ENVIRONMENT = {
+    "database_url": "WEFT_DATABASE_URL",
+    "redis_url": "WEFT_REDIS_URL",
+    "blob_url": "WEFT_BLOB_URL",
+    "server_secret": "WEFT_SERVER_SECRET",
+}
+
+
+#: More that the environment may have and no setting is: secrets that are read where they are used, and what is the
+#: client's, of deploy/compose.yaml and of the tests.
+_ELSEWHERE = {
+    *(
+        "WEFT_OIDC_CLIENT_SECRET",
+        "WEFT_OIDC_CLIENT_SECRET_FILE",
+        "WEFT_STRIPE_SECRET_KEY",
+        "WEFT_STRIPE_SECRET_KEY_FILE",
+    ),
+    *("WEFT_STRIPE_WEBHOOK_SECRETS", "WEFT_STRIPE_WEBHOOK_SECRETS_FILE"),
+    *("WEFT_BASE_URL", "WEFT_API_KEY", "WEFT_PROJECT_ID", "WEFT_TAGS", "WEFT_CACHE_DIR"),
+    *("WEFT_BUCKET", "WEFT_DATABASE_PASSWORD", "WEFT_SOAK"),
+}
+#: What Kubernetes tells a pod of services: of one that is called weft it begins as ours do.
+_OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$")
+
+
+class SettingsError(ValueError):
+    """The settings cannot be used; the message is one line for the operator."""
+
+
+def from_environment(settings: Collection[str]) -> dict[str, Any]:
+    """What the environment sets, of `settings` by name and of their sections. Raises SettingsError."""
+    values: dict[str, Any] = {
+        name: os.environ[variable] for name, variable in FROM_ENVIRONMENT.items() if os.environ.get(variable)
+    }
+    for variable, text in os.environ.items():
+        if not text or not variable.startswith("WEFT_"):
+            continue
+        if "__" not in variable:
+            _refuse_unknown(variable, text, settings)
+            continue
+        *sections, name = variable.removeprefix("WEFT_").lower().split("__")
+        found: Any = {name: _value(text)}
+        for section in reversed(sections):
+            found = {section: found}
+        values = over(values, found)
+    return values
+
+
+def _refuse_unknown(variable: str, text: str, settings: Collection[str]) -> None:
+    """SettingsError for a variable that nobody reads, with the nearest that somebody does."""
+    known = {*FROM_ENVIRONMENT.values(), *_ELSEWHERE}
+    if variable in known or _OF_KUBERNETES.search(variable) or (variable.endswith("_PORT") and "://" in text):
+        return
+    setting = variable.removeprefix("WEFT_").lower()
+    if setting in settings:
+        what = (
+            f"{setting} cannot be set by the environment; put it into the file of --config, or see weftd serve --help"
+        )
+    else:
+        near = difflib.get_close_matches(variable, known, 1)
+        what = f"there is no such variable{f'; is {near[0]} meant?' if near else ''}"
+    raise SettingsError(f"{variable}: {what} (docs/operating.md)")
+
+
+def _value(text: str) -> Any:
+    """As in the file; words need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both, key by key and section by section; where both have a value, that of `above`."""
+    values = {**below, **above}
+    for name in below.keys() & above.keys():
+        if isinstance(below[name], dict) and isinstance(above[name], dict):
+            values[name] = over(below[name], above[name])
+    return values

@@ -1,0 +1,104 @@
+"""Wrong arguments are named as they were written, at once; `x_async` takes what `x` takes; reprs say what it is."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import weft
+from weft import types
+
+from tests.client_sdk.stub_server import SESSION, Stub, status
+
+CLIENTS = (weft.ServiceClient, weft.TrainingClient, weft.SamplingClient, weft.RestClient, weft.AdminClient)
+#: What sends nothing, or returns at once and has nothing to wait for.
+WITHOUT_TWIN = {"log", "create_rest_client", "from_sampler_handle", "future", "result"}
+DATUM = types.Datum([1, 2], {"target_tokens": [2, 3], "weights": [1, 1]})
+ADAM = types.AdamParams()
+MIXED: list[Any] = [DATUM, {"model_input": [1]}]
+UNEVEN: list[Any] = [1, 2.5]
+
+
+def methods() -> list[tuple[type, str]]:
+    found = [(client, name) for client in CLIENTS for name, _ in inspect.getmembers(client, callable)]
+    return [(client, name) for client, name in found if not name.startswith("_") and not name.endswith("_async")]
+
+
+@pytest.mark.parametrize(("client", "name"), methods())
+def test_every_method_has_a_twin_of_its_arguments(client: type, name: str) -> None:
+    if name not in WITHOUT_TWIN:
+        mine, twin = (inspect.signature(getattr(client, each)) for each in (name, f"{name}_async"))
+        assert list(twin.parameters.values()) == list(mine.parameters.values())
+        assert inspect.iscoroutinefunction(getattr(client, f"{name}_async"))
+
+
+Wrong = Callable[[weft.TrainingClient, weft.SamplingClient], object]
+WRONG: list[tuple[Wrong, str]] = [
+    (lambda run, _: run.forward_backward(DATUM, "cross_entropy"), "data is a Datum; give a list of Datum"),
+    (lambda run, _: run.forward_backward([], "cross_entropy"), "data is empty"),
+    (lambda run, _: run.forward_backward(MIXED, "ppo"), r"data\[1\] is a dict; give a Datum"),
+    (lambda run, _: run.forward([DATUM], len), "loss_fn is a builtin_function_or_method; .* forward_backward_custom"),
+    (lambda run, _: run.optim_step(1e-4), "optim_params must be AdamParams or DimuonParams.*got 0.0001"),
+    (lambda run, _: run.optim_step(), "optim_params must be AdamParams"),
+    (lambda run, _: run.optim_step(adam_params={"learning_rate": 1}), "adam_params must be AdamParams"),
+    (lambda run, _: run.save_state("../x"), r"^name: .*got '\.\./x'"),
+    (lambda run, _: run.save_state("x", ttl_seconds=1), "^ttl_seconds: .*got 1$"),
+    (lambda run, _: run.save_weights_for_sampler("a b"), "^name: .*got 'a b'"),
+    (lambda run, _: run.load_state(7), "^path: .*got 7"),
+    (lambda _, sampler: sampler.sample("hello", 1, types.SamplingParams()), "^prompt is text; give token ids"),
+    (lambda _, sampler: sampler.sample(UNEVEN, 1, types.SamplingParams()), r"^prompt\[1\] is 2\.5; token ids"),
+    (lambda _, sampler: sampler.sample([1], 0, types.SamplingParams()), "^num_samples: .*got 0"),
+    (lambda _, sampler: sampler.sample([1], 1, 64), "^sampling_params: .*got 64"),
+    (lambda _, sampler: sampler.sample([1], 1, types.SamplingParams(), "yeah"), "^include_prompt_logprobs: .*'yeah'"),
+    (lambda _, sampler: sampler.compute_logprobs("hello"), "^prompt is text"),
+    (lambda _, sampler: sampler.compute_logprobs([1], "two"), "^prompt_logprobs_last_n: .*'two'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message[:24] for _, message in WRONG])
+def test_mistakes_name_what_was_written(service: weft.ServiceClient, stub: Stub, wrong: Wrong, message: str) -> None:
+    run = service.create_lora_training_client("org/tiny").result(10)
+    sampler = service.create_sampling_client(base_model="org/tiny").result(10)
+    before = len(stub.asked)
+    with pytest.raises((ValueError, TypeError), match=message):
+        wrong(run, sampler)
+    assert len(stub.asked) == before
+
+
+def test_the_rank_is_named(service: weft.ServiceClient) -> None:
+    with pytest.raises(ValueError, match=r"^rank: .*got 0"):
+        service.create_lora_training_client("org/tiny", rank=0)
+
+
+def test_token_ids_are_a_prompt(service: weft.ServiceClient, stub: Stub) -> None:
+    sampler = service.create_sampling_client(base_model="org/tiny")
+    sampler.sample([7, 8, 9], 1, types.SamplingParams(max_tokens=3)).result(10)
+    asyncio.run(sampler.sample_async(types.ModelInput.from_ints([7, 8, 9]), 1, types.SamplingParams(max_tokens=3)))
+    first, second = stub.bodies("/asample")
+    assert first["prompt"] == second["prompt"] == {"chunks": [{"tokens": [7, 8, 9], "type": "encoded_text"}]}
+
+
+def test_reprs(service: weft.ServiceClient, stub: Stub) -> None:
+    run = service.create_lora_training_client("org/tiny", rank=8).result(10)
+    assert repr(run) == f"TrainingClient('{SESSION}:train:0' on 'org/tiny' at rank 8)"
+    sampler = service.create_sampling_client(base_model="org/tiny").result(10)
+    assert repr(sampler) == f"SamplingClient('{SESSION}:sample:0' of 'org/tiny')"
+    assert repr(service) == f"ServiceClient('{stub.base_url}')"
+    assert repr(service.create_rest_client()) == f"RestClient('{stub.base_url}')"
+    assert "tml-test" not in repr([service, run, sampler])
+    step = run.optim_step(ADAM)
+    step.result(10)
+    assert repr(step).startswith("APIFuture(done: OptimStepResponse(")
+    stub.faults["/optim_step"] = [status(400, "no such thing")]
+    failed = run.optim_step(ADAM)
+    with pytest.raises(weft.BadRequestError):
+        failed.result(10)
+    assert repr(failed).startswith("APIFuture(failed: BadRequestError: no such thing")
+    stub.faults["/create_model"] = [status(404, "no such model")]
+    lost = service.create_lora_training_client("org/none")
+    with pytest.raises(weft.NotFoundError):
+        lost.result(10)
+    assert repr(lost).startswith("TrainingClient(failed: NotFoundError: no such model")

@@ -1,0 +1,121 @@
+"""verifiers 0.4 as it is, against the server of WEFT_BASE_URL: its agent, its harness, its own TrainClient, which comes
+through vLLM's door and knows nothing of us. Each rollout is trained by the session that it named. A line of JSON is
+printed: a list of steps."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+import sys
+import tempfile
+from typing import Any
+
+import verifiers.v1 as vf
+import weft
+from renderers import Qwen3RendererConfig
+from verifiers.v1.clients import TrainClientConfig
+from verifiers.v1.harnesses.null import NullHarnessConfig
+from verifiers.v1.runtimes.subprocess import SubprocessRuntime
+from weft import rl
+from weft.rl.rollout import join
+
+from tests.rl_packages.adding import Adding, AddingByTool, Sum
+
+STEPS, TASKS, SIZE = 2, 2, 4
+
+
+async def prepare(self: Any, script: str | bytes, env: Any = None, *, activate: bool = True) -> list[str]:
+    """In place of verifiers' own, which lets `uv` fetch what the program imports: it is all here already."""
+    data = script.encode() if isinstance(script, str) else script
+    path = f"{self.scripts_dir}/{hashlib.sha256(data).hexdigest()}.py"
+    await self.write(path, data)
+    return [sys.executable, path]
+
+
+def config(run_id: str, tokenizer: str) -> vf.AgentConfig:
+    client = TrainClientConfig(
+        base_url=f"{os.environ['WEFT_BASE_URL']}/v1",
+        api_key_var="WEFT_API_KEY",
+        renderer=Qwen3RendererConfig(thinking_retention="all"),  # so that turns extend each other
+        renderer_model_name=tokenizer,
+    )
+    return vf.AgentConfig(
+        harness=NullHarnessConfig(id="null"),
+        runtime=vf.SubprocessConfig(),
+        model=f"run:{run_id}",
+        client=client,
+        sampling=vf.SamplingConfig(max_tokens=40, temperature=1.0),
+        max_turns=2,
+    )
+
+
+async def rollout(agent: vf.Agent, kind: str, a: int, b: int) -> vf.Trace:
+    made = AddingByTool if kind == "tool" else Adding
+    task = made(Sum(prompt=f"What is {a} + {b}?", answer=str(a + b)))
+    if kind != "multi":
+        return await agent.run(task)
+    async with agent.interaction(task) as talk:
+        await talk.turn()
+        await talk.turn(f"Again: what is {a} + {b}?")
+    return talk.trace
+
+
+def same(trace: vf.Trace, rollout: rl.Rollout) -> bool:
+    """Whether the session has, to the token and the bit, what the client got."""
+    kept = [(joined.tokens, joined.drawn, joined.logprobs) for joined in join(rollout.turns)]
+    return kept == [(branch.token_ids, branch.sampled_mask, branch.logprobs) for branch in trace.branches]
+
+
+async def go(kind: str) -> list[dict[str, float]]:
+    service, rng, steps = weft.ServiceClient(), random.Random(0), []
+    run = await service.create_lora_training_client_async("weft/tiny-moe", rank=8, seed=0)
+    tokenizer = await asyncio.to_thread(run.get_tokenizer)
+    loss = rl.losses.importance_sampling()
+    if kind == "tool":
+        await asyncio.to_thread(taught, run, tokenizer)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        async with vf.Agent(config(run.model_id, folder)) as agent:
+            for _ in range(STEPS):
+                await run.save_weights_and_get_sampling_client_async()
+                asked = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(TASKS)]
+                traces = await asyncio.gather(*(rollout(agent, kind, *task) for task in asked for _ in range(SIZE)))
+                failed = [trace for trace in traces if not trace.ok or not trace.num_turns]
+                if failed:
+                    raise RuntimeError(f"{failed[0].stop_condition}: {failed[0].errors}, {failed[0].calls}")
+                got = [await rl.trajectories_async(trace.id, service, trace.reward) for trace in traces]
+                # Every rollout is trained: what is looked at is whether it is on-policy, not whether it learns.
+                data = [datum for one in got for datum in rl.data_of(one, one.reward - 0.1)]
+                backward = loss.forward_backward(run, [loss.datum(datum, 1 / len(data)) for datum in data], None)
+                await run.optim_step_async(weft.AdamParams(learning_rate=1e-3))
+                numbers = {name.split(":")[0]: value for name, value in (await backward).metrics.items()}
+                turns = sum(len(one.turns) for one in got)
+                calls = sum(len(trace.tool_messages) for trace in traces)
+                checked = all(map(same, traces, got))
+                numbers |= {"rollouts": len(got), "data": len(data), "turns": turns, "calls": calls, "same": checked}
+                steps.append(numbers)
+    await service.close()
+    return steps
+
+
+def taught(run: weft.TrainingClient, tokenizer: Any) -> None:
+    """A call of `add`, which the built-in model has never seen: always the same, learned by heart."""
+    numbers = {"type": "object", "properties": {name: {"title": name.upper(), "type": "integer"} for name in "ab"}}
+    numbers |= {"required": ["a", "b"], "title": "addArguments"}
+    function = {"name": "add", "description": "Add two numbers.", "parameters": numbers}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}
+    talks = [
+        [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        for a in range(1, 10)
+        for b in range(1, 10)
+    ]
+    data = rl.conversations(talks, tokenizer, tools=[{"type": "function", "function": function}])
+    rl.sft(run, data, batch=4, epochs=2, learning_rate=rl.linear(1e-2, 40), sinks=[])
+
+
+if __name__ == "__main__":
+    SubprocessRuntime.prepare_uv_script = prepare
+    print(json.dumps(asyncio.run(go(sys.argv[1]))))

@@ -1,0 +1,80 @@
+"""A worker's copies of far folders: checked whenever they are read, bounded, and never taken from a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from store.blobs.cache import FolderCache
+from store.blobs.contract import Damaged, StoreAway, write_sums
+
+
+class Source:
+    """Folders of 1,000 bytes, and how often each was fetched."""
+
+    def __init__(self) -> None:
+        self.fetched: list[str] = []
+
+    def __call__(self, name: str) -> Callable[[Path], None]:
+        def fetch(folder: Path) -> None:
+            self.fetched.append(name)
+            (folder / "x").write_bytes(name.encode() * 1000)
+            write_sums(folder)
+
+        return fetch
+
+
+def read(cache: FolderCache, source: Source, name: str) -> bytes:
+    with cache.reading(name, source(name)) as folder:
+        return (folder / "x").read_bytes()
+
+
+def here(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()} - {".unfinished"}
+
+
+def test_the_one_read_longest_ago_makes_room_and_one_in_use_stays(tmp_path: Path) -> None:
+    source, cache = Source(), FolderCache(tmp_path, 3500)  # three, with their lists
+    other = FolderCache(tmp_path, 3500)  # of another process
+    with ExitStack() as held:
+        first = held.enter_context(cache.reading("a", source("a")))
+        for name in "bcd":
+            assert read(other, source, name) == name.encode() * 1000
+        assert here(tmp_path) == {"a", "c", "d"}  # a is the oldest, and is being read
+        assert (first / "x").read_bytes() == b"a" * 1000
+    assert read(cache, source, "c") == b"c" * 1000
+    assert read(cache, source, "e") == b"e" * 1000
+    assert here(tmp_path) == {"c", "d", "e"} or here(tmp_path) == {"a", "c", "e"}
+    assert source.fetched == ["a", "b", "c", "d", "e"]
+
+
+def test_damage_is_fetched_again_and_what_comes_damaged_is_given_to_nobody(tmp_path: Path) -> None:
+    source, cache = Source(), FolderCache(tmp_path, 1 << 20)
+    read(cache, source, "a")
+    (tmp_path / "a" / "x").write_bytes(b"b" * 1000)
+    assert read(cache, source, "a") == b"a" * 1000
+    assert source.fetched == ["a", "a"]
+
+    def wrong(folder: Path) -> None:
+        source("w")(folder)
+        (folder / "x").write_bytes(b"v" * 1000)
+
+    for _ in range(2):
+        with pytest.raises(Damaged), cache.reading("w", wrong):
+            pass
+
+
+def test_a_fetch_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    cache = FolderCache(tmp_path, 1 << 20)
+
+    def away(folder: Path) -> None:
+        (folder / "x").write_bytes(b"half")
+        raise StoreAway("gone")
+
+    with pytest.raises(StoreAway), cache.reading("a", away):
+        pass
+    assert here(tmp_path) == set()
+    assert list((tmp_path / ".unfinished").iterdir()) == []

@@ -1,0 +1,226 @@
+"""Blobs are whole or absent, and never outside of their root: in a folder, and in a bucket over HTTP."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from datetime import timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+
+from store.blobs.bucket import Bucket
+from store.blobs.contract import BadRef, Blobs, Damaged
+from store.blobs.folder import FolderBlobs
+from store.blobs.objects import ObjectBlobs
+from tests.servers import OwnStore
+
+
+@pytest.fixture
+def bucket(object_store: OwnStore, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    made = Bucket(f"{object_store.url}/{uuid.uuid4().hex}")
+    made.check()
+    return made
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def any_blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Blobs:
+    if request.param == "folder":
+        return FolderBlobs(tmp_path / "blobs")
+    return ObjectBlobs(request.getfixturevalue("bucket"), tmp_path / "cache", 1 << 20, links=True)
+
+
+def files(blobs: Blobs, ref: str) -> dict[str, bytes]:
+    with blobs.reading(ref) as folder:
+        return {name: (folder / name).read_bytes() for name in blobs.files(ref)}
+
+
+def test_put_get_replace_delete(any_blobs: Blobs) -> None:
+    blobs = any_blobs
+    blobs.put("ops/a:1/body", b"one")
+    blobs.put("ops/a:1/body", b"second")
+    assert blobs.get("ops/a:1/body") == b"second"
+    assert blobs.size_bytes("ops/a:1/body") == 6
+    assert blobs.exists("ops/a:1/body")
+    with pytest.raises(Damaged):
+        blobs.get("ops/a:1/body", "00")
+    blobs.delete("ops/a:1/body")
+    blobs.delete("ops/a:1/body")
+    assert not blobs.exists("ops/a:1/body")
+    for call in (blobs.get, blobs.size_bytes, blobs.touch, blobs.check_folder):
+        with pytest.raises(FileNotFoundError):
+            call("ops/a:1/body")
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [
+        "",
+        "/etc/passwd",
+        "..",
+        "../x",
+        "a/../b",
+        "a/..",
+        "a//b",
+        "a/",
+        "./a",
+        "a/.hidden",
+        "a\\b",
+        "a b",
+        "a\0",
+        "a\n",
+        "ä",
+        "~",
+    ],
+)
+def test_refs_that_could_leave_the_root_are_refused(any_blobs: Blobs, ref: str) -> None:
+    blobs = any_blobs
+    for call in (blobs.at, blobs.get, blobs.delete, blobs.exists, blobs.delete_tree, blobs.size_bytes, blobs.files):
+        with pytest.raises(BadRef):
+            call(ref)
+    with pytest.raises(BadRef):
+        blobs.put(ref, b"")
+    with pytest.raises(BadRef), blobs.new_folder(ref):
+        pass
+
+
+@pytest.mark.parametrize("ref", ["a", "a/b/c", "3f2a:train:0", "v1..2", "_x-y.z"])
+def test_refs_that_are_fine(any_blobs: Blobs, ref: str) -> None:
+    any_blobs.put(ref, b"x")
+    assert any_blobs.get(ref) == b"x"
+
+
+def test_a_new_folder_appears_whole(any_blobs: Blobs) -> None:
+    blobs = any_blobs
+    with blobs.new_folder("ckpt/1") as folder:
+        (folder / "adapter").write_bytes(b"12345")
+        (folder / "sub").mkdir()
+        (folder / "sub" / "more").write_bytes(b"678")
+        (folder / "empty").write_bytes(b"")
+        assert not blobs.exists("ckpt/1")
+    assert blobs.size_bytes("ckpt/1") == 8
+    blobs.check_folder("ckpt/1")
+    assert files(blobs, "ckpt/1") == {"adapter": b"12345", "empty": b"", "sub/more": b"678"}
+    with blobs.new_folder("ckpt/1") as folder:
+        (folder / "adapter").write_bytes(b"1")
+    assert (blobs.size_bytes("ckpt/1"), files(blobs, "ckpt/1")) == (1, {"adapter": b"1"})
+    with blobs.new_folder("ckpt/2") as folder:
+        (folder / "adapter").write_bytes(b"2")
+    assert blobs.listed("ckpt/*").keys() == {"ckpt/1", "ckpt/2"}
+    blobs.delete_tree("ckpt/1")
+    blobs.delete_tree("ckpt/1")
+    assert not blobs.exists("ckpt/1")
+    blobs.delete_tree("ckpt")
+    assert blobs.listed("ckpt/*") == {}
+
+
+def test_a_new_folder_that_fails_leaves_the_old_one(any_blobs: Blobs) -> None:
+    blobs = any_blobs
+    with blobs.new_folder("ckpt") as folder:
+        (folder / "x").write_bytes(b"old")
+
+    def fail() -> None:
+        with blobs.new_folder("ckpt") as folder:
+            (folder / "x").write_bytes(b"new")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert files(blobs, "ckpt") == {"x": b"old"}
+    assert list((blobs.root / ".unfinished").iterdir()) == []
+
+
+def test_what_is_listed_has_its_age(any_blobs: Blobs) -> None:
+    began = time.time()
+    for ref in ("ops/aa/1", "ops/bb/2", "ops/3", "other/aa/1"):
+        any_blobs.put(ref, b"x")
+    found = any_blobs.listed("ops/*/*")
+    assert found.keys() == {"ops/aa/1", "ops/bb/2"}
+    assert all(began - 2 < written < time.time() + 2 for written in found.values())
+    time.sleep(1.1)  # as fine as stores tell times
+    any_blobs.touch("ops/aa/1")
+    again = any_blobs.listed("ops/*/*")
+    assert again["ops/aa/1"] > found["ops/aa/1"]
+    assert again["ops/bb/2"] == found["ops/bb/2"]
+    assert any_blobs.get("ops/aa/1") == b"x"
+
+
+def test_clear_unfinished_keeps_blobs(blobs: FolderBlobs) -> None:
+    blobs.put("a", b"1")
+    (blobs.root / ".unfinished" / "left").write_bytes(b"half")
+    blobs.clear_unfinished(time.time() - 3600)
+    assert (blobs.root / ".unfinished" / "left").exists()
+    blobs.clear_unfinished()
+    blobs.put("b", b"2")
+    assert sorted(path.name for path in blobs.root.rglob("*")) == [".unfinished", "a", "b"]
+
+
+def test_readers_see_whole_blobs_while_writers_replace_them(any_blobs: Blobs) -> None:
+    blobs = any_blobs
+    versions = [bytes([n]) * 200_000 for n in range(4)]
+    blobs.put("x/y", versions[0])
+    stop = threading.Event()
+
+    def replace() -> None:
+        while not stop.is_set():
+            for version in versions:
+                blobs.put("x/y", version)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    seen = {blobs.get("x/y") for _ in range(100)}
+    stop.set()
+    thread.join()
+    assert seen <= set(versions)
+
+
+def test_durable_writes_the_same(tmp_path: Path) -> None:
+    blobs = FolderBlobs(tmp_path, durable=True)
+    blobs.put("a/b", b"1")
+    with blobs.new_folder("c") as folder:
+        (folder / "x").write_bytes(b"2")
+    assert blobs.get("a/b") + (blobs.path("c") / "x").read_bytes() == b"12"
+
+
+def test_large_files_travel_in_parts(bucket: Bucket, tmp_path: Path) -> None:
+    data = bytes(range(256)) * (1 << 17)  # 32 MiB: two parts
+    here, there = (ObjectBlobs(bucket, tmp_path / name, 1 << 30) for name in ("here", "there"))
+    here.put("body", data)
+    assert there.get("body") == data
+    with here.new_folder("w") as folder:
+        (folder / "x").write_bytes(data)
+    assert files(there, "w") == {"x": data}
+
+
+def test_a_link_needs_no_key_and_ends(bucket: Bucket, tmp_path: Path) -> None:
+    blobs = ObjectBlobs(bucket, tmp_path / "cache", 1 << 20, links=True)
+    with blobs.new_folder("w") as folder:
+        (folder / "x").write_bytes(b"12345")
+    link, short = (blobs.link("w", "x", timedelta(seconds=lasts)) for lasts in (300, 1))
+    assert httpx.get(link).content == b"12345"
+    assert httpx.get(link.partition("?")[0]).status_code in (400, 403)
+    with pytest.raises(FileNotFoundError):
+        blobs.link("w", "y", timedelta(seconds=1))
+    time.sleep(2.1)
+    assert httpx.get(short).status_code in (400, 403)
+    assert ObjectBlobs(bucket, tmp_path / "cache", 1 << 20).link("w", "x", timedelta(seconds=1)) == ""
+
+
+def test_what_a_writer_left_that_died_is_cleared_and_blobs_are_kept(bucket: Bucket, tmp_path: Path) -> None:
+    blobs = ObjectBlobs(bucket, tmp_path / "cache", 1 << 20)
+    with blobs.new_folder("w") as folder:
+        (folder / "x").write_bytes(b"12345")
+    (kept,) = bucket.listed("data")
+    bucket.put("data/w/dead/x", b"half")
+    for generation in ("dead", kept.key.split("/")[2]):  # the second died after the list, before its note was deleted
+        bucket.put(f"unfinished/{generation}", b"w")
+    blobs.clear_unfinished(time.time() - 3600)
+    assert len(list(bucket.listed("data"))) == 2
+    blobs.clear_unfinished()
+    assert [found.key for found in bucket.listed("data")] == [kept.key]
+    assert list(bucket.listed("unfinished")) == []
+    assert files(blobs, "w") == {"x": b"12345"}

@@ -1,0 +1,51 @@
+"""What a run of tests reads anew after one file has changed: that file, and all that has any of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.warm import dependents
+
+CHECKOUT = Path(__file__).parents[2]
+ROOMS = ("api", "billing", "scheduler", "store", "workers")
+FILES = {
+    ".".join(path.relative_to(CHECKOUT).with_suffix("").parts).removesuffix(".__init__"): path
+    for room in ROOMS
+    for path in (CHECKOUT / room).rglob("*.py")
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "some", "others"),
+    [
+        ("store.keys", {"store.people", "api.who.lookup", "api.routes.keys"}, {"store.tables", "workers.model.lora"}),
+        ("store.tables.work", {"store.tables", "store.keys", "billing.wallets"}, {"store.caller", "store.roles"}),
+        ("billing.charges", {"scheduler.journal.ending.settlement"}, {"billing.wallets", "store.keys"}),
+        ("api.who.may_change", {"api.routes.training"}, {"api.who.lookup", "scheduler.order.fair"}),
+    ],
+)
+def test_who_imports_it_by_way_of_others_too(module: str, some: set[str], others: set[str]) -> None:
+    assert (some | others | {module}) <= FILES.keys()
+    found = dependents(module, FILES, CHECKOUT)
+    assert found >= some | {module}
+    assert not found & others
+
+
+def test_in_functions_and_of_packages(tmp_path: Path) -> None:
+    """An import anywhere in a file counts; and whoever is in a package, or imports of it, runs its `__init__`."""
+    texts = {
+        "a.changed": "",
+        "a": "import a.changed",
+        "a.plain": "import os",
+        "b": "def f():\n    from a import plain",
+        "c": "import b as other",
+        "d": "from os import path",
+    }
+    files = {}
+    for name, text in texts.items():
+        files[name] = tmp_path / f"{name}.py"
+        files[name].write_text(text)
+    files["outside"] = CHECKOUT / "setup.py"
+    assert dependents("a.changed", files, tmp_path) == {"a.changed", "a", "a.plain", "b", "c"}

@@ -1,0 +1,281 @@
+"""Exports: what other tools compute from them, and that they come back bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from tests.workers.model.models import ours, packed, random_adapter, reference
+from workers.model.adapters.adapter import Adapter, AdapterFileError, load_adapter
+from workers.model.adapters.imported import CannotImport, read_adapter
+from workers.model.adapters.peft_format import PeftFormatError, write_export
+from workers.model.adapters.peft_reading import read_layout
+from workers.model.attend import PackedAttend
+from workers.model.decoder import Decoder
+from workers.model.lora import LoraRows
+
+LENGTHS = [7, 12]
+RANK = 6  # not a power of two, so that alpha / rank is no exact float
+
+
+def export(adapter: Adapter, folder: Path) -> Path:
+    arrays = {name: view.numpy() for name, view in adapter.views.items()}
+    alpha, in_size = adapter.scale * adapter.rank, adapter.shape.in_size
+    write_export(folder, arrays, base_model="tiny", rank=adapter.rank, alpha=alpha, in_size=in_size)
+    return folder
+
+
+def our_logprobs(decoder: Decoder, adapter: Adapter) -> torch.Tensor:
+    tokens, positions = packed(LENGTHS, decoder.config.vocab_size)
+    lora = LoraRows([0, len(tokens)], [adapter], [None])
+    with torch.no_grad():
+        hidden = decoder(tokens, positions, PackedAttend(LENGTHS), lora)
+        return torch.log_softmax(decoder.logits(hidden, lora), -1)
+
+
+def their_logprobs(model: Any, decoder: Decoder) -> torch.Tensor:
+    tokens, _ = packed(LENGTHS, decoder.config.vocab_size)
+    with torch.no_grad():
+        logits = torch.cat([model(part[None]).logits[0] for part in tokens.split(LENGTHS)])
+    return torch.log_softmax(logits, -1)
+
+
+@pytest.mark.parametrize(("family", "unembed"), [("qwen3", True), ("llama", True), ("qwen3-tied", False)])
+def test_peft_computes_the_same_from_a_dense_export(family: str, unembed: bool, tmp_path: Path) -> None:
+    model = reference(family)
+    decoder = ours(model, tmp_path / "model")
+    adapter = random_adapter(decoder, RANK, 1, scale=32 / RANK, train_unembed=unembed)
+    folder = export(adapter, tmp_path / "export")
+    theirs = PeftModel.from_pretrained(model, peft_folder(folder)).eval()
+    assert (their_logprobs(theirs, decoder) - our_logprobs(decoder, adapter)).abs().max() < 1e-4
+
+
+BY_HAND = ["moe", "moe-mixed", "olmoe", "glm4-moe", "deepseek", "bailing", "nemotron-h", "nemotron-h-latent"]
+
+
+@pytest.mark.parametrize("family", BY_HAND)
+@pytest.mark.parametrize("layout", ["tinker", "peft"])
+def test_merging_an_export_by_hand_gives_the_same_model(family: str, layout: str, tmp_path: Path) -> None:
+    model = reference(family)
+    decoder = ours(model, tmp_path / "model")
+    adapter = random_adapter(decoder, RANK, 2, scale=32 / RANK)
+    folder = export(adapter, tmp_path / "export")
+    folder = peft_folder(folder) if layout == "peft" else folder
+    factors, scale = load_file(folder / "adapter_model.safetensors"), 32 / RANK
+    merged = load_file(tmp_path / "model" / "model.safetensors")
+    used = set()
+    for name in merged:
+        for key, expert in keys_of(name.removesuffix(".weight"), layout):
+            a, b = (factors.get(f"base_model.model.{key}.lora_{x}.weight") for x in "AB")
+            if a is not None and b is not None:
+                used.add(key)
+                a, b = (x if x.ndim == 2 else x[expert % len(x)] for x in (a, b))
+                first = expert * len(b) if key.endswith(("gate_proj", "x_proj")) and "in_proj" in name else 0
+                merged[name][first : first + len(b)] += scale * (b @ a)
+    assert len(used) * 2 == len(factors)
+    assert our_logprobs(decoder, adapter).shape == (sum(LENGTHS), decoder.config.vocab_size)
+    theirs = rebuilt(model, merged, tmp_path / "merged")
+    assert (their_logprobs(theirs, decoder) - our_logprobs(decoder, adapter)).abs().max() < 1e-4
+
+
+def keys_of(module: str, layout: str) -> list[tuple[str, int]]:
+    """The module's names in a layout, as the cookbook maps them: with the index of the expert, or of the part of
+    Mamba-2's `in_proj`."""
+    if layout == "peft":
+        return [(module.replace("backbone.", "model."), 0)]
+    if module.endswith("mixer.in_proj"):
+        return [(module.replace("in_proj", part), number) for number, part in enumerate(("gate_proj", "x_proj"))]
+    if ".experts." not in module:
+        return [(module.replace("lm_head", "model.unembed_tokens"), 0)]
+    before, expert, last = module.rsplit(".", 2)
+    short = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w1" if ".mixer." in module else "w3"}
+    return [(f"{before}.{short[last]}", int(expert))]
+
+
+def peft_folder(folder: Path) -> Path:
+    return folder / "peft" if (folder / "peft").is_dir() else folder
+
+
+def rebuilt(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> Any:
+    model.save_pretrained(folder)
+    save_file({name: x.contiguous() for name, x in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    return type(model).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+FAMILIES_BACK = ["qwen3", "qwen3-tied", "moe", "moe-mixed", "mixtral", "glm4-moe", "deepseek", "qwen3-next"]
+FAMILIES_BACK += ["nemotron-h", "nemotron-h-latent"]
+
+
+@pytest.mark.parametrize("family", FAMILIES_BACK)
+@pytest.mark.parametrize("targets", [{}, {"train_attn": False}, {"train_mlp": False, "train_unembed": False}])
+def test_an_export_comes_back_bit_for_bit(family: str, targets: dict[str, bool], tmp_path: Path) -> None:
+    decoder = ours(reference(family), tmp_path / "model")
+    adapter = random_adapter(decoder, RANK, 3, scale=32 / RANK, **targets)
+    folder = export(adapter, tmp_path / "export")
+    for found in {folder, peft_folder(folder)}:
+        loaded = load_adapter(found, decoder.config)
+        assert torch.equal(loaded.adapter.flat, adapter.flat)
+        assert (loaded.adapter.scale, loaded.base_model) == (adapter.scale, "tiny")
+        assert loaded.adapter.shape == adapter.shape
+
+
+def test_the_files_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    decoder = ours(reference("moe"), tmp_path / "model")
+    folder = export(random_adapter(decoder, 4, 4), tmp_path / "export")
+    peft = load_file(folder / "peft" / "adapter_model.safetensors")
+    at = "base_model.model.model.layers.1.mlp.experts.3"
+    assert peft[f"{at}.gate_proj.lora_A.weight"].shape == (4, 64)
+    assert peft[f"{at}.down_proj.lora_B.weight"].shape == (64, 4)
+    assert all(x.ndim == 2 for x in peft.values())
+    config = json.loads((folder / "peft" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"], config["task_type"]) == (4, 8, "LORA", "CAUSAL_LM")
+    assert config["base_model_name_or_path"] == "tiny"
+    projections = ["down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert config["target_modules"] == projections
+    tinker = load_file(folder / "adapter_model.safetensors")
+    shapes = [tinker[f"base_model.model.model.layers.0.mlp.experts.{w}.lora_A.weight"].shape for w in ("w1", "w2")]
+    assert shapes == [(1, 4, 64), (4, 4, 32)]
+
+
+KEY = "base_model.model.model.layers.0.mlp.experts.{}.{}_proj.lora_{}.weight"
+
+
+#: Of latent attention, which is frozen from latents to heads.
+KV_B = "base_model.model.model.layers.0.self_attn.kv_b_proj.lora_{}.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({KEY.format(1, "gate", "A"): np.ones((3, 8), np.float32)}, "differ in shape"),
+        ({KEY.format(0, "up", "B"): None}, "missing"),
+        ({KEY.format(0, "down", "A"): None, KEY.format(1, "down", "A"): None}, "alone"),
+        ({"base_model.model.model.embed_tokens.lora_A.weight": np.ones((2, 8), np.float32)}, "alone|trained"),
+        (
+            {KV_B.format("A"): np.ones((2, 8), np.float32), KV_B.format("B"): np.ones((8, 2), np.float32)},
+            "kv_b_proj is",
+        ),
+        ({"model.layers.0.bias": np.ones(2, np.float32)}, "no LoRA factor"),
+    ],
+)
+def test_adapters_of_another_kind_are_refused(change: dict[str, Any], says: str) -> None:
+    found = {
+        KEY.format(e, name, factor): np.full((2, 8) if factor == "A" else (8, 2), 0.5, np.float32)
+        for e in (0, 1)
+        for name in ("gate", "up", "down")
+        for factor in "AB"
+    }
+    read_layout(found)
+    found = {key: x for key, x in {**found, **change}.items() if x is not None}
+    with pytest.raises(PeftFormatError, match=says):
+        read_layout(found)
+
+
+def test_experts_that_share_nothing_keep_their_own_factors(tmp_path: Path) -> None:
+    """As other tools train them; layers whose factors happen to agree included."""
+    decoder = ours(reference("moe"), tmp_path / "model")
+    adapter = random_adapter(decoder, 4, 6, shared=False)
+    adapter.view("layers.0.mlp.each_gate_up_A").zero_()
+    adapter.view("layers.0.mlp.each_down_B").zero_()
+    folder = export(adapter, tmp_path / "export")
+    for found in {folder, peft_folder(folder)}:
+        loaded = load_adapter(found, decoder.config).adapter
+        assert not loaded.shape.shared
+        assert torch.equal(loaded.flat, adapter.flat)
+
+
+def test_an_adapter_with_the_names_of_mixtrals_checkpoints_is_read(tmp_path: Path) -> None:
+    decoder = ours(reference("mixtral"), tmp_path / "model")
+    adapter = random_adapter(decoder, 4, 6)
+    folder = peft_folder(export(adapter, tmp_path / "export"))
+    file, names = folder / "adapter_model.safetensors", {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    renamed = {}
+    for key, factor in load_file(file).items():
+        for long, short in names.items():
+            key = key.replace(f".{long}.", f".{short}.")
+        renamed[key.replace(".mlp.", ".block_sparse_moe.")] = factor
+    assert "base_model.model.model.layers.1.block_sparse_moe.experts.3.w2.lora_A.weight" in renamed
+    save_file(renamed, file)
+    assert torch.equal(load_adapter(folder, decoder.config).adapter.flat, adapter.flat)
+
+
+@pytest.mark.parametrize(
+    ("family", "root"), [("qwen3.5", "model.language_model"), ("deepseek", "language_model.model")]
+)
+def test_an_adapter_with_the_names_of_a_model_that_sees_is_read(family: str, root: str, tmp_path: Path) -> None:
+    adapter = random_adapter(ours(reference(family), tmp_path / "model"), 2, 1, train_mlp=False, train_unembed=False)
+    tensors = {name: view.numpy() for name, view in adapter.views.items()}
+    write_export(tmp_path, tensors, base_model="tiny", rank=2, alpha=4.0)
+    plain = load_file(tmp_path / "adapter_model.safetensors")
+    seeing = {name.replace(".model.layers.", f".{root}.layers."): x for name, x in plain.items()}
+    assert not plain.keys() & seeing.keys()
+    found = read_layout({name: x.numpy() for name, x in seeing.items()})
+    assert found.keys() == tensors.keys()
+    assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
+
+
+STOCK = ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def test_what_stock_peft_trains_of_nemotron_comes_and_goes(tmp_path: Path) -> None:
+    """One pair for the whole of `in_proj`, and none for `out_proj`, which it refuses."""
+    decoder = ours(reference("nemotron-h"), tmp_path / "model")
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=STOCK, init_lora_weights=False)
+    theirs = get_peft_model(reference("nemotron-h"), config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    read_adapter(tmp_path / "theirs", decoder.config).write(tmp_path / "ours", "tiny")
+    adapter = load_adapter(tmp_path / "ours", decoder.config).adapter
+    assert (adapter.shape.shared, adapter.scale) == (False, 2.0)
+    wanted = their_logprobs(theirs, decoder)
+    assert (wanted - our_logprobs(decoder, adapter)).abs().max() < 1e-4
+    folder = peft_folder(export(adapter, tmp_path / "export"))
+    before, after = (load_file(at / "adapter_model.safetensors") for at in (tmp_path / "theirs", folder))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(x, after[key]) for key, x in before.items())
+    back = PeftModel.from_pretrained(reference("nemotron-h"), folder).eval()
+    torch.testing.assert_close(their_logprobs(back, decoder), wanted, atol=0, rtol=0)
+
+
+def test_of_nemotrons_in_proj_twice_the_rank_is_for_two_parts(tmp_path: Path) -> None:
+    decoder = ours(reference("nemotron-h"), tmp_path / "model")
+    folder = peft_folder(export(random_adapter(decoder, 4, 6), tmp_path / "export"))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["rank_pattern"], config["alpha_pattern"]) == ({"in_proj": 8}, {"in_proj": 16})
+    tensors = load_file(folder / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.0.mixer.in_proj.lora_B.weight"
+    assert tensors[key].shape == (6 * 16 + (6 * 16 + 2 * 2 * 24) + 6, 8)
+    assert read_adapter(folder, decoder.config).shape.shared
+    tensors[key][-1, 0] = 1.0  # of the steps
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(CannotImport, match="in_proj: of twice the rank"):
+        read_adapter(folder, decoder.config)
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"rank_pattern": {"q_proj": 8}}))
+    with pytest.raises(CannotImport, match=r"rank_pattern is \{'q_proj': 8\}; only in_proj"):
+        read_adapter(folder, decoder.config)
+
+
+def test_tinkers_placeholder_of_a_product_that_experts_lack_is_left_out(tmp_path: Path) -> None:
+    decoder = ours(reference("nemotron-h"), tmp_path / "model")
+    adapter = random_adapter(decoder, 4, 6)
+    file = export(adapter, tmp_path / "export") / "adapter_model.safetensors"
+    tensors = load_file(file)
+    at = "base_model.model.backbone.layers.1.mixer.experts"
+    assert f"{at}.w1.lora_B.weight" in tensors
+    save_file(tensors | {f"{at}.w3.lora_{factor}.weight": torch.empty(0) for factor in "AB"}, file)
+    assert torch.equal(load_adapter(file.parent, decoder.config).adapter.flat, adapter.flat)
+
+
+def test_an_export_of_another_model_is_refused(tmp_path: Path) -> None:
+    small = ours(reference("moe"), tmp_path / "small")
+    large = ours(reference("moe", num_experts=8), tmp_path / "large")
+    folder = export(random_adapter(small, 4, 5), tmp_path / "export")
+    with pytest.raises(AdapterFileError, match="the model needs"):
+        load_adapter(folder, large.config)

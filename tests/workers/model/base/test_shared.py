@@ -1,0 +1,221 @@
+"""One copy of the base for all workers of a host: its bits, its files, and what real workers take and read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.memory import TINY, Host, forget_pages, make_model, pair, planned, taken
+from tests.workers.model.models import packed, random_adapter, reference
+from workers.model.base.files import CannotShare, hold, leave_files, remove_unused
+from workers.model.base.shared import base_decoder
+from workers.model.base.weights import ModelWeightsError, load_decoder
+from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.device import ModelDevice
+from workers.model.logprobs import target_logprobs
+
+ROOT = Path(__file__).parents[4]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    found = tmp_path / "base"
+    found.mkdir()
+    return found
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("weft-*/*"))
+
+
+def gradients(decoder: Decoder, rank: int = 3) -> list[torch.Tensor]:
+    """Log-probabilities of a batch of two tenants, and what they train."""
+    tokens, positions = packed([7, 18], decoder.config.vocab_size)
+    adapters = [random_adapter(decoder, rank, seed) for seed in (1, 2)]
+    grads = [adapter.zeros(adapter.shape) for adapter in adapters]
+    rows = LoraRows([0, 7, 25], list(adapters), list(grads))
+    hidden = decoder(tokens, positions, PackedAttend([7, 18]), rows)
+    found = target_logprobs(decoder, hidden, torch.arange(25), tokens, rows)
+    found.sum().backward()
+    return [found.detach(), *(grad.flat for grad in grads)]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen3-tied", torch.float32),
+        ("deepseek", torch.bfloat16),
+        ("qwen3-next", torch.float32),
+        ("nemotron-h-latent", torch.bfloat16),
+    ],
+)
+def test_shared_weights_have_the_bits_of_a_copy(family: str, dtype: torch.dtype, tmp_path: Path, folder: Path) -> None:
+    model = tmp_path / "model"
+    reference(family).save_pretrained(model)
+    own, where = load_decoder(model, dtype), ModelDevice(CPU, dtype)
+    loaded, first = base_decoder(model, where, folder)
+    mapped, second = base_decoder(model, where, folder)
+    assert "loaded, for all" in first
+    assert "mapped" in second
+    assert len(files(folder)) == 1
+    for shared in (loaded, mapped):
+        for (name, mine), (theirs, other) in zip(own.named_parameters(), shared.named_parameters(), strict=True):
+            assert (name, mine.dtype) == (theirs, other.dtype)
+            assert torch.equal(mine, other)
+            assert other.data_ptr() % 64 == 0
+    assert all(map(torch.equal, gradients(own), gradients(mapped)))
+    leave_files(folder)
+    assert files(folder) == []
+    torch.equal(own.embed, mapped.embed)  # what is mapped stays for whoever maps it
+
+
+WRITE = """
+import sys
+from pathlib import Path
+from workers.model.device import choose_device
+from workers.model.base.shared import base_decoder
+decoder, _ = base_decoder(Path(sys.argv[1]), choose_device("cpu"), Path(sys.argv[2]))
+print("there", flush=True)
+decoder.embed.data.zero_()
+"""
+
+
+def test_nobody_can_write_to_what_others_read(folder: Path) -> None:
+    command = [sys.executable, "-c", WRITE, str(TINY), str(folder)]
+    writer = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert (writer.stdout, writer.returncode) == (b"there\n", -signal.SIGSEGV)
+
+
+def test_other_bytes_have_another_file_and_unused_ones_go(tmp_path: Path, folder: Path) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    reference("qwen3").save_pretrained(model)
+    reference("qwen3", seed=1).save_pretrained(other)
+    _, first = base_decoder(model, ModelDevice(CPU, torch.float32), folder)
+    _, half = base_decoder(model, ModelDevice(CPU, torch.bfloat16), folder)
+    second, theirs = base_decoder(other, ModelDevice(CPU, torch.float32), folder)
+    assert {how.partition(",")[0] for how in (first, half, theirs)} == {"loaded"}
+    assert len(files(folder)) == 3
+    assert torch.equal(second.embed, load_decoder(other).embed)
+    assert all(file.stat().st_mode & 0o777 == 0o600 for file in files(folder))
+    stale = files(folder)[0].with_name("0" * 32)
+    stale.write_bytes(b"of a killed server")
+    remove_unused(folder)
+    assert len(files(folder)) == 3
+    leave_files(folder)
+    assert files(folder) == []
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path: Path, folder: Path) -> None:
+    reference("llama").save_pretrained(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    with pytest.raises(ModelWeightsError, match="missing"):
+        base_decoder(tmp_path / "model", ModelDevice(CPU, torch.float32), folder)
+    assert files(folder) == []
+
+
+def test_no_room_is_said_and_costs_a_copy(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CannotShare, match=r"MiB free and the base takes 1,099,511,627,776; .* base_dir"):
+        hold(folder, "x", 1 << 60, lambda descriptor: None)
+    assert files(folder) == []
+    reference("qwen3").save_pretrained(tmp_path / "model")
+    where = ModelDevice(CPU, torch.float32)
+    _, how = base_decoder(tmp_path / "model", where, tmp_path / "nowhere")
+    assert "a copy of its own" in how
+    assert "set base_dir" in how
+    (folder / f"weft-{os.geteuid()}").chmod(0o755)  # as another user might have made it
+    decoder, how = base_decoder(tmp_path / "model", where, folder)
+    assert "not a folder of this user alone" in how
+    (folder / f"weft-{os.geteuid()}").chmod(0o700)
+
+    def no_locks(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("workers.model.base.files.fcntl.flock", no_locks)
+    decoder, how = base_decoder(tmp_path / "model", where, folder)
+    assert "No locks available" in how
+    assert torch.equal(decoder.embed, load_decoder(tmp_path / "model").embed)
+
+
+FILL = """
+import os, sys, time
+from pathlib import Path
+from workers.model.base.files import hold
+def fill(descriptor):
+    print("filling", flush=True)
+    os.pwrite(descriptor, b"w" * SIZE, 0)
+    if sys.argv[2] == "die":
+        os.kill(os.getpid(), 9)
+    time.sleep(0.2)
+SIZE = 1 << 20
+descriptor, filled = hold(Path(sys.argv[1]), "base", SIZE, fill)
+print("filled" if filled else "found", os.pread(descriptor, SIZE, 0) == b"w" * SIZE, flush=True)
+sys.stdin.read()
+"""
+
+
+def start(folder: Path, how: str, count: int) -> list[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", FILL, str(folder), how]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return [subprocess.Popen(command, text=True, cwd=ROOT, **pipes) for _ in range(count)]  # type: ignore[call-overload]
+
+
+def said(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
+    return sorted(process.communicate()[0] for process in processes)
+
+
+def test_a_file_of_a_killed_loader_is_filled_again_and_by_one_alone(folder: Path) -> None:
+    assert said(start(folder, "die", 1)) == ["filling\n"]
+    (half,) = files(folder)
+    assert half.stat().st_size > 1 << 20  # all but the mark
+    assert said(start(folder, "live", 3)) == ["filling\nfilled True\n", "found True\n", "found True\n"]
+    (process,) = start(folder, "live", 1)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "found True\n"  # it is kept until somebody looks for what nobody uses
+    remove_unused(folder)
+    assert files(folder) == [half]
+    process.kill()
+    process.communicate()
+    remove_unused(folder)
+    assert files(folder) == []
+
+
+def test_workers_take_one_copy_and_a_restart_reads_none(tmp_path: Path, folder: Path) -> None:
+    """Real workers, of which the one that has loaded is killed."""
+    model = tmp_path / "model"
+    weights = make_model(model, 200)
+    host = Host(model, tmp_path / "data", str(folder))
+    for _ in range(5):  # as other processes come and go, so does the part of the libraries that counts as these two's
+        fixed = taken(TINY, tmp_path / "data", "")
+        with pair(host) as (trainer, generator):
+            together = trainer.pss_bytes + generator.pss_bytes
+        if 0.9 * weights < together - fixed < 1.15 * weights:
+            break
+    else:
+        pytest.fail(f"{together - fixed} bytes for {weights} of weights")
+    remove_unused(folder)
+    forget_pages(model)
+    with pair(host) as (trainer, generator):
+        together = trainer.pss_bytes + generator.pss_bytes
+        assert 0.7 * planned(model, 2) < together < planned(model, 2)
+        assert trainer.read_bytes > 0.9 * weights
+        before, sampled = host.train(trainer), host.sample(generator)
+        assert "loaded, for all" in trainer.end(signal.SIGKILL)
+        forget_pages(model)
+        again = host.trainer()
+        assert again.read_bytes < 0.05 * weights
+        assert host.train(again) == before
+        assert host.sample(generator) == sampled
+        assert "mapped" in again.end()
+        assert len(files(folder)) == 1
+    remove_unused(folder)
+    assert files(folder) == []

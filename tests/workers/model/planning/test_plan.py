@@ -1,0 +1,168 @@
+"""The plan of memory: against what the CPU really allocates, for machines that one knows, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from api.cli import weftd
+from api.server.memory_plan import planned
+from store.settings import load_settings
+from tests.workers.model.models import ours, reference
+from workers.generator.torch_engine import TorchEngine
+from workers.model.adapters.shape import AdapterShape
+from workers.model.card import ModelCard, config_card
+from workers.model.native.gemm import packed
+from workers.model.planning.check import check_model
+from workers.model.planning.plan import Device, DoesNotFit, Plan, Wanted, plan
+from workers.trainer.arena import Arena, ArenaKind
+
+GIB = 1 << 30
+QWEN3: dict[str, Any] = {
+    "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+MOE: dict[str, Any] = {
+    **QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+#: The shapes as published.
+SHAPES: dict[str, dict[str, Any]] = {
+    "4B": {
+        **QWEN3, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 2560, "intermediate_size": 9728,
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "tie_word_embeddings": True,
+    },
+    "30B-A3B": {
+        **MOE, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_attention_heads": 32, "num_hidden_layers": 48,
+    },
+    "235B-A22B": {
+        **MOE, "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+        "num_attention_heads": 64, "num_hidden_layers": 94,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder_of(tmp_path: Path) -> Any:
+    def make(name: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(SHAPES[name]))
+        return folder
+
+    return make
+
+
+def sizes(found: Plan) -> dict[str, int]:
+    return {part.name: part.size_bytes for part in found.parts}
+
+
+@pytest.mark.parametrize("family", ["moe", "qwen3-tied", "gpt-oss", "deepseek", "qwen3-next", "nemotron-h"])
+def test_the_arithmetic_is_what_the_cpu_allocates(family: str, tmp_path: Path) -> None:
+    decoder = ours(reference(family), tmp_path)
+    model = check_model(ModelCard("m", tmp_path, decoder.config, ()), "float32")
+    wanted = Wanted(slots=3, kv_tokens=640, context_tokens=128, packed=True, rank=5, resident_bytes=1 << 20)
+    found = plan([model], Device("cpu", 8 * GIB), wanted)
+    engine = TorchEngine(decoder, (), slots=found.slots, context=128, kv_tokens=found.kv_tokens)
+    cache = engine._cache
+    routes = cache.routes_NPMC.nbytes
+    kept = sum(tensor.nbytes for tensor in cache.tensors) - routes
+    page = kept // (cache.pages + 1)  # one that no sequence holds
+    assert sizes(found)["keys and values"] == kept - page + routes
+    assert sizes(found)["weights of the trainer"] == sum(weight.nbytes for weight in decoder.parameters())
+    assert sizes(found).get("states of sequences", 0) == found.slots * decoder.config.state_bytes
+    panels = [packed(weight) for weight in decoder.products()]
+    there = sum(each._panels.nbytes for each in panels if each is not None)
+    tables = sum(weight.nbytes for weight in decoder.parameters()) - sum(w.nbytes for w in decoder.products())
+    planned_bytes = sizes(found)["packed weights of the generator"]
+    assert there <= planned_bytes + 64 * 4 * 4096  # panels are filled up
+    assert planned_bytes - there < tables + 4096
+    arena = Arena(ArenaKind(AdapterShape(decoder.config, 5), 1.0, 2), torch.device("cpu"))
+    note = next(part.note for part in found.parts if part.name == "runs in training")
+    assert note.startswith(f"{(1 << 20) // arena.flat.nbytes} of rank 5")
+
+
+def test_a_mixture_of_30_billion_on_one_gpu(folder_of: Any) -> None:
+    """Of 141 GiB: the base twice is 114, and what is left is enough for 64 sequences and a few runs."""
+    model = check_model(config_card("30B-A3B", folder_of("30B-A3B")))
+    gpu = Device("gpu", 141 * GIB)
+    found = plan([model], gpu, Wanted(tenants=64))
+    assert sizes(found)["weights of the trainer"] == sizes(found)["weights of the generator"] == 2 * 30_532_122_624
+    assert found.used_bytes <= 141 * GIB
+    assert found.slots >= 16
+    assert found.kv_tokens >= 2 * 8192
+    runs = 16 * AdapterShape(model.card.config, 32).numel
+    assert found.resident_bytes >= runs
+    assert found.paged.size_bytes == (64 - found.resident_bytes // runs) * runs
+    once = plan([model], gpu, replace(Wanted(tenants=64), one_base=True))
+    assert once.kv_tokens > 2 * found.kv_tokens
+    with pytest.raises(DoesNotFit, match=r"generator.kv_tokens = 262,144 takes 24.2 GiB .*: at most [\d,]+ tokens fit"):
+        plan([model], gpu, Wanted(kv_tokens=262_144))
+    ranks = replace(Wanted(), trainers=4, ranks=4, one_base=True)
+    assert sizes(plan([model], Device("cpu", 999 * GIB), ranks))["weights of the generator"] == model.weight_bytes
+    with pytest.raises(DoesNotFit, match=r"models: 30B-A3B takes 56.9 GiB .* 80.0 GiB, of which 56.9 GiB are taken"):
+        plan([model], Device("gpu", 80 * GIB), Wanted())
+    assert plan([model], Device("gpu", 80 * GIB), Wanted(generators=0)).resident_bytes >= runs
+
+
+def test_the_command_plans_small_and_large_models(folder_of: Any) -> None:
+    small = weftd_plan(folder_of("4B"), "--gpu-gib", "24")
+    assert re.search(r"^weights of the trainer +7\.5 GiB$", small, re.MULTILINE)
+    assert setting(small, "generator.slots") >= 4
+    assert setting(small, "trainer.resident_bytes") >= 16 * 60_000_000
+    large = weftd_plan(folder_of("235B-A22B"), "--gpu-gib", "141", "--gpus", "8", "--rank", "8")
+    assert "8 x GPU of 141 GiB, each" in large
+    assert "a part of 8: only vLLM does that" in large
+    assert re.search(r"^weights of the generator +54\.7 GiB", large, re.MULTILINE)
+    assert re.search(r"^runs in training .* [1-9]\d* of rank 8", large, re.MULTILINE)
+    refused = CliRunner().invoke(weftd, ["plan", "--model", str(folder_of("235B-A22B")), "--gpu-gib", "141"])
+    assert refused.exit_code == 2
+    assert "models: 235B-A22B takes 437.9 GiB for weights of the trainer" in refused.output
+    long = ["plan", "--model", str(folder_of("4B")), "--gpu-gib", "24", "--context", "40000"]
+    refused = CliRunner().invoke(weftd, long)
+    assert refused.exit_code == 2
+    assert "generator.context_tokens = 40,000 takes 5.5 GiB for keys and values" in refused.output
+
+
+def weftd_plan(folder: Path, *options: str) -> str:
+    shown = CliRunner().invoke(weftd, ["plan", "--model", str(folder), *options])
+    assert shown.exit_code == 0, shown.output
+    return shown.output
+
+
+def setting(shown: str, name: str) -> int:
+    return int(next(line.split(" = ")[1] for line in shown.splitlines() if line.startswith(name)))
+
+
+def test_a_server_chooses_by_its_own_memory_and_keeps_to_what_it_is_told(
+    folder_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.server.memory_plan.cuda_bytes", lambda: [])
+    monkeypatch.setattr("api.server.memory_plan.free_bytes", lambda: 40 * GIB)
+    cards = {"4B": config_card("4B", folder_of("4B"))}
+    settings = planned(load_settings(None, data_dir=tmp_path, base_dir=""), cards)[0]
+    assert not settings.generator.packed  # 15 GiB twice, and no room for a third
+    assert 8192 <= settings.generator.kv_tokens < 32 * 8192
+    shared = planned(load_settings(None, data_dir=tmp_path, base_dir=str(tmp_path)), cards)[0]
+    assert shared.generator.kv_tokens > settings.generator.kv_tokens
+    assert shared.trainer.resident_bytes > settings.trainer.resident_bytes
+    told = load_settings(None, data_dir=tmp_path, generator={"slots": 3, "kv_tokens": 16384, "packed": False})
+    assert planned(told, cards)[0].generator == told.generator
+    alone = planned(load_settings(None, data_dir=tmp_path), cards, "trainer")[0]
+    assert alone.trainer.resident_bytes == 0  # it shares its machine with whom it does not know
+    monkeypatch.setattr("api.server.memory_plan.cuda_bytes", lambda: [24 * GIB, 80 * GIB])
+    apart = load_settings(None, data_dir=tmp_path, trainer={"device": "cuda:1"})
+    found, tables = planned(apart, cards)
+    assert len(tables) == 2
+    assert found.trainer.resident_bytes > 50 * GIB
+    assert found.generator.slots * 1024 <= found.generator.kv_tokens

@@ -1,0 +1,161 @@
+"""A decoder of which every process of a group holds a part: FSDP2 over the frozen base.
+
+Each layer is a unit, and what is left (embedding, last norm, head) is one more. A unit is gathered when it is needed
+and given up after it, and a process reads only the rows of the safetensors files that it keeps. So no process ever
+holds the whole model: it has its share, and one or two layers while it computes.
+
+Invariant: a forward gathers the root and then the layers in their order, a backward the layers in reverse. Every
+process of the group must take part in each of these, whether or not it has anything to compute (`Sharded.finish`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.tensor import DTensor
+
+from workers.model.base.stored import Stored
+from workers.model.base.weights import ModelWeightsError, Place, matched
+from workers.model.card import weight_files
+from workers.model.config import DecoderConfig
+from workers.model.decoder import Decoder, PackedAttend, rotary_of
+from workers.model.families.read import read_config
+
+
+class Sharded:
+    """This process's part of a decoder, and how far a step has come with gathering it."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self._root, *self._layers = units(decoder)
+        self._gathers = _Counted()
+        for unit in (self._root, *self._layers):
+            unit.set_custom_all_gather(self._gathers)
+
+    def finish(self, trains: bool) -> None:
+        """End a step: take part in what the others still gather of it, with nothing to compute, and give up whatever
+        is gathered. So a process joins in that has nothing to do, or whose own work has failed half way."""
+        order = [self._root, *self._layers, *(reversed(self._layers) if trains else ())]
+        done = self._gathers.count
+        if done > len(order):
+            raise RuntimeError(f"this process gathered {done} units in a step that has {len(order)}")
+        self._root.reset_iter_state()
+        for unit in order[done:]:
+            unit.unshard()
+            unit.reshard()
+        self._gathers.count = 0
+
+
+class _Counted(AllGather):
+    """FSDP2's all-gather, which counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self.count += 1
+        work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+def load_sharded(path: str | Path, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh) -> Sharded:
+    """This process's part of the model in a folder. The last dimension of `mesh` shards, one before it replicates.
+    Raises UnsupportedModel or ModelWeightsError by name. All processes of the mesh must call it."""
+    folder = Path(path)
+    config = read_config(folder.name, folder)
+    decoder = empty(config, dtype, device, mesh)
+    copy_shards(decoder, weight_files(folder.name, folder), mesh)
+    with torch.no_grad():  # the first forward puts up what later ones find
+        decoder(*torch.zeros(2, 1, dtype=torch.long, device=device), PackedAttend([1]))
+    sharded = Sharded(decoder)
+    sharded.finish(trains=True)
+    return sharded
+
+
+def empty(config: DecoderConfig, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh) -> Decoder:
+    """A decoder whose weights are to be copied in. One unit at a time is whole, and is not written."""
+    decoder = Decoder(config, dtype, "meta")
+    with torch.device(device):
+        decoder.rotary = rotary_of(config)
+    for layer in decoder.layers:
+        layer.to_empty(device=device)
+        fully_shard(layer, mesh=mesh)
+    for name in ("embed", "norm", "head"):
+        if name != "head" or not config.tie_embeddings:
+            like = decoder.get_parameter(name)
+            setattr(decoder, name, nn.Parameter(torch.empty_like(like, device=device), requires_grad=False))
+    if config.tie_embeddings:
+        decoder.head = decoder.embed
+    fully_shard(decoder, mesh=mesh, reshard_after_forward=False)
+    return decoder
+
+
+@torch.no_grad()
+def copy_shards(decoder: Decoder, files: Sequence[Path], mesh: DeviceMesh) -> None:
+    """Fill this process's part of every parameter, reading no more than that. Raises ModelWeightsError."""
+    whole = Decoder(decoder.config, decoder.dtype, "meta")
+    names = {id(parameter): name for name, parameter in whole.named_parameters()}
+    folder = files[0].parent
+    try:
+        stored = Stored(files)
+        for name, place in matched(whole, stored, folder):
+            base = place.target._base if place.target._is_view() else place.target
+            assert base is not None
+            _copy(stored, name, place, base, decoder.get_parameter(names[id(base)]), mesh)
+    except KeyError as error:
+        raise ModelWeightsError(f"{folder}: tensor {error.args[0]} is missing") from None
+    except ValueError as error:
+        raise error if isinstance(error, ModelWeightsError) else ModelWeightsError(str(error)) from None
+
+
+def _copy(stored: Stored, name: str, place: Place, whole: Tensor, sharded: Tensor, mesh: DeviceMesh) -> None:
+    """Copy the rows of a stored tensor that this process keeps. `place` says which rows of `whole` the tensor is.
+    Where it is arranged across rows it is read whole."""
+    shape = stored.shape(name)
+    if place.arranged(torch.empty(shape, device="meta")).shape != place.target.shape:
+        got, need = list(shape), f"floating point {list(place.target.shape)}"
+        raise ModelWeightsError(f"{stored.file(name)}: tensor {name} is {got}, the config needs {need}")
+    first, last = (row * whole.stride(0) for row in rows_of(whole.shape[0], mesh.get_local_rank(-1), mesh.size(-1)))
+    start, row = place.target.storage_offset(), place.target.stride(0)
+    begin = max(0, (first - start) // row)
+    end = min(place.target.shape[0], (last - start) // row)
+    if begin >= end:
+        return
+    as_it_is = place.arranged is Place.arranged
+    by_rows = as_it_is or len(shape) == place.target.dim() == 3  # of a stack of experts each is arranged by itself
+    rows = stored.rows(name, begin, end) if by_rows else place.arranged(stored.read(name))[begin:end]
+    if not rows.is_floating_point():
+        raise ModelWeightsError(f"{stored.file(name)}: tensor {name} is {rows.dtype}, the config needs floating point")
+    mine = cast(DTensor, sharded).to_local().view(-1)
+    at = start + begin * row - first
+    target = mine[at : at + (end - begin) * row].view(end - begin, *place.target.shape[1:])
+    target.copy_(place.arranged(rows) if by_rows and not as_it_is else rows)
+
+
+def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Which rows of a parameter a rank keeps (torch.chunk's rule, which is FSDP2's)."""
+    each = -(-rows // ranks)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+def held_bytes(decoder: Decoder) -> int:
+    """Of the base, on this process, while nothing is gathered."""
+    return sum(cast(DTensor, parameter).to_local().nbytes for parameter in decoder.parameters())
+
+
+def units(decoder: Decoder) -> list[FSDPModule]:
+    """The root and the layers, in the order in which a forward gathers them."""
+    return [cast(FSDPModule, module) for module in (decoder, *decoder.layers)]

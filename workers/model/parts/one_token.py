@@ -1,0 +1,77 @@
+"""One token of each of many sequences through a recurrence whose state is a matrix S [D, V] for each head.
+
+S becomes decay S + k w^T, and the output is S^T q. What is written, w, is the value v (Mamba-2), or, by the delta rule
+with a rate, rate (v - decay S^T k).
+
+On a CPU this is recur.c: a step reads every state once and writes every state once, and a row's bits depend on the row
+alone by the order of its sums. Elsewhere, and without a C compiler, torch computes the same, up to rounding, and goes
+over the states several times more.
+
+Shapes: R rows, G groups of heads that share queries and keys, H heads, D key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.model.native import build
+from workers.model.parts.chunks import read
+
+_SOURCE = Path(build.__file__).with_name("recur.c")
+
+
+class Tokens(NamedTuple):
+    """What a recurrence computes one token of each row with. `rate` None: not by the delta rule."""
+
+    q_RGD: Tensor
+    k_RGD: Tensor
+    v_RHV: Tensor
+    decay_RH: Tensor
+    rate_RH: Tensor | None = None
+
+
+def one_token(tokens: Tokens, states_HDV: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """out [R, H, V] and the states after the token; those before are not written to."""
+    native = build.library(_SOURCE) if tokens.v_RHV.device.type == "cpu" else None
+    return in_torch(tokens, states_HDV) if native is None else _in_c(native, tokens, states_HDV)
+
+
+def in_torch(tokens: Tokens, states_HDV: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    each = tokens.v_RHV.shape[1] // tokens.k_RGD.shape[1]
+    q_RHD, k_RHD = (t.repeat_interleave(each, 1) for t in (tokens.q_RGD, tokens.k_RGD))
+    decayed_RHDV = torch.stack(list(states_HDV)) * tokens.decay_RH[:, :, None, None]
+    written_RHV = tokens.v_RHV
+    if tokens.rate_RH is not None:
+        written_RHV = (written_RHV - read(decayed_RHDV, k_RHD)) * tokens.rate_RH[:, :, None]
+    end_RHDV = decayed_RHDV + k_RHD[..., None] * written_RHV[:, :, None]
+    return read(end_RHDV, q_RHD), list(end_RHDV.unbind())
+
+
+class _Step(ctypes.Structure):
+    """`step` of recur.c."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("rows", "heads", "groups", "dim", "width", "threads"))
+
+
+def _in_c(native: ctypes.CDLL, tokens: Tokens, states_HDV: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    given = [None if part is None else part.contiguous() for part in tokens]
+    starts = [state.contiguous() for state in states_HDV]
+    if any(part is not None and part.dtype != torch.float32 for part in (*given, *starts)):
+        raise ValueError("a recurrence and its states are float32")
+    (rows, heads, width), (groups, dim) = tokens.v_RHV.shape, tokens.k_RGD.shape[1:]
+    # A tensor for each row: one of all rows is so large that its memory is given back to the system with every step.
+    ends = [torch.empty(heads, dim, width) for _ in starts]
+    out_RHV = torch.empty(rows, heads, width)
+    places = [np.array([state.data_ptr() for state in part], dtype=np.int64) for part in (starts, ends)]
+    step = _Step(rows, heads, groups, dim, width, torch.get_num_threads())
+    arguments = [ctypes.c_void_p(place.ctypes.data) for place in places]
+    arguments += [ctypes.c_void_p(None if part is None else part.data_ptr()) for part in (*given, out_RHV)]
+    native.weft_step(ctypes.byref(step), *arguments)
+    return out_RHV, ends

@@ -1,0 +1,302 @@
+"""What serving models takes of the memory that computes, and the settings that follow from it; arithmetic alone.
+
+The server plans before it starts a worker, `weftd plan` for machines that are not there. Settings that say 0 are
+chosen, others are held to: what cannot fit is refused by the name of its setting, before anything is allocated. In
+order, memory goes to what must be there (weights, libraries, what is computed at once), the caches, keys and values,
+and the runs in training; a tenth is left alone, for what allocators lose. What vLLM takes is
+known before (`vllm_plan`).
+
+All figures are bytes of one device, or of the host where the CPU computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workers.model.adapters.shape import AdapterShape
+from workers.model.planning.check import ITEM_BYTES, TRAINING_BYTES, Check, kept_bytes
+from workers.model.planning.layer_groups import layer_groups
+
+#: Left alone.
+SPARE = 0.1
+#: What one of our processes takes with torch imported, and on a CUDA device with its context and libraries.
+PROCESS_BYTES = {"cpu": 256 << 20, "cuda": 768 << 20}
+#: Beside the workers on a CPU: the server, and a successor behind each worker.
+SERVER_BYTES, SUCCESSOR_BYTES = 256 << 20, 160 << 20
+#: The most slots that are chosen: beyond, a step takes longer for everybody in it.
+MOST_SLOTS = {"cpu": 32, "cuda": 64}
+#: Slots are chosen for sequences of this length; the youngest make way when they all grow longer.
+USUAL_TOKENS = 1024
+#: Positions of a page of the cache.
+PAGE_TOKENS = 32
+#: Rows of logits that the trainer has at a time, and how many copies.
+LOGIT_ROWS, LOGIT_COPIES = 1024, 3
+
+
+class DoesNotFit(ValueError):
+    """The message names the setting, its size, what there is, and the way out."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What computes: `count` equal devices, on each of which `size_bytes` can be had."""
+
+    name: str
+    size_bytes: int
+    count: int = 1
+
+    @property
+    def kind(self) -> str:
+        return "cpu" if self.name == "cpu" else "cuda"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Settings of these names (`store.settings`), 0 where the plan chooses; and who is on the device. `packed` None: as
+    memory allows. `trainers` are processes, of which `ranks` are one trainer. `one_base`: workers map one copy, except
+    ranks. `spread`: a base that no device holds whole may be spread for sampling. `tenants` runs of `rank` are what is
+    planned for. `vllm_bytes` are vLLM's, and not to be had."""
+
+    trainers: int = 1
+    ranks: int = 1
+    generators: int = 1
+    one_base: bool = False
+    spread: bool = False
+    slots: int = 0
+    context_tokens: int = 8192
+    kv_tokens: int = 0
+    prefill_tokens: int = 2048
+    adapter_cache_bytes: int = 2 << 30
+    prefix_cache_bytes: int = 512 << 20
+    packed: bool | None = None
+    resident_bytes: int = 0
+    microbatch_tokens: int = 2048
+    tenants: int = 16
+    rank: int = 32
+    vllm_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    size_bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`parts` in memory, and what is `paged` out of it. The rest is what the settings should say."""
+
+    device: Device
+    parts: list[Part]
+    paged: Part
+    slots: int
+    kv_tokens: int
+    resident_bytes: int
+    packed: bool
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.parts)
+
+    def lines(self) -> list[str]:
+        """A table for people."""
+        rows = [*self.parts, Part("left alone", self.device.size_bytes - self.used_bytes)]
+        of = f"{self.device.count} x {self.device.name}" if self.device.count > 1 else self.device.name
+        shown = [f"{part.name:<32}{gib(part.size_bytes):>12}  {part.note}".rstrip() for part in rows]
+        return [
+            f"{f'{of}, each' if self.device.count > 1 else of:<32}{gib(self.device.size_bytes):>12}",
+            *shown,
+            f"{self.paged.name:<32}{gib(self.paged.size_bytes):>12}  {self.paged.note}".rstrip(),
+            f"generator.slots = {self.slots}",
+            f"generator.kv_tokens = {self.kv_tokens}",
+            *([f"generator.packed = {str(self.packed).lower()}"] if self.device.kind == "cpu" else []),
+            f"trainer.resident_bytes = {self.resident_bytes}",
+        ]
+
+
+def plan(models: Sequence[Check], device: Device, wanted: Wanted) -> Plan:
+    """Raises DoesNotFit."""
+    room = _Room(device)
+    room.take("vLLM", wanted.vllm_bytes, must="generator.vllm", way_out="see [generator.vllm] in docs/vllm.md")
+    spread = _weights(models, device, wanted, room)
+    _processes(device, wanted, room)
+    _computed(models, wanted, room)
+    packed = _packing(models, device, wanted, room)
+    _caches(device, wanted, room, len(models))
+    slots, kv_tokens = _keys_and_values(models, device, wanted, room, spread)
+    resident, paged = _runs(models, device, wanted, room)
+    return Plan(device, room.parts, paged, slots, kv_tokens, resident, packed)
+
+
+class _Room:
+    """What is taken so far. What must be there may take all that the device has, what is chosen leaves a part alone."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.parts: list[Part] = []
+        self._must_bytes = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """For what is chosen."""
+        return max(0, int(self.device.size_bytes * (1 - SPARE)) - sum(part.size_bytes for part in self.parts))
+
+    @property
+    def left_bytes(self) -> int:
+        """For what must be there."""
+        return self.device.size_bytes - self._must_bytes
+
+    def take(self, name: str, size_bytes: int, note: str = "", *, must: str = "", way_out: str = "") -> None:
+        """`must`: the setting that asks for it, in words."""
+        if must and size_bytes > self.left_bytes:
+            there = f"{self.device.name} has {gib(self.device.size_bytes)}, of which {gib(self._must_bytes)} are taken"
+            raise DoesNotFit(f"{must} takes {gib(size_bytes)} for {name}; {there}: {way_out}")
+        self._must_bytes += size_bytes if must else 0
+        if size_bytes:
+            self.parts.append(Part(name, size_bytes, note))
+
+
+def _weights(models: Sequence[Check], device: Device, wanted: Wanted, room: _Room) -> bool:
+    """Whether the generators, too, hold parts of a base that no device could hold whole."""
+    whole = sum(model.weight_bytes for model in models)
+    must, way_out = f"models: {', '.join(model.card.name for model in models)}", "more devices, or fewer models"
+    if wanted.one_base and wanted.ranks <= 1:
+        note = f"one copy for {wanted.trainers + wanted.generators} workers"
+        room.take("weights", whole, note, must=must, way_out=way_out)
+        return False
+    if wanted.trainers:
+        gathered = max(map(_gathered_bytes, models)) if device.count > 1 else 0
+        note = f"a part of {device.count}, and what is gathered of it" if device.count > 1 else ""
+        each = -(-whole // device.count) + gathered
+        replicas = -(-wanted.trainers // wanted.ranks)
+        room.take("weights of the trainer", replicas * each, note, must=must, way_out=way_out)
+    copies = min(1, wanted.generators) if wanted.one_base else wanted.generators
+    spread = wanted.spread and device.count > 1 and whole * copies > room.left_bytes * (1 - 2 * SPARE)
+    note = f"a part of {device.count}: only vLLM does that" if spread else ""
+    size = -(-whole // device.count) if spread else whole * copies
+    room.take("weights of the generator", size, note, must=must, way_out=way_out)
+    return spread
+
+
+def _gathered_bytes(model: Check) -> int:
+    """Of a base in parts, what a device has whole at a time: two layers, the embedding and the head."""
+    config = model.card.config
+    ends = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
+    return ITEM_BYTES[model.dtype] * (ends + 2 * (model.parameters - ends) // config.num_layers)
+
+
+def _processes(device: Device, wanted: Wanted, room: _Room) -> None:
+    workers = wanted.trainers + wanted.generators
+    size = workers * PROCESS_BYTES[device.kind]
+    if device.kind == "cpu":
+        size += SERVER_BYTES + workers * SUCCESSOR_BYTES
+    room.take("processes and libraries", size)
+
+
+def _computed(models: Sequence[Check], wanted: Wanted, room: _Room) -> None:
+    """The largest model's, for one is computed at a time. The trainer keeps everything of a forward where that takes a
+    small part of the memory; else the layers' inputs, with the inside of one layer (`memory.py`)."""
+    configs = [model.card.config for model in models]
+    if wanted.trainers:
+        tokens = wanted.microbatch_tokens
+        logits = max(LOGIT_COPIES * LOGIT_ROWS * c.vocab_size * 4 for c in configs)
+        all_of_it = max(2 * tokens * c.num_layers * kept_bytes(c) for c in configs)
+        inputs = max(tokens * (c.num_layers * c.hidden_size * 4 + 2 * kept_bytes(c)) for c in configs)
+        kept = all_of_it <= room.free_bytes // 8 // wanted.trainers
+        note = f"{tokens:,} tokens, {'kept' if kept else 'layers computed again'}"
+        must, way_out = f"trainer.microbatch_tokens = {tokens:,}", "set less, at least the longest sequence"
+        size = wanted.trainers * ((all_of_it if kept else inputs) + logits)
+        room.take("activations of the trainer", size, note, must=must, way_out=way_out)
+    if wanted.generators:
+        tokens = wanted.prefill_tokens
+        size = wanted.generators * max(tokens * kept_bytes(c) for c in configs)
+        must = f"generator.prefill_tokens = {tokens:,}"
+        room.take("activations of the generator", size, f"{tokens:,} tokens", must=must, way_out="set less")
+
+
+def _packing(models: Sequence[Check], device: Device, wanted: Wanted, room: _Room) -> bool:
+    """A second copy of the weights in each generator on a CPU, where they are float32."""
+    if device.kind != "cpu" or not wanted.generators or any(model.dtype != "float32" for model in models):
+        return bool(wanted.packed)
+    size = wanted.generators * sum(4 * _multiplied(model) for model in models)
+    if wanted.packed is False or (wanted.packed is None and size > room.free_bytes // 2):
+        return False
+    must = "generator.packed = true" if wanted.packed else ""
+    room.take("packed weights of the generator", size, must=must, way_out="set it to false")
+    return True
+
+
+def _multiplied(model: Check) -> int:
+    """Parameters that rows are multiplied with; a table of embeddings is not, unless it is the head, too."""
+    config = model.card.config
+    return model.parameters - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
+
+
+def _caches(device: Device, wanted: Wanted, room: _Room, models: int) -> None:
+    each = wanted.generators * models
+    if device.kind == "cuda":
+        prompts, way_out = each * wanted.prefix_cache_bytes, "set less, or 0"
+        must = f"generator.prefix_cache_bytes = {wanted.prefix_cache_bytes:,}"
+        room.take("prompts that are kept", prompts, must=must, way_out=way_out)
+    else:
+        room.take("prompts that are kept", min(each * wanted.prefix_cache_bytes, room.free_bytes // 8))
+    room.take("adapters in use", min(each * wanted.adapter_cache_bytes, room.free_bytes // 8), "of the generator")
+
+
+def _keys_and_values(
+    models: Sequence[Check], device: Device, wanted: Wanted, room: _Room, spread: bool
+) -> tuple[int, int]:
+    """Slots and tokens of each model in each generator. Half of what is left at most is chosen for them."""
+    if not wanted.generators:
+        return wanted.slots or MOST_SLOTS[device.kind], wanted.kv_tokens
+    parts = device.count if spread else 1
+    each = -(-wanted.generators * sum(_bytes_per_token(model) for model in models) // parts)
+    longest = max(min(wanted.context_tokens, model.card.context_length) for model in models)
+    least = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+    most = max(0, int(room.left_bytes * (1 - SPARE)) // each)
+    if least > most:
+        way_out = f"at most {most:,} tokens fit; set less"
+        room.take("keys and values", least * each, must=f"generator.context_tokens = {longest:,}", way_out=way_out)
+    slots, state = wanted.slots or MOST_SLOTS[device.kind], wanted.generators * sum(m.state_bytes for m in models)
+    if state and not wanted.slots:
+        slots = max(1, min(slots, room.free_bytes // 4 // state))
+    room.take("states of sequences", slots * state, must=f"generator.slots = {slots}", way_out="set less")
+    full = slots * (least + PAGE_TOKENS)
+    fits = room.free_bytes // 2 // each if wanted.trainers else room.free_bytes // each
+    kv_tokens = wanted.kv_tokens or max(least, min(full, fits) // PAGE_TOKENS * PAGE_TOKENS)
+    if not wanted.slots:
+        slots = max(1, min(slots, kv_tokens // min(USUAL_TOKENS, longest)))
+    note = f"{kv_tokens:,} tokens of {each:,} bytes, {slots} sequences"
+    must = f"generator.kv_tokens = {kv_tokens:,}"
+    room.take("keys and values", kv_tokens * each, note, must=must, way_out=f"at most {most:,} tokens fit")
+    return slots, kv_tokens
+
+
+def _bytes_per_token(model: Check) -> int:
+    """Routes are recorded beside keys and values; pages of every group of layers have room for them."""
+    config = model.card.config
+    groups = len(layer_groups(config, model.card.context_length))
+    return model.kv_bytes_per_token + groups * 2 * len(config.mixture_layers) * config.experts_per_token
+
+
+def _runs(models: Sequence[Check], device: Device, wanted: Wanted, room: _Room) -> tuple[int, Part]:
+    """Memory for the states of runs, and what is paged of those that are planned for: of the largest model, all of it
+    trained."""
+    each = max(TRAINING_BYTES * AdapterShape(model.card.config, wanted.rank).numel for model in models)
+    if not wanted.trainers:
+        return wanted.resident_bytes, Part("runs paged out", 0)
+    chosen = (room.free_bytes if device.kind == "cuda" else room.free_bytes // 2) // wanted.trainers
+    resident = wanted.resident_bytes or max(chosen, min(each, room.left_bytes // wanted.trainers))
+    note = f"{resident // each:,} of rank {wanted.rank}, {gib(each)} each"
+    must = f"trainer.resident_bytes = {resident:,}" if wanted.resident_bytes else ""
+    way_out = f"at most {room.left_bytes:,} fit; or set 0, and the server chooses"
+    room.take("runs in training", wanted.trainers * resident, note, must=must, way_out=way_out)
+    there = min(wanted.tenants, wanted.trainers * (resident // each))
+    where = "to the host's memory, then to the disk" if device.kind == "cuda" else "to the disk"
+    return resident, Part("runs paged out", (wanted.tenants - there) * each, f"of {wanted.tenants}, {where}")
+
+
+def gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:,.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
