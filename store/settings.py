@@ -123,6 +123,9 @@ class GeneratorSettings(_Section):
     kv_tokens: Annotated[int, Field(ge=0)] = 0
     #: Prompt tokens computed between two decode steps; longer prompts are computed in pieces.
     prefill_tokens: Positive = 2048
+    #: Prompt lookup: a step tries up to this many tokens more of a sequence whose last ones have stood in it before, in
+    #: slots that are free. Tokens and logprobs are the same; text that repeats itself takes fewer steps. 0: off.
+    lookup: Annotated[int, Field(ge=0, le=16)] = 0
     #: On a CPU, a second copy of the weights in the order in which they are multiplied, which is faster. auto: where it
     #: takes less than half of the memory that is left.
     packed: bool | Literal["auto"] = "auto"

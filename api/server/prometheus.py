@@ -60,6 +60,8 @@ _EACH = {
         "steps": ("weft_generator_replica_steps_total", "Decode steps of a generator."),
         "slots_busy": ("weft_generator_replica_slot_steps_busy_total", "Slots of a generator that worked."),
         "slots_offered": ("weft_generator_replica_slot_steps_total", "Slots of a generator that there were."),
+        "drafted": ("weft_generator_replica_drafted_tokens_total", "Tokens that a generator tried ahead."),
+        "accepted": ("weft_generator_replica_accepted_tokens_total", "Tokens tried ahead that came to be drawn."),
     },
 }
 #: Trainers, and generators, that are shown by name.
@@ -102,6 +104,8 @@ def _operations(meters: Meters, stats: Mapping[str, Any]) -> list[Metric]:
         _counter("weft_generator_steps_total", "Decode steps.", generator.get("steps", 0)),
         _counter("weft_generator_slot_steps_busy_total", "Slots that worked.", generator.get("slots_busy", 0)),
         _counter("weft_generator_slot_steps_total", "Slots there were.", generator.get("slots_offered", 0)),
+        _counter("weft_generator_drafted_tokens_total", "Tokens tried ahead.", generator.get("drafted", 0)),
+        _counter("weft_generator_accepted_tokens_total", "Of them drawn.", generator.get("accepted", 0)),
         _counter("weft_generator_busy_seconds_total", "Decoding.", generator.get("busy_s", 0.0)),
         _counter("weft_generators_lost_total", "Generators that were lost.", generator.get("lost", 0)),
     ]

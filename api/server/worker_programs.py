@@ -121,6 +121,7 @@ def _torch(generator: GeneratorSettings) -> TorchConfig:
         adapter_bytes=generator.adapter_cache_bytes,
         prefix_bytes=generator.prefix_cache_bytes,
         packed=bool(generator.packed),
+        lookup=generator.lookup,
     )
 
 

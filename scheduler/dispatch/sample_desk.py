@@ -34,7 +34,7 @@ from scheduler.order.operations import SAMPLE, Operation
 from scheduler.order.roster import remember
 from scheduler.order.timings import Stretch
 
-_COUNTS = {"steps": 0, "slots_busy": 0, "slots_offered": 0}
+_COUNTS = {"steps": 0, "slots_busy": 0, "slots_offered": 0, "drafted": 0, "accepted": 0}
 
 
 @dataclass(frozen=True)

@@ -284,12 +284,14 @@ class Declined(msgspec.Struct, frozen=True, tag=True):
 
 class Occupancy(msgspec.Struct, frozen=True, tag=True):
     """A generator's decode steps since its last report: `busy / offered` is the share of slots that worked while
-    at least one did."""
+    at least one did. Of the tokens that were drafted (`[generator] lookup`) those accepted were drawn."""
 
     steps: int
     slots_busy: int
     slots_offered: int
     seconds: float
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):

@@ -102,8 +102,9 @@ class SampleLink:
                 self._lose(message.op_id)
             case Declined():
                 self._decline(message)
-            case Occupancy(steps, slots_busy, slots_offered, seconds):
-                counts = {"steps": steps, "slots_busy": slots_busy, "slots_offered": slots_offered, "busy_s": seconds}
+            case Occupancy():
+                counts = msgspec.structs.asdict(message)
+                counts["busy_s"] = counts.pop("seconds")
                 with suppress(QueueUnreachable):
                     self._broadcasts.count(counts, self.name)
 

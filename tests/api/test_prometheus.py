@@ -68,13 +68,19 @@ def test_histograms_are_cumulative() -> None:
 
 
 def test_counters_and_gauges() -> None:
-    stats = {"queue": {"open": 5}, "trainer": {"busy_s": 1.5}, "generator": {"slots_busy": 7}}
+    stats = {
+        "queue": {"open": 5},
+        "trainer": {"busy_s": 1.5},
+        "generator": {"slots_busy": 7, "drafted": 9, "accepted": 8},
+    }
     found = values(render(filled(), stats, NO_MONEY))
     assert found['weft_ops_submitted_total{kind="sample"}'] == 3
     assert found['weft_ops_ended_total{kind="optim_step",state="failed"}'] == 1
     assert found["weft_queue_depth"] == 5
     assert found["weft_trainer_busy_seconds_total"] == 1.5
     assert found["weft_generator_slot_steps_busy_total"] == 7
+    assert found["weft_generator_drafted_tokens_total"] == 9
+    assert found["weft_generator_accepted_tokens_total"] == 8
 
 
 def test_the_server_answers_get_metrics_and_nothing_else() -> None:

@@ -420,6 +420,7 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
         adapter_cache_bytes = 19
         prefix_cache_bytes = 20
         packed = false
+        lookup = 6
         """
     )
     settings, models = load_settings(config, data_dir=tmp_path), {"m": Path("/m")}
@@ -439,7 +440,7 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
     assert trainer.config == TrainerConfig(training, bounds, "pages/trainer")
     assert second.config == TrainerConfig(replace(training, role="trainer-2"), bounds, "pages/trainer-2")
     assert (second.role, second.command[-1]) == ("trainer-2", "trainer")
-    assert generator.config == GeneratorConfig(sampling, 15, 16, TorchConfig(17, 18, 19, 20, False))
+    assert generator.config == GeneratorConfig(sampling, 15, 16, TorchConfig(17, 18, 19, 20, False, 6))
     ranks = "ranks = 2\n        nodes = 3\n        rendezvous = 'a:1'\n        shard = 'node'\n"
     config.write_text(config.read_text().replace('device = "cuda:1"', 'device = "cuda"\n        ' + ranks))
     with pytest.raises(SettingsError, match=r"trainer\.nodes: .* Redis"):
@@ -450,7 +451,7 @@ def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
     assert (of_many.ranks, of_many.nodes, of_many.rendezvous, of_many.shard) == (2, 3, "a:1", "node")
     there = replace(sampling, redis_url="redis://r")
     assert lone_worker(shared, models, "generator").config == GeneratorConfig(
-        there, 15, 16, TorchConfig(17, 18, 19, 20, False)
+        there, 15, 16, TorchConfig(17, 18, 19, 20, False, 6)
     )
 
 

@@ -169,6 +169,7 @@ def draw_schedule(rng: Random, faults: bool) -> Schedule:
         duplicates=rng.choice((0.0, 0.3)),
         lost_replies=rng.choice((0.0, 0.2)),
         mishaps=tuple(mishaps),
+        lookup=rng.choice((0, 4)),
     )
 
 

@@ -50,6 +50,7 @@ class Schedule:
     most_tokens: int = 0  # what fits in memory at once; more raises out of memory. 0: anything
     prefix_cache: bool = False
     slots: int = 4
+    lookup: int = 0
     patient: bool = True  # each operation alone, when the one before has been answered
     seed: int = 0  # of delays, duplicates and the order of requests
     pace_s: float = 0.0  # from one operation to the next

@@ -421,6 +421,7 @@ class World:
             slots=schedule.slots,
             context=64,
             prefix_bytes=1 << 20 if schedule.prefix_cache else 0,
+            lookup=schedule.lookup,
         )
         engine._adapters._thread.shutdown()
         engine._adapters._thread = _AtOnce()  # type: ignore[assignment]

@@ -192,10 +192,10 @@ static inline __attribute__((always_inline)) void attend_some(
     }
 }
 
-/* Store each row's new key and value [rows, heads, dim] at `position` of its sequence, and attend to all up to there:
- * out [rows, heads * groups, dim] of q. `sinks` [heads * groups] or NULL. Row strides are in floats. `page` is a multiple
- * of 32, `dim` of 16 unless these are latents, which have no `v` and `values`, and out [rows, groups, latent]. Returns
- * nonzero when memory ran out. */
+/* Store each row's new key and value [rows, heads, dim] at `position` of its sequence, and then attend to all up to
+ * there, what other rows of the same sequence have stored before it among them: out [rows, heads * groups, dim] of q.
+ * `sinks` [heads * groups] or NULL. Row strides are in floats. `page` is a multiple of 32, `dim` of 16 unless these are
+ * latents, which have no `v` and `values`, and out [rows, groups, latent]. Returns nonzero when memory ran out. */
 int weft_attend(
     const struct shape *sh, const int32_t *table, const int64_t *position, const float *q, int64_t q_stride,
     const float *k, int64_t k_stride, const float *v, int64_t v_stride, const float *sinks, float *keys, float *values,
@@ -203,13 +203,17 @@ int weft_attend(
     const int64_t dim = sh->dim, page = sh->page, tile = dim * page, wide = sh->latent ? sh->latent : dim;
     const float scale = 1.0f / sqrtf((float)dim);
     int failed = 0;
+#pragma omp parallel for schedule(static) num_threads(sh->threads) if (sh->threads > 1)
+    for (int64_t task = 0; task < sh->rows * sh->heads; task++) {
+        const int64_t row = task / sh->heads, head = task % sh->heads, at = position[row] % page;
+        const int64_t last = table[row * sh->width + position[row] / page] * sh->heads + head;
+        for (int64_t d = 0; d < dim; d++) keys[last * tile + d * page + at] = k[row * k_stride + head * dim + d];
+        if (!sh->latent) memcpy(values + last * tile + at * dim, v + row * v_stride + head * dim, dim * sizeof *v);
+    }
 #pragma omp parallel for schedule(dynamic, 4) num_threads(sh->threads) if (sh->threads > 1)
     for (int64_t task = 0; task < sh->rows * sh->heads; task++) {
         const int64_t row = task / sh->heads, head = task % sh->heads, length = position[row] + 1;
         const int32_t *pages = table + row * sh->width;
-        const int64_t at = position[row] % page, last = pages[position[row] / page] * sh->heads + head;
-        for (int64_t d = 0; d < dim; d++) keys[last * tile + d * page + at] = k[row * k_stride + head * dim + d];
-        if (!sh->latent) memcpy(values + last * tile + at * dim, v + row * v_stride + head * dim, dim * sizeof *v);
         /* Pages that lie before the window are not read. */
         const int64_t low = sh->window && length > sh->window ? length - sh->window : 0;
         const int32_t *mine = pages + low / page;

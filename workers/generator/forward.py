@@ -26,7 +26,7 @@ from workers.generator.decode_attend import DecodeAttend
 from workers.generator.kv_cache import KVCache, pages_of
 from workers.generator.prefill_attend import Piece, PrefillAttend
 from workers.generator.prefix_cache import BLOCK_TOKENS
-from workers.generator.progress import RequestProgress, SequenceProgress
+from workers.generator.progress import RequestProgress, Row, SequenceProgress
 from workers.generator.recur import DecodeRecur, PrefillRecur
 from workers.generator.sampling import SamplingRows
 from workers.generator.states import States
@@ -41,13 +41,20 @@ MAX_LOGITS, MAX_LOGITS_ON_DEVICE = 1 << 24, 1 << 27
 
 
 class DecodePlan:
-    """A fixed set of running sequences, one row each, sorted by adapter, so that an adapter is read from memory once.
-    Valid for as long as the set and its adapters stay the same."""
+    """A fixed set of running sequences, sorted by adapter, so that an adapter is read from memory once: of each a row
+    for its newest token, and one for each token of its draft. Valid for as long as the set, its adapters and the
+    lengths of its drafts stay the same."""
 
     def __init__(
         self, sequences: Iterable[SequenceProgress], decoder: Decoder, cache: KVCache, *, context: int
     ) -> None:
-        self.rows = sorted(sequences, key=_adapter_order)
+        self.sequences = sorted(sequences, key=_adapter_order)
+        self.drafted = [len(sequence.draft) for sequence in self.sequences]
+        self.rows = [
+            Row(sequence, ahead)
+            for sequence, drafted in zip(self.sequences, self.drafted, strict=True)
+            for ahead in range(1 + drafted)
+        ]
         self.lora = lora_rows(decoder, [(row.owner, 1) for row in self.rows])
         self.sampling = sampling_rows(self.rows, decoder.config.vocab_size, cache.device)
         self.versions = [row.owner.version for row in self.rows]
@@ -57,6 +64,11 @@ class DecodePlan:
         self._known = [[(0, 0)] * len(self.rows) for _ in range(cache.groups)]
         #: The states of each row after the step in progress.
         self.after: list[States] = []
+
+    @property
+    def valid(self) -> bool:
+        """Whether the drafts are still as long."""
+        return self.drafted == [len(sequence.draft) for sequence in self.sequences]
 
     def turn_pages(self) -> None:
         """Enter the pages that sequences have got and given back since the last call."""
@@ -72,12 +84,12 @@ class DecodePlan:
     def take_over(self) -> None:
         """The step has succeeded: the rows' next one continues from its states."""
         for row, states in zip(self.rows, self.after, strict=False):
-            row.states = states
+            row.sequence.states = states
         self.after = []
 
 
-def sampling_rows(sequences: Sequence[SequenceProgress], vocab_size: int, device: torch.device) -> SamplingRows:
-    requests = [sequence.owner.request for sequence in sequences]
+def sampling_rows(rows: Sequence[Row], vocab_size: int, device: torch.device) -> SamplingRows:
+    requests = [row.owner.request for row in rows]
     tops = [min(request.topk_sample_logprobs, vocab_size) for request in requests]
     return SamplingRows.of([request.sampling for request in requests], vocab_size, device, tops)
 
@@ -100,11 +112,11 @@ def lora_rows(decoder: Decoder, counts: Sequence[tuple[RequestProgress, int]]) -
 
 
 def decode(decoder: Decoder, cache: KVCache, plan: DecodePlan) -> Tensor:
-    """Feed every sequence its newest token. Returns logits_RV for the next."""
+    """Feed every sequence its newest token, and its draft. Returns logits_RV for what comes after each."""
     positions = [row.position for row in plan.rows]
-    tokens_R = torch.tensor([row.tokens[-1] for row in plan.rows], device=cache.device)
+    tokens_R = torch.tensor([row.token for row in plan.rows], device=cache.device)
     plan.turn_pages()
-    recur = DecodeRecur([row.states for row in plan.rows])
+    recur = DecodeRecur([row.sequence.states for row in plan.rows])
     attend = DecodeAttend(cache, plan.table_GRW, positions, recur)
     chosen: list[Tensor] = []
     on_route = _recorder(chosen) if plan.routed else None

@@ -176,6 +176,14 @@ class KVCache:
         for pool, own in zip(self.tensors, saved, strict=True):
             pool[mine_N] = own.to(self.device)
 
+    def clear_from(self, pages: Sequence[int], position: int) -> None:
+        """Clear the positions from this one on, counted from the first of these pages."""
+        page, rest = divmod(position, PAGE_TOKENS)
+        self.clear(pages[page + 1 :])
+        for layer in self._own if page < len(pages) else ():
+            self.k_NKDP[layer][pages[page], :, :, rest:] = 0
+            self.v_NKPD[layer][pages[page], :, rest:] = 0
+
     def _bytes_of(self, pages: int) -> int:
         return sum(pages * pool[0].nbytes for pool in self.tensors)
 

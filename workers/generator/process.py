@@ -98,7 +98,10 @@ def _engine(name: str, path: Path, config: GeneratorConfig, where: ModelDevice) 
         adapter_bytes=kind.adapter_bytes,
         prefix_bytes=kind.prefix_bytes,
         packed=kind.packed,
+        lookup=kind.lookup,
         decode_text=text_decoder(path),
     )
     log.info("%s: %s, in %.1f s", name, how, time.monotonic() - began)
+    if kind.lookup and decoder.config.recurrence is not None:
+        log.info("%s: without lookup, since states of recurrent layers cannot be taken back", name)
     return engine

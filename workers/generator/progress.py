@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from workers.generator.engine import (
     StopReason,
     TopkLogprobs,
 )
+from workers.generator.lookup import Lookup, Runs
 from workers.generator.page_groups import Held
 from workers.generator.prefix_cache import BLOCK_TOKENS, Chain, Root
 from workers.generator.prompt_scores import PromptScores
@@ -49,10 +51,13 @@ class SequenceProgress:
         self.stale = False
         self.states: States = {}  # of recurrent layers, after all its tokens but the newest
         self.routes: npt.NDArray[np.int64] | None = None  # set when it ends, if requested
+        #: Tokens that may come next, which a decode step tries; after it those that did.
+        self.draft: list[int] = []
+        self.lookup: Lookup | None = None
         self._rng = sequence_rng(owner.request.sampling.seed, sample, len(owner.request.prompt))
-        #: The random number of the next token, renewed only when a token is accepted, so that a repeated step draws
-        #: the same one.
-        self.uniform = float(self._rng.random())
+        #: The random numbers of the next tokens, as far as they have been asked for. One goes with each token that is
+        #: accepted, so that a token's number is the same however often, and however far ahead, it was drawn.
+        self._uniforms: list[float] = []
 
     @property
     def so_far(self) -> SoFar:
@@ -62,6 +67,12 @@ class SequenceProgress:
     def position(self) -> int:
         """The position of the newest token."""
         return len(self.owner.request.prompt) + len(self.tokens) - 1
+
+    def uniform(self, ahead: int) -> float:
+        """The random number of the next token, or of the one that is so many after it."""
+        while len(self._uniforms) <= ahead:
+            self._uniforms.append(float(self._rng.random()))
+        return self._uniforms[ahead]
 
     def accept(self, drawn: Draw, version: int) -> None:
         """Take the next token, drawn from the logits of policy `version`."""
@@ -75,7 +86,8 @@ class SequenceProgress:
         self.logprobs.append(drawn.logprob)
         if drawn.top is not None:
             self.tops.append(drawn.top)
-        self.uniform = float(self._rng.random())
+        self.uniform(0)
+        del self._uniforms[0]
         self.stop_reason = self.owner.rule.check(self.tokens)
 
     def result(self) -> SequenceResult:
@@ -90,6 +102,35 @@ class SequenceProgress:
             return None
         ids, logprobs = zip(*self.tops, strict=True)
         return TopkLogprobs(np.array(ids, dtype=np.int32), np.array(logprobs, dtype=np.float32))
+
+
+class Row(NamedTuple):
+    """A row of a decode step: of a sequence the newest token, or the one in its draft that is so many positions
+    `ahead`."""
+
+    sequence: SequenceProgress
+    ahead: int = 0
+
+    @property
+    def owner(self) -> RequestProgress:
+        return self.sequence.owner
+
+    @property
+    def pages(self) -> list[Held]:
+        return self.sequence.pages
+
+    @property
+    def token(self) -> int:
+        return self.sequence.draft[self.ahead - 1] if self.ahead else self.sequence.tokens[-1]
+
+    @property
+    def position(self) -> int:
+        return self.sequence.position + self.ahead
+
+    @property
+    def uniform(self) -> float:
+        """The random number of the token that comes after this one."""
+        return self.sequence.uniform(self.ahead)
 
 
 @dataclass(eq=False)
@@ -112,6 +153,7 @@ class RequestProgress:
     prompt_version: int | None = None  # policy version of these logits
     given_up: bool = False  # sequences that have not started never will
     awaits: int = 0  # number of the read of its adapter that its prompt waits for; 0: none
+    runs: Runs | None = None  # of the prompt's tokens, once something was looked up in it
     run_version: int = 0  # the newest version of its run that it was told
 
     def __post_init__(self) -> None:

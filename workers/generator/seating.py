@@ -120,6 +120,16 @@ class Seating:
                 for held in sequence.pages:
                     held.pages += self.pool.take(1)
 
+    def reach(self, sequence: SequenceProgress, most: int) -> int:
+        """How many positions after its newest token a decoding sequence may write to, at most `most` (no more than a
+        page has): in its pages, and in another of each group if nobody else needs that to grow."""
+        room = sequence.pages[0].stop - 1 - sequence.position
+        if room < most and not self._aside and self.pool.free >= len(self._groups) + self.pages_to_grow:
+            for held in sequence.pages:
+                held.pages += self.pool.take(1)
+            room += PAGE_TOKENS
+        return min(room, most)
+
     def bring_back(self) -> None:
         """Seat sequences that were set aside, by precedence, while pages are free."""
         for sequence in sorted(self._aside, key=_precedence):
@@ -132,6 +142,11 @@ class Seating:
                 self._cache.bring_in(brought[-1].pages, saved)
             sequence.states = moved(sequence.states, self._cache.device)
             self._sit(sequence, brought)
+
+    def clear_after(self, sequence: SequenceProgress) -> None:
+        """Wipe what lies in its pages after its newest token."""
+        for held in sequence.pages:
+            self._cache.clear_from(held.pages, sequence.position + 1 - held.start)
 
     def clear(self, sequence: SequenceProgress) -> None:
         """Wipe the pages of a sequence with values that are not finite, which no mask would hide."""
@@ -172,6 +187,10 @@ class Seating:
                 self.pool.release(old[again:])
 
     def _set_aside(self, sequence: SequenceProgress) -> None:
+        for held in sequence.pages:  # what it has in reserve others need more
+            needed = pages_of(sequence.position + 1) - held.gone
+            self.pool.release(held.pages[needed:])
+            del held.pages[needed:]
         self._aside[sequence] = [(held.gone, self._cache.take_out(held.pages)) for held in sequence.pages]
         sequence.states = moved(sequence.states, "cpu")
         self._rise(sequence)

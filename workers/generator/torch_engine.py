@@ -2,7 +2,8 @@
 
 Each step first installs the adapters that have been read meanwhile (`adapters`), then seats waiting sequences, those
 set aside before all others (`seating`), then prefills queued requests in order (up to a budget of prompt tokens, so
-that running sequences never wait long; longer prompts in pieces), then advances every running sequence by one token.
+that running sequences never wait long; longer prompts in pieces), then advances every running sequence by one token, or
+by more where drafts come true (`drafts`).
 Sequences join and leave between steps. Prompts that begin as an earlier one did, with the same weights, reuse its keys
 and values.
 
@@ -25,13 +26,14 @@ from store.blobs.contract import Weights
 from workers.generator import forward
 from workers.generator.adapters import AdapterCache
 from workers.generator.decode_attend import native_kernel
+from workers.generator.drafts import Drafts, drop
 from workers.generator.engine import EngineStats, Finished, GenerateRequest, SoFar
 from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.generator.open_requests import OpenRequests
 from workers.generator.page_groups import page_groups
 from workers.generator.prefill_queue import PrefillQueue
 from workers.generator.prefix_cache import PrefixCache
-from workers.generator.progress import RequestProgress, SequenceProgress
+from workers.generator.progress import RequestProgress, Row, SequenceProgress
 from workers.generator.prompt_scores import PromptScores, land
 from workers.generator.refusals import NotFinite, failed, refused, request_fault
 from workers.generator.sampling import Draw, SamplingRows, sample
@@ -50,7 +52,10 @@ DEFAULT_PREFIX_BYTES = 512 << 20
 READ_WAIT_S = 0.005
 
 #: The totals of `EngineStats` that grow step by step.
-_COUNTED = ("decode_steps", "slots_busy", "slots_offered", "prefill_tokens", "cache_hit_tokens", "sampled_tokens")
+_COUNTED = (
+    *("decode_steps", "slots_busy", "slots_offered", "prefill_tokens", "cache_hit_tokens", "sampled_tokens"),
+    *("drafted_tokens", "accepted_tokens"),
+)
 
 
 class TorchEngine:
@@ -68,13 +73,14 @@ class TorchEngine:
         adapter_bytes: int = DEFAULT_ADAPTER_BYTES,
         prefix_bytes: int = DEFAULT_PREFIX_BYTES,
         packed: bool = True,
+        lookup: int = 0,
         decode_text: DecodeText | None = None,
     ) -> None:
         """`slots` sequences at a time, each of at most `context` tokens, all together of `kv_tokens` (enough for
         `slots` of full length when None; never less than one of full length needs). `prefill_tokens` caps the prompt
         tokens of a step; a longer prompt takes several. `adapter_bytes` and `prefix_bytes` limit the adapters and the
         prompts' keys and values that are kept after use; with `prefix_bytes` 0 no prompts are. `packed`: see
-        `Decoder.pack`."""
+        `Decoder.pack`. A step tries up to `lookup` tokens more of a sequence; none of models with recurrent layers."""
         config = decoder.config
         self._decoder = decoder
         if packed:
@@ -101,6 +107,7 @@ class TorchEngine:
         native_kernel(self._cache)  # compiled now rather than during the first step
         self._decode_plan = _decoding(decoder, self._cache, slots=slots, context=context)
         self._seating = Seating(self._cache, slots, groups, max(prefill_tokens, PAGE_TOKENS))
+        self._drafts = Drafts(lookup if config.recurrence is None else 0, self._seating)
         self._prefix = PrefixCache(self._cache, prefix_bytes, config.state_bytes)
         self._queue = PrefillQueue(self._prefix, prefill_tokens)
         self._open = OpenRequests(self._queue, self._seating, self._adapters)
@@ -227,7 +234,8 @@ class TorchEngine:
         drawing = [progress for progress in complete if progress.rule.limit]
         logits = forward.prefill(self._decoder, self._cache, batch)
         rows = [logits_V for progress, logits_V in zip(complete, logits, strict=True) if progress.rule.limit]
-        drawn = self._draw([progress.sequences[0] for progress in drawing], torch.stack(rows)) if drawing else []
+        firsts = [Row(progress.sequences[0]) for progress in drawing]
+        drawn = self._draw(firsts, torch.stack(rows)) if drawing else []
         land(progress.scores for progress in batch)
         for progress in batch:
             if progress.computed == progress.cache_hit:
@@ -243,7 +251,7 @@ class TorchEngine:
             progress.prompt_logits_V, progress.prompt_version = logits_V.clone(), progress.version
             self._open.run(progress)
             self._plan = None
-        self._accept([progress.sequences[0] for progress in drawing], drawn, [p.version for p in drawing])
+        self._accept(firsts, drawn, [progress.version for progress in drawing])
 
     def _start_sequences(self, batch: list[RequestProgress]) -> None:
         """Start more sequences of prefilled requests: those that took over an ended sibling's pages
@@ -255,47 +263,64 @@ class TorchEngine:
             if not progress.unstarted:
                 self._open.starting.pop(progress.request.id, None)
 
-    def _begun(self, progress: RequestProgress) -> list[SequenceProgress]:
-        """The sequences of a request that have the prompt and no token yet."""
+    def _begun(self, progress: RequestProgress) -> list[Row]:
+        """Of the sequences of a request that have the prompt and no token yet."""
         source = next(progress.running(), None)
         while source is not None and progress.unstarted:
             if not self._seating.seat_beside(progress.sequences[progress.started], source):
                 break
             progress.started += 1
-        return [sequence for sequence in progress.running() if not sequence.tokens]
+        return [Row(sequence) for sequence in progress.running() if not sequence.tokens]
 
     # -- decode
 
     def _decode(self, batch: list[RequestProgress]) -> None:
         everyone = len(batch) == len(self._open.running)
+        sequences = [sequence for progress in batch for sequence in progress.running()]
+        if not sequences:
+            return
+        if everyone:
+            self._drafts.make(sequences)
+        else:
+            drop(sequences)
+        plan, drawn = self._decoded(sequences, everyone)
+        if any(plan.drafted) and not all(math.isfinite(draw.logprob) for draw in drawn):
+            # Rows before a draft may have multiplied its nan by zero: they are computed without it.
+            for sequence in sequences:
+                self._seating.clear_after(sequence)
+            drop(sequences)
+            plan, drawn = self._decoded(sequences, everyone)
+        plan.take_over()
+        self._counts["decode_steps"] += 1
+        self._counts["slots_busy"] += len(plan.sequences)
+        self._counts["slots_offered"] += self._seating.rows
+        self._accept(plan.rows, drawn, plan.versions)
+        self._counts["drafted_tokens"] += sum(plan.drafted)
+        self._counts["accepted_tokens"] += sum(len(sequence.draft) for sequence in plan.sequences)
+
+    def _decoded(self, sequences: list[SequenceProgress], everyone: bool) -> tuple[forward.DecodePlan, list[Draw]]:
+        """A step of these sequences, and what it has drawn for each of its rows."""
         plan = self._plan if everyone and self._planned == self._seating.changes else None
-        if plan is None:
-            sequences = [sequence for progress in batch for sequence in progress.running()]
-            if not sequences:
-                return
+        if plan is None or not plan.valid:
             plan = forward.DecodePlan(sequences, self._decoder, self._cache, context=self._context)
         if everyone:
             self._plan, self._planned = plan, self._seating.changes
         logits_RV = self._decode_plan(plan)
-        drawn = self._draw(plan.rows, logits_RV, plan.sampling)
-        plan.take_over()
-        self._counts["decode_steps"] += 1
-        self._counts["slots_busy"] += len(plan.rows)
-        self._counts["slots_offered"] += self._seating.rows
-        self._accept(plan.rows, drawn, plan.versions)
+        return plan, self._draw(plan.rows, logits_RV, plan.sampling)
 
-    def _draw(
-        self, sequences: Sequence[SequenceProgress], logits_RV: Tensor, rows: SamplingRows | None = None
-    ) -> list[Draw]:
-        if rows is None:
-            rows = forward.sampling_rows(sequences, logits_RV.shape[-1], logits_RV.device)
-        return sample(logits_RV, rows, [sequence.uniform for sequence in sequences])
+    def _draw(self, rows: Sequence[Row], logits_RV: Tensor, sampling: SamplingRows | None = None) -> list[Draw]:
+        if sampling is None:
+            sampling = forward.sampling_rows(rows, logits_RV.shape[-1], logits_RV.device)
+        return sample(logits_RV, sampling, [row.uniform for row in rows])
 
-    def _accept(self, sequences: Sequence[SequenceProgress], draws: list[Draw], versions: list[int]) -> None:
-        for sequence, drawn, version in zip(list(sequences), draws, versions, strict=True):
+    def _accept(self, rows: Sequence[Row], draws: list[Draw], versions: list[int]) -> None:
+        """Take what was drawn: of a sequence with a draft, up to the first token that differs from it."""
+        for (sequence, ahead), drawn, version in zip(list(rows), draws, versions, strict=True):
             progress = sequence.owner
             if progress.request.id not in self._open.running:
                 continue  # another of its sequences has failed it in this loop
+            if ahead > len(sequence.draft):
+                continue  # it follows a token that was not drawn
             if not math.isfinite(drawn.logprob):
                 self._open.fail(progress, NotFinite(adapted=progress.adapter is not None))
                 continue
@@ -305,6 +330,8 @@ class TorchEngine:
                 self._open.fail(progress, error)
                 continue
             self._counts["sampled_tokens"] += 1
+            if sequence.stop_reason or sequence.draft[ahead : ahead + 1] != [drawn.token]:
+                del sequence.draft[ahead:]
             if sequence.stop_reason:
                 self._open.retire(sequence)
 

@@ -208,14 +208,17 @@ def _tell(pending: PendingSample, finished: Finished) -> None:
     tracing.span("generate", op.origin, pending.taken, datetime.now(UTC), ids, failed=failed)
 
 
+#: What an `Occupancy` tells of each engine's stats.
+_TOTALS = ("decode_steps", "slots_busy", "slots_offered", "drafted_tokens", "accepted_tokens")
+
+
 class _OccupancyMeter:
     """Reports the decode steps of all engines since the last report, about twice a second while there are any."""
 
     def __init__(self, link: Link, clock: Callable[[], float]) -> None:
         self._link = link
         self._clock = clock
-        self._seen = (0, 0, 0)
-        self._now = (0, 0, 0)
+        self._seen = self._now = (0,) * len(_TOTALS)
         self._working_s = 0.0
         self._begun = self._since = clock()
 
@@ -226,11 +229,7 @@ class _OccupancyMeter:
     def observe(self, engines: Iterable[Engine]) -> None:
         stats = [engine.stats() for engine in engines]
         now = self._clock()
-        totals = (
-            sum(s.decode_steps for s in stats),
-            sum(s.slots_busy for s in stats),
-            sum(s.slots_offered for s in stats),
-        )
+        totals = tuple(sum(getattr(each, name) for each in stats) for name in _TOTALS)
         if totals[0] > self._now[0]:
             self._working_s += now - self._begun
         self._now = totals
@@ -238,7 +237,7 @@ class _OccupancyMeter:
             self.report()
 
     def report(self) -> None:
-        steps, busy, offered = (now - seen for now, seen in zip(self._now, self._seen, strict=True))
+        steps, busy, offered, *drafts = (now - seen for now, seen in zip(self._now, self._seen, strict=True))
         if steps:
-            self._link.send(Occupancy(steps, busy, offered, self._working_s))
+            self._link.send(Occupancy(steps, busy, offered, self._working_s, *drafts))
         self._seen, self._working_s, self._since = self._now, 0.0, self._clock()

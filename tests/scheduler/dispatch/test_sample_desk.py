@@ -350,13 +350,20 @@ def test_counts_of_each(folder: Path) -> None:
         async with service.worker(service.generator) as a, service.worker(service.generator) as b:
             await until(lambda: len(service.generator._generators) == 2)
             list(service.generator._generators.values())[1].name = "generator-2"
-            a.send(Occupancy(3, 5, 12, 0.5))
+            a.send(Occupancy(3, 5, 12, 0.5, 6, 4))
             b.send(Occupancy(1, 4, 4, 0.25))
             await until(lambda: service.generator.stats["steps"] == 4)
             assert service.generator.stats["busy_s"] == 0.75
             assert service.generator.replicas() == {
-                "generator": {"steps": 3, "slots_busy": 5, "slots_offered": 12, "held": 0},
-                "generator-2": {"steps": 1, "slots_busy": 4, "slots_offered": 4, "held": 0},
+                "generator": {"steps": 3, "slots_busy": 5, "slots_offered": 12, "drafted": 6, "accepted": 4, "held": 0},
+                "generator-2": {
+                    "steps": 1,
+                    "slots_busy": 4,
+                    "slots_offered": 4,
+                    "drafted": 0,
+                    "accepted": 0,
+                    "held": 0,
+                },
             }
 
     go(scenario())

@@ -115,6 +115,15 @@ def test_pulls_serves_and_drains(decoder: Decoder, blobs: FolderBlobs) -> None:
     assert sum(message.slots_offered for message in occupancy) == 4 * sum(message.steps for message in occupancy)
 
 
+def test_what_was_drafted_is_told(decoder: Decoder, blobs: FolderBlobs) -> None:
+    link = ScriptedLink([[put_op(blobs, "a", max_tokens=60, temperature=0)]])
+    engine = TorchEngine(decoder, (), slots=4, context=64, lookup=3)
+    Generator({"base": engine}, blobs, link, slots=4).serve()
+    drafted, accepted = (sum(getattr(each, name) for each in link.of(Occupancy)) for name in ("drafted", "accepted"))
+    assert (drafted, accepted) == (engine.stats().drafted_tokens, engine.stats().accepted_tokens)
+    assert 0 < accepted <= drafted
+
+
 def test_waiting_for_work_is_not_work(decoder: Decoder, blobs: FolderBlobs) -> None:
     now = 0.0
 

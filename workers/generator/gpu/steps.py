@@ -51,7 +51,7 @@ class DecodeSteps:
         plan.turn_pages()
         step, compute = self._loaded(plan)
         positions = [row.position for row in plan.rows]
-        step.feed([row.tokens[-1] for row in plan.rows], positions, plan.table_GRW)
+        step.feed([row.token for row in plan.rows], positions, plan.table_GRW)
         logits_RV, chosen = compute()
         if plan.routed:
             pages = [row.pages[0].of(position) for row, position in zip(plan.rows, positions, strict=True)]

@@ -46,6 +46,7 @@ class Check:
             f"weights   {self.parameters:,} parameters, {_size(self.weight_bytes)} in {self.dtype}",
             f"cache     {self.kv_bytes_per_token:,} bytes per token in {self.dtype}",
             *([f"state     {self.state_bytes:,} bytes per sequence in float32"] if self.state_bytes else []),
+            *(["lookup    off: states of recurrent layers cannot be taken back"] if self.state_bytes else []),
             f"context   {config.context_length:,} tokens",
             *adapters,
         ]

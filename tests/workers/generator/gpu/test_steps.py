@@ -121,12 +121,17 @@ def compare(
     wanted: list[GenerateRequest],
     capture: Capture[Computed] | None,
     context: int = CONTEXT,
+    lookup: int = 0,
     **options: Any,
 ) -> Steps:
-    """The same requests decoded plainly and by steps."""
-    engines = [TorchEngine(random_decoder(config), EOS, slots=SLOTS, context=context, **options) for _ in range(2)]
+    """The same requests decoded plainly and by steps, these with prompt lookup."""
+    engines = [
+        TorchEngine(random_decoder(config), EOS, slots=SLOTS, context=context, lookup=most, **options)
+        for most in (0, lookup)
+    ]
     used = engines[1]._decode_plan = Steps(engines[1], random_decoder(config), capture, context)
     plain, stepped = (run(engine, *wanted) for engine in engines)
+    assert (engines[1].stats().accepted_tokens > 0) == (lookup > 0)
     for request in wanted:
         assert stepped[request.id].error is None, stepped[request.id].error
         pairs = zip(plain[request.id].sequences, stepped[request.id].sequences, strict=True)
@@ -157,6 +162,11 @@ def test_replays_decode_as_plain_decoding(tmp_path: Path) -> None:
     compare(CONFIG, wanted, tape)
     assert tape.captured >= 2
     assert tape.replayed >= tape.captured + 3
+
+
+def test_steps_try_tokens_ahead() -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=12, stop_at_eos=False)
+    compare(DENSE, [GenerateRequest("r", (9,) * 12, greedy)], None, lookup=4)
 
 
 @pytest.mark.parametrize("capture", [None, Tape()], ids=["pieces", "replayed"])

@@ -314,6 +314,7 @@ def test_a_hybrid_has_a_state_for_each_sequence_and_keys_and_values_in_some_laye
     assert found.state_bytes == 2 * sum(part.nbytes for part in layer.run(x, None)[1])
     assert found.kv_bytes_per_token == with_keys * 2 * 2 * 32 * 2  # layers, k and v, heads, head_dim, bytes
     assert f"state     {found.state_bytes:,} bytes per sequence in float32" in found.lines()
+    assert "lookup    off: states of recurrent layers cannot be taken back" in found.lines()
 
 
 def test_the_command_says_what_the_built_in_model_is() -> None:
