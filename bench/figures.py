@@ -244,6 +244,17 @@ def recurrences() -> str:
     return taken(found) + "\n\n" + grid(head, rows)
 
 
+def mismatch() -> str:
+    found = read("mismatch")
+    rows = []
+    for kind, points in found["routing"].items():
+        rows += [
+            (f"{kind}, {each['noise']:g}", *(f"{each[name]:.1e}" for name in ("free", "replayed"))) for each in points
+        ]
+    head = ("mismatch KL by the noise of the routers", "the trainer's choice of experts", "the sampler's, replayed")
+    return f"{claims('mismatch')}\n\n{grid(head, rows)}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "training-peers": training_peers,
@@ -263,6 +274,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "console": console,
     "scale": lambda: claims("scale", "ranks"),
     "simulated": simulated,
+    "mismatch": mismatch,
 }
 
 

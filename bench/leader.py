@@ -6,7 +6,7 @@ Real Redis and PostgreSQL (as the tests start them, with fsync off: what is meas
 processes that speak the real links:
 
 - the leader: a replica as `weftd serve` with a `redis_url` has it, without its HTTP front;
-- another replica, which accepts operations and waits for them as the front does (`OperationJournal.accept`, `outcome`):
+- another replica, which accepts operations and waits for them as the front does (`taken`, `accept`, `outcome`):
   RUNS runs that each keep DEEP forward_backwards and optim_steps in flight, and SAMPLING clients with a sample each;
 - 8 trainers and 32 generators, threads of one process, which answer what they get.
 
@@ -221,6 +221,8 @@ class Clients:
             seq += 1
 
     async def _one(self, new: NewOperation, *rows: tables.Base) -> None:
+        if not rows:
+            await self._journal.taken(new.lane, new.seq)
         request_id, outcome = await self._journal.accept(new, *rows), None
         while not isinstance(outcome, Outcome):
             outcome = await self._journal.outcome(new.org_id, request_id, 40.0)

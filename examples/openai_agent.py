@@ -18,6 +18,8 @@ from weft import rl
 
 #: An agent's client, the model it is to name, its session, and the task; its reward comes back.
 Agent = Callable[[openai.AsyncOpenAI, str, str, int, int], Awaitable[float]]
+#: What a run is to know before its agent begins.
+Lesson = Callable[[weft.TrainingClient], None]
 
 
 async def agent(client: openai.AsyncOpenAI, model: str, session: str, a: int, b: int) -> float:
@@ -34,9 +36,11 @@ async def agent(client: openai.AsyncOpenAI, model: str, session: str, a: int, b:
     return 0.0
 
 
-async def train(agent: Agent, steps: int, batch: int, size: int) -> None:
+async def train(agent: Agent, lesson: Lesson | None, rate: float, steps: int, batch: int, size: int) -> None:
     service, rng = weft.ServiceClient(), random.Random(0)
     run = await service.create_lora_training_client_async("weft/tiny-moe", rank=16, seed=0)
+    if lesson is not None:
+        await asyncio.to_thread(lesson, run)
     loss, model = rl.losses.importance_sampling(), f"run:{run.model_id}"
     async with openai.AsyncOpenAI(
         base_url=f"{os.environ['WEFT_BASE_URL']}/v1", api_key=os.environ["WEFT_API_KEY"]
@@ -58,17 +62,17 @@ async def train(agent: Agent, steps: int, batch: int, size: int) -> None:
             if data:
                 drawn = sum(one.sampled for one, _ in graded)
                 backward = loss.forward_backward(run, [loss.datum(datum, 1 / drawn) for datum in data], None)
-                await run.optim_step_async(weft.AdamParams(learning_rate=2e-3))
+                await run.optim_step_async(weft.AdamParams(learning_rate=rate))
                 await backward
             print("reward", step, round(sum(one.reward for one, _ in graded) / len(graded), 3), flush=True)
     await service.close()
 
 
-def main(agent: Agent, about: str | None) -> None:
+def main(agent: Agent, about: str | None, lesson: Lesson | None = None, rate: float = 2e-3) -> None:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("steps", 20), ("batch", 12), ("size", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    asyncio.run(train(agent, **vars(parser.parse_args())))
+    asyncio.run(train(agent, lesson, rate, **vars(parser.parse_args())))
 
 
 if __name__ == "__main__":

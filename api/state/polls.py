@@ -21,14 +21,15 @@ class LongPolls:
         if self._released:
             waiting.close()
             return otherwise
-        task = asyncio.ensure_future(waiting)
+        task = asyncio.current_task()
+        assert task is not None
         self._held.add(task)
         try:
-            return await task
+            return await waiting
         except asyncio.CancelledError:
             if not self._released:
-                task.cancel()
                 raise
+            task.uncancel()
             return otherwise
         finally:
             self._held.discard(task)

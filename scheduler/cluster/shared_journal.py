@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
@@ -22,12 +23,12 @@ from sqlalchemy.orm import Session
 
 from billing.prices import PriceList
 from scheduler.cluster.completions import SharedFeeds
+from scheduler.cluster.numbers import Gathered, numbers_of
 from scheduler.cluster.outbox import Outbox
 from scheduler.cluster.shared_limits import BacklogBoard, SharedBacklog, SharedInFlight
 from scheduler.cluster.streams import SharedStreams
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.admission import Admission
-from scheduler.journal.accepting.numbers import known
 from scheduler.journal.ending.completions import Completion, FeedKey
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
@@ -37,7 +38,7 @@ from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.samples.sampling import item_of, message_of, undrawn
 from scheduler.journal.storing import Storing
 from scheduler.journal.weights import expected_costs_of
-from scheduler.links.broadcasts import Accepted, Broadcasts, Ended
+from scheduler.links.broadcasts import Accepted, Broadcasts, Ended, Told
 from scheduler.links.contract import FairQueue, QueueUnreachable
 from scheduler.links.messages import Done, OpKind
 from scheduler.order.operations import (
@@ -63,6 +64,10 @@ T = TypeVar("T")
 LOOK_AGAIN_S = 5.0
 #: How often replicas tell each other what they have queued.
 EXCHANGE_S = 1.0
+#: Results up to this size are told to all replicas, so that those who wait for them need not read them.
+TOLD_BYTES = 2048
+#: Numbers that were found to be new, whose operations have not come: what is beyond is looked up again.
+MOST_FRESH = 10_000
 #: An operation that has waited for so long keeps its session alive no more.
 WORKING = timedelta(hours=24)
 
@@ -71,8 +76,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass
 class _Waiters:
+    """For one outcome. `told` is what has been heard of it, for the organisation `org_id` alone."""
+
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     count: int = 0
+    org_id: str = ""
+    told: Outcome | None = None
 
 
 class SharedJournal:
@@ -112,6 +121,8 @@ class SharedJournal:
         self._board = board
         self._backlog = SharedBacklog(max_queued_per_org, max_queued_bytes_per_org)
         self._waiters: dict[str, _Waiters] = {}
+        self._numbers = Gathered(lambda keys: self.run(numbers_of, database, keys))
+        self._fresh: dict[tuple[str, int], bool] = {}  # numbers found to be new: whether their run is open
         self._accepted = Outbox[Accepted](lambda notes: self.reach(broadcasts.accepted, notes))
         self._ended = Outbox[Ended](lambda ends: self.reach(broadcasts.ended, ends))
         room = Room(blobs.root)
@@ -126,30 +137,32 @@ class SharedJournal:
     async def accept(self, new: NewOperation, *rows: tables.Base) -> str:
         return await self._admission.accept(new, rows)
 
-    def check(self, new: NewOperation) -> None:
+    async def check(self, new: NewOperation) -> None:
         if self.draining:
             raise Draining("the server is restarting; another one takes it")
         if not self.reachable():
             raise Draining("the queue cannot be reached: nothing new is accepted until it is back; results can be had")
-        if new.kind not in (SAMPLE, OpKind.CREATE) and not self._open_run(new.lane):
+        if new.kind in (SAMPLE, OpKind.CREATE):
+            return
+        run_open = self._fresh.pop((new.lane, new.seq), None)
+        if run_open is None:
+            run_open = (await self._numbers.get((new.lane, new.seq))).run_open
+        if not run_open:
             raise RunClosed(f"run {new.lane} is closed: its session has ended, or it is a copy of weights")
 
-    def _open_run(self, run_id: str) -> bool:
-        owner = tables.Session
-        query = select(tables.Run.state, owner.state).join(owner, owner.id == tables.Run.session_id)
-        with self._database.read() as session:
-            states = session.execute(query.where(tables.Run.id == run_id)).one_or_none()
-        return states is not None and tuple(states) == ("live", "active")
-
     async def taken(self, lane: str, seq: int) -> bool:
-        def look() -> bool:
-            with self._database.read() as session:
-                return known(session, lane, seq)
-
-        return await self.run(look)
+        number = await self._numbers.get((lane, seq))
+        if number.taken:
+            self._fresh.pop((lane, seq), None)
+            return True
+        if len(self._fresh) >= MOST_FRESH:
+            self._fresh.clear()
+        self._fresh[lane, seq] = number.run_open
+        return False
 
     def maybe_stored(self, new: NewOperation) -> bool:
-        return True
+        """One that another replica accepts at this moment is found when it is inserted."""
+        return (new.lane, new.seq) not in self._fresh
 
     def put(self, op: Operation) -> None:
         self._storing.in_background(self.push([op]) if op.kind == SAMPLE else self._accepted.put(Accepted(op.id)))
@@ -190,6 +203,8 @@ class SharedJournal:
         try:
             while True:
                 waiters.changed.clear()
+                if waiters.told is not None and waiters.org_id == org_id:
+                    return waiters.told
                 mine = self._open.get(request_id)  # until it is heard of, it has not ended
                 if mine is not None and mine.org_id == org_id and not looked:
                     found: Operation | Outcome | Gone | None = mine
@@ -201,10 +216,9 @@ class SharedJournal:
                 left = deadline - loop.time()
                 if left <= 0:
                     return await self._why(found)
-                try:
-                    await asyncio.wait_for(waiters.changed.wait(), min(left, LOOK_AGAIN_S))
-                except TimeoutError:
-                    continue
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(left, LOOK_AGAIN_S)):
+                        await waiters.changed.wait()
         finally:
             waiters.count -= 1
             if not waiters.count:
@@ -237,6 +251,9 @@ class SharedJournal:
             self._admission.forget(op)
         waiters = self._waiters.get(end.op_id)
         if waiters is not None:
+            if (told := end.told) is not None:
+                waiters.org_id = end.org_id
+                waiters.told = Outcome(told.payload, told.content_type, told.error, told.category)
             waiters.changed.set()
         if end.kind == SAMPLE:
             key = FeedKey.of(end.org_id, end.lane, end.seq)
@@ -318,8 +335,12 @@ class SharedJournal:
 
     async def announce(self, op: Operation) -> None:
         """Tell every replica that `op` has its outcome."""
-        size = len(op.outcome.payload) if op.outcome is not None and op.outcome.error is None else None
-        await self._ended.put(Ended(op.id, op.org_id, op.lane, op.seq, str(op.kind), size))
+        outcome = op.outcome
+        assert outcome is not None
+        size, told = (len(outcome.payload) if outcome.error is None else None), None
+        if len(outcome.payload) + len(outcome.error or "") <= TOLD_BYTES:
+            told = Told(outcome.payload, outcome.content_type, outcome.error, outcome.category)
+        await self._ended.put(Ended(op.id, op.org_id, op.lane, op.seq, str(op.kind), size, told))
 
     async def flush(self) -> None:
         """Wait until everything that was begun is stored and told."""

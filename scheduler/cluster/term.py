@@ -174,13 +174,13 @@ class Term:
             failure = Failure(f"run {op.lane} was closed before this operation reached it", "user")
             await self._shared.journal.end(op, Done(op.id, failure=failure))
 
-    def _rows(self, op_ids: list[str]) -> list[tables.Operation]:
-        """Of operations of runs, in the order of their numbers."""
-        row, found = tables.Operation, list[tables.Operation]()
+    def _rows(self, op_ids: list[str]) -> list[Any]:
+        """Of operations of runs, in the order of their numbers: plain rows, for there are many."""
+        row, found = tables.Operation, list[Any]()
         with self.database.read() as session:
             for start in range(0, len(op_ids), MOST_AT_ONCE):
                 chosen = row.id.in_(op_ids[start : start + MOST_AT_ONCE])
-                found += session.scalars(select(row).where(chosen, row.kind != SAMPLE))
+                found += session.execute(select(row.__table__).where(chosen, row.kind != SAMPLE))
         return sorted(found, key=lambda one: (one.lane, one.seq))
 
     async def _rescan(self) -> None:

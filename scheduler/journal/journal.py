@@ -107,7 +107,7 @@ class Journal:
     async def accept(self, new: NewOperation, *rows: tables.Base) -> str:
         return await self._admission.accept(new, rows)
 
-    def check(self, new: NewOperation) -> None:
+    async def check(self, new: NewOperation) -> None:
         if self.draining:
             raise Draining("the server is restarting; it takes work again in a moment")
         lane = self.training.runs.get(new.lane)
@@ -152,7 +152,7 @@ class Journal:
         if op.kind == SAMPLE:
             self._highest.used(op.lane, op.seq)
             self.queue_sample(op)
-            self.wake()
+            self.training.wake_soon()
         else:
             self.training.enqueue(op)
 
@@ -187,7 +187,8 @@ class Journal:
         if op.org_id != org_id:
             return None
         try:
-            await asyncio.wait_for(op.finished.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await op.finished.wait()
         except TimeoutError:
             return self._waiting(op)
         return op.outcome

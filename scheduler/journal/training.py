@@ -65,6 +65,7 @@ class Training:
         self._storing, self._recorder = storing, recorder
         self._weight, self._ended, self.sizes = weight, ended, sizes
         self._open: dict[str, Operation] = {}
+        self._waking = False
         self._moved_by: dict[str, int] = {}  # the latest operation that told of a run's version
         self._last_save: dict[str, asyncio.Task[Any]] = {}  # the latest save of a run that is being settled
         self.setbacks = Setbacks(self, storing, database, blobs)
@@ -87,14 +88,14 @@ class Training:
             return
         self.queue_units(lane, lane.arrive(op))
         self.gaps.watch(lane)
-        self.wake()
+        self.wake_soon()
 
     def skip(self, run_id: str, seq: int) -> None:
         """Nothing comes under this number of a run: what follows need not wait for it."""
         lane = self.runs.get(run_id)
         if lane is not None:
             self.queue_units(lane, lane.refuse(seq))
-            self.wake()
+            self.wake_soon()
 
     def queue_units(self, lane: RunLane, units: list[Unit]) -> None:
         sizes = self.sizes(lane.spec) if units else None
@@ -109,6 +110,16 @@ class Training:
     def wake(self) -> None:
         for desk in self.desks:
             desk.wake()
+
+    def wake_soon(self) -> None:
+        """Once for all that comes in this turn of the event loop: it is handed out together."""
+        if not self._waking:
+            self._waking = True
+            asyncio.get_running_loop().call_soon(self._wake_once)
+
+    def _wake_once(self) -> None:
+        self._waking = False
+        self.wake()
 
     def waiting(self, op: Operation) -> Waiting:
         """What `op` waits for, and its place."""

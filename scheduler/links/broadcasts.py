@@ -49,8 +49,18 @@ return string.format("%.0f", first)
 """
 
 
+class Told(msgspec.Struct, frozen=True):
+    """What the client of an operation gets, where it is small."""
+
+    payload: bytes
+    content_type: str
+    error: str | None
+    category: str
+
+
 class Ended(msgspec.Struct, frozen=True):
-    """An operation has its outcome, in the database. `size_bytes` of its result; None when it failed."""
+    """An operation has its outcome, in the database. `size_bytes` of its result; None when it failed. `told` may be
+    missing: it is found there."""
 
     op_id: str
     org_id: str
@@ -58,6 +68,7 @@ class Ended(msgspec.Struct, frozen=True):
     seq: int
     kind: str
     size_bytes: int | None = None
+    told: Told | None = None
 
 
 class ToWorker(msgspec.Struct, frozen=True):

@@ -67,12 +67,13 @@ def test_an_agent_that_knows_only_openai_is_trained(weftd: Weftd) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 @isolated
 def test_an_agent_with_a_tool_in_a_sandbox_learns(weftd: Weftd) -> None:
     for _ in range(3):  # nothing is seeded here, and a step may go wrong
-        said = example(weftd, "tool_agent.py", "--steps", "6", "--batch", "6")
+        said = example(weftd, "tool_agent.py", "--steps", "12", "--batch", "8")
         rewards = [float(line.split()[-1]) for line in said]
-        assert len(rewards) == 6
+        assert len(rewards) == 12
         if max(rewards[-3:]) >= 2 * rewards[0]:
             return
     pytest.fail(f"the reward did not double: {rewards}")
@@ -81,6 +82,6 @@ def test_an_agent_with_a_tool_in_a_sandbox_learns(weftd: Weftd) -> None:
 def example(weftd: Weftd, name: str, *options: str) -> list[str]:
     environment = os.environ | {"WEFT_BASE_URL": weftd.url, "WEFT_API_KEY": weftd.key("example")}
     command = [sys.executable, str(ROOT / "examples" / name), *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -23,8 +23,13 @@ from weft import rl
 from weft.rl.rollout import join
 
 from tests.rl_packages.adding import Adding, AddingByTool, Sum
+from tests.rl_packages.lesson import taught
 
 STEPS, TASKS, SIZE = 2, 2, 4
+#: How a toolset shows `add`.
+NUMBERS = {name: {"title": name.upper(), "type": "integer"} for name in "ab"}
+PARAMETERS = {"type": "object", "properties": NUMBERS, "required": ["a", "b"], "title": "addArguments"}
+ADD = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS}
 
 
 async def prepare(self: Any, script: str | bytes, env: Any = None, *, activate: bool = True) -> list[str]:
@@ -75,7 +80,7 @@ async def go(kind: str) -> list[dict[str, float]]:
     tokenizer = await asyncio.to_thread(run.get_tokenizer)
     loss = rl.losses.importance_sampling()
     if kind == "tool":
-        await asyncio.to_thread(taught, run, tokenizer)
+        await asyncio.to_thread(taught, run, ADD)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         async with vf.Agent(config(run.model_id, folder)) as agent:
@@ -99,21 +104,6 @@ async def go(kind: str) -> list[dict[str, float]]:
                 steps.append(numbers)
     await service.close()
     return steps
-
-
-def taught(run: weft.TrainingClient, tokenizer: Any) -> None:
-    """A call of `add`, which the built-in model has never seen: always the same, learned by heart."""
-    numbers = {"type": "object", "properties": {name: {"title": name.upper(), "type": "integer"} for name in "ab"}}
-    numbers |= {"required": ["a", "b"], "title": "addArguments"}
-    function = {"name": "add", "description": "Add two numbers.", "parameters": numbers}
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}
-    talks = [
-        [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        for a in range(1, 10)
-        for b in range(1, 10)
-    ]
-    data = rl.conversations(talks, tokenizer, tools=[{"type": "function", "function": function}])
-    rl.sft(run, data, batch=4, epochs=2, learning_rate=rl.linear(1e-2, 40), sinks=[])
 
 
 if __name__ == "__main__":

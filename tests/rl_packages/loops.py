@@ -13,6 +13,8 @@ from datasets import Dataset
 from renderers import DefaultRenderer
 from weft import rl
 
+from tests.rl_packages.lesson import taught
+
 SMALL = rl.Groups(batch=6, size=6)
 
 
@@ -26,6 +28,12 @@ def exact(completion: Any, answer: str, **_: Any) -> float:
     said = completion[-1]
     content = said["content"] if isinstance(said, dict) else said.content
     return float((content or "").strip() == answer)
+
+
+def called(completion: Any, **_: Any) -> float:
+    """Whether a tool was called."""
+    roles = [each["role"] if isinstance(each, dict) else each.role for each in completion]
+    return float("tool" in roles)
 
 
 def add(a: int, b: int) -> int:
@@ -51,7 +59,7 @@ def environment(kind: str) -> Any:
         return vf.SingleTurnEnv(dataset=questions(), rubric=rubric)
     if kind == "multi":
         return Twice(dataset=questions(), rubric=rubric, max_turns=2)
-    return vf.ToolEnv(dataset=questions(), rubric=rubric, tools=[add], max_turns=3)
+    return vf.ToolEnv(dataset=questions(), rubric=vf.Rubric(funcs=[exact, called]), tools=[add], max_turns=3)
 
 
 def loop(service: weft.ServiceClient, kind: str) -> rl.Report:
@@ -63,7 +71,11 @@ def loop(service: weft.ServiceClient, kind: str) -> rl.Report:
         env = rl.prompts([{"prompt": "What is 2 + 3?"}], lambda text, task: float("5" in text), max_tokens=6)
         more["renderer"] = DefaultRenderer(run.get_tokenizer())
     else:
-        env = rl.verifiers(environment(kind), sampling={"max_tokens": 8})
+        own, most = environment(kind), 8
+        if kind == "tool":
+            [tool], most = own.tool_defs, 40
+            taught(run, {"name": tool.name, "description": tool.description, "parameters": tool.parameters})
+        env = rl.verifiers(own, sampling={"max_tokens": most})
     return rl.train(run, env, steps=3, groups=SMALL, learning_rate=1e-3, sinks=[], **more)
 
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class Queues(Protocol):
     """Where accepted operations go: queues of this process, or what replicas share."""
 
-    def check(self, new: NewOperation) -> None:
+    async def check(self, new: NewOperation) -> None:
         """Raise Draining or RunClosed unless `new` can be queued."""
 
     def maybe_stored(self, new: NewOperation) -> bool:
@@ -86,7 +86,7 @@ class Admission:
         return op.id
 
     async def _take(self, new: NewOperation, rows: tuple[tables.Base, ...]) -> Operation:
-        self._queues.check(new)
+        await self._queues.check(new)
         self._room.check()
         self._backlog.take(new.org_id, len(new.body))
         try:

@@ -1,0 +1,145 @@
+"""What a replica reads for the operations that it accepts, and for those who wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from scheduler.cluster.numbers import Gathered, Key, Number, numbers_of
+from scheduler.journal.accepting.acceptance import Acceptance
+from scheduler.links.broadcasts import Ended, Told
+from scheduler.order.operations import Outcome, RunClosed
+from store import tables
+from store.blobs.contract import Blobs
+from store.blobs.folder import FolderBlobs
+from store.caller import Caller, acting_as
+from store.db import Database
+from tests import rows
+from tests.scheduler.cluster.test_shared_journal import Play, Replica, play, trainer, url  # noqa: F401
+from tests.scheduler.journal.test_journal import RUN, create, run_row, train
+
+NOW = datetime.now(UTC)
+
+
+def test_what_is_asked_in_one_turn_is_looked_up_together() -> None:
+    asked: list[list[Key]] = []
+
+    async def look(keys: list[Key]) -> list[Number]:
+        asked.append(keys)
+        await asyncio.sleep(0.01)
+        return [Number(taken=seq > 1, run_open=True) for _, seq in keys]
+
+    async def scenario() -> None:
+        gathered = Gathered(look)
+        first = [asyncio.ensure_future(gathered.get(("run", seq))) for seq in range(3)]
+        await asyncio.sleep(0.005)
+        first.append(asyncio.ensure_future(gathered.get(("run", 3))))
+        first[0].cancel()
+        assert [number.taken for number in await asyncio.gather(*first[1:])] == [False, True, True]
+        assert asked == [[("run", 0), ("run", 1), ("run", 2)], [("run", 3)]]
+
+    asyncio.run(scenario())
+
+
+def test_a_look_up_that_fails_is_told_to_all_and_the_next_one_works() -> None:
+    broken = [True]
+
+    async def look(keys: list[Key]) -> list[Number]:
+        if broken.pop():
+            raise OSError("away")
+        return [Number(taken=False, run_open=False) for _ in keys]
+
+    async def scenario() -> None:
+        gathered = Gathered(look)
+        found = await asyncio.gather(gathered.get(("a", 1)), gathered.get(("b", 1)), return_exceptions=True)
+        assert [type(one) for one in found] == [OSError, OSError]
+        broken.append(False)
+        assert not (await gathered.get(("a", 1))).taken
+
+    asyncio.run(scenario())
+
+
+def test_numbers_are_of_their_own_lane_and_runs_are_open_while_their_session_is(database: Database) -> None:
+    def fill(session: Any) -> None:
+        session.add(tables.Organisation(id="org", name="org", created_at=NOW))
+        session.flush()
+        session.add_all([rows.session_row("org", NOW, "s"), rows.session_row("org", NOW, "over", state="ended")])
+        session.flush()
+        session.add_all([rows.run_row("org", NOW, "a"), rows.run_row("org", NOW, "b", state="closed", model_seq_id=1)])
+        session.add(rows.run_row("org", NOW, "c", "over"))
+
+    database.write_now(fill)
+    assert numbers_of(database, [("c", 0), ("a", 7), ("b", 7), ("none", 7)]) == [
+        Number(taken=False, run_open=found) for found in (False, True, False, False)
+    ]
+
+
+def test_a_step_is_looked_up_once(
+    play: Play,  # noqa: F811
+    url: str,  # noqa: F811
+    blobs: FolderBlobs,
+    postgres_database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    statements, looked = list[str](), list[int]()
+    stored = Acceptance._stored
+
+    def look(self: Acceptance, lane: str, seq: int) -> Any:
+        looked.append(seq)
+        return stored(self, lane, seq)
+
+    def note(_connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+        statements.append(statement)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await two.lead()
+        await one.journal.accept(create(), run_row())
+        async with trainer(url, blobs):
+            looked.clear()
+            event.listen(postgres_database._read_engine, "before_cursor_execute", note)
+            with acting_as(Caller("rival", "key:9")):  # who asks first is not who the others ask for
+                assert not await one.journal.taken(RUN, 1)
+            request_id = await one.journal.accept(train(1))
+            event.remove(postgres_database._read_engine, "before_cursor_execute", note)
+            assert len([text for text in statements if "runs.id IN" in text]) == 1, statements
+            assert looked == []
+            assert (await one.result(request_id)).payload == b"result"
+            assert await one.journal.taken(RUN, 1)
+            assert await one.journal.accept(train(1)) == request_id  # a repeat, whatever was known before
+
+    monkeypatch.setattr(Acceptance, "_stored", look)
+    play(scenario)
+
+
+def test_what_is_told_is_for_its_own_organisation(play: Play, url: str, blobs: Blobs) -> None:  # noqa: F811
+    async def scenario(one: Replica, _two: Replica) -> None:
+        request_id = await one.journal.accept(create(), run_row())
+        theirs = asyncio.ensure_future(one.journal.outcome("rival", request_id, 5))
+        ours = asyncio.ensure_future(one.journal.outcome("org", request_id, 5))
+        await asyncio.sleep(0.05)
+        told = Told(b"secret", "text/plain", None, "server")
+        one.journal.heard(Ended(request_id, "org", RUN, 0, "create", 6, told), 1)
+        assert await ours == Outcome(b"secret", "text/plain")
+        assert await theirs is None
+
+    play(scenario)
+
+
+def test_an_operation_of_a_run_whose_session_has_ended_is_refused(
+    play: Play,  # noqa: F811
+    postgres_database: Database,
+) -> None:
+    async def scenario(one: Replica, _two: Replica) -> None:
+        await one.journal.accept(create(), run_row())
+        assert not await one.journal.taken(RUN, 1)
+        postgres_database.write_now(lambda session: setattr(session.get_one(tables.Session, "s"), "state", "ended"))
+        assert not await one.journal.taken(RUN, 1)  # asked anew with each request
+        for _ in range(2):  # the second looks for itself
+            with pytest.raises(RunClosed):
+                await one.journal.accept(train(1))
+
+    play(scenario)
