@@ -13,10 +13,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 ROOMS := api billing migrations scheduler store workers weft_server setup.py client_sdk/weft examples bench tools tests
 
-.PHONY: help setup vllm demo test test-quick soak chaos compat loaders cookbook mutants gpu-bundle gpu-check docs lint format clean
+.PHONY: help setup vllm demo test retest test-quick soak chaos compat loaders cookbook mutants gpu-bundle gpu-check docs lint format clean
 
 help:
-	@echo "make setup | vllm | demo | test | test-quick | soak | chaos | compat | loaders | cookbook | mutants | gpu-bundle | gpu-check | docs | lint | format | clean"
+	@echo "make setup | vllm | demo | test | retest | test-quick | soak | chaos | compat | loaders | cookbook | mutants | gpu-bundle | gpu-check | docs | lint | format | clean"
 
 setup: $(STAMP)
 
@@ -51,11 +51,15 @@ $(VLLM)/.setup-done: deploy/vllm/requirements.txt deploy/vllm/build.sh deploy/vl
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# What pytest knows of a run's failures. A run that broke, instead of failing, leaves none.
+FAILED := .pytest_cache/v/cache/lastfailed
+
 # tests/order.py says how two processes share the tests.
 test: setup
-	$(BIN)/python -m pytest -n 2 -m "not long"
+	@rm -f $(FAILED)
+	$(BIN)/python -m pytest -n 2 -m "not long" || { status=$$?; [ $$status = 1 ] || rm -f $(FAILED); exit $$status; }
 
-# The tests that failed in the last run, one after another. None that is known is a failure too: then the run itself broke.
+# The tests that failed in the last run, one after another. If none is known, the run itself broke, and so does this.
 retest: setup
 	$(BIN)/python -m pytest -v --last-failed --last-failed-no-failures none --maxfail 1
 

@@ -1,8 +1,8 @@
 """The routes that come with every operation, called without what FastAPI does for routes of any kind.
 
-FastAPI looks for a route among all, then gathers what its signature asks for through a tree of dependencies: that is
-half of what the server computes for a small operation. The path of these routes is fixed, and what they ask for is
-known, so a request goes to them at once: who it is from, the guard that the route declares, the route, its answer.
+FastAPI looks for the route among all, then gathers what its signature asks for through a tree of dependencies: that is
+half of what a poll costs whose result is there. The path of these routes is fixed, and what they ask for is known, so a
+request goes to them at once: who it is from, the guard that the route declares, the route, its answer.
 They are declared as all others are, with FastAPI; it still answers for other methods, and describes them.
 """
 

@@ -32,6 +32,9 @@ MAX_ROWS = 128
 #: The fewest rows and columns that tensor cores take.
 _MIN_ROWS = _MIN_COLUMNS = 16
 
+#: Numbers of 4 bytes at whose multiples each table begins: a kernel is compiled for how its arguments are aligned.
+_ALIGNED = 4
+
 Ints = npt.NDArray[np.int32]
 
 
@@ -51,7 +54,7 @@ class Shape(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """What the kernels are told of a group of layers: see prefill_kernels."""
+    """What the kernels are told of a group of layers, row after row: see prefill_kernels."""
 
     blocks_B3: Tensor
     tiles_B5: Tensor
@@ -66,14 +69,13 @@ class PagedPrefill:
     def __init__(self, cache: KVCache, pieces: Sequence[Piece], heads: int, recur: Recur | None = None) -> None:
         self._cache, self._recur = cache, recur
         each = heads // cache.kv_heads
-        pool = cache.tensors[0]
+        pool = cache.k_NKDP[0]
         self._shape = Shape.of(pool.shape[2], each, pool.element_size())
         laid = [_laid_out(pieces, group, self._shape.rows // _power_of_two(each)) for group in range(cache.groups)]
-        flat = sent(
-            torch.from_numpy(np.concatenate([part.reshape(-1) for parts in laid for part in parts])), cache.device
-        )
-        taken = iter(flat.split_with_sizes([part.size for parts in laid for part in parts]))
-        self._groups = [_Group(next(taken).view(-1, 3), next(taken).view(-1, 5), next(taken)) for _ in laid]
+        parts = [np.pad(part, (0, -part.size % _ALIGNED)) for group in laid for part in group]
+        sizes = [part.size for part in parts]
+        taken = iter(sent(torch.from_numpy(np.concatenate(parts)), cache.device).split_with_sizes(sizes))
+        self._groups = [_Group(*(next(taken)[: part.size] for part in group)) for group in laid]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, reach: Reach = ALL) -> Tensor:
         (_, heads, dim), kv_heads, shape = q_THD.shape, k_TKD.shape[1], self._shape
@@ -81,11 +83,11 @@ class PagedPrefill:
         pools = self._cache.k_NKDP[layer], self._cache.v_NKPD[layer]
         q, k, v = (tensor.flatten(1) for tensor in (q_THD, k_TKD, v_TKD))
         fixed = {"HEADS": kv_heads, "DIM": dim, "PAGE": PAGE_TOKENS, "BLOCK_D": shape.columns}
-        kernels.store_blocks[(len(group.blocks_B3), kv_heads)](
+        kernels.store_blocks[(len(group.blocks_B3) // 3, kv_heads)](
             k, k.stride(0), v, v.stride(0), *pools, group.blocks_B3, **fixed
         )
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        kernels.attend_tiles[(len(group.tiles_B5), kv_heads)](
+        kernels.attend_tiles[(len(group.tiles_B5) // 5, kv_heads)](
             q,
             q.stride(0),
             *pools,
@@ -126,7 +128,7 @@ def _laid_out(pieces: Sequence[Piece], group: int, tile: int) -> tuple[Ints, Int
             tiles.append((first + at, max(0, piece.start - at), min(tile, piece.stop - at), at, table))
         row += piece.stop - piece.start
     tiles.sort(key=lambda own: -own[3])
-    return np.array(blocks, np.int32), np.array(tiles, np.int32), np.array(pages, np.int32)
+    return np.array(blocks, np.int32).ravel(), np.array(tiles, np.int32).ravel(), np.array(pages, np.int32)
 
 
 def _power_of_two(number: int) -> int:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.workers.generator.conftest import EOS, run
 from tests.workers.generator.gpu.launches import Launched, counted
 from tests.workers.generator.gpu.test_steps import random_decoder, saved
-from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, GROUPS, SINKS
+from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, SINKS
 from tests.workers.model.test_gpu_placement import CUDA, Indexing, Launches, launches  # noqa: F401
 from workers.generator import forward, kv_cache
 from workers.generator.adapters import HeldAdapter
@@ -100,7 +100,7 @@ def close(one: Finished, other: Finished) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/workers/generator/test_devices.py has a GPU's engine")
-@pytest.mark.parametrize("config", [CONFIG, DENSE, SINKS, GROUPS], ids=["moe", "dense", "sinks", "groups"])
+@pytest.mark.parametrize("config", [CONFIG, SINKS], ids=["moe", "sinks"])
 def test_prompts_are_computed_as_block_by_block(config: DecoderConfig, tmp_path: Path) -> None:
     """Whole, in pieces, and behind what the prefix cache has."""
     config = replace(config, context_length=CONTEXT)
