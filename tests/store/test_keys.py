@@ -97,6 +97,20 @@ def test_a_prefix_revokes_its_own_key_only(database: Database, of: Callable[[lis
     assert [authenticate(database, key) is None for key in whole] == [key == chosen for key in whole]
 
 
+def test_many_secrets_of_many_keys_are_each_their_own_keys(database: Database) -> None:
+    """While the earlier ones still hold: whatever their hashes sort before."""
+    old = [create(database, f"{n}") for n in range(6)]
+
+    def rotate(session: Any) -> list[str]:
+        return [keys.rotate(session, session.get_one(ApiKey, n + 1), timedelta(hours=1)) for n in range(6)]
+
+    new = database.write_now(rotate)
+    with database.read() as session:
+        for secrets in (old, new):
+            found = [keys.find(session, secret) for secret in secrets]
+            assert [row.id if row is not None else None for row in found] == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_secret_that_was_rotated_away_revokes_its_key(database: Database) -> None:
     secret = create(database, "a")
     database.write_now(lambda session: keys.rotate(session, session.get_one(ApiKey, 1), timedelta(0)))

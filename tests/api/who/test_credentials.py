@@ -125,7 +125,7 @@ def test_a_key_is_changed_by_what_goes_as_far(keys: Database) -> None:
 SECRETS = [
     (OWNER, None, True),
     (OWNER, "ann", True),
-    (Principal("acme", None, "ann", role="member"), "ann", True),
+    (Principal("acme", None, "ann", role="member"), "-ann"[1:], True),
     (Principal("acme", None, "ann", role="member"), "bob", False),
     (Principal("acme", None, "bob", role="member"), "ann", False),
     (Principal("acme", None, "ann", role="member"), None, False),

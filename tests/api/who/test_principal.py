@@ -61,6 +61,12 @@ def test_a_key_of_a_project_has_nothing_beyond_it(
     assert who.reach.project_id == project
 
 
+def test_a_project_adds_nothing_to_a_key_of_few_scopes(filled: Database) -> None:
+    who = of_key(filled, project_id="p", scopes=["train", "billing:read"])
+    assert who is not None
+    assert set(who.scopes) == {"train"}
+
+
 @pytest.mark.parametrize(
     ("end", "until", "ends"),
     [(None, None, None), (SOON, None, SOON), (None, SOON, SOON), (LATER, SOON, SOON), (SOON, LATER, SOON)],
@@ -162,3 +168,8 @@ def test_what_nobody_made_is_not_nobodys_own() -> None:
     row = tables.Session(id="s", key_id=None, user_id=None)
     assert not Principal("acme", None).owns(row)
     assert not Principal("acme", None, "ann").owns(row)
+
+
+def test_large_numbers_of_keys_are_compared_by_value() -> None:
+    row = tables.Session(id="s", key_id=int("123456789"), user_id=None)
+    assert Principal("acme", 123456789).owns(row)
