@@ -22,6 +22,7 @@ DATUM = types.Datum([1, 2], {"target_tokens": [2, 3], "weights": [1, 1]})
 ADAM = types.AdamParams()
 MIXED: list[Any] = [DATUM, {"model_input": [1]}]
 UNEVEN: list[Any] = [1, 2.5]
+TEXTS: list[Any] = ["1"]
 
 
 def methods() -> list[tuple[type, str]]:
@@ -58,7 +59,7 @@ WRONG: list[tuple[Wrong, str]] = [
     (lambda _, sampler: sampler.compute_logprobs("hello"), "^prompt is text"),
     (lambda _, sampler: sampler.compute_logprobs({3, 1}), "^prompt is a set; give token ids in a list"),
     (lambda _, sampler: sampler.compute_logprobs([1, True]), r"^prompt\[1\] is True; token ids"),
-    (lambda _, sampler: sampler.compute_logprobs(["1"]), r"^prompt\[0\] is '1'; token ids"),
+    (lambda _, sampler: sampler.compute_logprobs(TEXTS), r"^prompt\[0\] is '1'; token ids"),
     (lambda _, sampler: sampler.compute_logprobs(np.array([1.0, 2.0])), r"^prompt\[0\] is 1\.0; token ids"),
     (lambda *_: types.Datum([1, 2], {"target_tokens": [1.5, 2.5]}), "'target_tokens' holds values that are no 64-bit"),
     (lambda *_: types.Datum([1, 2], {"target_tokens": [1, 2**63]}), "'target_tokens' holds values that are no 64-bit"),
