@@ -36,8 +36,12 @@ async def agent(client: openai.AsyncOpenAI, model: str, session: str, a: int, b:
             if not reply.tool_calls:
                 return 0.0
             call = reply.tool_calls[0]
-            code = json.loads(call.function.arguments).get("code")
-            done = await box.exec("python3", "-S", "-", stdin=TEST.format(code=code, a=a, b=b).encode())
+            try:
+                code = json.loads(call.function.arguments)["code"]
+            except (ValueError, TypeError, KeyError):  # a call, but not as it was shown
+                return 0.0
+            test = TEST.format(code=code, a=a, b=b)
+            done = await box.exec("python3", "-S", "-", stdin=test.encode(errors="replace"))
             if done.returncode == 0:
                 return 1 / tries
             seen = (done.text.splitlines() or [f"It passed its limit of {done.limit}."])[-1]

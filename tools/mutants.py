@@ -124,6 +124,8 @@ def warm(module: str, tree: Path, at: Path) -> Iterator[str]:
                 raise SystemExit(f"{module}: its tests fail as it is")
             time.sleep(0.1)
         yield f'{sys.executable} -Sc "{_ASK}" {at}'
+        if server.poll() is not None:
+            raise SystemExit(f"{module}: what runs its tests has died, and since then every fault looks noticed")
     finally:
         server.kill()
         server.wait()

@@ -105,10 +105,13 @@ def _serve(client: socket.socket, tests: Sequence[str]) -> None:
     child = _fork(lambda: _quietly(tests))
     while (code := _ended(child)) is None:
         if select.select([client], [], [], LOOK_S)[0]:
-            os.killpg(child, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # not a group of its own yet
+                os.killpg(child, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             return
-    client.sendall(b"0" if code == 0 else b"1")
+    with suppress(BrokenPipeError):  # it has just left
+        client.sendall(b"0" if code == 0 else b"1")
 
 
 def _quietly(tests: Sequence[str]) -> int:

@@ -83,6 +83,11 @@ class _Waiters:
     org_id: str = ""
     told: Outcome | None = None
 
+    def wake(self) -> None:
+        """Also those who are looking at this moment, and will wait for what they saw before."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
 
 class SharedJournal:
     """A `scheduler.journal.front.OperationJournal`. Blocking calls go to `threads`. `name` is this replica's.
@@ -142,9 +147,9 @@ class SharedJournal:
             raise Draining("the server is restarting; another one takes it")
         if not self.reachable():
             raise Draining("the queue cannot be reached: nothing new is accepted until it is back; results can be had")
+        run_open = self._fresh.pop((new.lane, new.seq), None)
         if new.kind in (SAMPLE, OpKind.CREATE):
             return
-        run_open = self._fresh.pop((new.lane, new.seq), None)
         if run_open is None:
             run_open = (await self._numbers.get((new.lane, new.seq))).run_open
         if not run_open:
@@ -202,7 +207,7 @@ class SharedJournal:
         looked = False
         try:
             while True:
-                waiters.changed.clear()
+                changed = waiters.changed
                 if waiters.told is not None and waiters.org_id == org_id:
                     return waiters.told
                 mine = self._open.get(request_id)  # until it is heard of, it has not ended
@@ -218,7 +223,7 @@ class SharedJournal:
                     return await self._why(found)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(left, LOOK_AGAIN_S)):
-                        await waiters.changed.wait()
+                        await changed.wait()
         finally:
             waiters.count -= 1
             if not waiters.count:
@@ -254,7 +259,7 @@ class SharedJournal:
             if (told := end.told) is not None:
                 waiters.org_id = end.org_id
                 waiters.told = Outcome(told.payload, told.content_type, told.error, told.category)
-            waiters.changed.set()
+            waiters.wake()
         if end.kind == SAMPLE:
             key = FeedKey.of(end.org_id, end.lane, end.seq)
             self.completions.heard(key, Completion(end.op_id, end.size_bytes), stamp)
@@ -263,7 +268,7 @@ class SharedJournal:
         """Some broadcasts may have been lost: everybody looks into the database again."""
         self.completions.clear()
         for waiters in self._waiters.values():
-            waiters.changed.set()
+            waiters.wake()
 
     async def look_after(self) -> None:
         """For as long as the server runs: tell again what was accepted here and has ended; its broadcast may be
@@ -338,7 +343,8 @@ class SharedJournal:
         outcome = op.outcome
         assert outcome is not None
         size, told = (len(outcome.payload) if outcome.error is None else None), None
-        if len(outcome.payload) + len(outcome.error or "") <= TOLD_BYTES:
+        final = outcome.error is None or outcome.category == "user"  # what failed here may yet be done again
+        if final and len(outcome.payload) + len(outcome.error or "") <= TOLD_BYTES:
             told = Told(outcome.payload, outcome.content_type, outcome.error, outcome.category)
         await self._ended.put(Ended(op.id, op.org_id, op.lane, op.seq, str(op.kind), size, told))
 

@@ -34,10 +34,11 @@ from workers.model.attend import Attend
 from workers.model.decoder import Decoder, OnRoute
 from workers.model.device import sent
 from workers.model.lora import LoraRows
+from workers.model.planning.plan import SCORED_LOGITS
 
-#: Logits (rows x vocabulary) that are computed at a time to score a prompt, to bound memory; on a device more, for
-#: there every chunk is a launch of each of its operations.
-MAX_LOGITS, MAX_LOGITS_ON_DEVICE = 1 << 24, 1 << 27
+#: Logits (rows x vocabulary) that are computed at a time to score a prompt, to bound memory; on a device more
+#: (SCORED_LOGITS, which are planned for), for there every chunk is a launch of each of its operations.
+MAX_LOGITS = 1 << 24
 
 
 class DecodePlan:
@@ -194,7 +195,7 @@ def _score(decoder: Decoder, progress: RequestProgress, hidden_ND: Tensor) -> No
     first, last = progress.scores.first_row, min(progress.goal, len(progress.request.prompt) - 1)
     if first >= last:
         return
-    first, most = first // BLOCK_TOKENS * BLOCK_TOKENS, MAX_LOGITS_ON_DEVICE if hidden_ND.is_cuda else MAX_LOGITS
+    first, most = first // BLOCK_TOKENS * BLOCK_TOKENS, SCORED_LOGITS if hidden_ND.is_cuda else MAX_LOGITS
     chunk = max(1, most // (decoder.config.vocab_size * BLOCK_TOKENS)) * BLOCK_TOKENS
     for start in range(max(first, progress.computed), last, chunk):
         rows = Piece((), start, min(start + chunk, last))

@@ -16,7 +16,7 @@ choices.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ from workers.model.device import sent
 
 #: Positions of a page.
 PAGE_TOKENS = 32
+#: What lies on a device a second time while pages go out or come in: they go when there is no room.
+STAGED_BYTES = 64 << 20
 
 
 def pages_of(tokens: int) -> int:
@@ -160,17 +162,23 @@ class KVCache:
     def take_out(self, pages: Sequence[int]) -> Saved:
         """A copy of these pages in the host's memory."""
         if in_one_launch(self.device):
-            flat = torch.empty(self._bytes_of(len(pages)), dtype=torch.uint8, device=self.device)
-            copy_pages(self.tensors, self._parted(flat, len(pages)), [(page, at) for at, page in enumerate(pages)])
-            return self._parted(flat.cpu(), len(pages))
+            saved = [torch.empty((len(pages), *pool.shape[1:]), dtype=pool.dtype) for pool in self.tensors]
+            for first, some in self._staged(pages):
+                flat = torch.empty(self._bytes_of(len(some)), dtype=torch.uint8, device=self.device)
+                copy_pages(self.tensors, self._parted(flat, len(some)), [(page, at) for at, page in enumerate(some)])
+                for own, part in zip(saved, self._parted(flat.cpu(), len(some)), strict=True):
+                    own[first : first + len(some)] = part
+            return saved
         mine_N = torch.tensor(pages, device=self.device)
         return [pool.index_select(0, mine_N).cpu() for pool in self.tensors]
 
     def bring_in(self, pages: Sequence[int], saved: Saved) -> None:
         """Put a copy from `take_out` into the first of these pages."""
         if in_one_launch(self.device):
-            flat = sent(torch.cat([own.reshape(-1).view(torch.uint8) for own in saved]), self.device)
-            copy_pages(self._parted(flat, len(saved[0])), self.tensors, [*enumerate(pages[: len(saved[0])])])
+            for first, some in self._staged(pages[: len(saved[0])]):
+                parts = [own[first : first + len(some)].reshape(-1).view(torch.uint8) for own in saved]
+                flat = sent(torch.cat(parts), self.device)
+                copy_pages(self._parted(flat, len(some)), self.tensors, [*enumerate(some)])
             return
         mine_N = torch.tensor(pages[: len(saved[0])], device=self.device)
         for pool, own in zip(self.tensors, saved, strict=True):
@@ -183,6 +191,11 @@ class KVCache:
         for layer in self._own if page < len(pages) else ():
             self.k_NKDP[layer][pages[page], :, :, rest:] = 0
             self.v_NKPD[layer][pages[page], :, rest:] = 0
+
+    def _staged(self, pages: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+        """The pages in parts of STAGED_BYTES at most, each with the place of its first."""
+        most = max(1, STAGED_BYTES // self._bytes_of(1))
+        return ((first, pages[first : first + most]) for first in range(0, len(pages), most))
 
     def _bytes_of(self, pages: int) -> int:
         return sum(pages * pool[0].nbytes for pool in self.tensors)

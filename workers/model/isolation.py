@@ -29,7 +29,7 @@ from torch import Tensor
 
 from workers.model.base_mm import MIN_ROWS, base_mm
 from workers.model.config import GateConfig
-from workers.model.native.build import processor
+from workers.model.native.build import library, processor
 from workers.model.native.gemm import packed
 from workers.model.parts.gate import activated, again
 from workers.model.parts.gated_delta import GatedDelta
@@ -54,8 +54,9 @@ MAX_ALIGNED_WIDTH = 1 << 16
 #: Environment variables that make matrix libraries compute in another way.
 _LIBRARIES = ("MKL_", "OMP_", "KMP_", "DNNL_", "ONEDNN_", "ATEN_", "OPENBLAS_", "LD_PRELOAD")
 #: The parts that compute functions of single numbers, and steps of recurrences.
-_PARTS = ("gate", "steady", "gated_delta", "mamba2", "chunks", "convolution")
-_CODE = ("isolation.py", "base_mm.py", *(f"parts/{name}.py" for name in _PARTS))
+_PARTS = ("gate", "steady", "gated_delta", "mamba2", "one_token", "chunks", "convolution")
+_STEP = "native/recur.c"
+_CODE = ("isolation.py", "base_mm.py", _STEP, "native/vectors.h", *(f"parts/{name}.py" for name in _PARTS))
 
 #: Rows of a step of a recurrence that are tested, each of which has a state.
 STEP_ROWS = 36
@@ -87,10 +88,11 @@ def probe(decoder: Decoder, kept: Path | None = None) -> Isolation:
 def _kept(decoder: Decoder, folder: Path) -> Isolation:
     config, shapes = decoder.config, _shapes(decoder)
     weights = [(list(w.shape), str(w.dtype), packed(w) is not None) for w in shapes]
+    compiled = library(Path(__file__).parent / _STEP) is not None
     return once(
         folder,
         f"{weights} {config.mlp_widths} {config.gate} {config.router} {config.num_experts} {config.output_gate} "
-        f"{config.shared_gate} {config.recurrence}",
+        f"{config.shared_gate} {config.recurrence} {compiled}",
         lambda: choose(decoder, shapes),
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from sqlalchemy import event
 
 from scheduler.cluster.numbers import Gathered, Key, Number, numbers_of
+from scheduler.cluster.shared_journal import LOOK_AGAIN_S
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.links.broadcasts import Ended, Told
 from scheduler.order.operations import Outcome, RunClosed
@@ -19,7 +22,7 @@ from store.blobs.folder import FolderBlobs
 from store.caller import Caller, acting_as
 from store.db import Database
 from tests import rows
-from tests.scheduler.cluster.test_shared_journal import Play, Replica, play, trainer, url  # noqa: F401
+from tests.scheduler.cluster.test_shared_journal import Play, Replica, play, sample, trainer, url  # noqa: F401
 from tests.scheduler.journal.test_journal import RUN, create, run_row, train
 
 NOW = datetime.now(UTC)
@@ -118,13 +121,55 @@ def test_a_step_is_looked_up_once(
 def test_what_is_told_is_for_its_own_organisation(play: Play, url: str, blobs: Blobs) -> None:  # noqa: F811
     async def scenario(one: Replica, _two: Replica) -> None:
         request_id = await one.journal.accept(create(), run_row())
-        theirs = asyncio.ensure_future(one.journal.outcome("rival", request_id, 5))
         ours = asyncio.ensure_future(one.journal.outcome("org", request_id, 5))
         await asyncio.sleep(0.05)
+        theirs = asyncio.ensure_future(one.journal.outcome("rival", request_id, 5))  # begins before ours goes on
         told = Told(b"secret", "text/plain", None, "server")
         one.journal.heard(Ended(request_id, "org", RUN, 0, "create", 6, told), 1)
         assert await ours == Outcome(b"secret", "text/plain")
         assert await theirs is None
+
+    play(scenario)
+
+
+def test_who_is_looking_while_it_ends_looks_again(
+    play: Play,  # noqa: F811
+    url: str,  # noqa: F811
+    blobs: Blobs,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Although another one asks for it in between."""
+    looks, reading, ended = [1], threading.Event(), threading.Event()
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        request_id = await one.journal.accept(create(), run_row())
+        look = two.journal._look
+
+        def slow(org_id: str, asked: str) -> object:
+            found = look(org_id, asked)
+            if looks and looks.pop():
+                reading.set()
+                ended.wait(5)
+            return found
+
+        monkeypatch.setattr(two.journal, "_look", slow)
+        first = asyncio.ensure_future(two.journal.outcome("org", request_id, LOOK_AGAIN_S * 2))
+        await asyncio.to_thread(reading.wait, 5)
+        two.journal.heard(Ended(request_id, "org", RUN, 0, "create", 4, Told(b"made", "text/plain", None, "server")), 1)
+        assert await two.journal.outcome("org", request_id, 5) == Outcome(b"made", "text/plain")
+        ended.set()
+        began = time.monotonic()
+        assert await first == Outcome(b"made", "text/plain")
+        assert time.monotonic() - began < LOOK_AGAIN_S / 2
+
+    play(scenario)
+
+
+def test_numbers_of_samples_are_not_kept(play: Play, url: str, blobs: Blobs) -> None:  # noqa: F811
+    async def scenario(one: Replica, _two: Replica) -> None:
+        assert not await one.journal.taken("s:sample:0", 0)
+        await one.journal.accept(sample(0))
+        assert not one.journal._fresh
 
     play(scenario)
 

@@ -246,7 +246,7 @@ VISION = {name: family.architecture for family in FAMILIES.values() for name in 
 
 #: What names of the text model begin with in checkpoints and adapters of models that see (in Kimi-K2.5 its head, too),
 #: and in Nemotron's.
-_ROOT = re.compile(r"^(model\.language_model|language_model\.model|backbone)\.|^language_model\.(?=lm_head\.)")
+_ROOT = re.compile(r"^(model\.language_model|language_model\.model|backbone)\.|^language_model\.(?=lm_head\b)")
 
 
 def plain_name(name: str) -> str:

@@ -32,6 +32,9 @@ USUAL_TOKENS = 1024
 PAGE_TOKENS = 32
 #: Rows of logits that the trainer has at a time, and how many copies.
 LOGIT_ROWS, LOGIT_COPIES = 1024, 3
+#: Logits (rows x vocabulary) that a generator on a GPU has at a time while it scores a prompt, and the bytes of each:
+#: them and their log-probabilities, the tempered ones, and what is drawn from in float64.
+SCORED_LOGITS, SCORE_BYTES = 1 << 25, 28
 
 
 class DoesNotFit(ValueError):
@@ -211,7 +214,8 @@ def _computed(models: Sequence[Check], wanted: Wanted, room: _Room) -> None:
         room.take("activations of the trainer", size, note, must=must, way_out=way_out)
     if wanted.generators:
         tokens = wanted.prefill_tokens
-        size = wanted.generators * max(tokens * kept_bytes(c) for c in configs)
+        scores = SCORED_LOGITS * SCORE_BYTES if room.device.kind == "cuda" else 0
+        size = wanted.generators * (max(tokens * kept_bytes(c) for c in configs) + scores)
         must = f"generator.prefill_tokens = {tokens:,}"
         room.take("activations of the generator", size, f"{tokens:,} tokens", must=must, way_out="set less")
 

@@ -61,8 +61,12 @@ def test_the_prefix_cache_gives_back_what_it_was_given(groups: list[list[int]] |
         assert torch.equal(tensor[untouched], then[untouched])
 
 
+@pytest.mark.parametrize("staged", [kv_cache.STAGED_BYTES, 1], ids=["at once", "page by page"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_pages_go_out_in_one_copy_and_come_back_elsewhere(dtype: torch.dtype, one_launch: None) -> None:
+def test_pages_go_out_in_one_copy_and_come_back_elsewhere(
+    dtype: torch.dtype, staged: int, one_launch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "STAGED_BYTES", staged)
     cache = filled(dtype)
     before = [tensor[[3, 9, 5]].clone() for tensor in cache.tensors]
     saved = cache.take_out([3, 9, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,19 @@ def test_an_adapter_with_the_names_of_a_model_that_sees_is_read(family: str, roo
     found = read_layout({name: x.numpy() for name, x in seeing.items()})
     assert found.keys() == tensors.keys()
     assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_the_head_of_kimi_k2_5_is_found_within_its_text_model(tmp_path: Path) -> None:
+    adapter = random_adapter(ours(reference("deepseek"), tmp_path / "model"), 2, 1, train_mlp=False)
+    tensors = {name: view.numpy() for name, view in adapter.views.items()}
+    write_export(tmp_path, tensors, base_model="tiny", rank=2, alpha=4.0)
+    plain = load_file(tmp_path / "adapter_model.safetensors")
+    head = re.compile(r"\.(model\.unembed_tokens|lm_head)\.")
+    seeing = {head.sub(".language_model.lm_head.", name): x.numpy() for name, x in plain.items()}
+    assert len(plain.keys() - seeing.keys()) == 2
+    found = read_layout(seeing)
+    for name in ("unembed_A", "unembed_B"):
+        assert np.array_equal(found[name], tensors[name])
 
 
 STOCK = ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
