@@ -69,6 +69,7 @@ class _Call:
             handler = next((self._handlers[kind] for kind in type(error).__mro__ if kind in self._handlers), None)
             if handler is None:
                 raise
+            error.__traceback__ = None  # its frames have the body, and the future of a thread the error: a circle
             response = await handler(request, error)
         await response(scope, receive, send)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 from weft.wire.codec import encode_train_request
 
+from api.errors import Invalid
 from api.http.direct import Direct
-from api.routes import training, weft
+from api.routes import batches, training, weft
 from api.server.app import DIRECT
 from tests.api.conftest import PROTOBUF, World
 from tests.api.data import batch
@@ -82,6 +85,28 @@ def test_answers_are_the_same(world: World) -> None:
     assert (direct, direct[0]) == (again, 404)
     refused, repeat = both(world, "optim_step", json=step | {"seq_id": 3, "adam_params": {"learning_rate": -1}})
     assert (refused[0], refused[1]["code"], repeat[0]) == (422, "malformed", 200)  # it has spent its number
+
+
+def test_what_is_refused_leaves_nothing_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bodies may be large: they are not to wait for the collector of circles."""
+    bodies: list[weakref.ref[Body]] = []
+
+    def refuse(_sent: bytes) -> None:
+        body = Body()
+        bodies.append(weakref.ref(body))
+        raise Invalid("no")
+
+    monkeypatch.setattr(batches, "_parse", refuse)
+    gc.disable()
+    try:
+        both(world, "forward_backward", content=b"x", headers=PROTOBUF)
+        assert [body() for body in bodies] == [None, None]
+    finally:
+        gc.enable()
+
+
+class Body:
+    """What a refused request was read into."""
 
 
 def test_a_request_is_seen_by_one_of_both(world: World) -> None:
