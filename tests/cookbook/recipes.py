@@ -35,7 +35,6 @@ RECIPES = (
     Recipe(
         "rl_loop",
         (f"{_RECIPES}.rl_loop", "batch_size=2", "group_size=4", "max_steps=2", "max_tokens=8", "lora_rank=8"),
-        in_ci=True,
     ),
     Recipe(
         "rl_loop, importance_sampling",

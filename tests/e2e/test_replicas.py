@@ -63,6 +63,7 @@ def test_replicas_share_the_work_and_one_that_is_killed_loses_nothing(
     assert sampled == 2 * 8 * 2 * 150
 
 
+@pytest.mark.long  # tests/e2e/test_production_vllm.py has both kinds behind Redis
 @pytest.mark.vllm
 @pytest.mark.skipif(not (ROOT / ".vllm" / ".setup-done").is_file(), reason="there is no vLLM here (make vllm)")
 def test_both_kinds_behind_one_queue(own_weftd: Callable[..., Weftd], tmp_path: Path) -> None:
