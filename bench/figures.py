@@ -288,6 +288,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scale": lambda: claims("scale", "ranks"),
     "simulated": simulated,
     "mismatch": mismatch,
+    "async-rl": lambda: claims("async_rl"),
 }
 
 
