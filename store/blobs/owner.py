@@ -11,9 +11,11 @@ import socket
 import uuid
 from datetime import UTC, datetime
 
+from sqlalchemy import select
 from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 
+from store.bulk import insert_into
 from store.db import Database
 from store.settings import Settings, SettingsError
 from store.tables import JobLease
@@ -46,9 +48,7 @@ def claim_prefix(settings: Settings, database: Database) -> None:
 
 
 def _service_id(session: Session) -> str:
-    lease = session.get(JobLease, _LEASE)
-    if lease is None:
-        lease = JobLease(name=_LEASE, holder=uuid.uuid4().hex, until=_FOR_EVER)
-        session.add(lease)
-        session.flush()
-    return lease.holder
+    """Servers that start at once may all find none."""
+    lease = insert_into(session, JobLease).values(name=_LEASE, holder=uuid.uuid4().hex, until=_FOR_EVER)
+    session.execute(lease.on_conflict_do_nothing(index_elements=["name"]))
+    return session.scalars(select(JobLease.holder).where(JobLease.name == _LEASE)).one()
