@@ -121,6 +121,7 @@ def office(database: Database, tmp_path: Path) -> Iterator[Office]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_money_is_late_and_never_lost(office: Office) -> None:
     office.topup()
     office.wait_credited()
