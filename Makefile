@@ -77,14 +77,15 @@ soak: setup
 	WEFT_SOAK=$(TIMES) $(BIN)/python -m pytest --timeout=0 -m "hypothesis or search or long"
 	$(BIN)/python -m tests.truth.soak
 
-# Kills, full disks and damaged files, on real services: docs/recovery.md has the tables.
+# Kills, full disks and damaged files, on real services; docs/recovery.md has the tables.
 KILLS ?= 5
 
 chaos: setup
-	$(BIN)/python -m bench.chaos --idle --kills $(KILLS) --into docs/recovery.md
-	$(BIN)/python -m bench.chaos --kills $(KILLS) --into docs/recovery.md
-	$(BIN)/python -m bench.chaos --kills $(KILLS) --production --into docs/recovery.md
-	$(BIN)/python -m bench.chaos --damage --into docs/recovery.md
+	$(BIN)/python -m bench.chaos --idle --kills $(KILLS) --json bench/results/chaos-idle.json
+	$(BIN)/python -m bench.chaos --kills $(KILLS) --json bench/results/chaos-embedded.json
+	$(BIN)/python -m bench.chaos --production --kills $(KILLS) --json bench/results/chaos-production.json
+	$(BIN)/python -m bench.chaos --damage --json bench/results/chaos-damage.json
+	$(BIN)/python bench/figures.py
 
 # Every version of the official SDK against a real server; writes docs/compatibility.md.
 compat: setup

@@ -1,14 +1,13 @@
 """Kill the parts of a real service while clients work, and measure what the clients see of it.
 
-    python -m bench.chaos [--production] [--tree PATH] [--kills N] [--kinds WORD] [--json FILE] [--into FILE]
-    python -m bench.chaos --idle [--tree PATH] [--kills N] [--kinds WORD] [--json FILE] [--into FILE]
-    python -m bench.chaos --damage [--tree PATH] [--json FILE] [--into FILE]
+    python -m bench.chaos [--production | --idle] [--tree PATH] [--kills N] [--kinds WORD] [--json FILE]
+    python -m bench.chaos --damage [--tree PATH] [--kinds WORD] [--json FILE]
 
 Clients of the official SDK train and sample in cycles with the same answers each time; two calm cycles come first and
 tell what the answers are. Then every kind of kill is done N times, in turns, and every answer is compared with the calm
 one to the bit. The pause of a kill is the longest time that any client had no answer, less that client's usual gap. One
 kill follows another when all clients work again, and a worker is not killed again within the 30 s in which its server
-would wait longer and longer to start it. Prints a markdown table; `--into docs/recovery.md` puts it there.
+would wait longer and longer to start it. The tables of docs/recovery.md are made from its JSON (bench/figures.py).
 
 --production: two API replicas, two trainers, two generators, PostgreSQL, Redis, an object store and no shared folder
     instead of one embedded server.
@@ -22,6 +21,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,10 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.chaos import damage
-from bench.chaos.idle import idle_pauses, idle_table
+from bench.chaos.idle import Pause, idle_pauses
 from bench.chaos.load import Client, Sampler, Trainer
-from bench.chaos.pauses import Calm, Kind, add_kill, compare, replaced, table, usual_gaps_s
+from bench.chaos.pauses import Calm, Kind, add_kill, compare, usual_gaps_s
 from bench.chaos.service import HERE, Service, embedded, production
+from bench.serving import machine
 
 #: Without a kill, before the first: where usual gaps are taken.
 QUIET_S = 8.0
@@ -156,29 +158,36 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, default=HERE)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--kinds", default="", metavar="WORD", help="only kinds with this in their name")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
-    parser.add_argument("--into", type=Path, metavar="FILE", help="put the table into this document, where its name is")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, not to stdout")
     arguments = parser.parse_args()
-    started = time.monotonic()
+    started, load = time.monotonic(), os.getloadavg()[0]
+    what = next((name for name in ("damage", "idle", "production") if getattr(arguments, name)), "embedded")
     with tempfile.TemporaryDirectory(prefix="weft-chaos-") as folder:
         os.chmod(folder, 0o755)
-        if arguments.damage:
-            found: Any = damage.all_of(arguments.tree.absolute(), Path(folder), arguments.kinds)
-            shown = damage.table(found)
-        elif arguments.idle:
-            with embedded(arguments.tree.absolute(), Path(folder)) as service:
-                found = idle_pauses(service, arguments.kills, arguments.kinds)
-            shown = idle_table(found)
-        else:
-            with (production if arguments.production else embedded)(arguments.tree.absolute(), Path(folder)) as harmed:
-                found = shake(harmed, arguments.kills, arguments.kinds)
-            shown = table(found)
-    say(f"\n{shown}\n\n{time.monotonic() - started:.0f} s, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(each) for each in found], indent=2) + "\n")
-    if arguments.into is not None:
-        what = next((name for name in ("damage", "idle", "production") if getattr(arguments, name)), "embedded")
-        arguments.into.write_text(replaced(arguments.into.read_text(), what, shown))
+        found = measured(what, arguments, Path(folder))
+    command = shlex.join(["python", "-m", "bench.chaos", *sys.argv[1:]])
+    result = {
+        "bench": f"chaos-{what}",
+        "machine": machine() | {"command": command, "load": load},
+        "seconds": time.monotonic() - started,
+        "found": [asdict(each) for each in found],
+    }
+    written = json.dumps(result, indent=2) + "\n"
+    if arguments.json is None:
+        say(written)
+    else:
+        arguments.json.write_text(written)
+
+
+def measured(what: str, arguments: argparse.Namespace, folder: Path) -> Sequence[Pause | Kind | damage.Finding]:
+    tree, kills, only = arguments.tree.absolute(), arguments.kills, arguments.kinds
+    if what == "damage":
+        return damage.all_of(tree, folder, only)
+    if what == "idle":
+        with embedded(tree, folder) as service:
+            return idle_pauses(service, kills, only)
+    with (production if what == "production" else embedded)(tree, folder) as harmed:
+        return shake(harmed, kills, only)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ FULL_S = 8.0
 STEPS = 6
 #: Of the lines of a log: what says that something is wrong; and what makes two equal complaints look different.
 LOUD = ("WARN", "ERROR", "CRITICAL", "rror:", "failed", "weftd:")
-TIME = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ ")
+TIME = re.compile(r"^(\[\w+\] )?\d{4}-\d\d-\d\d [\d:,]+ ")
 NUMBERS = re.compile(r"\b[0-9a-f]{16,}\b|\b\d+\.\d+ s\b|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -107,15 +107,15 @@ class Case:
     def tell(self, error: Exception) -> None:
         nothing = isinstance(error, TimeoutError)
         said = f"no answer for {PATIENCE_S:.0f} s" if nothing else f"{type(error).__name__}: {error}"
-        self.finding.client.append(" ".join(said.split())[:400])
+        self.finding.client.append(" ".join(said.split()))
 
     def close(self) -> Finding:
         """With what the operator could read since the damage."""
         lines = self.service.log()[self._read :].splitlines()
         loud = [line for line in lines if any(word in line for word in LOUD) and "SIGKILL" not in line]
-        said = [NUMBERS.sub("..", TIME.sub("", line)).strip()[:400] for line in loud]
-        self.finding.operator = list(dict.fromkeys(said))
-        self.finding.client = list(dict.fromkeys(self.finding.client))
+        said = [NUMBERS.sub("..", TIME.sub("", line)).strip() for line in loud]
+        self.finding.operator = list(dict.fromkeys(_shown(line)[:400] for line in said))
+        self.finding.client = list(dict.fromkeys(_shown(line)[:400] for line in self.finding.client))
         return self.finding
 
 
@@ -325,21 +325,8 @@ def one(tree: Path, folder: Path, name: str, harm: Callable[[Case], None], calm:
             return case.close()
 
 
-def table(findings: list[Finding]) -> str:
-    """In markdown."""
-    heads = ("damage", "answers after it: right, wrong, none", "clients were told", "the operator was told")
-    rows = [heads, ("---",) * len(heads), *(_row(finding) for finding in findings)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def _row(finding: Finding) -> tuple[str, ...]:
-    if finding.skipped:
-        return (finding.name, "", f"skipped: {finding.skipped}", "")
-    told = (_shown(lines[0]) if lines else "" for lines in (finding.client, finding.operator))
-    return (finding.name, f"{finding.right}, {finding.wrong}, {finding.none}", *told)
-
-
 def _shown(line: str) -> str:
     """Without what is of this one run, and of what the SDK adds."""
     line = re.sub(r"\S*/weft-chaos-\w+/\d+/data", "DATA_DIR", line).partition(" for self.request_id=")[0]
+    line = re.sub(r" \[request=.*\]$", "", line)
     return re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}|[0-9a-f]{32}", "ID", line).replace("|", "/")

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import httpx
@@ -132,16 +131,3 @@ def _harm_once(
     pause.pauses_s.append(time.monotonic() - began)
     if starts:
         starting.join()
-
-
-def idle_table(pauses: list[Pause]) -> str:
-    """In markdown."""
-    rows = ["| killed | tries | median pause | longest | goal | the address answers after |"]
-    rows.append("|---|---:|---:|---:|---:|---:|")
-    for pause in pauses:
-        listens = f"{median(pause.listens_s):.1f} s" if pause.listens_s else ""
-        rows.append(
-            f"| {pause.name} | {len(pause.pauses_s)} | {median(pause.pauses_s):.1f} s | {max(pause.pauses_s):.1f} s "
-            f"| {pause.goal_s:.0f} s | {listens} |"
-        )
-    return "\n".join(rows)

@@ -1,4 +1,4 @@
-"""What is made of the answers: the clients' pauses, the differences from a calm cycle, and the table."""
+"""What is made of the answers: the clients' pauses, and the differences from a calm cycle."""
 
 from __future__ import annotations
 
@@ -78,34 +78,3 @@ def compare(kind: Kind, name: str, given: Sequence[Answer], calm: Calm, start: f
             continue
         kind.answers += 1
         kind.differences += answer.value != calm[name, answer.place]
-
-
-def table(kinds: Sequence[Kind]) -> str:
-    """In markdown."""
-    heads = (
-        "killed",
-        "kills",
-        "median pause",
-        "longest",
-        "answers compared",
-        "differences",
-        "errors",
-        "billed twice or never",
-    )
-    rows = [heads, ("---", *["---:"] * (len(heads) - 1)), *(_row(kind) for kind in kinds)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def _row(kind: Kind) -> tuple[str, ...]:
-    pauses = (f"{median(kind.pauses_s):.1f} s", f"{max(kind.pauses_s):.1f} s") if kind.pauses_s else ("", "")
-    counts = (kind.answers, kind.differences, len(kind.errors), kind.misbilled)
-    return (kind.name, str(len(kind.pauses_s)), *pauses, *(f"{number:,}" for number in counts))
-
-
-def replaced(document: str, name: str, text: str) -> str:
-    """The document with `text` between the comments that begin and end what is called `name`."""
-    before, begin, rest = document.partition(f"<!-- {name} -->\n")
-    _, end, after = rest.partition(f"<!-- end of {name} -->")
-    if not end:
-        raise ValueError(f"the document has no place for {name}")
-    return f"{before}{begin}\n{text}\n\n{end}{after}"

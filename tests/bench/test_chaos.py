@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.chaos.pauses import Answer, Kind, add_kill, compare, longest_gap_s, replaced, table, usual_gaps_s
+from bench.chaos.pauses import Answer, Kind, add_kill, compare, longest_gap_s, usual_gaps_s
 
 CALM = {("a", 0): "x", ("a", 1): "y", ("b", 0): "z"}
 
@@ -43,21 +43,3 @@ def test_answers_are_held_against_the_calm_ones_of_their_place() -> None:
     given = [Answer(9, 0, "old"), Answer(11, 0, "x"), Answer(12, 1, "x"), Answer(13, -1, "gone", failed=True)]
     compare(kind, "a", given, CALM, 10.0, 20.0)
     assert (kind.answers, kind.differences, kind.errors) == (2, 1, ["a: gone"])
-
-
-def test_the_table() -> None:
-    lines = table([Kind("trainer", [1.0, 2.04, 9.0], 1200, 1, ["e"], 2), Kind("nothing", answers=3)]).splitlines()
-    assert lines[2] == "| trainer | 3 | 2.0 s | 9.0 s | 1,200 | 1 | 1 | 2 |"
-    assert lines[3] == "| nothing | 0 |  |  | 3 | 0 | 0 | 0 |"
-
-
-def test_a_table_goes_to_its_place_in_a_document() -> None:
-    document = "a\n<!-- one -->\n<!-- end of one -->\nb\n<!-- two -->\n| old |\n<!-- end of two -->\nc\n"
-    once = replaced(replaced(document, "one", "| 1 |"), "two", "| 2 |")
-    assert [line for line in once.splitlines() if line] == [
-        *("a", "<!-- one -->", "| 1 |", "<!-- end of one -->"),
-        *("b", "<!-- two -->", "| 2 |", "<!-- end of two -->", "c"),
-    ]
-    assert replaced(once, "two", "| 2 |") == once
-    with pytest.raises(ValueError, match="three"):
-        replaced(document, "three", "")
