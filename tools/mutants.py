@@ -56,7 +56,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "store/keys.py": ("tests/store/test_keys.py",),
     "store/roles.py": ("tests/tenancy/test_routes.py",),
-    "workers/model/isolation.py": ("tests/workers/model/test_isolation.py",),
+    "workers/model/isolation.py": ("--noconftest", "tests/workers/model/test_probe.py"),
 }
 
 #: Asks `tools.warm` for a run.

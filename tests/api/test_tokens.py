@@ -55,10 +55,11 @@ def test_tokens_of_another_server_or_purpose() -> None:
 
 
 @pytest.mark.parametrize(
-    "urn", ["", "weft:key:", "weft:key:-1", "weft:key:1x", "weft:key:²", "key:1", "weft:key:" + "9" * 19]
+    "urn", ["", "12", "weft:key:", "weft:key:-1", "weft:key:1x", "weft:key:²", "key:1", "weft:key:" + "9" * 19]
 )
 def test_owners(urn: str) -> None:
     assert key_of(owner_urn(12)) == 12
+    assert key_of("weft:key:" + "9" * 18) == 10**18 - 1
     with pytest.raises(ValueError, match="not an owner"):
         key_of(urn)
 

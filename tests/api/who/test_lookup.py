@@ -141,8 +141,10 @@ def test_what_has_expired_is_not_there(filled: Database, after_s: float | None, 
                 assert find(session, Principal("acme", 3), path).id == row.id
 
 
-def test_at_its_end_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ticks", "over"), [(-1, True), (0, True), (1, False)])
+def test_at_its_end_it_is_over(filled: Database, monkeypatch: pytest.MonkeyPatch, ticks: int, over: bool) -> None:
     now = datetime(2026, 11, 20, tzinfo=UTC)
+    end = now + ticks * timedelta(microseconds=1)
 
     class Clock(datetime):
         @classmethod
@@ -150,9 +152,12 @@ def test_at_its_end_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
             return now
 
     monkeypatch.setattr(lookup, "datetime", Clock)
-    tick = timedelta(microseconds=1)
-    ends = [now - tick, now, now + tick]
-    assert [lookup.expired(tables.Checkpoint(expires_at=end)) for end in ends] == [True, True, False]
+    filled.write_now(lambda session: setattr(session.get_one(tables.Checkpoint, "ann-p:checkpoint"), "expires_at", end))
+    with filled.read() as session:
+        row = session.get_one(tables.Checkpoint, "ann-p:checkpoint")
+        assert lookup.expired(row) == over
+        live = session.scalars(select(tables.Checkpoint.id).where(lookup.live_checkpoints())).all()
+        assert (row.id not in live) == over
 
 
 def test_what_is_published_is_read_by_all_and_found_by_its_own(filled: Database) -> None:

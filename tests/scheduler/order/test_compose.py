@@ -81,6 +81,12 @@ def test_light_work_of_runs_in_the_pass_rides_along_beyond_the_budget() -> None:
     assert taken(alone) == [("a", BUDGET)]
 
 
+@pytest.mark.parametrize(("cost", "rides"), [(136, True), (137, False)])
+def test_light_work_that_rides_along_has_what_is_left_and_the_room_beyond(cost: int, rides: bool) -> None:
+    queue = queue_of(heavy("x", "a", BUDGET - 36), light("x", "a", cost))
+    assert taken(queue) == [("a", BUDGET - 36), ("a", 0)][: 1 + rides]
+
+
 def test_light_work_of_others_takes_what_is_left_of_the_budget_alone() -> None:
     queue = queue_of(heavy("x", "a", BUDGET - 50), heavy("y", "b", 60), light("z", "c", 30), light("w", "d", 30))
     got = taken(queue)

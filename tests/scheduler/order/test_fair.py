@@ -412,3 +412,40 @@ def test_a_correction_backwards_takes_those_along_who_wait_for_a_first_turn() ->
     queue.correct(path, -100)  # `a` has used nothing
     assert queue.pop() == "c1"
     assert queue.pop() == "a2"
+
+
+def test_of_equals_the_corrected_one_is_last() -> None:
+    tree: FairTree[str] = FairTree()
+    for org in "ab":
+        for n in range(2):
+            tree.push(("m", org, "r"), f"{org}{n}", 10)
+    assert [tree.pop(), tree.pop()] == ["a0", "b0"]  # `b` came in last, and stands where `a` does
+    for tokens in (5, -5):
+        tree.correct(("m", "a", "r"), tokens)
+    assert drain(tree) == ["b1", "a1"]
+
+
+def test_flows_and_items_are_known_by_what_they_say() -> None:
+    """Paths and items come from messages and rows: equal, and never the same object."""
+
+    def anew(*words: str) -> tuple[str, ...]:
+        return tuple("".join(list(word)) for word in words)
+
+    tree: FairTree[tuple[str, ...]] = FairTree()
+    for org in ("acme", "rival"):
+        for item in ("first", "second", "third"):
+            tree.push(anew("model", org, "batch", "run"), anew(org, item), 10)
+    assert tree.pop(anew("model", "rival")) == ("rival", "first")
+    tree.correct(anew("model", "acme", "batch", "run"), 15)
+    assert tree.pop() == ("rival", "second")
+    assert tree.discard(anew("model", "rival", "batch", "run"), anew("rival", "third"))
+    assert drain(tree, anew("model")) == [("acme", item) for item in ("first", "second", "third")]  # type: ignore[comparison-overlap,arg-type]
+
+
+def test_nothing_is_ahead_of_what_is_not_there() -> None:
+    tree: FairTree[str] = FairTree()
+    tree.push(("m", "a", "r"), "a0", 10)
+    tree.push(("m", "b", "r"), "b0", 10)
+    tree.remove(("m", "b", "r"))
+    for path in (("m", "b", "r"), ("m", "c", "r"), ("m", "a", "other")):
+        assert tree.ahead(path, lambda item: True) == 0
