@@ -43,9 +43,9 @@ class Target:
         return url.host, url.port or 80
 
     def post(self, path: str, body: bytes, headers: dict[str, str]) -> int:
-        """The status of the answer."""
-        headers = {"x-api-key": self.key, **headers}
-        return httpx.post(f"{self.url}/api/v1/{path}", content=body, headers=headers, timeout=300).status_code
+        """The status of the answer. A path that begins with a slash is the whole path."""
+        headers, path = {"x-api-key": self.key, **headers}, path if path.startswith("/") else f"/api/v1/{path}"
+        return httpx.post(f"{self.url}{path}", content=body, headers=headers, timeout=300).status_code
 
     def post_packed(self, path: str, body: bytes, headers: dict[str, str]) -> int:
         return self.post(path, packed(body), {**headers, "content-encoding": "zstd"})
@@ -120,6 +120,24 @@ def long_shapes(target: Target) -> list[int]:
     """A tensor with millions of dimensions, a byte each."""
     tensor = field(2, field(1, b"x") + field(2, field(4, b"\1" * (30 * MIB))))
     return [target.post("forward_backward", field(3, tensor), PROTOBUF)]
+
+
+def long_text(target: Target) -> list[int]:
+    """A prompt of millions of words, as text: its tokens would take gigabytes."""
+    body = json.dumps({"model": BASE_MODEL, "prompt": "a 1 " * (5 * MIB), "max_tokens": 1}).encode()
+    return [target.post("/v1/completions", body, JSON)]
+
+
+def long_chat(target: Target) -> list[int]:
+    message = {"role": "user", "content": "a 1 " * (5 * MIB)}
+    body = json.dumps({"model": BASE_MODEL, "messages": [message], "max_tokens": 1}).encode()
+    return [target.post("/v1/chat/completions", body, JSON)]
+
+
+def tokenized(target: Target) -> list[int]:
+    """A text of almost a MiB, again and again: making tokens of it costs nothing."""
+    body = json.dumps({"prompt": "a 1 " * (MIB // 4 - 100), "return_token_strs": True}).encode()
+    return [target.post("/tokenize", body, JSON) for _ in range(4)]
 
 
 def webhook(target: Target) -> list[int]:
@@ -203,6 +221,9 @@ ATTACKS: dict[str, Attack] = {
         packed_empty_data,
         empty_chunks,
         long_shapes,
+        long_text,
+        long_chat,
+        tokenized,
         webhook,
         unknown_polls,
         half_sent_headers,

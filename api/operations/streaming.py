@@ -14,12 +14,15 @@ from weft.wire.sample_codec import SampleResult, SequenceResult, decode_sample_r
 from api.errors import ApiError, Gone, Invalid, NotFound, Unavailable, quote
 from api.state.service import Service
 from api.who.principal import Principal
-from scheduler.journal.samples.streams import after
+from scheduler.journal.samples.streams import after, cut
 from scheduler.links.messages import DrawnTokens
 from scheduler.order.operations import Outcome, Waiting
 
 #: The journal is asked again so often.
 LOOK_S = 30.0
+#: The most tokens that a reader is told at once. Who reads slowly, or asks for a sample that has ended, has all of it
+#: coming; others have their turn between two pieces.
+TOLD_AT_ONCE = 256
 
 
 class SampleFailed(ApiError):
@@ -74,7 +77,9 @@ async def drawn(
             more = asyncio.ensure_future(stream.changed.wait())
             for part in stream.beyond(told):
                 told[part.sample] += len(part.tokens)
-                yield part
+                for piece in pieces_of(part):
+                    yield piece
+                    await asyncio.sleep(0)
             left = None if deadline is None else max(0.0, deadline - loop.time())
             events = (ending, more) if until is None else (ending, more, until)
             done, _ = await asyncio.wait(events, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -88,9 +93,15 @@ async def drawn(
         ending.cancel()
     for part in parts_of(result.sequences):
         rest = after(part, told[part.sample])
-        if rest is not None:
-            yield rest
+        for piece in pieces_of(rest) if rest is not None else ():
+            yield piece
+            await asyncio.sleep(0)
     yield result
+
+
+def pieces_of(part: DrawnTokens) -> Iterator[DrawnTokens]:
+    for start in range(0, len(part.tokens), TOLD_AT_ONCE):
+        yield cut(part, start, start + TOLD_AT_ONCE)
 
 
 def parts_of(sequences: Sequence[SequenceResult]) -> Iterator[DrawnTokens]:

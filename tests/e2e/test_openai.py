@@ -140,6 +140,11 @@ def test_completions_and_stop_strings(client: openai.OpenAI) -> None:
         ({"model": "run:nobody:train:0"}, openai.NotFoundError, "nobody"),
         ({"model": "tinker://nobody:train:0/sampler_weights/x"}, openai.NotFoundError, "nobody"),
         ({"n": 100_000}, openai.BadRequestError, "num_samples"),
+        (
+            {"n": 200, "max_tokens": 1500, "logprobs": True, "top_logprobs": 20},
+            openai.BadRequestError,
+            "6,300,000 log-probabilities in one answer, the limit is 4,194,304",
+        ),
     ],
 )
 def test_refusals(client: openai.OpenAI, given: dict[str, Any], error: type[Exception], says: str) -> None:

@@ -37,6 +37,11 @@ class Form:
         return self.text.decode(tokens, special=self.spelled)
 
     @property
+    def told(self) -> int:
+        """Log-probabilities of each token."""
+        return 1 + self.top if self.logprobs else 0
+
+    @property
     def hold(self) -> str:
         """From where on text may be a tool call."""
         return OPEN if self.tools and OPEN in self.text.template else ""

@@ -40,6 +40,8 @@ from store import tables
 IDEMPOTENCY, SESSION = "idempotency-key", "x-session-id"
 #: Numbers of requests from here; those of clients of the protocol are below.
 FIRST_SEQ = 2**62
+#: Log-probabilities in one answer, at most: as JSON's objects each takes some hundred bytes while it is written.
+MOST_TOLD = 1 << 22
 #: A stop is told again so often until the sample has ended.
 STOP_AGAIN_S = 1.0
 
@@ -155,9 +157,12 @@ async def ask(
     prompt: Sequence[int],
     params: SamplingParams,
     num_samples: int = 1,
+    *,
+    told: int = 0,
     **options: Any,
 ) -> Asked:
-    """Accept a request for samples. Raises Refused for what cannot be had."""
+    """Accept a request for samples, each token of which comes with `told` log-probabilities in the answer. Raises
+    Refused for what cannot be had."""
     longest = target.card.context_length
     if len(prompt) > longest or (len(prompt) == longest and params.max_tokens != 0):
         raise Refused(
@@ -165,10 +170,17 @@ async def ask(
             "messages",
             "context_length_exceeded",
         )
+    most = min(params.max_tokens if params.max_tokens is not None else longest, longest - len(prompt))
+    if (entries := num_samples * most * told) > MOST_TOLD:
+        raise Refused(
+            f"n x max_tokens x (1 + top_logprobs): {entries:,} log-probabilities in one answer, the limit is "
+            f"{MOST_TOLD:,}: ask for fewer in each request",
+            "max_tokens",
+            "too_many_logprobs",
+        )
     session, key = request.headers.get(SESSION), request.headers.get(IDEMPOTENCY)
     turn = None
     if session is not None:
-        most = min(params.max_tokens if params.max_tokens is not None else longest, longest - len(prompt))
         turn = await make_room(service, who, session, len(prompt), most, num_samples)
     body = SampleRequest(
         prompt=ModelInput.from_ints(list(prompt)), sampling_params=params, num_samples=num_samples, **options

@@ -24,6 +24,7 @@ from api.routes.openai.bodies import ChatBody, ChatTokensBody, CompletionBody, R
 from api.routes.openai.chunks import chunks
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import Target, target_of
+from api.routes.openai.text import in_turn
 from api.state.service import Service, ServiceDep
 from api.who.principal import Principal
 
@@ -40,7 +41,7 @@ async def chat_completions(request: Request, service: ServiceDep, who: Principal
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
     options = body.template_options
-    prompt = await run_in_threadpool(lambda: target.text.render(body.messages, body.shown_tools, **options))
+    prompt = await in_turn(who.org_id, lambda: target.text.render(body.messages, body.shown_tools, options))
     return await _chat(request, service, who, priority, body, target, prompt)
 
 
@@ -63,7 +64,11 @@ async def completions(request: Request, service: ServiceDep, who: PrincipalDep, 
         if len(prompt) > 1:
             raise Refused(f"prompt: {len(prompt)} prompts; send one request for each", "prompt")
         prompt = str(prompt[0])
-    tokens = target.text.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    if isinstance(prompt, str):
+        words = prompt
+        tokens = await in_turn(who.org_id, lambda: target.text.encode(words))
+    else:
+        tokens = [int(token) for token in prompt]
     top = body.logprobs or 0
     form = Form(target.text, False, body.logprobs is not None, top, bool(body.return_token_ids), stops_of(body))
     most = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
@@ -120,6 +125,7 @@ def params_of(body: Any, most: int | None, target: Target) -> SamplingParams:
 
 def _options(body: Sampling, form: Form) -> dict[str, Any]:
     return {
+        "told": form.told,
         "topk_sample_logprobs": form.top,
         "prompt_logprobs": True if body.prompt_logprobs is not None else None,
         "stream": body.stream or None,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+#: A character has at most four tokens. What has not become one after so many pushes is given out as it is; otherwise
+#: each push would have all of it decoded again.
+PATIENCE = 16
 #: Turns token ids into text.
 Decode = Callable[[Sequence[int]], str]
 
@@ -15,6 +18,7 @@ class TextStream:
         self._decode, self._stops, self._hold = decode, [stop for stop in stops if stop], hold
         self._tokens: list[int] = []
         self._start = self._read = 0  # tokens from _start to _read are the context of those behind
+        self._waited = 0  # pushes in a row that ended within a character
         self._waiting = ""  # decoded and not given out
         self._over = False
         self.held = False
@@ -24,8 +28,10 @@ class TextStream:
         self._tokens += tokens
         before = self._decode(self._tokens[self._start : self._read])
         text = self._decode(self._tokens[self._start :])
-        if text.endswith("\ufffd"):  # a character that has not ended
+        if text.endswith("\ufffd") and self._waited < PATIENCE:  # a character that has not ended
+            self._waited += 1
             return ""
+        self._waited = 0
         self._start, self._read = self._read, len(self._tokens)
         return self._take(text[len(before) :])
 

@@ -19,6 +19,7 @@ from api.routes.openai.bodies import DetokenizeBody, GenerateBody, TokenizeBody
 from api.routes.openai.chat import SAMPLES, params_of
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import Target, target_of
+from api.routes.openai.text import in_turn
 from api.state.service import Service, ServiceDep
 from api.who.principal import Principal
 
@@ -42,6 +43,7 @@ async def generate(request: Request, service: ServiceDep, who: PrincipalDep, pri
         body.token_ids,
         params_of(params, params.max_tokens, target),
         params.n or 1,
+        told=1,
         prompt_logprobs=True if params.prompt_logprobs is not None else None,
         return_routed_experts=body.return_routed_experts or None,
         max_staleness=body.max_staleness,
@@ -76,17 +78,20 @@ async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> 
         raise Refused("prompt, messages: give one of them", "prompt")
     target = await _target(service, who, body.model)
 
-    def work() -> list[int]:
+    def read() -> list[int]:
         if body.prompt is not None:
             return target.text.encode(body.prompt, special=(body.model_extra or {}).get("add_special_tokens", True))
         ending = {"add_generation_prompt": body.add_generation_prompt}
-        return target.text.render(body.messages or [], body.tools or None, **{**body.chat_template_kwargs, **ending})
+        return target.text.render(body.messages or [], body.tools or None, {**body.chat_template_kwargs, **ending})
 
-    tokens = await run_in_threadpool(work)
-    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": target.card.context_length, "tokens": tokens}
-    if body.return_token_strs:
-        answer["token_strs"] = [target.text.decode([token], special=True) for token in tokens]
-    return Response(orjson.dumps(answer), media_type="application/json")
+    def work() -> bytes:
+        tokens = read()
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": target.card.context_length, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = [target.text.decode([token], special=True) for token in tokens]
+        return orjson.dumps(answer)
+
+    return Response(await in_turn(who.org_id, work), media_type="application/json")
 
 
 @router.post("/detokenize", **declare(scope="sample", limit="call", body="medium"))

@@ -50,7 +50,7 @@ class Target:
 
     @property
     def text(self) -> ModelText:
-        return text_of(self.card.path)
+        return text_of(self.card.path, self.card.context_length)
 
 
 async def target_of(service: Service, who: Principal, name: str) -> Target:

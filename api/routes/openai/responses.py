@@ -25,6 +25,7 @@ from api.routes.openai.chat import SAMPLES, params_of, stops_of
 from api.routes.openai.detokenizing import TextStream, whole_text
 from api.routes.openai.errors import OpenAIRoute, Refused, form_of
 from api.routes.openai.models import target_of
+from api.routes.openai.text import in_turn
 from api.routes.openai.tools import Parsed, parse_calls
 from api.state.service import ServiceDep
 from scheduler.links.messages import DrawnTokens
@@ -40,13 +41,14 @@ async def responses(request: Request, service: ServiceDep, who: PrincipalDep, pr
     messages, tools = messages_of(body), tools_of(body)
     given = (body.model_extra or {}).get("chat_template_kwargs")
     options = given if isinstance(given, dict) else {}
-    prompt = await run_in_threadpool(lambda: target.text.render(messages, tools, **options))
+    prompt = await in_turn(who.org_id, lambda: target.text.render(messages, tools, options))
     params = params_of(body, body.max_output_tokens, target)
     top = body.top_logprobs or 0
     told = LOGPROBS in (body.include or ())
     ids = bool(body.return_token_ids)
     form = Form(target.text, True, told, top if told else 0, ids, stops_of(body), bool(tools))
     more: dict[str, Any] = {
+        "told": form.told,
         "topk_sample_logprobs": form.top,
         "stream": body.stream or None,
         "max_staleness": body.max_staleness,

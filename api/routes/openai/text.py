@@ -3,25 +3,34 @@ as transformers renders it (held to that by tests/api/openai). Nothing here need
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from jinja2 import Template, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from starlette.concurrency import run_in_threadpool
 from tokenizers import Tokenizer
 
 from api.routes.openai.errors import Refused
 
+#: Characters of a long text that are made into tokens together, to find whether it can fit at all.
+PIECE = 1 << 16
+
 
 class ModelText:
-    """`template` is the source of the chat template; "" for a model without one."""
+    """`template` is the source of the chat template; "" for a model without one. `context`: how many tokens the model
+    can read."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, context: int) -> None:
+        self._context = context
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise Refused(f"model: {folder.name} has no tokenizer.json, which text needs here; send tokens", "model")
@@ -33,8 +42,22 @@ class ModelText:
         self._chat: Template | None = _environment().from_string(self.template) if self.template else None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """With `special`, what the tokenizer adds by itself (a beginning-of-sequence token)."""
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
+        """With `special`, what the tokenizer adds by itself (a beginning-of-sequence token). Raises Refused for a text
+        of more than twice the context: while they are made, tokens take a few hundred bytes each."""
+        if len(text) > 2 * self._context:
+            pieces = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+            if any(tokens > 2 * self._context for tokens in accumulate(len(self._tokens(each)) for each in pieces)):
+                raise Refused(
+                    f"This model's maximum context length is {self._context} tokens, and this text has more than twice "
+                    "as many: shorten it",
+                    "messages",
+                    "context_length_exceeded",
+                )
+        return self._tokens(text, special)
+
+    def _tokens(self, text: str, special: bool = False) -> list[int]:
+        # Of the ways to ask for them, the one that lets other threads go on meanwhile.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Text of tokens; special tokens are spelled out with `special`."""
@@ -44,11 +67,10 @@ class ModelText:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        **options: Any,
+        options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The tokens of a conversation. Raises Refused for what the template cannot say."""
+        """The tokens of a conversation; `options` are for the template (`enable_thinking`, ...). Raises Refused for
+        what the template cannot say."""
         if self._chat is None:
             raise Refused("messages: this model has no chat template; use /v1/completions", "messages")
         if tools and "tools" not in self.template:
@@ -58,18 +80,30 @@ class ModelText:
                 messages=[_plain(message) for message in messages],
                 tools=tools,
                 documents=None,
-                add_generation_prompt=add_generation_prompt,
                 **self._special,
-                **options,
+                **{"add_generation_prompt": True, **(options or {})},
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise Refused(f"messages: the chat template of this model refuses them: {error}", "messages") from None
         return self.encode(text, special=False)
 
 
 @functools.lru_cache(maxsize=32)
-def text_of(folder: Path) -> ModelText:
-    return ModelText(folder)
+def text_of(folder: Path, context: int) -> ModelText:
+    return ModelText(folder, context)
+
+
+T = TypeVar("T")
+#: Texts of one organisation that are made into tokens at a time; further ones wait, and take no thread from others.
+AT_ONCE = 2
+_turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+
+async def in_turn(org_id: str, work: Callable[[], T]) -> T:
+    """What reads texts of an organisation, in a thread."""
+    turn = _turns.setdefault(org_id, asyncio.Semaphore(AT_ONCE))
+    async with turn:
+        return await run_in_threadpool(work)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -109,7 +143,7 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             function["arguments"] = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             function["arguments"] = arguments
     return {**call, "function": function}
 

@@ -32,8 +32,13 @@ class TokenStream:
         for part in parts:
             known = self.sequences.get(part.sample)
             more = after(part, len(known.tokens) if known is not None else 0)
-            if more is not None:
-                self.sequences[part.sample] = more if known is None else _joined(known, more)
+            if more is not None and known is None:
+                self.sequences[part.sample] = more
+            elif more is not None and known is not None:  # added to our own lists: anew they would be copied every time
+                known.tokens.extend(more.tokens)
+                known.logprobs.extend(more.logprobs)
+                known.versions.extend(more.versions)
+                known.tops.extend(more.tops)
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -49,23 +54,18 @@ def after(part: DrawnTokens, known: int) -> DrawnTokens | None:
     skip = known - part.start
     if not 0 <= skip < len(part.tokens):
         return None
+    return cut(part, skip, len(part.tokens))
+
+
+def cut(part: DrawnTokens, first: int, end: int) -> DrawnTokens:
+    """Of the tokens of `part`, those from number `first` to `end`."""
     return msgspec.structs.replace(
         part,
-        start=known,
-        tokens=part.tokens[skip:],
-        logprobs=part.logprobs[skip:],
-        versions=part.versions[skip:],
-        tops=part.tops[skip:],
-    )
-
-
-def _joined(first: DrawnTokens, more: DrawnTokens) -> DrawnTokens:
-    return msgspec.structs.replace(
-        first,
-        tokens=first.tokens + more.tokens,
-        logprobs=first.logprobs + more.logprobs,
-        versions=first.versions + more.versions,
-        tops=first.tops + more.tops,
+        start=part.start + first,
+        tokens=part.tokens[first:end],
+        logprobs=part.logprobs[first:end],
+        versions=part.versions[first:end],
+        tops=part.tops[first:end],
     )
 
 

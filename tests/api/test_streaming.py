@@ -1,0 +1,75 @@
+"""A sample that is read along: its tokens once and in order, in pieces that let others have their turn."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from weft.wire.sample_codec import SampleResult
+
+from api.operations import streaming
+from api.operations.streaming import TOLD_AT_ONCE, drawn
+from scheduler.journal.samples.streams import TokenStream
+from scheduler.links.messages import DrawnTokens
+
+MANY = 3 * TOLD_AT_ONCE + 7
+
+
+def whole(sample: int) -> DrawnTokens:
+    tokens = list(range(MANY))
+    tops = [([token], [-0.5]) for token in tokens]
+    return DrawnTokens(sample, 0, tokens, [-float(token) for token in tokens], [1] * MANY, tops)
+
+
+def service_with(stream: TokenStream) -> Any:
+    async def follow(request_id: str) -> TokenStream:
+        return stream
+
+    return SimpleNamespace(journal=SimpleNamespace(streams=SimpleNamespace(follow=follow)))
+
+
+@pytest.mark.parametrize("drawn_before", [0, 1, TOLD_AT_ONCE, MANY])
+def test_who_comes_late_is_told_in_pieces_and_others_go_on_between(
+    drawn_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was drawn before they came, and what of the result they have not been told."""
+    result: Any = SimpleNamespace(sequences=[])
+    stream = TokenStream()
+    if drawn_before:
+        stream.hear([streaming.cut(whole(0), 0, drawn_before)])
+
+    async def sampled(*_: object) -> SampleResult:
+        await asyncio.sleep(0)
+        return result
+
+    monkeypatch.setattr(streaming, "sampled", sampled)
+    monkeypatch.setattr(streaming, "parts_of", lambda sequences: iter([whole(0), whole(1)]))
+    turns = 0
+
+    async def another() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def story() -> None:
+        other = asyncio.ensure_future(another())
+        told: dict[int, list[DrawnTokens]] = {0: [], 1: []}
+        before = -1
+        async for part in drawn(service_with(stream), None, "id"):  # type: ignore[arg-type]
+            assert turns > before, "nobody else had a turn since the last piece"
+            before = turns
+            if isinstance(part, DrawnTokens):
+                assert 0 < len(part.tokens) <= TOLD_AT_ONCE
+                assert part.start == sum(len(each.tokens) for each in told[part.sample])
+                told[part.sample].append(part)
+            else:
+                assert part is result
+        other.cancel()
+        for sample, parts in told.items():
+            for name in ("tokens", "logprobs", "versions", "tops"):
+                assert [x for part in parts for x in getattr(part, name)] == getattr(whole(sample), name)
+
+    asyncio.run(story())
