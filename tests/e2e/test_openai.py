@@ -141,7 +141,7 @@ def test_completions_and_stop_strings(client: openai.OpenAI) -> None:
         ({"model": "tinker://nobody:train:0/sampler_weights/x"}, openai.NotFoundError, "nobody"),
         ({"n": 100_000}, openai.BadRequestError, "num_samples"),
         (
-            {"n": 200, "max_tokens": 1500, "logprobs": True, "top_logprobs": 20},
+            {"n": 200, "max_completion_tokens": 1500, "logprobs": True, "top_logprobs": 20},
             openai.BadRequestError,
             "6,300,000 log-probabilities in one answer, the limit is 4,194,304",
         ),

@@ -51,6 +51,7 @@ class OpenAIRoute(APIRoute):
             try:
                 return await handle(request)
             except ApiError as error:
+                error.__traceback__ = None  # its frames have the body, and the future of a thread the error: a circle
                 count(request, error)
                 status = 400 if error.status == 422 else error.status
                 return JSONResponse(form_of(error), status, error.headers)
