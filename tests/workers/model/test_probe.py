@@ -177,7 +177,7 @@ def test_what_an_mlp_computes_between_its_products(
 @pytest.mark.parametrize(
     ("scores", "experts", "found"),
     [
-        ("sigmoid", 12, "sigmoid over rows of 12 gives 17 rows other bits than 1024"),
+        ("".join(["sig", "moid"]), 12, "sigmoid over rows of 12 gives 17 rows other bits than 1024"),
         ("softmax", 12, ""),
         ("sigmoid", 0, ""),
     ],
@@ -225,7 +225,9 @@ def test_a_step_of_a_recurrence(bad: int, found: str) -> None:
 
 def test_a_shape_is_tried_once_and_experts_by_one_of_them() -> None:
     experts = torch.arange(3 * 24 * 8.0).reshape(3, 24, 8)
-    shapes = isolation._shapes(decoder(torch.ones(24, 40), torch.zeros(24, 40), torch.ones(40, 24), experts))
+    like_others = torch.zeros(5, 24, 40)
+    of = decoder(torch.ones(24, 40), torch.zeros(24, 40), like_others, torch.ones(40, 24), experts, experts + 1)
+    shapes = isolation._shapes(of)
     assert [list(weight.shape) for weight in shapes] == [[24, 40], [40, 24], [24, 8]]
     assert torch.equal(shapes[0], torch.ones(24, 40))
     assert torch.equal(shapes[2], experts[0])
@@ -287,6 +289,8 @@ def test_forward_and_backward_of_an_mlp_are_both_looked_at(monkeypatch: pytest.M
     monkeypatch.undo()
     found = isolation._activation(GateConfig(gated=False), torch.tensor([[3.0, -1.0], [1.0, 2.0]]))
     assert torch.equal(found, torch.tensor([[9.0, 0, 6, 0, 27], [1, 4, 2, 4, 9]]))
+    one_row = isolation._activation(GateConfig(gated=False), torch.tensor([[3.0, 2.0]]))
+    assert torch.equal(one_row, torch.tensor([[9.0, 4, 6, 4, 35]]))
     gate_up = torch.tensor([[0.0, 0.0, 2.0, 5.0]])  # silu(0) = 0, and its slope there is 1/2
     assert torch.equal(isolation._activation(GateConfig(), gate_up), torch.tensor([[0.0, 0, 1, 2.5, 0, 0, 0]]))
 
