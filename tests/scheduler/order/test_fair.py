@@ -418,10 +418,10 @@ def test_of_equals_the_corrected_one_is_last() -> None:
     tree: FairTree[str] = FairTree()
     for org in "ab":
         for n in range(2):
-            tree.push(("m", org, "r"), f"{org}{n}", 10)
+            tree.push((org,), f"{org}{n}", 10)
     assert [tree.pop(), tree.pop()] == ["a0", "b0"]  # `b` came in last, and stands where `a` does
     for tokens in (5, -5):
-        tree.correct(("m", "a", "r"), tokens)
+        tree.correct(("a",), tokens)
     assert drain(tree) == ["b1", "a1"]
 
 
@@ -435,11 +435,12 @@ def test_flows_and_items_are_known_by_what_they_say() -> None:
     for org in ("acme", "rival"):
         for item in ("first", "second", "third"):
             tree.push(anew("model", org, "batch", "run"), anew(org, item), 10)
-    assert tree.pop(anew("model", "rival")) == ("rival", "first")
-    tree.correct(anew("model", "acme", "batch", "run"), 15)
+    for org in ("acme", "rival"):
+        assert tree.pop(anew("model", org)) == (org, "first")
+    tree.correct(anew("model", "rival", "batch", "run"), -5)
     assert tree.pop() == ("rival", "second")
     assert tree.discard(anew("model", "rival", "batch", "run"), anew("rival", "third"))
-    assert drain(tree, anew("model")) == [("acme", item) for item in ("first", "second", "third")]  # type: ignore[comparison-overlap,arg-type]
+    assert drain(tree, anew("model")) == [("acme", item) for item in ("second", "third")]  # type: ignore[comparison-overlap,arg-type]
 
 
 def test_nothing_is_ahead_of_what_is_not_there() -> None:
