@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,18 @@ def write_export(
 
 
 def write_peft(
-    folder: Path, tensors: Mapping[str, Array], *, base_model: str, rank: int, alpha: float, in_size: int = 0
+    folder: Path,
+    tensors: Mapping[str, Array],
+    *,
+    base_model: str,
+    rank: int,
+    alpha: float,
+    in_size: int = 0,
+    named: Callable[[str], str] = str,
 ) -> list[str]:
-    """Write `tensors` in PEFT's layout alone. Returns the names of the modules it has factors for."""
-    layout = _peft_layout(_fused(list(_pairs(tensors)), in_size))
+    """Write `tensors` in PEFT's layout alone, under names that `named` makes of its own. Returns the names of the
+    modules it has factors for."""
+    layout = {named(key): x for key, x in _peft_layout(_fused(list(_pairs(tensors)), in_size)).items()}
     modules = sorted({_module_of(key) for key in layout})
     _write(folder, layout, _config(base_model, rank, alpha, modules, _other_ranks(layout, rank)))
     return modules
