@@ -27,6 +27,8 @@ _PART = (
 _LAYER = re.compile(rf"model\.(?P<layer>layers\.\d+)\.{_PART}\.(?P<name>\w+)")
 #: What Mixtral's checkpoints call a mixture, and so adapters that were trained on it.
 _MIXTRAL = ".block_sparse_moe."
+#: What Tinker's archives of gpt-oss call attention (its cookbook's weights/_merge_gpt_oss.py).
+_GPT_OSS = ".attn."
 #: The modules of each part; attention's are those of one of its kinds.
 _MLP = ("gate_proj up_proj down_proj",)
 _LATENT = tuple(f"{queries} kv_a_proj_with_mqa o_proj" for queries in ("q_a_proj", "q_proj"))
@@ -155,7 +157,7 @@ def _by_module(found: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
             continue
         long = {short: name for name, short in short_names(match["module"]).items()}
         module = _SHORT.sub(lambda short, long=long: f"{short[1]}{long.get(short[2], short[2])}", match["module"])
-        module = plain_name(module.replace(_MIXTRAL, ".mlp."))
+        module = plain_name(module.replace(_MIXTRAL, ".mlp.").replace(_GPT_OSS, ".self_attn."))
         modules.setdefault(module, {})[match["factor"]] = tensor
     return modules
 

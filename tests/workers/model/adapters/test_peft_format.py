@@ -209,6 +209,16 @@ def test_an_adapter_with_the_names_of_mixtrals_checkpoints_is_read(tmp_path: Pat
     assert torch.equal(load_adapter(folder, decoder.config).adapter.flat, adapter.flat)
 
 
+def test_an_archive_of_gpt_oss_that_tinker_made_is_read(tmp_path: Path) -> None:
+    decoder = ours(reference("gpt-oss"), tmp_path / "model")
+    adapter = random_adapter(decoder, 4, 6)
+    file = export(adapter, tmp_path / "export") / "adapter_model.safetensors"
+    renamed = {key.replace(".self_attn.", ".attn."): factor for key, factor in load_file(file).items()}
+    assert "base_model.model.model.layers.0.attn.q_proj.lora_A.weight" in renamed
+    save_file(renamed, file)
+    assert torch.equal(load_adapter(file.parent, decoder.config).adapter.flat, adapter.flat)
+
+
 @pytest.mark.parametrize(
     ("family", "root"), [("qwen3.5", "model.language_model"), ("deepseek", "language_model.model")]
 )
