@@ -9,9 +9,9 @@ variant in turn, round after round, CPU time of the process, the minimum of the 
   adapter. A step is forward, loss and backward, as in bench/trainer.py;
 - peft: the 16 tenants one after another through transformers and peft, as both come from pip (four are timed). It gets
   the adapters that it can wrap (`peft_wraps`), those of linears; in a mixture that is attention alone, and `alike` is
-  ours with the same. Of Mamba-2 (Nemotron-3) it wraps `in_proj` as a whole and refuses `out_proj`: its adapters are
-  made by peft and imported, and ours compute with factors of zeros for `out_proj`. Ling 2 has no class in transformers,
-  and no peer here;
+  ours with the same. Of Qwen3.5's delta rule it wraps `in_proj_qkv` as a whole, and of Mamba-2 (Nemotron-3) `in_proj`;
+  there it refuses `out_proj`: these adapters are made by peft and imported, and ours compute with factors of zeros for
+  `out_proj`. Ling 2 has no class in transformers, and no peer here;
 - distinct: a decode step of TorchEngine with 64 sequences and an adapter each; shared: with one adapter for all.
 """
 
@@ -22,6 +22,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,9 +135,9 @@ def steps(decoder: Decoder, theirs: Any | None, folder: Path) -> tuple[dict[str,
 
 def of_linears(every: Tenants, theirs: Any, folder: Path) -> tuple[Any, Tenants]:
     """The model with four of our adapters, as we export them, and our tenants with what it takes."""
-    config = every.adapters[0].shape.config
-    attention = AdapterShape(config, RANK, train_mlp=False, train_unembed=False)
-    alike = Tenants.of(attention, TENANTS) if config.num_experts else every
+    shape = every.adapters[0].shape
+    theirs_too = replace(shape, train_mlp=not shape.config.num_experts, whole=True)
+    alike = every if theirs_too.slots == shape.slots else Tenants.of(theirs_too, TENANTS)
     return with_adapters(theirs, alike.adapters[:TIMED_ALONE], folder, trainable=True), alike
 
 

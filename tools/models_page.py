@@ -50,8 +50,8 @@ at once is not loaded.
 | `train_attn` | `self_attn.q_proj`, `k_proj`, `v_proj`, `o_proj` |
 | `train_attn`, Ling 2 | `attention.query_key_value` (one linear, one adapter), `attention.dense` |
 | `train_attn`, latent attention | `q_a_proj` (`q_proj` where queries have no latent), `kv_a_proj_with_mqa`, `o_proj` |
-| `train_attn`, gated delta rule | `linear_attn.in_proj_qkvz`, `in_proj_ba`, `out_proj` |
-| the same in Qwen3.5 | `linear_attn.in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, `out_proj` |
+| `train_attn`, gated delta rule | `linear_attn.in_proj_q`, `in_proj_k`, `in_proj_v`, `in_proj_z`, `out_proj` |
+| the same, Qwen3-Next | `linear_attn.in_proj_qkvz`, `in_proj_ba`, `out_proj` |
 | the same, Mamba-2 | of `mixer.in_proj` the gate and the values, each with a pair of factors; `mixer.out_proj` |
 | `train_mlp` | `gate_proj`, `up_proj`, `down_proj`: of a dense MLP, of every expert, of shared experts |
 | the same, Nemotron | `mixer.up_proj`, `down_proj`; `mixer.fc1_latent_proj`, `fc2_latent_proj` |
@@ -65,17 +65,24 @@ transformers 5 does (`mlp.experts.N.gate_proj`), in every family; adapters with 
 (`block_sparse_moe.experts.N.w1`) are imported as well. Ling 2, for which transformers has no class, is named as in its
 checkpoints.
 
-Adapters of DeepSeek-V3.1, Kimi-K2.5 and K2.6 and gpt-oss-20b have as many parameters as `get_lora_param_count` says.
-Those of Qwen3.5 and 3.6 have a little more in attention, two numbers for each value head of a gated delta rule and
-rank: Tinker trains `in_proj_q`, `in_proj_k`, `in_proj_v` and `in_proj_z`, here it is the checkpoint's own four linears.
+Adapters of Qwen3.5 and 3.6, DeepSeek-V3.1, Kimi-K2.5 and K2.6, gpt-oss-20b, Nemotron 3 Nano and Super have as many
+parameters as `get_lora_param_count` says.
 
-Adapters of Nemotron 3 Nano and Super have as many parameters as `get_lora_param_count` says: Tinker trains a pair of
-factors each for the first two parts of `in_proj` and leaves the others (what groups write with and read by, the steps)
-as they are. In Tinker's layout they are `mixer.gate_proj` and `mixer.x_proj`, in PEFT's one pair of twice the rank in
-`in_proj` (`rank_pattern`). Stock PEFT refuses to wrap `out_proj` in a model of the type `nemotron_h`, because kernels
-of mamba-ssm read its weight past the adapter; transformers' own code does not, and with another
-`model.config.model_type` it loads an export and gives the server's numbers. What stock PEFT trains of Nemotron, one
-pair for the whole of `in_proj` and none for `out_proj`, is imported, trained as it is, and exported for stock PEFT.
+Of Qwen3.5's gated delta rule Tinker trains queries, keys, values and gates, a pair of factors each, and leaves rates
+and decays (`in_proj_b`, `in_proj_a`) as they are. In Tinker's layout they are `in_proj_q`, `in_proj_k`, `in_proj_v` and
+`in_proj_z`; the first three are parts of the checkpoint's `in_proj_qkv`, for which PEFT's layout has one pair of three
+times the rank (`rank_pattern`), whose B has a block for each and is else zero: exactly the same adapter. What stock
+PEFT trains, one pair for `in_proj_qkv`, one for `in_proj_z`, and for `in_proj_b` and `in_proj_a` or not, is imported,
+trained as it is, and exported for stock PEFT. Tinker has no Qwen3-Next, whose two projections mix all of that by key
+heads: its adapters are stock PEFT's.
+
+Of Nemotron's Mamba-2 Tinker trains a pair of factors each for the first two parts of `in_proj` and leaves the others
+(what groups write with and read by, the steps) as they are. In Tinker's layout they are `mixer.gate_proj` and
+`mixer.x_proj`, in PEFT's one pair of twice the rank in `in_proj` (`rank_pattern`). Stock PEFT refuses to wrap
+`out_proj` in a model of the type `nemotron_h`, because kernels of mamba-ssm read its weight past the adapter;
+transformers' own code does not, and with another `model.config.model_type` it loads an export and gives the server's
+numbers. What stock PEFT trains of Nemotron, one pair for the whole of `in_proj` and none for `out_proj`, is imported,
+trained as it is, and exported for stock PEFT.
 
 Of a checkpoint that sees (`...ForConditionalGeneration`) the text model is served; a request with an image is refused.
 Exports name its modules as `AutoModelForCausalLM` has them (of Kimi's: `DeepseekV3ForCausalLM`), `model.layers.N`;

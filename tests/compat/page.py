@@ -45,7 +45,7 @@ COOKBOOK_TITLE = """\
 ## The cookbook
 
 Published recipes of `tinker_cookbook` 0.6.1 that `make cookbook` runs offline against a real server, with their own
-code (`tests/cookbook`); CI runs those marked *.
+code (`tests/cookbook`); CI runs those marked *. Each family of docs/models.md has one, on a small random model.
 """
 
 PACKAGES_TITLE = """\

@@ -16,9 +16,10 @@ def main(chosen: list[str]) -> int:
     python, failed = build(), 0
     with tempfile.TemporaryDirectory() as name:
         folder = shadow(Path(name) / "work")
-        server = serve(Path(name) / "data")
+        recipes = [r for r in RECIPES if not chosen or r.name in chosen]
+        server = serve(Path(name) / "data", dict.fromkeys(recipe.model for recipe in recipes))
         try:
-            for recipe in [r for r in RECIPES if not chosen or r.name in chosen]:
+            for recipe in recipes:
                 start = time.monotonic()
                 try:
                     run(recipe, python, server, folder)
@@ -26,7 +27,7 @@ def main(chosen: list[str]) -> int:
                 except Exception as error:
                     failed += 1
                     said = f"FAILED: {error}"
-                print(f"{recipe.name:<45} {time.monotonic() - start:5.0f} s  {said}", flush=True)
+                print(f"{recipe.name:<55} {time.monotonic() - start:5.0f} s  {said}", flush=True)
         finally:
             server.stop()
     return failed

@@ -1,7 +1,7 @@
 """What recipes run in: an environment of their own, stand-ins for the hub, and a server under a known name.
 
 The cookbook knows models only by their names on the hub, so the tiny model is served as `Qwen/Qwen3-8B`, and a random
-one with recurrent layers as `Qwen/Qwen3.5-4B`. Libraries prefer a folder of that name in the working directory to the
+one of each family as one of its checkpoints. Libraries prefer a folder of that name in the working directory to the
 hub; the same holds for data sets.
 """
 
@@ -12,17 +12,29 @@ import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.e2e.conftest import Weftd
 from tests.e2e.test_models import save
-from tests.workers.model.models import reference
+from tests.workers.model.models import FAMILIES, reference
+from workers.model.families.table import FAMILIES as TABLE
 from workers.model.tiny import TINY_PATH
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".cookbook"
 MODEL = "Qwen/Qwen3-8B"
 HYBRID = "Qwen/Qwen3.5-4B"
+#: Of other families, by their names in docs/models.md: a checkpoint's name on the hub, and the tiny random model
+#: (tests/workers/model/models.py) that is served under it.
+OTHERS = {
+    TABLE[FAMILIES[tiny][0].__name__].name: (TABLE[FAMILIES[tiny][0].__name__].checkpoints[-1], tiny)
+    for tiny in (
+        *("qwen3", "llama", "qwen2", "mistral", "mixtral", "olmoe", "glm4-moe", "deepseek", "glm4-moe-lite", "bailing"),
+        *("gpt-oss", "qwen3-next", "qwen3.5-moe", "nemotron-h"),
+    )
+}
+_RANDOM = {HYBRID: "qwen3.5", **dict(OTHERS.values())}
 
 #: The cookbook asks for a tml-renderers that Python 3.11 does not have, and needs it only for models we do not serve.
 PACKAGES = (
@@ -49,15 +61,17 @@ def build() -> Path:
     return python
 
 
-def serve(folder: Path) -> Weftd:
-    hybrid = folder / "models" / HYBRID
-    save(hybrid, reference("qwen3.5", vocab_size=1560, max_position_embeddings=512))
-    return Weftd(folder, "--model", f"{MODEL}={TINY_PATH}", "--model", f"{HYBRID}={hybrid}").start()
+def serve(folder: Path, models: Iterable[str]) -> Weftd:
+    """A server with these models."""
+    paths = {name: folder / "models" / name if name in _RANDOM else TINY_PATH for name in models}
+    for name in paths.keys() & _RANDOM.keys():
+        save(paths[name], reference(_RANDOM[name], vocab_size=1560, max_position_embeddings=512))
+    return Weftd(folder, *(word for name, path in paths.items() for word in ("--model", f"{name}={path}"))).start()
 
 
 def shadow(folder: Path) -> Path:
     """A working directory in which the hub's names are local folders."""
-    for name in (MODEL, HYBRID):  # what is read of it is the tokenizer
+    for name in (MODEL, *_RANDOM):  # what is read of it is the tokenizer
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(TINY_PATH)
     robots = [{"messages": _talk(i)} for i in range(32)]

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cookbook.environment import HYBRID, MODEL, environment
+from tests.cookbook.environment import HYBRID, MODEL, OTHERS, environment
 from tests.e2e.conftest import Weftd
 
 LIMIT_S = 240
@@ -50,6 +50,10 @@ RECIPES = (
         (*_SUMS, "renderer_name=qwen3_5_disable_thinking"),
         in_ci=True,
         model=HYBRID,
+    ),
+    *(
+        Recipe(f"rl.train: math_rl arithmetic, {family}", (*_SUMS, "renderer_name=role_colon"), model=model)
+        for family, (model, _) in OTHERS.items()
     ),
     Recipe("rl.train: KL penalty, two substeps, post-KL", ("kl",), ours=True),
     Recipe("rl.train: asynchronous", (*_ARITHMETIC, "max_steps_off_policy=1"), in_ci=True),

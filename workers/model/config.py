@@ -100,6 +100,20 @@ class DeltaConfig:
         return {"qkv": self.mixed_size, "z": self.value_size, "b": self.value_heads, "a": self.value_heads}
 
     @property
+    def trained(self) -> dict[str, int]:
+        """The first outputs of the projections, by parts with a pair of factors each. Of the four projections they are
+        queries, keys, values and gates, as Tinker trains them; rates and decays have none."""
+        if self.grouped:
+            return self.projections
+        key = self.key_heads * self.key_dim
+        return {"q": key, "k": key, "v": self.value_size, "z": self.value_size}
+
+    @property
+    def whole(self) -> dict[str, int]:
+        """What stock PEFT trains in their place: the projections as they are, where those are others."""
+        return {} if self.grouped else {f"whole_{name}": width for name, width in self.projections.items()}
+
+    @property
     def in_size(self) -> int:
         """Width of all projections of a layer's input together."""
         return sum(self.projections.values())
@@ -141,6 +155,17 @@ class MambaConfig:
     def in_size(self) -> int:
         """Width of the projection of a layer's input: the gate, what the convolution takes, a step for each head."""
         return self.value_size + self.mixed_size + self.heads
+
+    @property
+    def trained(self) -> dict[str, int]:
+        """The first outputs of the projection, by parts with a pair of factors each, as Tinker trains them: the gate
+        and the values."""
+        return {"gate": self.value_size, "x": self.value_size}
+
+    @property
+    def whole(self) -> dict[str, int]:
+        """What stock PEFT trains in their place: the projection as it is."""
+        return {"whole_in": self.in_size}
 
     @property
     def small_numel(self) -> int:

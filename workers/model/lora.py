@@ -11,6 +11,7 @@ finds that base_mm does not keep rows apart, rows are `apart` and each group is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -34,6 +35,12 @@ class Site:
     a: str
     b: tuple[str, ...]
     sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, a: str, parts: Mapping[str, int]) -> Site:
+        """Of parts by their names and widths, whose B are called beside `a`."""
+        at = a.rpartition(".")[0]
+        return cls(a, tuple(f"{at}.{name}_B" for name in parts), tuple(parts.values()))
 
 
 def lora_linear(

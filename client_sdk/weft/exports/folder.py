@@ -39,6 +39,9 @@ In PEFT's layout, as vLLM reads it:
     vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules mine={folder}
 """
 
+#: The values of --max-lora-rank, of vLLM 0.32.
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
 _LEFT_OUT = """\
 
 **Left out: {modules}.** This is not the whole adapter, and its log-probabilities are not those of the server: vLLM
@@ -74,5 +77,9 @@ def _readme(folder: Path, path: str, layout: Layout, left_out: list[str]) -> Pat
 
 
 def _rank(folder: Path) -> int | str:
-    config = folder / CONFIG_FILE
-    return json.loads(config.read_text()).get("r", "RANK") if config.is_file() else "RANK"
+    """What vLLM has to make room for: the largest rank of a module, up to the next that it knows."""
+    if not (folder / CONFIG_FILE).is_file():
+        return "RANK"
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    largest = max(config.get("r", 0), *config.get("rank_pattern", {}).values(), 0)
+    return next((rank for rank in _VLLM_RANKS if largest <= rank), "RANK")

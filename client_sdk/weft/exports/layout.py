@@ -59,6 +59,8 @@ def fit_for_vllm(folder: Path, leave_out_unembedding: bool) -> list[str]:
     if alpha != int(alpha):
         kept = {name: x * (alpha / rank) if ".lora_B." in name else x for name, x in kept.items()}
         config["lora_alpha"] = rank
+        if ranks := config.get("rank_pattern"):
+            config["alpha_pattern"] = ranks
     config["target_modules"] = [name for name in config["target_modules"] if name != UNEMBEDDING]
     save_file(kept, folder / WEIGHTS_FILE, {"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")

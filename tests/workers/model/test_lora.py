@@ -51,10 +51,7 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
             _merge_mixer(weights, adapter, i)
             continue
         if shape.train_attn and i in shape.config.recurrent_layers:
-            assert shape.config.delta is not None
-            for part, a in zip(shape.config.delta.projections, v["in_A"].split(r), strict=True):
-                add(f"{at}linear_attn.in_proj_{part}.weight", v[f"{part}_B"], a)
-            add(at + "linear_attn.out_proj.weight", v["out_B"], v["out_A"])
+            _merge_delta(weights, v, f"{at}linear_attn.", r, s)
         elif shape.train_attn and shape.config.latent:
             queries = "q_a" if shape.config.latent.q_rank else "q"
             modules = f"{queries}_proj", "kv_a_proj_with_mqa"
@@ -106,6 +103,20 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
     return weights
 
 
+def _merge_delta(weights: dict[str, Tensor], v: dict[str, Tensor], at: str, r: int, s: float) -> None:
+    """The same for a layer with a gated delta rule: `v` its factors."""
+    before = "whole_" if "whole_in_A" in v else ""
+    kinds = (("qkvz", "ba"), ("q", "k", "v", "z"), ("qkv", "z", "b", "a"))
+    names = next(names for names in kinds if f"{before}{names[0]}_B" in v)
+    parts = zip(names, v[f"{before}in_A"].split(r), strict=True)
+    products = {name: v[f"{before}{name}_B"] @ a for name, a in parts}
+    if "q" in products:
+        products["qkv"] = torch.cat([products.pop(name) for name in "qkv"])
+    for name, product in products.items():
+        weights[f"{at}in_proj_{name}.weight"] = weights[f"{at}in_proj_{name}.weight"] + s * product
+    weights[f"{at}out_proj.weight"] = weights[f"{at}out_proj.weight"] + s * (v["out_B"] @ v["out_A"])
+
+
 def _merge_mixer(weights: dict[str, Tensor], adapter: Adapter, layer: int) -> None:
     """The same for a layer of Nemotron."""
     shape, r, s, config = adapter.shape, adapter.rank, adapter.scale, adapter.shape.config
@@ -121,7 +132,7 @@ def _merge_mixer(weights: dict[str, Tensor], adapter: Adapter, layer: int) -> No
         add("o_proj", v["attn.o_B"], v["attn.o_A"])
     if "attn.out_A" in v:
         assert config.mamba is not None
-        if shape.shared:
+        if not shape.whole:
             gate, x = (v[f"attn.{part}_B"] @ a for part, a in zip(("gate", "x"), v["attn.in_A"].split(r), strict=True))
             rest = config.mamba.in_size - 2 * config.mamba.value_size
             weights[at + "in_proj.weight"] = weights[at + "in_proj.weight"] + s * torch.cat(

@@ -8,8 +8,10 @@ never used again, so its contents never change.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from store.blobs.contract import Damaged, Weights, reading
@@ -17,13 +19,18 @@ from workers.generator.adapters import AdapterUnusable
 from workers.model.adapters.adapter import Adapter, AdapterFileError, load_adapter, policy_version
 from workers.model.adapters.peft_format import write_peft
 from workers.model.config import DecoderConfig
+from workers.model.families.table import FAMILIES as TABLE
+from workers.model.families.table import Layout
 
 #: The ranks vLLM makes room for; an adapter of another rank takes as much as the next higher one.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
-#: The families whose adapters were tried in vLLM. It drops tensors whose names it does not know, without a word.
-FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
+#: The families whose adapters hold in vLLM (docs/vllm.md), which drops tensors whose names it does not know.
+FAMILIES = (
+    *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"),
+    *("Qwen3MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM"),
+)
 
 
 class NotServable(AdapterUnusable):
@@ -32,22 +39,30 @@ class NotServable(AdapterUnusable):
 
 @dataclass(frozen=True)
 class LoraLimits:
-    """What vLLM was started with: at most `max_adapters` in one batch, each of at most `max_rank`."""
+    """What vLLM was started with: at most `max_adapters` in one batch, each of at most `max_rank`. `architecture` is
+    what the checkpoint's config.json names ("": the family's own); a model that sees has other names in vLLM."""
 
     max_adapters: int = 16
     max_rank: int = 64
+    architecture: str = ""
 
     def __post_init__(self) -> None:
         if self.max_rank not in RANKS:
             raise ValueError(f"vLLM has no room for adapters of rank {self.max_rank}; choose one of {RANKS}")
 
 
+#: An expert's product, in PEFT's layout.
+_EXPERT = re.compile(r"\.mlp(\.experts\.\d+\.)(gate_proj|up_proj|down_proj)\b")
+
+
 def targets(config: DecoderConfig) -> list[str]:
     """The modules that vLLM wraps, by its own names. Not lm_head: with it, prompt logprobs are silently others."""
+    attention = ["query_key_value", "dense"] if config.fused_qkv else ["qkv_proj", "o_proj"]
+    if config.latent:
+        attention = ["o_proj", *(["fused_qkv_a_proj"] if config.latent.q_rank else ["q_proj", "kv_a_proj_with_mqa"])]
     dense = ["gate_up_proj", "down_proj"]
-    also = config.dense_layers or config.shared_intermediate_size
-    mlp = dense if config.num_experts == 0 else ["experts", *(dense if also else [])]
-    return ["qkv_proj", "o_proj", *mlp]
+    also = config.dense_mlp_layers or config.shared_intermediate_size
+    return [*attention, *(["experts"] if config.num_experts else []), *(dense if also else [])]
 
 
 def convert(name: str, source: Weights | None, target: Path, config: DecoderConfig, limits: LoraLimits) -> int:
@@ -71,16 +86,35 @@ def convert(name: str, source: Weights | None, target: Path, config: DecoderConf
     # The scale goes into the weights: vLLM reads alpha as a whole number.
     tensors = {key: (view * adapter.scale if key.endswith("_B") else view) for key, view in adapter.views.items()}
     arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
-    write_peft(fresh, arrays, base_model="base", rank=adapter.rank, alpha=adapter.rank)
+    named = partial(_named, TABLE[config.architecture].layout)
+    write_peft(fresh, arrays, base_model="base", rank=adapter.rank, alpha=adapter.rank, named=named)
     os.replace(fresh, target)
     return version
 
 
+def _named(layout: Layout, key: str) -> str:
+    """What vLLM calls a tensor: experts are named as in the family's checkpoints."""
+    names = dict(zip(("gate_proj", "up_proj", "down_proj"), layout.expert, strict=True))
+    return _EXPERT.sub(lambda found: f".{layout.mixture}{found[1]}{names[found[2]]}", key)
+
+
+def other_rotation(config: DecoderConfig) -> str | None:
+    """Why vLLM's latent attention would give other numbers, whether with an adapter or without; None where it does
+    not."""
+    if config.latent is not None and not config.latent.interleaved:
+        return "rope_interleave is false in the model's config.json, which vLLM does not heed"
+    if config.latent is not None and config.rope.kind != "yarn":
+        return "latent attention holds in vLLM with YaRN alone, which the model's config.json does not have"
+    return None
+
+
 def not_servable(adapter: Adapter, limits: LoraLimits) -> str | None:
     """Why vLLM cannot serve an adapter, or None."""
-    architecture = adapter.shape.config.architecture
+    architecture = limits.architecture or adapter.shape.config.architecture
     if architecture not in FAMILIES:
         return f"they are of a {architecture}; it was tried with adapters of {', '.join(FAMILIES)}"
+    if reason := other_rotation(adapter.shape.config):
+        return reason
     if adapter.shape.train_unembed:
         return "they train the unembedding (make the run with train_unembed=False)"
     if adapter.rank > limits.max_rank:

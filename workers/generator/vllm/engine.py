@@ -57,10 +57,11 @@ class VllmEngine:
         url: str = "",
         decode_text: DecodeText | None = None,
         lossy_adapters: bool = False,
+        rounds: str = "",
     ) -> None:
         """vLLM as a child (`launch`) or at `url`. Adapters are written to `folder`, which a vLLM at a URL must see
-        under the same path; it is emptied at the start and deleted at the end. `lossy_adapters`: also where its options
-        round weights or keys."""
+        under the same path; it is emptied at the start and deleted at the end. `rounds`: what of the model it rounds
+        and the trainer does not. `lossy_adapters`: adapters also then, or where its options round weights or keys."""
         self._config, self._eos, self._slots, self._context = config, eos_token_ids, slots, context
         self._decode_text, self._lossy_adapters = decode_text, lossy_adapters
         self._folder = folder
@@ -71,10 +72,10 @@ class VllmEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
-        self._call(self._begin(folder, launch, url, limits)).result()
+        self._call(self._begin(folder, launch, url, limits, rounds)).result()
 
-    async def _begin(self, folder: Path, launch: Launch | None, url: str, limits: LoraLimits) -> None:
-        self._server = VllmServer(launch, url)
+    async def _begin(self, folder: Path, launch: Launch | None, url: str, limits: LoraLimits, rounds: str) -> None:
+        self._server = VllmServer(launch, url, rounds)
         self._policies = Policies(self._server.client, self._config, limits, folder)
         self._serving = Serving(self._server, self._policies, self._slots, self._eos, self._tally, self._lossy_adapters)
         self._keeping = asyncio.create_task(self._server.keep())

@@ -98,9 +98,10 @@ class Launch:
 
 
 class VllmServer:
-    """With `launch`, a child that listens on a socket of its own; without, whatever answers at `url`."""
+    """With `launch`, a child that listens on a socket of its own; without, whatever answers at `url`. `rounds`: why its
+    numbers are not the trainer's with any options."""
 
-    def __init__(self, launch: Launch | None = None, url: str = "") -> None:
+    def __init__(self, launch: Launch | None = None, url: str = "", rounds: str = "") -> None:
         # The path of a UNIX socket may have about a hundred bytes, which a data folder's may exceed.
         self._launch = launch
         self._folder = tempfile.TemporaryDirectory(prefix="weft-vllm-")
@@ -112,7 +113,8 @@ class VllmServer:
         self.base = BASE
         self.longest = sys.maxsize  # tokens of the longest sequence that it takes, with the prompt
         self.swaps = self.tempered = False  # its plugin replaces weights in place; computes logprobs at the temperature
-        self.rounds = ""  # the options by which its numbers are not the trainer's, for people
+        self._always_rounds = rounds
+        self.rounds = ""  # the options, and the like, by which its numbers are not the trainer's, for people
         self.failure: VllmFailed | None = None
         self._lost = asyncio.Event()
 
@@ -173,7 +175,7 @@ class VllmServer:
             self.base = BASE if BASE in models else next(iter(models))
             self.longest = models[self.base] or self.longest
             options = self._launch.options if self._launch is not None else await self.client.options()
-            self.rounds = other_numbers(options)
+            self.rounds = ", ".join(filter(None, (other_numbers(options), self._always_rounds)))
             self.swaps = bool(about)
             # Tokens that were guessed are scored outside of the sampler that the plugin knows.
             self.tempered = bool(about.get("tempered_logprobs")) and "speculative_config" not in options

@@ -132,7 +132,8 @@ def load_adapter(folder: Path, config: DecoderConfig, *, device: str | torch.dev
         raise AdapterFileError(f"{folder}: adapter_config.json has format {fields.get('format')!r}, need {FORMAT!r}")
     try:
         trained = (fields["train_attn"], fields["train_mlp"], fields["train_unembed"])
-        shape = AdapterShape(config, fields["rank"], *trained, shared=fields.get("shared_experts", True))
+        kept = (fields.get("shared_experts", True), fields.get("whole_projections", False))
+        shape = AdapterShape(config, fields["rank"], *trained, *kept)
         scale, base_model, extra_names = float(fields["scale"]), str(fields["base_model"]), list(fields["extra"])
     except (KeyError, TypeError, ValueError) as error:
         raise AdapterFileError(f"{folder}: adapter_config.json: bad or missing field: {error}") from error

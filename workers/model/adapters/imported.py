@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save_file
 
-from workers.model.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, Array, PeftFormatError
+from workers.model.adapters.peft_format import CONFIG_FILE, PARTED, WEIGHTS_FILE, Array, PeftFormatError
 from workers.model.adapters.peft_reading import read_layout, with_zeros
 from workers.model.adapters.shape import AdapterShape, adapter_config
 from workers.model.config import DecoderConfig
@@ -27,8 +27,6 @@ MAX_BYTES = 64 << 30
 #: Fields of PEFT's configuration that change what the factors mean, with the only value that Weft supports.
 _PLAIN: dict[str, Any] = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False}
 _EMPTY = ("modules_to_save", "layers_to_transform", "target_parameters")
-#: A module that may have twice the rank, and twice the alpha with it: Mamba-2's, whose two parts have a pair each.
-_TWICE = "in_proj"
 
 
 class CannotImport(ValueError):
@@ -87,8 +85,10 @@ def _fields(file: Path) -> dict[str, Any]:
             raise CannotImport(f"{file}: {name} is {fields[name]!r}; only {plain!r} can be imported")
     for pattern, usual in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
         found = fields.get(pattern) or {}
-        if found and (found.keys() != {_TWICE} or found[_TWICE] != 2 * fields.get(usual, 0)):
-            raise CannotImport(f"{file}: {pattern} is {found!r}; only {_TWICE} may have another, of twice {usual}")
+        wanted = {name: len(PARTED.get(name, ("",))) * fields.get(usual, 0) for name in found}
+        if found != wanted or found.keys() != (fields.get("rank_pattern") or {}).keys():
+            times = " and ".join(f"{name} ({len(parts)} times {usual})" for name, parts in PARTED.items())
+            raise CannotImport(f"{file}: {pattern} is {found!r}; only {times} may have another, in both patterns")
     for name in _EMPTY:
         if fields.get(name):
             raise CannotImport(f"{file}: {name} is set, which cannot be imported")

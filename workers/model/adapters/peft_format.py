@@ -1,12 +1,14 @@
 """Adapters as other tools read them: adapter_model.safetensors with an adapter_config.json. No torch, so that the API
 can write one too.
 
-Two layouts say the same thing, and differ only for experts, for the unembedding (r rank, E experts) and in Nemotron:
+Two layouts say the same thing, and differ only for experts, for the unembedding (r rank, E experts), in Qwen3.5 and in
+Nemotron:
 
 | | PEFT, vLLM | Tinker, its cookbook |
 |---|---|---|
 | experts | `mlp.experts.{e}.gate_proj` A [r,d], 2-D for each | `mlp.experts.w1` A [1 or E,r,d]; w2 is down, w3 up |
 | experts without a gate | `mixer.experts.{e}.up_proj` | `mixer.experts.w1`; w2 is down, w3 empty or not there |
+| `in_proj_qkv` | A [3r,d], B [out,3r]: of queries, of keys, of values; else 0 | `in_proj_q`, `in_proj_k`, `in_proj_v` |
 | Mamba-2's `in_proj` | A [2r,d], B [out,2r]: of the gate, of the values; else 0 | `mixer.gate_proj`, `mixer.x_proj` |
 | Nemotron's modules | `model.layers` | `backbone.layers` |
 | unembedding | `lm_head` | `model.unembed_tokens` |
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,14 @@ _GATED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _UNGATED = {"up_proj": "w1", "down_proj": "w2"}
 #: What names of Nemotron's modules have.
 MIXER = ".mixer."
-#: The projections into a gated delta rule, in the order in which they are fused: of Qwen3-Next, and of Qwen3.5.
-DELTA = (("qkvz", "ba"), ("qkv", "z", "b", "a"))
+#: The projections into a gated delta rule, in the order in which they are fused: of Qwen3-Next, of Qwen3.5 as Tinker
+#: trains it, and as stock PEFT does.
+DELTA = (("qkvz", "ba"), ("q", "k", "v", "z"), ("qkv", "z", "b", "a"))
+#: Linears of which parts have a pair of factors each, and those parts, in order: of a gated delta rule, and of Mamba-2.
+PARTED = {
+    "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
+    "in_proj": ("gate_proj", "x_proj"),
+}
 
 
 class PeftFormatError(ValueError):
@@ -55,7 +63,7 @@ def write_export(
     """Write `tensors` (by their names in `AdapterShape`) as an export into `folder`. `in_size`: the outputs of the
     model's Mamba-2's `in_proj` (`DecoderConfig.mamba`), of which an adapter has a part."""
     pairs = list(_pairs(tensors))
-    root, peft = _tinker_layout(pairs), _peft_layout(_with_whole_in(pairs, in_size))
+    root, peft = _tinker_layout(pairs), _peft_layout(_fused(pairs, in_size))
     same = root.keys() == peft.keys()
     modules = sorted({_module_of(key) for key in root})
     _write(folder, root, _config(base_model, rank, alpha, modules))
@@ -65,17 +73,25 @@ def write_export(
 
 
 def write_peft(
-    folder: Path, tensors: Mapping[str, Array], *, base_model: str, rank: int, alpha: float, in_size: int = 0
+    folder: Path,
+    tensors: Mapping[str, Array],
+    *,
+    base_model: str,
+    rank: int,
+    alpha: float,
+    in_size: int = 0,
+    named: Callable[[str], str] = str,
 ) -> list[str]:
-    """Write `tensors` in PEFT's layout alone. Returns the names of the modules it has factors for."""
-    layout = _peft_layout(_with_whole_in(list(_pairs(tensors)), in_size))
+    """Write `tensors` in PEFT's layout alone, under names that `named` makes of its own. Returns the names of the
+    modules it has factors for."""
+    layout = {named(key): x for key, x in _peft_layout(_fused(list(_pairs(tensors)), in_size)).items()}
     modules = sorted({_module_of(key) for key in layout})
     _write(folder, layout, _config(base_model, rank, alpha, modules, _other_ranks(layout, rank)))
     return modules
 
 
 def _other_ranks(peft: Mapping[str, Array], rank: int) -> dict[str, int]:
-    """The ranks of modules, by name, that have another: Mamba-2's `in_proj`."""
+    """The ranks of modules, by name, that have another: those of PARTED."""
     ranks = {_module_of(key): len(x) for key, x in peft.items() if key.endswith(".lora_A.weight")}
     return {name: own for name, own in ranks.items() if own != rank}
 
@@ -140,7 +156,7 @@ def _pairs(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
             out_a, out_b = tensors[f"{at}out_A"], tensors[f"{at}out_B"]
             if out_a.any() or out_b.any():  # stock PEFT has no factors there (peft_reading.py)
                 yield f"{_module(at, '')}out_proj", out_a, out_b
-        elif name.endswith(".attn.in_A"):
+        elif name.endswith((".attn.in_A", ".attn.whole_in_A")):
             yield from _delta_pairs(name.removesuffix("in_A"), tensors)
         elif found := _OF_MLP.fullmatch(name):
             yield from (_each_pairs if found["each"] else _mlp_pairs)(found["at"], tensors)
@@ -168,30 +184,44 @@ def _mamba_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, A
     yield f"{_module(at, '')}out_proj", tensors[f"{at}out_A"], tensors[f"{at}out_B"]
 
 
-def _with_whole_in(pairs: Sequence[tuple[str, Array, Array]], in_size: int) -> Iterator[tuple[str, Array, Array]]:
-    """The same, with one pair of twice the rank in place of those of `gate_proj` and `x_proj`: the first outputs of
-    `in_proj` are the gate, the next the values, and those beyond have no adapter."""
+def _fused(pairs: Sequence[tuple[str, Array, Array]], in_size: int) -> Iterator[tuple[str, Array, Array]]:
+    """The same, with one pair of a multiple of the rank in place of those of the parts of a linear (PARTED): the first
+    outputs are of the first part, and so on, and those beyond (of Mamba-2) have no adapter."""
     found = {module: (a, b) for module, a, b in pairs}
+    whole_of = {part: (whole, parts) for whole, parts in PARTED.items() for part in parts}
     for module, (a, b) in found.items():
         at, _, name = module.rpartition(".")
-        if not at.endswith(".mixer") or name not in ("gate_proj", "x_proj"):
+        whole, parts = whole_of.get(name, ("", ()))
+        if not parts or not all(f"{at}.{part}" in found for part in parts):
             yield module, a, b
-        elif name == "gate_proj":
-            x_a, x_b = found[f"{at}.x_proj"]
-            rows, rank = b.shape
-            if in_size < 2 * rows:
-                raise PeftFormatError(f"{at}.in_proj: has {in_size} outputs, of which {2 * rows} have an adapter")
-            whole = np.zeros((in_size, 2 * rank), b.dtype)
-            whole[:rows, :rank], whole[rows : 2 * rows, rank:] = b, x_b
-            yield f"{at}.in_proj", np.concatenate((a, x_a)), whole
+        elif name == parts[0]:
+            stacked, factors = zip(*(found[f"{at}.{part}"] for part in parts), strict=True)
+            rows = sum(len(factor) for factor in factors)
+            if whole == "in_proj" and in_size < rows:
+                raise PeftFormatError(f"{at}.in_proj: has {in_size} outputs, of which {rows} have an adapter")
+            yield f"{at}.{whole}", np.concatenate(stacked), _diagonal(factors, max(rows, in_size))
+
+
+def _diagonal(factors: Sequence[Array], rows: int) -> Array:
+    """[rows, ranks together], with `factors` as blocks on the diagonal."""
+    whole = np.zeros((rows, sum(factor.shape[1] for factor in factors)), factors[0].dtype)
+    row = column = 0
+    for factor in factors:
+        whole[row : row + len(factor), column : column + factor.shape[1]] = factor
+        row, column = row + len(factor), column + factor.shape[1]
+    return whole
 
 
 def _delta_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
-    module = f"model.{at.removesuffix('attn.')}linear_attn."
+    """`at` is what the names of the factors of the input begin with."""
+    layer, _, own = at.partition("attn.")
+    module = f"model.{layer}linear_attn."
     names = next(names for names in DELTA if f"{at}{names[0]}_B" in tensors)
     for name, a in zip(names, np.split(tensors[f"{at}in_A"], len(names)), strict=True):
-        yield f"{module}in_proj_{name}", a, tensors[f"{at}{name}_B"]
-    yield f"{module}out_proj", tensors[f"{at}out_A"], tensors[f"{at}out_B"]
+        b = tensors[f"{at}{name}_B"]
+        if not own or name in ("qkv", "z") or a.any() or b.any():  # there may be none of the others (peft_reading.py)
+            yield f"{module}in_proj_{name}", a, b
+    yield f"{module}out_proj", tensors[f"{layer}attn.out_A"], tensors[f"{layer}attn.out_B"]
 
 
 def _latent_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:

@@ -2,17 +2,18 @@
 peft_format.py. No torch.
 
 Stock PEFT refuses to wrap `out_proj` of Nemotron's Mamba-2. An adapter that it made gets factors of zeros there, whose
-gradients are zero: they stay what they are, and an export leaves them out.
+gradients are zero: they stay what they are, and an export leaves them out. So does one of Qwen3.5 that has none for
+the rates and decays of a gated delta rule, as is usual.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from workers.model.adapters.peft_format import DELTA, Array, PeftFormatError, short_names
+from workers.model.adapters.peft_format import DELTA, PARTED, Array, PeftFormatError, short_names
 from workers.model.adapters.shape import AdapterShape
 from workers.model.families.table import plain_name
 
@@ -26,12 +27,16 @@ _PART = (
 _LAYER = re.compile(rf"model\.(?P<layer>layers\.\d+)\.{_PART}\.(?P<name>\w+)")
 #: What Mixtral's checkpoints call a mixture, and so adapters that were trained on it.
 _MIXTRAL = ".block_sparse_moe."
+#: What Tinker's archives of gpt-oss call attention (its cookbook's weights/_merge_gpt_oss.py).
+_GPT_OSS = ".attn."
 #: The modules of each part; attention's are those of one of its kinds.
 _MLP = ("gate_proj up_proj down_proj",)
 _LATENT = tuple(f"{queries} kv_a_proj_with_mqa o_proj" for queries in ("q_a_proj", "q_proj"))
 _PARTS = {"self_attn": ("q_proj k_proj v_proj o_proj", *_LATENT)}
 _PARTS["attention"] = ("query_key_value dense",)
-_PARTS["linear_attn"] = tuple(" ".join([*(f"in_proj_{name}" for name in names), "out_proj"]) for names in DELTA)
+_PARTS["linear_attn"] = tuple(
+    " ".join([*(f"in_proj_{name}" for name in names), "out_proj"]) for names in (*DELTA, ("qkv", "z"))
+)
 _PARTS |= dict.fromkeys(("mlp", "mlp.experts", "mlp.shared_experts", "mlp.shared_expert"), _MLP)
 #: Of Nemotron: attention, Mamba-2 by Tinker and by PEFT, an MLP, what is before and after latent experts.
 _PARTS["mixer"] = (
@@ -43,7 +48,7 @@ _PARTS["mixer"] = (
     "fc1_latent_proj fc2_latent_proj",
 )
 _PARTS |= dict.fromkeys(("mixer.experts", "mixer.shared_experts"), ("up_proj down_proj",))
-_OUT_OF_MAMBA = re.compile(r"\.mixer\.attn\.out_[AB]$")
+_MAY_BE_MISSING = re.compile(r"\.mixer\.attn\.out_[AB]$|\.attn\.whole_[ba]_B$")
 #: The factors on the hidden side of experts.
 _OUTER = (("gate_proj", "A"), ("up_proj", "A"), ("down_proj", "B"))
 
@@ -65,7 +70,6 @@ def read_layout(found: Mapping[str, Array]) -> dict[str, Array]:
         groups.setdefault((at["layer"], at["part"]), {})[at["name"]] = pair
     experts = ("mlp.experts", "mixer.experts")
     shared = all(_share(pairs) for (_, part), pairs in groups.items() if part in experts)
-    shared = shared and not any(_whole_in(pairs) for pairs in groups.values())
     for (layer, part), pairs in groups.items():
         kind = max(_PARTS[part], key=lambda kind: (len(pairs.keys() & set(kind.split())), -len(kind)))
         if pairs.keys() != set(kind.split()):
@@ -114,22 +118,32 @@ def _mamba(at: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Array
         found[f"{at}in_A"] = _concatenate(at, [gate["A"], values["A"]])
         return found | {f"{at}gate_B": gate["B"], f"{at}x_B": values["B"]}
     (rank, rows), b = pairs["out_proj"]["A"].shape, pairs["in_proj"]["B"]
-    gate_b, x_b = b[:rows, :rank], b[rows : 2 * rows, rank:]
-    if np.count_nonzero(b) != np.count_nonzero(gate_b) + np.count_nonzero(x_b):
-        raise PeftFormatError(f"{at}in_proj: of twice the rank, it must be of the gate's factors and the values' alone")
+    gate_b, x_b = _blocks(f"{at}in_proj", b, (rows, rows), rank)
     return found | {f"{at}in_A": pairs["in_proj"]["A"], f"{at}gate_B": gate_b, f"{at}x_B": x_b}
 
 
+def _blocks(name: str, b: Array, rows: Sequence[int], rank: int) -> list[Array]:
+    """The factors of the parts of a linear (PARTED), which have `rows` outputs each: blocks of `b` on the diagonal."""
+    last = [sum(rows[: part + 1]) for part in range(len(rows))]
+    found = [
+        b[end - size : end, part * rank :][:, :rank] for part, (end, size) in enumerate(zip(last, rows, strict=True))
+    ]
+    if b.shape[1] != len(rows) * rank or np.count_nonzero(b) != sum(np.count_nonzero(block) for block in found):
+        raise PeftFormatError(
+            f"{name}: of another rank, it must be of {len(rows)} parts with {rank} columns each alone"
+        )
+    return found
+
+
 def _whole_in(pairs: Mapping[str, Mapping[str, Array]]) -> bool:
-    """Whether Mamba-2's `in_proj` has one pair, of the rank that others have."""
-    if "in_proj" not in pairs:
-        return False
-    return "out_proj" not in pairs or len(pairs["in_proj"]["A"]) == len(pairs["out_proj"]["A"])
+    """Whether a linear of which parts may have a pair each (PARTED) has one, of the rank that others have."""
+    ranks = [len(pairs[name]["A"]) for name in PARTED if name in pairs]
+    return bool(ranks) and ("out_proj" not in pairs or ranks[0] == len(pairs["out_proj"]["A"]))
 
 
 def with_zeros(tensors: Mapping[str, Array], shape: AdapterShape) -> dict[str, Array]:
-    """What `read_layout` has read, with what stock PEFT cannot have."""
-    missing = [slot for name, slot in shape.slots.items() if name not in tensors and _OUT_OF_MAMBA.search(name)]
+    """What `read_layout` has read, with what stock PEFT cannot have, or need not."""
+    missing = [slot for name, slot in shape.slots.items() if name not in tensors and _MAY_BE_MISSING.search(name)]
     return {**tensors, **{slot.name: np.zeros(slot.shape, np.float32) for slot in missing}}
 
 
@@ -143,7 +157,7 @@ def _by_module(found: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
             continue
         long = {short: name for name, short in short_names(match["module"]).items()}
         module = _SHORT.sub(lambda short, long=long: f"{short[1]}{long.get(short[2], short[2])}", match["module"])
-        module = plain_name(module.replace(_MIXTRAL, ".mlp."))
+        module = plain_name(module.replace(_MIXTRAL, ".mlp.").replace(_GPT_OSS, ".self_attn."))
         modules.setdefault(module, {})[match["factor"]] = tensor
     return modules
 
@@ -181,9 +195,24 @@ def _attn(at: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]
 
 def _delta(layer: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
     at, names = f"{layer}.attn.", next(names for names in DELTA if f"in_proj_{names[0]}" in pairs)
-    found = {f"{at}in_A": _concatenate(layer, [pairs[f"in_proj_{name}"]["A"] for name in names])}
-    found |= {f"{at}{name}_B": pairs[f"in_proj_{name}"]["B"] for name in names}
-    return found | {f"{at}out_{factor}": x for factor, x in pairs["out_proj"].items()}
+    found = {f"{at}out_{factor}": x for factor, x in pairs["out_proj"].items()}
+    if names[0] == "qkv" and not _whole_in(pairs):
+        return found | _in_parts(at, pairs)
+    at += "whole_" if names[0] == "qkv" else ""
+    nothing = np.zeros_like(pairs[f"in_proj_{names[0]}"]["A"])
+    stacked = [pairs[f"in_proj_{name}"]["A"] if f"in_proj_{name}" in pairs else nothing for name in names]
+    found[f"{at}in_A"] = _concatenate(layer, stacked)
+    return found | {f"{at}{name}_B": pairs[f"in_proj_{name}"]["B"] for name in names if f"in_proj_{name}" in pairs}
+
+
+def _in_parts(at: str, pairs: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
+    """The factors of queries, keys, values and gates of a gated delta rule from one pair of three times the rank for
+    the first three, and one for the last."""
+    qkv, gate, (rank, values) = pairs["in_proj_qkv"], pairs["in_proj_z"], pairs["out_proj"]["A"].shape
+    keys = (len(qkv["B"]) - values) // 2
+    parts = zip("qkv", _blocks(f"{at}in_proj_qkv", qkv["B"], (keys, keys, values), rank), strict=True)
+    in_a = _concatenate(at, [qkv["A"], gate["A"]])
+    return {f"{at}in_A": in_a, f"{at}z_B": gate["B"], **{f"{at}{part}_B": b for part, b in parts}}
 
 
 def _mlp(at: str, pairs: Mapping[str, Mapping[str, Array]], *, experts: bool) -> dict[str, Array]:

@@ -3,7 +3,8 @@
 One arena per run makes the optimizer one fused call, paging one memcpy and hashing one pass. Experts use the
 shared-outer form: the factor on the hidden side is shared by all experts, the one on the expert side is per expert.
 That is 3.6 times fewer parameters than a full pair per expert on Qwen3-30B-A3B, and what Tinker trains. An adapter from
-another tool with a full pair for each expert, or for the whole of Mamba-2's `in_proj`, keeps it (`shared` False).
+another tool with a full pair for each expert (`shared` False), or for projections into a recurrence of which parts
+have a pair each here (`whole`), keeps it.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ class AdapterShape:
     """The tensors of an adapter, in order. r rank, d hidden, f MLP width, E experts, V vocabulary:
 
     | layers.i.attn.qkv_A [3r,d], q_B, k_B, v_B [out,r], o_A [r,q], o_B [d,r]                       | train_attn    |
-    | of a delta rule: in_A [2r,d], qkvz_B, ba_B (or in_A [4r,d], qkv_B, z_B, b_B, a_B), out_A, out_B | train_attn  |
-    | of Mamba-2: in_A [2r,d], gate_B, x_B [value,r] (whole_in_A [r,d], whole_in_B), out_A, out_B      | train_attn  |
+    | of a delta rule: in_A [4r,d], q_B, k_B, v_B, z_B, out_A, out_B                                | train_attn    |
+    | of Qwen3-Next's: in_A [2r,d], qkvz_B, ba_B, out_A, out_B                                      | train_attn    |
+    | of Mamba-2: in_A [2r,d], gate_B, x_B [value,r], out_A, out_B                                  | train_attn    |
+    | `whole`: whole_in_A [4r,d], whole_qkv_B, whole_z_B, whole_b_B, whole_a_B; Mamba-2: whole_in_A, whole_in_B |   |
     | q, k and v one linear: qkv_A [r,d], qkv_B [out,r], o_A, o_B                                   | train_attn    |
     | latent attention: latent_A [2r,d], q_a_B or q_B, kv_a_B [out,r], o_A, o_B                     | train_attn    |
     | layers.i.mlp.gate_up_A [2r,d], gate_B, up_B [f,r], down_A [r,f], down_B [d,r]                 | train_mlp     |
@@ -78,6 +81,7 @@ class AdapterShape:
     train_mlp: bool = True
     train_unembed: bool = True
     shared: bool = True
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -89,8 +93,8 @@ class AdapterShape:
     def of_tensors(cls, config: DecoderConfig, rank: int, names: Collection[str]) -> AdapterShape:
         """The shape of an adapter with tensors of these names. Raises ValueError as the constructor does."""
         attn, mlp, unembed = (any(part in name for name in names) for part in (".attn.", ".mlp.", "unembed_"))
-        whole = any(part in name for name in names for part in (".each_", ".whole_"))
-        return cls(config, rank, attn, mlp, unembed, not whole)
+        each, whole = (any(part in name for name in names) for part in (".each_", ".whole_"))
+        return cls(config, rank, attn, mlp, unembed, not each, whole)
 
     @cached_property
     def slots(self) -> dict[str, Slot]:
@@ -150,14 +154,11 @@ class AdapterShape:
         c, r, d = self.config, self.rank, self.config.hidden_size
         assert c.recurrence is not None
         value = c.recurrence.value_size
-        projections = c.delta.projections if c.delta is not None else dict.fromkeys(("gate", "x"), value)
-        if c.mamba is not None and not self.shared:
-            yield at + "whole_in_A", (r, d), d
-            yield at + "whole_in_B", (c.mamba.in_size, r), 0
-        else:
-            yield at + "in_A", (len(projections) * r, d), d
-            for name, size in projections.items():
-                yield f"{at}{name}_B", (size, r), 0
+        whole = c.recurrence.whole if self.whole else {}
+        parts = whole or c.recurrence.trained
+        yield at + ("whole_in_A" if whole else "in_A"), (len(parts) * r, d), d
+        for name, size in parts.items():
+            yield f"{at}{name}_B", (size, r), 0
         yield at + "out_A", (r, value), value
         yield at + "out_B", (d, r), 0
 
@@ -208,6 +209,7 @@ def adapter_config(
         "train_mlp": shape.train_mlp,
         "train_unembed": shape.train_unembed,
         "shared_experts": shape.shared,
+        "whole_projections": shape.whole,
         **({"in_size": shape.in_size} if shape.in_size else {}),
         "extra": sorted(extra),
         "details": dict(details or {}),

@@ -39,7 +39,7 @@ class GatedDelta(nn.Module):
         super().__init__()
         assert config.delta is not None
         self.layer, self.config, self.norm_eps = layer, config.delta, config.norm_eps
-        c, d, parts = config.delta, config.hidden_size, config.delta.projections
+        c, d = config.delta, config.hidden_size
         self.inputs = frozen(dtype, c.in_size, d)
         self.conv = frozen(torch.float32, c.mixed_size, c.taps)
         self.decay_log = frozen(torch.float32, c.value_heads)
@@ -47,13 +47,13 @@ class GatedDelta(nn.Module):
         self.norm = frozen(torch.float32, c.value_dim)
         self.out = frozen(dtype, d, c.value_size)
         at = config.adapter_at(layer, "attn")
-        self.in_site = Site(at + "in_A", tuple(f"{at}{name}_B" for name in parts), tuple(parts.values()))
+        self.in_site, self.whole_site = Site.of(at + "in_A", c.trained), Site.of(at + "whole_in_A", c.whole)
         self.out_site = Site(at + "out_A", (at + "out_B",), (d,))
 
     def forward(self, x_TD: Tensor, angles: Angles, attend: Attend, lora: LoraRows | None) -> Tensor:
         if not isinstance(attend, Recur):
             raise TypeError(f"{type(attend).__name__} keeps no states, which a gated delta rule needs")
-        projected = lora_linear(x_TD, self.inputs, self.in_site, lora)
+        projected = lora_linear(x_TD, self.inputs, self.in_site, lora, self.whole_site)
         y = attend.recur(self.layer, self, projected, apart=lora is not None and lora.apart)
         return lora_linear(y, self.out, self.out_site, lora)
 

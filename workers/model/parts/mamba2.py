@@ -50,8 +50,7 @@ class Mamba2(nn.Module):
         self.norm = frozen(torch.float32, c.value_size)
         self.out = frozen(dtype, d, c.value_size)
         at = config.adapter_at(layer, "attn")
-        self.in_site = Site(at + "in_A", (at + "gate_B", at + "x_B"), (c.value_size, c.value_size))
-        self.whole_site = Site(at + "whole_in_A", (at + "whole_in_B",), (c.in_size,))
+        self.in_site, self.whole_site = Site.of(at + "in_A", c.trained), Site.of(at + "whole_in_A", c.whole)
         self.out_site = Site(at + "out_A", (at + "out_B",), (d,))
 
     def forward(self, x_TD: Tensor, angles: Angles, attend: Attend, lora: LoraRows | None) -> Tensor:

@@ -76,7 +76,7 @@ def trained(config: DecoderConfig) -> dict[str, list[str]]:
     if config.mamba is not None:
         attention += ["mixer.in_proj (gate and values)", "mixer.out_proj"]
     if config.delta is not None:
-        attention += [f"linear_attn.in_proj_{name}" for name in config.delta.projections] + ["linear_attn.out_proj"]
+        attention += [f"linear_attn.in_proj_{name}" for name in config.delta.trained] + ["linear_attn.out_proj"]
     if config.fused_qkv:
         attention = ["attention.query_key_value", "attention.dense"]
     if config.latent:

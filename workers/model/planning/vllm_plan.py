@@ -116,8 +116,15 @@ def _adapter_bytes(config: DecoderConfig, layout: Layout, rank: int) -> int:
     """Bfloat16; of families whose adapters vLLM serves (`workers.generator.vllm.adapters`)."""
     c, t, d, products = config, layout.tensor, config.hidden_size, 1 + len(config.gate.parts)
     q, kv = c.q_size // t, max(c.kv_size // t, c.kv_size // c.num_kv_heads)
-    numbers = len(c.attention_layers) * (3 * d + c.query_size // t + 2 * kv + q + d)  # A and B of q, k, v; A and B of o
+    attention = 3 * d + c.query_size // t + 2 * kv + q + d  # A and B of q, k, v; A and B of o
+    if c.fused_qkv:
+        attention -= 2 * d
+    if c.latent:  # A and B of queries and of the latent, whole on each; A and B of o
+        attention = 2 * d + (c.latent.q_rank or c.q_size // t) + c.latent.kept + c.out_size // t + d
+    numbers = len(c.attention_layers) * attention
     numbers += len(c.dense_mlp_layers) * products * (d + c.intermediate_size // t)
+    if c.shared_intermediate_size:
+        numbers += len(c.mixture_layers) * products * (d + c.shared_intermediate_size // t)
     experts, width = c.num_experts, c.moe_intermediate_size // layout.gpus
     if layout.by_expert:
         experts, width = c.num_experts // layout.gpus, c.moe_intermediate_size

@@ -12,16 +12,19 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from safetensors.numpy import load_file
 
+from tests.workers.model.models import FAMILIES, SIZES
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import GenerateRequest, PolicySpan, SamplingParams
 from workers.generator.vllm import guard, translate
-from workers.generator.vllm.adapters import LoraLimits, NotServable, convert, targets
+from workers.generator.vllm.adapters import LoraLimits, NotServable, convert, not_servable, targets
 from workers.generator.vllm.policies import Pushed, spans
+from workers.generator.vllm.process import not_on_cpu, quantised
 from workers.generator.vllm.serving import PrioritySemaphore
 from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter, save_adapter
-from workers.model.config import read_json
+from workers.model.config import LatentConfig, RopeConfig, read_json
 from workers.model.families.read import read_config
 from workers.model.tiny import TINY_PATH
 
@@ -62,9 +65,69 @@ def test_adapters_that_vllm_would_serve_wrong_are_refused(tmp_path: Path, kind: 
 
 
 def test_adapters_of_a_family_whose_names_vllm_may_not_know_are_refused(tmp_path: Path) -> None:
-    mixtral = replace(CONFIG, architecture="MixtralForCausalLM")
-    with pytest.raises(NotServable, match="of a MixtralForCausalLM; it was tried with adapters of Qwen3ForCausalLM"):
-        convert("a", saved(tmp_path / "a"), tmp_path / "out", mixtral, LIMITS)
+    other = replace(CONFIG, architecture="Qwen3NextForCausalLM")
+    with pytest.raises(NotServable, match="of a Qwen3NextForCausalLM; it was tried with adapters of "):
+        convert("a", saved(tmp_path / "a"), tmp_path / "out", other, LIMITS)
+
+
+def test_adapters_of_a_model_that_sees_are_refused(tmp_path: Path) -> None:
+    """Its text model is a family that is served, but in vLLM it is within another class, which has other names."""
+    sees = replace(LIMITS, architecture="KimiK25ForConditionalGeneration")
+    with pytest.raises(NotServable, match="of a KimiK25ForConditionalGeneration"):
+        convert("a", saved(tmp_path / "a"), tmp_path / "out", CONFIG, sees)
+
+
+LATENT = LatentConfig(q_rank=8, kv_rank=8, plain_dim=8, rope_dim=8, value_dim=8, scale=1.0)
+YARN = RopeConfig(kind="yarn", factor=4.0)
+
+
+@pytest.mark.parametrize(
+    ("latent", "rope", "said"),
+    [
+        (LATENT, YARN, None),
+        (replace(LATENT, interleaved=False), YARN, "rope_interleave is false"),
+        (LATENT, RopeConfig(), "YaRN alone"),
+    ],
+)
+def test_latent_attention_that_turns_otherwise_than_vllms_is_refused(
+    latent: LatentConfig, rope: RopeConfig, said: str | None
+) -> None:
+    config = replace(CONFIG, architecture="DeepseekV3ForCausalLM", latent=latent, rope=rope)
+    adapter = Adapter.init(AdapterShape(config, 2, True, True, False), seed=0)
+    for reason in (not_servable(adapter, LIMITS), not_on_cpu(config, torch.float32)):
+        assert (reason is None) if said is None else said in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("tiny", "dtype", "said"),
+    [
+        ("qwen3.5", torch.float32, "bfloat16 alone"),
+        ("qwen3.5", torch.bfloat16, None),
+        ("nemotron-h", torch.float32, "without a gate"),
+        ("bailing", torch.float32, "the code of the checkpoint"),
+        ("deepseek", torch.float32, None),
+    ],
+)
+def test_models_that_vllm_cannot_compute_on_a_cpu_are_refused_before_it_starts(
+    tiny: str, dtype: torch.dtype, said: str | None, tmp_path: Path
+) -> None:
+    _, config_class, extra = FAMILIES[tiny]
+    config_class(**{**SIZES, **extra}, architectures=[FAMILIES[tiny][0].__name__]).save_pretrained(tmp_path)
+    reason = not_on_cpu(read_config("m", tmp_path), dtype)
+    assert (reason is None) if said is None else said in str(reason)
+
+
+def test_what_a_checkpoint_rounds_is_said() -> None:
+    assert quantised({"quantization_config": {"quant_method": "fp8"}}) == "the checkpoint's fp8 weights"
+    assert quantised({"quantization_config": None}) == quantised({}) == ""
+
+
+def test_experts_are_named_as_in_the_familys_checkpoints(tmp_path: Path) -> None:
+    convert("a", saved(tmp_path / "a"), tmp_path / "out", replace(CONFIG, architecture="MixtralForCausalLM"), LIMITS)
+    keys = load_file(tmp_path / "out" / "adapter_model.safetensors").keys()
+    at = "base_model.model.model.layers.0.block_sparse_moe.experts.3"
+    assert {f"{at}.{name}.lora_A.weight" for name in ("w1", "w2", "w3")} <= keys
+    assert not any(".mlp." in key for key in keys)
 
 
 def test_adapters_that_nobody_can_serve_are_refused_otherwise(tmp_path: Path) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from tests.workers.model.models import ours, packed, random_adapter, reference
 from workers.model.adapters.adapter import Adapter, AdapterFileError, load_adapter
-from workers.model.adapters.imported import CannotImport, read_adapter
 from workers.model.adapters.peft_format import PeftFormatError, write_export
 from workers.model.adapters.peft_reading import read_layout
 from workers.model.attend import PackedAttend
@@ -58,13 +57,13 @@ def test_peft_computes_the_same_from_a_dense_export(family: str, unembed: bool, 
     assert (their_logprobs(theirs, decoder) - our_logprobs(decoder, adapter)).abs().max() < 1e-4
 
 
-BY_HAND = ["moe", "moe-mixed", "olmoe", "glm4-moe", "deepseek", "bailing", "nemotron-h", "nemotron-h-latent"]
+BY_HAND = ["moe", "moe-mixed", "olmoe", "glm4-moe", "deepseek", "bailing", "qwen3.5", "nemotron-h", "nemotron-h-latent"]
 
 
 @pytest.mark.parametrize("family", BY_HAND)
 @pytest.mark.parametrize("layout", ["tinker", "peft"])
 def test_merging_an_export_by_hand_gives_the_same_model(family: str, layout: str, tmp_path: Path) -> None:
-    model = reference(family)
+    model = reference(family, **({"tie_word_embeddings": False} if family == "qwen3.5" else {}))
     decoder = ours(model, tmp_path / "model")
     adapter = random_adapter(decoder, RANK, 2, scale=32 / RANK)
     folder = export(adapter, tmp_path / "export")
@@ -73,13 +72,14 @@ def test_merging_an_export_by_hand_gives_the_same_model(family: str, layout: str
     merged = load_file(tmp_path / "model" / "model.safetensors")
     used = set()
     for name in merged:
+        row = 0  # of parts of a linear, the first has its first outputs, and so on
         for key, expert in keys_of(name.removesuffix(".weight"), layout):
             a, b = (factors.get(f"base_model.model.{key}.lora_{x}.weight") for x in "AB")
             if a is not None and b is not None:
                 used.add(key)
                 a, b = (x if x.ndim == 2 else x[expert % len(x)] for x in (a, b))
-                first = expert * len(b) if key.endswith(("gate_proj", "x_proj")) and "in_proj" in name else 0
-                merged[name][first : first + len(b)] += scale * (b @ a)
+                merged[name][row : row + len(b)] += scale * (b @ a)
+                row += len(b)
     assert len(used) * 2 == len(factors)
     assert our_logprobs(decoder, adapter).shape == (sum(LENGTHS), decoder.config.vocab_size)
     theirs = rebuilt(model, merged, tmp_path / "merged")
@@ -87,12 +87,14 @@ def test_merging_an_export_by_hand_gives_the_same_model(family: str, layout: str
 
 
 def keys_of(module: str, layout: str) -> list[tuple[str, int]]:
-    """The module's names in a layout, as the cookbook maps them: with the index of the expert, or of the part of
-    Mamba-2's `in_proj`."""
+    """The module's names in a layout, as the cookbook maps them, with the index of the expert; of parts of Mamba-2's
+    `in_proj` and a delta rule's `in_proj_qkv`, each."""
     if layout == "peft":
         return [(module.replace("backbone.", "model."), 0)]
     if module.endswith("mixer.in_proj"):
-        return [(module.replace("in_proj", part), number) for number, part in enumerate(("gate_proj", "x_proj"))]
+        return [(module.replace("in_proj", part), 0) for part in ("gate_proj", "x_proj")]
+    if module.endswith("in_proj_qkv"):
+        return [(module.replace("in_proj_qkv", f"in_proj_{part}"), 0) for part in "qkv"]
     if ".experts." not in module:
         return [(module.replace("lm_head", "model.unembed_tokens"), 0)]
     before, expert, last = module.rsplit(".", 2)
@@ -111,7 +113,7 @@ def rebuilt(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> Any:
 
 
 FAMILIES_BACK = ["qwen3", "qwen3-tied", "moe", "moe-mixed", "mixtral", "glm4-moe", "deepseek", "qwen3-next"]
-FAMILIES_BACK += ["nemotron-h", "nemotron-h-latent"]
+FAMILIES_BACK += ["qwen3.5", "qwen3.5-moe", "nemotron-h", "nemotron-h-latent"]
 
 
 @pytest.mark.parametrize("family", FAMILIES_BACK)
@@ -207,6 +209,16 @@ def test_an_adapter_with_the_names_of_mixtrals_checkpoints_is_read(tmp_path: Pat
     assert torch.equal(load_adapter(folder, decoder.config).adapter.flat, adapter.flat)
 
 
+def test_an_archive_of_gpt_oss_that_tinker_made_is_read(tmp_path: Path) -> None:
+    decoder = ours(reference("gpt-oss"), tmp_path / "model")
+    adapter = random_adapter(decoder, 4, 6)
+    file = export(adapter, tmp_path / "export") / "adapter_model.safetensors"
+    renamed = {key.replace(".self_attn.", ".attn."): factor for key, factor in load_file(file).items()}
+    assert "base_model.model.model.layers.0.attn.q_proj.lora_A.weight" in renamed
+    save_file(renamed, file)
+    assert torch.equal(load_adapter(file.parent, decoder.config).adapter.flat, adapter.flat)
+
+
 @pytest.mark.parametrize(
     ("family", "root"), [("qwen3.5", "model.language_model"), ("deepseek", "language_model.model")]
 )
@@ -233,47 +245,6 @@ def test_the_head_of_kimi_k2_5_is_found_within_its_text_model(tmp_path: Path) ->
     found = read_layout(seeing)
     for name in ("unembed_A", "unembed_B"):
         assert np.array_equal(found[name], tensors[name])
-
-
-STOCK = ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
-
-
-def test_what_stock_peft_trains_of_nemotron_comes_and_goes(tmp_path: Path) -> None:
-    """One pair for the whole of `in_proj`, and none for `out_proj`, which it refuses."""
-    decoder = ours(reference("nemotron-h"), tmp_path / "model")
-    config = LoraConfig(r=3, lora_alpha=6, target_modules=STOCK, init_lora_weights=False)
-    theirs = get_peft_model(reference("nemotron-h"), config).eval()
-    theirs.save_pretrained(tmp_path / "theirs")
-    (tmp_path / "ours").mkdir()
-    read_adapter(tmp_path / "theirs", decoder.config).write(tmp_path / "ours", "tiny")
-    adapter = load_adapter(tmp_path / "ours", decoder.config).adapter
-    assert (adapter.shape.shared, adapter.scale) == (False, 2.0)
-    wanted = their_logprobs(theirs, decoder)
-    assert (wanted - our_logprobs(decoder, adapter)).abs().max() < 1e-4
-    folder = peft_folder(export(adapter, tmp_path / "export"))
-    before, after = (load_file(at / "adapter_model.safetensors") for at in (tmp_path / "theirs", folder))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(x, after[key]) for key, x in before.items())
-    back = PeftModel.from_pretrained(reference("nemotron-h"), folder).eval()
-    torch.testing.assert_close(their_logprobs(back, decoder), wanted, atol=0, rtol=0)
-
-
-def test_of_nemotrons_in_proj_twice_the_rank_is_for_two_parts(tmp_path: Path) -> None:
-    decoder = ours(reference("nemotron-h"), tmp_path / "model")
-    folder = peft_folder(export(random_adapter(decoder, 4, 6), tmp_path / "export"))
-    config = json.loads((folder / "adapter_config.json").read_text())
-    assert (config["rank_pattern"], config["alpha_pattern"]) == ({"in_proj": 8}, {"in_proj": 16})
-    tensors = load_file(folder / "adapter_model.safetensors")
-    key = "base_model.model.model.layers.0.mixer.in_proj.lora_B.weight"
-    assert tensors[key].shape == (6 * 16 + (6 * 16 + 2 * 2 * 24) + 6, 8)
-    assert read_adapter(folder, decoder.config).shape.shared
-    tensors[key][-1, 0] = 1.0  # of the steps
-    save_file(tensors, folder / "adapter_model.safetensors")
-    with pytest.raises(CannotImport, match="in_proj: of twice the rank"):
-        read_adapter(folder, decoder.config)
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"rank_pattern": {"q_proj": 8}}))
-    with pytest.raises(CannotImport, match=r"rank_pattern is \{'q_proj': 8\}; only in_proj"):
-        read_adapter(folder, decoder.config)
 
 
 def test_tinkers_placeholder_of_a_product_that_experts_lack_is_left_out(tmp_path: Path) -> None:

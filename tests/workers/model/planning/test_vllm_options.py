@@ -15,7 +15,7 @@ from api.server.memory_plan import planned
 from api.server.worker_programs import embedded_workers, lone_worker
 from scheduler.links.configs import GeneratorConfig, VllmConfig
 from store.settings import Settings, SettingsError, load_settings
-from tests.workers.model.planning.test_check import NEMOTRON, NEMOTRONS, PUBLISHED, SAME
+from tests.workers.model.planning.test_check import NEMOTRON, NEMOTRONS, OF_TINKER, PUBLISHED, SAME
 from tests.workers.model.planning.test_plan import GIB, SHAPES
 from workers.generator.vllm.adapters import LoraLimits, targets
 from workers.generator.vllm.server import Launch
@@ -230,8 +230,21 @@ def test_the_parts_of_recurrent_models_add_up(
     attention = len(config.attention_layers) * (4 * d + config.query_size + 2 * config.kv_size + config.q_size)
     width = config.expert_size + config.moe_intermediate_size
     pairs = len(config.mixture_layers) * config.num_experts * products * width
-    assert one["room for adapters"] == 2 * 8 * (attention + pairs)
+    shared = len(config.mixture_layers) * products * (d + config.shared_intermediate_size)
+    assert one["room for adapters"] == 2 * 8 * (attention + pairs + shared)
     assert min([*one.values(), *two.values()]) > 0
+
+
+def test_room_for_adapters_of_latent_attention_is_what_tinker_counts_of_it(tmp_path: Path) -> None:
+    """DeepSeek-V3.1; experts have a pair each, unlike Tinker's."""
+    fields = SAME | PUBLISHED["DeepseekV3ForCausalLM"][1] | {"architectures": ["DeepseekV3ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = check_model(config_card("m", tmp_path))
+    parts = plan_vllm(model, Device("gpu", 9999 * GIB), {}, adapters=1, rank=8, context=1024, slots=8)
+    (room,) = [part.size_bytes for part in parts if part.name == "room for adapters"]
+    _, attention, _ = OF_TINKER["DeepseekV3ForCausalLM"]
+    dense, expert = 3 * 3 * (7168 + 18432), 3 * (7168 + 2048)
+    assert room == 2 * 8 * (attention + dense + 58 * (256 + 1) * expert)
 
 
 def test_what_is_started_here_is_held_against_the_gpus_that_are_there(
