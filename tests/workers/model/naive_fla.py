@@ -99,11 +99,11 @@ def delta_step(
     """One token of each row: [R, 1, ...]."""
     assert output_final_state
     assert v.shape[1] == 1
-    rows = [
-        recurrence(*(t[n : n + 1] for t in (q, k, v, g)), beta if beta is None else beta[n : n + 1], scale,
-                   initial_state[n : n + 1], [(0, 1)])
-        for n in range(len(q))
-    ]  # fmt: skip
+    rows = []
+    for n in range(len(q)):
+        one = slice(n, n + 1)
+        rate = None if beta is None else beta[one]
+        rows.append(recurrence(q[one], k[one], v[one], g[one], rate, scale, initial_state[one], [(0, 1)]))
     return torch.cat([out for out, _ in rows]), torch.cat([end for _, end in rows])
 
 

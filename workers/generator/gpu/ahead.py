@@ -42,8 +42,7 @@ class Flight:
             # A copy that is asked for later would wait for all that is launched by then.
             self._here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._here.copy_(numbers, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived = torch.cuda.current_stream().record_event()
 
     def draws(self) -> list[Draw]:
         """Waits for this step alone."""
