@@ -102,7 +102,8 @@ four groups of equal size, all is kept; the prefix cache keeps whole prompts.
 
 A gated delta rule or Mamba-2 keeps nothing of a token but a state of each sequence, in float32 (`weftd model check`
 says how large). The prefix cache keeps states at some block ends, so a prompt may continue from there and not from the
-last of its first common tokens. On a GPU these layers run torch's own operations, and steps are not captured.
+last of its first common tokens. On a GPU these layers run kernels of fla-core where it is installed (the extra `gpu`)
+and the base has 16 bits, else torch's own operations; steps are not captured.
 
 ## How it is held
 

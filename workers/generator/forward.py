@@ -71,6 +71,11 @@ class DecodePlan:
         """Whether the drafts are still as long."""
         return self.drafted == [len(sequence.draft) for sequence in self.sequences]
 
+    @property
+    def next_rows(self) -> list[Row]:
+        """The rows of the step after the one that is under way; without drafts."""
+        return [Row(sequence, 1) for sequence in self.sequences]
+
     def turn_pages(self) -> None:
         """Enter the pages that sequences have got and given back since the last call."""
         for i, row in enumerate(self.rows):

@@ -100,7 +100,11 @@ def _cuts(params: SamplingParams, vocab_size: int) -> bool:
 def sample(logits_RV: Tensor, rows: SamplingRows, uniforms: Sequence[float]) -> list[Draw]:
     """Draw one token per row; its logprob is that before any cut. A row whose logits are not finite gets a logprob that
     is not finite either, and a meaningless token."""
-    numbers = chosen(logits_RV, rows, uniforms).tolist()  # the one wait for the device
+    return drawn(chosen(logits_RV, rows, uniforms).tolist(), rows)  # the one wait for the device
+
+
+def drawn(numbers: Sequence[float], rows: SamplingRows) -> list[Draw]:
+    """What `chosen` has found, row by row."""
     count, asking, most = len(rows.tops), len(rows.asking), max(rows.tops, default=0)
     tokens, logprobs, tables = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
     ids, values = iter(tables[: asking * most]), iter(tables[asking * most :])

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -41,6 +42,9 @@ from workers.generator.seating import Seating
 from workers.generator.stop import DecodeText, StopRule
 from workers.model.adapters.adapter import Adapter, load_adapter, version_of
 from workers.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from workers.generator.gpu.ahead import Ahead
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +112,7 @@ class TorchEngine:
         self._decode_plan = _decoding(decoder, self._cache, slots=slots, context=context)
         self._seating = Seating(self._cache, slots, groups, max(prefill_tokens, PAGE_TOKENS))
         self._drafts = Drafts(lookup if config.recurrence is None else 0, self._seating)
+        self._ahead = _launching_ahead(self._decode_plan, self._seating, lookup)
         self._prefix = PrefixCache(self._cache, prefix_bytes, config.state_bytes)
         self._queue = PrefillQueue(self._prefix, prefill_tokens)
         self._open = OpenRequests(self._queue, self._seating, self._adapters)
@@ -153,6 +158,7 @@ class TorchEngine:
         self._survive(list(requests.starting.values()), self._start_sequences)
         self._survive(self._queue.choose(self._seating.seat), self._prefill)
         self._survive(list(requests.starting.values()), self._start_sequences)
+        self._survive(list(requests.running.values()), self._land)
         self._seating.grow()
         self._survive(list(requests.running.values()), self._decode)
         finished, requests.finished = requests.finished, []
@@ -219,6 +225,8 @@ class TorchEngine:
             work(batch)
         except Exception as error:
             self._plan = None
+            if self._ahead is not None:
+                self._ahead.flight = None
             if len(batch) == 1:
                 self._open.fail(batch[0], error)
                 return
@@ -291,20 +299,41 @@ class TorchEngine:
             drop(sequences)
             plan, drawn = self._decoded(sequences, everyone)
         plan.take_over()
-        self._counts["decode_steps"] += 1
-        self._counts["slots_busy"] += len(plan.sequences)
-        self._counts["slots_offered"] += self._seating.rows
+        self._count_step(len(plan.sequences))
         self._accept(plan.rows, drawn, plan.versions)
         self._counts["drafted_tokens"] += sum(plan.drafted)
         self._counts["accepted_tokens"] += sum(len(sequence.draft) for sequence in plan.sequences)
 
+    def _count_step(self, sequences: int) -> None:
+        self._counts["decode_steps"] += 1
+        self._counts["slots_busy"] += sequences
+        self._counts["slots_offered"] += self._seating.rows
+
+    def _land(self, _: list[RequestProgress]) -> None:
+        """Before the running set, or what it is computed with, is another: take what the step has drawn that is under
+        way (`gpu/ahead.py`), for the sequences that are still there."""
+        if self._ahead is None or self._ahead.flight is None or self._unchanged:
+            return
+        flight, self._ahead.flight = self._ahead.flight, None
+        draws, plan = flight.draws(), flight.plan
+        kept = [at for at in range(len(plan.rows)) if flight.fits(at)]
+        self._count_step(len(kept))
+        self._accept([plan.rows[at] for at in kept], [draws[at] for at in kept], [plan.versions[at] for at in kept])
+
+    @property
+    def _unchanged(self) -> bool:
+        """Whether the plan is still that of all running sequences."""
+        return self._plan is not None and self._planned == self._seating.changes
+
     def _decoded(self, sequences: list[SequenceProgress], everyone: bool) -> tuple[forward.DecodePlan, list[Draw]]:
         """A step of these sequences, and what it has drawn for each of its rows."""
-        plan = self._plan if everyone and self._planned == self._seating.changes else None
+        plan = self._plan if everyone and self._unchanged else None
         if plan is None or not plan.valid:
             plan = forward.DecodePlan(sequences, self._decoder, self._cache, context=self._context)
         if everyone:
             self._plan, self._planned = plan, self._seating.changes
+            if self._ahead is not None:
+                return plan, self._ahead.step(plan, self._decode_plan)
         logits_RV = self._decode_plan(plan)
         return plan, self._draw(plan.rows, logits_RV, plan.sampling)
 
@@ -336,7 +365,7 @@ class TorchEngine:
                 self._open.retire(sequence)
 
 
-def _decoding(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> Callable[[forward.DecodePlan], Tensor]:
+def _decoding(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> Callable[..., Tensor]:
     """How to `forward.decode` here: on a CUDA device by steps that are captured and replayed, but of latent attention
     and of recurrent layers (whose states are other tensors after each step), launched piece by piece."""
     if cache.device.type != "cuda" or cache.latent or decoder.config.recurrence is not None:
@@ -344,3 +373,12 @@ def _decoding(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> 
     from workers.generator.gpu.steps import DecodeSteps  # Triton: only a GPU needs it
 
     return DecodeSteps.on_device(decoder, cache, slots=slots, context=context)
+
+
+def _launching_ahead(launch: Callable[..., Tensor], seating: Seating, lookup: int) -> Ahead | None:
+    """Where steps are captured. Which tokens to try needs those before: where any are, steps wait for each other."""
+    if isinstance(launch, partial) or lookup:
+        return None
+    from workers.generator.gpu.ahead import Ahead
+
+    return Ahead(seating)

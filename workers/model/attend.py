@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.gpu import varlen
-from workers.model.recur import Recurrence, run_each
+from workers.model.recur import Packed, Recurrence, run_each
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,11 @@ class PackedAttend:
         return _permute(self._by_bucket(q, k, v, reach), inverse, order)
 
     def recur(self, layer: int, recurrence: Recurrence, x_TI: Tensor, *, apart: bool) -> Tensor:
-        return run_each(recurrence, x_TI, self._lengths)
+        return run_each(recurrence, x_TI, self._packed, apart=apart)
+
+    @cached_property
+    def _packed(self) -> Packed:
+        return Packed(self._lengths)
 
     @cached_property
     def _varlen(self) -> varlen.VarlenAttend:

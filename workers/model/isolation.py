@@ -29,6 +29,7 @@ from torch import Tensor
 
 from workers.model.base_mm import MIN_ROWS, base_mm
 from workers.model.config import GateConfig
+from workers.model.gpu import fla
 from workers.model.native.build import library, processor
 from workers.model.native.gemm import packed
 from workers.model.parts.gate import activated, again
@@ -79,10 +80,26 @@ class Isolation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def probe(decoder: Decoder, kept: Path | None = None) -> Isolation:
-    """Set `decoder.isolation` by testing the decoder's shapes, or from an earlier finding in the folder `kept`."""
+    """Set `decoder.isolation` by testing the decoder's shapes, or from an earlier finding in the folder `kept`; and
+    whether kernels compute its recurrences."""
+    _choose_kernels(decoder)
     found = choose(decoder) if kept is None or decoder.device.type != "cpu" else _kept(decoder, kept)
     decoder.isolation = found.mode
     return found
+
+
+def _choose_kernels(decoder: Decoder) -> None:
+    """Tried with weights of their own: those of a sharded base are not here."""
+    layers = [module for module in decoder.modules() if isinstance(module, GatedDelta | Mamba2)]
+    if not layers or not fla.serves(decoder.embed, layers[0].key_dim):
+        return
+    with torch.device(decoder.device):
+        like = type(layers[0])(decoder.config, layers[0].layer, decoder.dtype)
+    for weight in like.parameters():
+        weight.data.normal_(std=0.3)
+    works = fla.agrees(like, like.config.in_size, decoder.device)
+    for layer in layers:
+        layer.packs = works
 
 
 def _kept(decoder: Decoder, folder: Path) -> Isolation:

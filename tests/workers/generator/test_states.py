@@ -11,12 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.workers.model import naive_fla
 from tests.workers.model.models import ours, random_adapter, reference
 from workers.generator.engine import Finished, GenerateRequest, PolicySpan, SamplingParams
 from workers.generator.prefix_cache import BLOCK_TOKENS, PrefixCache
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import load_adapter, save_adapter
 from workers.model.decoder import Decoder, LoraRows
+from workers.model.gpu import fla
+from workers.model.parts.gated_delta import GatedDelta
+from workers.model.parts.mamba2 import Mamba2
 from workers.model.recur import Recurrence, State
 
 from .conftest import run
@@ -66,6 +70,30 @@ def test_crowds_pieces_hits_and_being_set_aside_change_no_bit(hybrid: Decoder, r
         found = run(tight, *(replace(request, id=id_of.format(request.id)) for request in requests))
         assert all(same(a, found[id_of.format(a.id)]) for a in wanted)
     assert tight.stats().preempted > 0
+    hits = [found[f"again {request.id}"].facts.cache_hit for request in requests]
+    assert hits == [(len(request.prompt) - 1) // B * B if request.id != "r3" else 0 for request in requests]
+
+
+def test_kernels_of_all_pieces_continue_from_the_same_states_and_keep_those_at_block_ends(
+    hybrid: Decoder, requests: list[GenerateRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the formulas of fla-core's kernels in their place."""
+    requests = [replace(request, sampling=replace(SAMPLED, max_tokens=12)) for request in requests]
+    wanted = alone(hybrid, requests)
+    naive_fla.CHUNKS.clear()
+    monkeypatch.setattr(fla, "kernels", lambda: naive_fla.NAIVE)
+    for layer in hybrid.modules():
+        if isinstance(layer, GatedDelta | Mamba2):
+            monkeypatch.setattr(layer, "packs", True)
+            monkeypatch.setattr(layer, "run", None)
+    tight = engine(hybrid, slots=9, kv_tokens=13 * B, prefill_tokens=3 * B)
+    for id_of in ("{}", "again {}"):
+        found = run(tight, *(replace(request, id=id_of.format(request.id)) for request in requests))
+        for one in wanted:
+            for mine, plain in zip(found[id_of.format(one.id)].sequences, one.sequences, strict=True):
+                np.testing.assert_array_equal(mine.tokens, plain.tokens)
+                np.testing.assert_allclose(mine.logprobs, plain.logprobs, atol=1e-4)
+    assert {B} == naive_fla.CHUNKS, "a chunk is a block of a prompt"
     hits = [found[f"again {request.id}"].facts.cache_hit for request in requests]
     assert hits == [(len(request.prompt) - 1) // B * B if request.id != "r3" else 0 for request in requests]
 

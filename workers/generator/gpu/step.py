@@ -10,6 +10,7 @@ Shapes: R rows, G groups of layers, W pages of a sequence at most, M mixture lay
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +43,8 @@ class Step:
         self._table_GRW = torch.full((cache.groups, rows, width), cache.scratch, dtype=torch.int32, device=device)
         self._attend = PagedAttend(cache, self._table_GRW, self._inputs_2R[1])
         self._adapters = rewritable(forms, rows, device) if forms else None
-        #: Copies of the device's inputs in pinned memory, from which they are sent without waiting.
-        pinned = device.type == "cuda"
-        self._sent_2R = torch.zeros(2, rows, dtype=torch.int64, pin_memory=pinned)
-        self._sent_GRW = torch.full_like(self._table_GRW, cache.scratch, device="cpu", pin_memory=pinned)
+        #: What was sent last.
+        self._sent_GRW = np.full((cache.groups, rows, width), cache.scratch, dtype=np.int32)
 
     def load(self, adapters: Sequence[Adapter | None]) -> None:
         """From now on row i is computed with `adapters[i]`, which must have these forms; rows beyond have none."""
@@ -56,23 +55,25 @@ class Step:
         table.rewrite(rows)
         mine.scale_of_row(device).copy_(rows.scale_of_row(device))
 
-    def feed(self, tokens: Sequence[int], positions: Sequence[int], table_GNW: npt.NDArray[np.int32]) -> None:
-        """Set the tokens of the first N rows, their positions, and the pages of their sequences, of each group."""
-        rows = len(tokens)
-        sent_2R = self._sent_2R.numpy()
-        sent_2R[0, :rows], sent_2R[1, :rows] = tokens, positions
-        sent_2R[:, rows:] = 0
-        self._inputs_2R.copy_(self._sent_2R, non_blocking=True)
+    def feed(self, tokens: Sequence[int] | Tensor, positions: Sequence[int], table_GNW: npt.NDArray[np.int32]) -> None:
+        """Set the tokens of the first N rows, their positions, and the pages of their sequences, of each group. Tokens
+        may be on the device. The steps before may still be under way there."""
+        rows, inputs_2R = len(positions), np.zeros((2, self._rows), dtype=np.int64)
+        inputs_2R[1, :rows] = positions
+        if not isinstance(tokens, Tensor):
+            inputs_2R[0, :rows] = tokens
+        _put(self._inputs_2R, inputs_2R)
+        if isinstance(tokens, Tensor):
+            self._inputs_2R[0, :rows].copy_(tokens)
         wanted_GRW = np.full(self._sent_GRW.shape, self._cache.scratch, dtype=np.int32)
         wanted_GRW[:, :rows] = table_GNW
-        sent_GRW = self._sent_GRW.numpy()
-        changed = np.argwhere((sent_GRW != wanted_GRW).any(axis=2)).tolist()
-        sent_GRW[...] = wanted_GRW
+        changed = np.argwhere((self._sent_GRW != wanted_GRW).any(axis=2)).tolist()
+        self._sent_GRW = wanted_GRW
         if len(changed) > MAX_SINGLE_ROWS:
-            self._table_GRW.copy_(self._sent_GRW, non_blocking=True)
+            _put(self._table_GRW, wanted_GRW)
         else:
             for group, row in changed:
-                self._table_GRW[group, row].copy_(self._sent_GRW[group, row], non_blocking=True)
+                _put(self._table_GRW[group, row], wanted_GRW[group, row])
 
     def compute(self) -> tuple[Tensor, list[Tensor]]:
         """Logits [R, V] for the next tokens, and the experts [R, choices] that each mixture layer chose."""
@@ -84,3 +85,9 @@ class Step:
                 tokens_R, positions_R, self._attend, lora, lambda _, experts_TK: chosen.append(experts_TK)
             )
             return self._decoder.logits(hidden_RD, lora), chosen
+
+
+def _put(target: Tensor, values: npt.NDArray[Any]) -> None:
+    """Overwrite it, in the order of what is launched, without waiting: from pinned memory of its own."""
+    found = torch.from_numpy(values)
+    target.copy_(found.pin_memory() if target.is_cuda else found, non_blocking=True)

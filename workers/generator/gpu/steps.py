@@ -47,14 +47,16 @@ class DecodeSteps:
     def on_device(cls, decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> DecodeSteps:
         return cls(decoder, cache, slots=slots, context=context, capture=CudaGraphs[Computed]())
 
-    def __call__(self, plan: DecodePlan) -> Tensor:
+    def __call__(self, plan: DecodePlan, after: Tensor | None = None) -> Tensor:
+        """`after`: what the step before has drawn, still on the device, are the rows' tokens (`ahead.py`)."""
         plan.turn_pages()
         step, compute = self._loaded(plan)
-        positions = [row.position for row in plan.rows]
-        step.feed([row.token for row in plan.rows], positions, plan.table_GRW)
+        rows = plan.rows if after is None else plan.next_rows
+        positions = [row.position for row in rows]
+        step.feed([row.token for row in rows] if after is None else after, positions, plan.table_GRW)
         logits_RV, chosen = compute()
         if plan.routed:
-            pages = [row.pages[0].of(position) for row, position in zip(plan.rows, positions, strict=True)]
+            pages = [row.pages[0].of(position) for row, position in zip(rows, positions, strict=True)]
             self._cache.record_routes(pages, positions, [experts_TK[: len(pages)] for experts_TK in chosen])
         return logits_RV[: len(positions)]
 

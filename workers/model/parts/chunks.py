@@ -9,9 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Tokens that are computed together.
-CHUNK = 64
-
 
 def chunked(x_HN: Tensor, length: int) -> Tensor:
     """[H, C, L, ...], filled up with zeros; a number for each token as [H, C, L, 1]."""

@@ -19,14 +19,15 @@ from torch import Tensor, nn
 
 from workers.model.attend import Attend
 from workers.model.config import DecoderConfig
+from workers.model.gpu import fla
 from workers.model.lora import LoraRows, Site, lora_linear
-from workers.model.parts.chunks import CHUNK, by_head, chunked, faded
+from workers.model.parts.chunks import by_head, chunked, faded
 from workers.model.parts.convolution import convolved
 from workers.model.parts.frozen import frozen
 from workers.model.parts.one_token import Tokens, one_token
 from workers.model.parts.rotary import Angles
 from workers.model.parts.steady import steady
-from workers.model.recur import Recur, State
+from workers.model.recur import CHUNK, Packed, Recur, State, begun
 
 #: Keeps the length of a query or key from being zero, as the published code does.
 _TINY = 1e-6
@@ -49,6 +50,7 @@ class GatedDelta(nn.Module):
         at = config.adapter_at(layer, "attn")
         self.in_site, self.whole_site = Site.of(at + "in_A", c.trained), Site.of(at + "whole_in_A", c.whole)
         self.out_site = Site(at + "out_A", (at + "out_B",), (d,))
+        self.packs = False
 
     def forward(self, x_TD: Tensor, angles: Angles, attend: Attend, lora: LoraRows | None) -> Tensor:
         if not isinstance(attend, Recur):
@@ -57,17 +59,19 @@ class GatedDelta(nn.Module):
         y = attend.recur(self.layer, self, projected, apart=lora is not None and lora.apart)
         return lora_linear(y, self.out, self.out_site, lora)
 
+    @property
+    def key_dim(self) -> int:
+        """Of a state, what it is read by."""
+        return self.config.key_dim
+
     def run(self, x_NI: Tensor, state: State | None) -> tuple[Tensor, State]:
         c, x = self.config, self._inputs(x_NI)
-        before_JM, start_HDV = state or (
-            x_NI.new_zeros(c.taps - 1, c.mixed_size),
-            x_NI.new_zeros(c.value_heads, c.key_dim, c.value_dim),
-        )
+        before_JM, start_HDV = state or self._begin(x_NI)
         seen_M = torch.cat((before_JM, x.mixed))
         taps = [seen_M[j : j + len(x_NI)] for j in range(c.taps)]
         q, k, v = self._heads(F.silu(convolved(taps, self.conv)))
         each = c.value_heads // c.key_heads
-        decay_NH = -self.decay_log.exp() * F.softplus(x.decay + self.decay_bias)
+        decay_NH = self._decay(x.decay)
         q, k = (t.repeat_interleave(each, 1) for t in (q, k))
         tokens = _Tokens(*(t.transpose(0, 1) for t in (q, k, v, decay_NH, torch.sigmoid(x.rate))))
         out_HNV, end_HDV = by_chunks(tokens, start_HDV)
@@ -80,9 +84,26 @@ class GatedDelta(nn.Module):
         q, k, v = self._heads(steady(F.silu, convolved(seen_RJM.unbind(1), self.conv)))
         decay_RH = -self.decay_log.exp() * steady(F.softplus, x.decay + self.decay_bias)
         tokens = Tokens(q, k, v, steady(torch.exp, decay_RH), steady(torch.sigmoid, x.rate))
-        out_RHV, ends_HDV = one_token(tokens, [start_HDV for _, start_HDV in states])
+        out_RHV, ends_HDV = one_token(tokens, [start_HDV for _, start_HDV in states], packs=self.packs)
         y = self._gated(out_RHV, steady(F.silu, x.gate))
         return y, list(zip(seen_RJM[:, 1:].unbind(), ends_HDV, strict=True))
+
+    def run_packed(
+        self, x_TI: Tensor, packed: Packed, states: Sequence[State | None] | None
+    ) -> tuple[Tensor, list[State]]:
+        x = self._inputs(x_TI)
+        befores_JM, starts_HDV = begun(states, self._begin(x_TI))
+        mixed, ends_JM = fla.convolved(x.mixed, self.conv, None, packed, befores_JM)
+        rule = (*self._heads(mixed), self._decay(x.decay), torch.sigmoid(x.rate))
+        out_THV, ends_HDV = fla.delta_rule(*rule, packed, starts_HDV)
+        return self._gated(out_THV, F.silu(x.gate)), list(zip(ends_JM, ends_HDV, strict=True))
+
+    def _begin(self, x: Tensor) -> State:
+        c = self.config
+        return x.new_zeros(c.taps - 1, c.mixed_size), x.new_zeros(c.value_heads, c.key_dim, c.value_dim)
+
+    def _decay(self, decay_NH: Tensor) -> Tensor:
+        return -self.decay_log.exp() * F.softplus(decay_NH + self.decay_bias)
 
     def _inputs(self, x_NI: Tensor) -> _Inputs:
         """The projections, parted."""

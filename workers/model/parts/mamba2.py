@@ -22,14 +22,15 @@ from torch import Tensor, nn
 
 from workers.model.attend import Attend
 from workers.model.config import DecoderConfig
+from workers.model.gpu import fla
 from workers.model.lora import LoraRows, Site, lora_linear
-from workers.model.parts.chunks import CHUNK, by_head, chunked, faded
+from workers.model.parts.chunks import by_head, chunked, faded
 from workers.model.parts.convolution import convolved
 from workers.model.parts.frozen import frozen
 from workers.model.parts.one_token import Tokens, one_token
 from workers.model.parts.rotary import Angles
 from workers.model.parts.steady import steady
-from workers.model.recur import Recur, State
+from workers.model.recur import CHUNK, Packed, Recur, State, begun
 
 
 class Mamba2(nn.Module):
@@ -52,6 +53,7 @@ class Mamba2(nn.Module):
         at = config.adapter_at(layer, "attn")
         self.in_site, self.whole_site = Site.of(at + "in_A", c.trained), Site.of(at + "whole_in_A", c.whole)
         self.out_site = Site(at + "out_A", (at + "out_B",), (d,))
+        self.packs = False
 
     def forward(self, x_TD: Tensor, angles: Angles, attend: Attend, lora: LoraRows | None) -> Tensor:
         if not isinstance(attend, Recur):
@@ -60,13 +62,15 @@ class Mamba2(nn.Module):
         y = attend.recur(self.layer, self, projected, apart=lora is not None and lora.apart)
         return lora_linear(y, self.out, self.out_site, lora)
 
+    @property
+    def key_dim(self) -> int:
+        """Of a state, what it is read by."""
+        return self.config.state_dim
+
     def run(self, x_NI: Tensor, state: State | None) -> tuple[Tensor, State]:
         c = self.config
         gate, mixed, step = self._inputs(x_NI)
-        before_JM, start_HDV = state or (
-            x_NI.new_zeros(c.taps - 1, c.mixed_size),
-            x_NI.new_zeros(c.heads, c.state_dim, c.head_dim),
-        )
+        before_JM, start_HDV = state or self._begin(x_NI)
         seen_M = torch.cat((before_JM, mixed))
         taps = [seen_M[j : j + len(x_NI)] for j in range(c.taps)]
         x_NHV, b_NGD, c_NGD = self._parts(F.silu(convolved(taps, self.conv, self.conv_bias)))
@@ -85,9 +89,26 @@ class Mamba2(nn.Module):
         step_RH = steady(F.softplus, step + self.step_bias)
         kept_RH = steady(torch.exp, -self.decay_log.exp() * step_RH)
         tokens = Tokens(c_RGD, b_RGD, x_RHV * step_RH[..., None], kept_RH)
-        out_RHV, ends_HDV = one_token(tokens, [start_HDV for _, start_HDV in states])
+        out_RHV, ends_HDV = one_token(tokens, [start_HDV for _, start_HDV in states], packs=self.packs)
         y = self._gated(out_RHV + self.skip[:, None] * x_RHV, steady(F.silu, gate))
         return y, list(zip(seen_RJM[:, 1:].unbind(), ends_HDV, strict=True))
+
+    def run_packed(
+        self, x_TI: Tensor, packed: Packed, states: Sequence[State | None] | None
+    ) -> tuple[Tensor, list[State]]:
+        gate, mixed, step = self._inputs(x_TI)
+        befores_JM, starts_HDV = begun(states, self._begin(x_TI))
+        mixed, ends_JM = fla.convolved(mixed, self.conv, self.conv_bias, packed, befores_JM)
+        x_THV, b_TGD, c_TGD = self._parts(mixed)
+        step_TH = F.softplus(step + self.step_bias)
+        decay_TH = -self.decay_log.exp() * step_TH
+        out_THV, ends_HDV = fla.scan(x_THV * step_TH[..., None], b_TGD, c_TGD, decay_TH, packed, starts_HDV)
+        y = self._gated(out_THV + self.skip[:, None] * x_THV, F.silu(gate))
+        return y, list(zip(ends_JM, ends_HDV, strict=True))
+
+    def _begin(self, x: Tensor) -> State:
+        c = self.config
+        return x.new_zeros(c.taps - 1, c.mixed_size), x.new_zeros(c.heads, c.state_dim, c.head_dim)
 
     def _inputs(self, x_NI: Tensor) -> tuple[Tensor, ...]:
         """The gate [N, H V], what the convolution takes [N, M], the steps before their bias [N, H]."""

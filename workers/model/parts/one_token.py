@@ -4,8 +4,8 @@ S becomes decay S + k w^T, and the output is S^T q. What is written, w, is the v
 with a rate, rate (v - decay S^T k).
 
 On a CPU this is recur.c: a step reads every state once and writes every state once, and a row's bits depend on the row
-alone by the order of its sums. Elsewhere, and without a C compiler, torch computes the same, up to rounding, and goes
-over the states several times more.
+alone by the order of its sums. On a device where there are kernels (gpu/fla.py) it is one of those. Elsewhere, and
+without a C compiler, torch computes the same, up to rounding, and goes over the states several times more.
 
 Shapes: R rows, G groups of heads that share queries and keys, H heads, D key dim, V value dim.
 """
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.model.gpu import fla
 from workers.model.native import build
 from workers.model.parts.chunks import read
 
@@ -37,8 +38,10 @@ class Tokens(NamedTuple):
     rate_RH: Tensor | None = None
 
 
-def one_token(tokens: Tokens, states_HDV: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """out [R, H, V] and the states after the token; those before are not written to."""
+def one_token(tokens: Tokens, states_HDV: Sequence[Tensor], *, packs: bool = False) -> tuple[Tensor, list[Tensor]]:
+    """out [R, H, V] and the states after the token; those before are not written to. `packs`: see `Recurrence`."""
+    if packs:
+        return fla.one_token(*tokens, states_HDV)
     native = build.library(_SOURCE) if tokens.v_RHV.device.type == "cpu" else None
     return in_torch(tokens, states_HDV) if native is None else _in_c(native, tokens, states_HDV)
 

@@ -23,6 +23,7 @@ from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, GROUPS, SINKS
 from workers.generator import forward
 from workers.generator.engine import GenerateRequest, SamplingParams
 from workers.generator.gpu import steps
+from workers.generator.gpu.ahead import Ahead
 from workers.generator.gpu.capture import Capture
 from workers.generator.gpu.step import Step
 from workers.generator.gpu.steps import Computed, DecodeSteps, bucket
@@ -66,21 +67,24 @@ class Steps:
         decoder.rotary(torch.arange(context))  # as long as it gets: on a device it is from the start
         self.steps = DecodeSteps(decoder, self.cache, slots=SLOTS, context=context, capture=capture)
         self.rows: list[int] = []
+        self.ahead = 0
         #: Of each page, who has held it in which group of layers; of rows, the most that one has given back.
         self.holders: dict[int, set[tuple[str, int]]] = {}
         self.gone = 0
 
-    def __call__(self, plan: forward.DecodePlan) -> Tensor:
+    def __call__(self, plan: forward.DecodePlan, after: Tensor | None = None) -> Tensor:
         before = [pool.clone() for pool in self.cache.k_NKDP + self.cache.v_NKPD]
         with device_code():
-            found = self.steps(plan)
-        self.rows.append(len(plan.rows))
-        for row in plan.rows:
+            found = self.steps(plan, after)
+        rows = plan.rows if after is None else plan.next_rows
+        self.rows.append(len(rows))
+        self.ahead += after is not None
+        for row in rows:
             for group, held in enumerate(row.pages):
                 self.gone = max(self.gone, held.gone)
                 for page in held.pages:
                     self.holders.setdefault(page, set()).add((row.owner.request.id, group))
-        written = {held.of(row.position) for row in plan.rows for held in row.pages} | {self.cache.scratch}
+        written = {held.of(row.position) for row in rows for held in row.pages} | {self.cache.scratch}
         for pool, then in zip(self.cache.k_NKDP + self.cache.v_NKPD, before, strict=True):
             changed = (pool != then).flatten(1).any(dim=1).nonzero().flatten().tolist()
             assert set(changed) <= written, "a page of somebody else was written to"
@@ -124,13 +128,15 @@ def compare(
     lookup: int = 0,
     **options: Any,
 ) -> Steps:
-    """The same requests decoded plainly and by steps, these with prompt lookup."""
+    """The same requests decoded plainly and as a device does: by steps, launched ahead or with prompt lookup."""
     engines = [
         TorchEngine(random_decoder(config), EOS, slots=SLOTS, context=context, lookup=most, **options)
         for most in (0, lookup)
     ]
     used = engines[1]._decode_plan = Steps(engines[1], random_decoder(config), capture, context)
+    engines[1]._ahead = None if lookup else Ahead(engines[1]._seating)
     plain, stepped = (run(engine, *wanted) for engine in engines)
+    assert (used.ahead > 0) == (lookup == 0)
     assert (engines[1].stats().accepted_tokens > 0) == (lookup > 0)
     for request in wanted:
         assert stepped[request.id].error is None, stepped[request.id].error

@@ -1,0 +1,83 @@
+"""Decode steps that are launched before the tokens of the step before have come, so that a device never waits for the
+host between two steps.
+
+The tokens that a step draws stay on the device and are the next one's input; what only the host knows, where a sequence
+ends, is found a step late. What was drawn then for a sequence that has ended, or was set aside, is not taken: it is
+neither returned nor billed, and its random number is used again. What such a row has written lies in pages behind its
+sequence's last token, before whatever is launched later for their next holder.
+
+Shapes: R rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from workers.generator.forward import DecodePlan
+from workers.generator.progress import Row, SequenceProgress
+from workers.generator.sampling import Draw, chosen, drawn
+from workers.generator.seating import Seating
+
+log = logging.getLogger(__name__)
+
+#: Launches a step and returns its logits; (`DecodeSteps.__call__`).
+Launch = Callable[..., Tensor]
+
+
+class Flight:
+    """A step that is under way."""
+
+    def __init__(self, plan: DecodePlan, rows: Sequence[Row], logits_RV: Tensor) -> None:
+        self.plan = plan
+        self._tokens = [len(row.sequence.tokens) + row.ahead for row in rows]
+        numbers = chosen(logits_RV, plan.sampling, [row.uniform for row in rows])
+        self.tokens_R = numbers[: len(rows)].long()
+        self._here = numbers
+        self._arrived: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            # A copy that is asked for later would wait for all that is launched by then.
+            self._here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._here.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.current_stream().record_event()
+
+    def draws(self) -> list[Draw]:
+        """Waits for this step alone."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return drawn(self._here.tolist(), self.plan.sampling)
+
+    def fits(self, at: int) -> bool:
+        """Whether the sequence of row `at` is still one token before this step's."""
+        sequence = self.plan.sequences[at]
+        seated = bool(sequence.pages) and sequence.stop_reason is None
+        return seated and len(sequence.tokens) == self._tokens[at]
+
+
+class Ahead:
+    """The steps of an engine: at most two are under way, of one plan."""
+
+    def __init__(self, seating: Seating) -> None:
+        self._seating = seating
+        #: The step that was launched before anybody knew what the one before it has drawn.
+        self.flight: Flight | None = None
+
+    def step(self, plan: DecodePlan, launch: Launch) -> list[Draw]:
+        """What a step of this plan draws; the next one is under way by then, where it is sure to be wanted."""
+        flight, self.flight = self.flight, None
+        if flight is None or flight.plan is not plan:
+            flight = Flight(plan, plan.rows, launch(plan, None))
+        if all(self._goes_on(sequence) for sequence in plan.sequences):
+            try:
+                self.flight = Flight(plan, plan.next_rows, launch(plan, flight.tokens_R))
+            except Exception as error:  # what is wrong with it will show when it is its turn
+                log.warning("a decode step could not be launched ahead (%s)", error)
+        return flight.draws()
+
+    def _goes_on(self, sequence: SequenceProgress) -> bool:
+        """Whether its next token may not be its last, and the one after it has a place."""
+        room = sequence.owner.rule.limit - len(sequence.tokens)
+        return room > 1 and self._seating.reach(sequence, 1) > 0

@@ -1,0 +1,160 @@
+"""Recurrences of all packed sequences at once: kernels of flash-linear-attention (fla-core), where it is installed.
+
+Optional (the extra `gpu`): without them, or where `agrees` finds that they fail on this device or differ, torch
+computes the same sequence by sequence. They multiply float32 as the adapters' kernels do beside a base of 16 bits, with
+10 bits of mantissa, so they serve such bases only. `isolation.probe` decides, once per process.
+
+A chunk belongs to one sequence and lies at a multiple of its length from where that begins, and no kernel is chosen by
+how many sequences there are (the tuner's keys are heads and widths), so a sequence's sums do not depend on its
+neighbours. What would cut long sequences by how many there are, the library's other backends, is turned off.
+
+Shapes: T packed tokens, R sequences, M channels of the convolution, J its taps, K key heads, H value heads, G groups of
+heads, D key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.model.recur import Packed, Recurrence, run_each
+
+log = logging.getLogger(__name__)
+
+#: The widest keys that the kernels hold.
+MAX_KEY_DIM = 256
+#: What `agrees` computes: sequences shorter than the convolution, than a chunk, and of several chunks.
+TRIED = (2, 70, 33, 1)
+#: How far the kernels may be off, of the largest entry: 10 bits of mantissa through a few hundred sums.
+TOLERANCE = 0.02
+
+
+class Kernels(NamedTuple):
+    convolution: Callable[..., Any]
+    delta_rule: Callable[..., Any]
+    delta_step: Callable[..., Any]
+    scan: Callable[..., Any]
+    scan_step: Callable[..., Any]
+
+
+@cache
+def kernels() -> Kernels | None:
+    os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    try:
+        from fla.modules.causal_conv1d import causal_conv1d
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+        from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+    except ImportError:
+        return None
+    return Kernels(
+        causal_conv1d, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, chunk_simple_gla,
+        fused_recurrent_simple_gla,
+    )  # fmt: skip
+
+
+def serves(weight: Tensor, key_dim: int) -> bool:
+    """Whether there are kernels for a recurrence beside this weight of the base."""
+    fits = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) and key_dim <= MAX_KEY_DIM
+    return fits and kernels() is not None
+
+
+def convolved(
+    x_TM: Tensor, weight_MJ: Tensor, bias_M: Tensor | None, packed: Packed, before_JM: Sequence[Tensor] | None
+) -> tuple[Tensor, list[Tensor]]:
+    """silu of the causal convolution, and the last J - 1 rows of each sequence; `before_JM` were those before it."""
+    start_RMJ = None if before_JM is None else F.pad(torch.stack(list(before_JM)).mT, (1, 0))
+    y_1TM, end_RMJ = _kernels().convolution(
+        x_TM[None], weight_MJ, bias_M, initial_state=start_RMJ, output_final_state=packed.ends, activation="silu",
+        **packed.bounds(x_TM.device),
+    )  # fmt: skip
+    return y_1TM[0], [] if end_RMJ is None else list(end_RMJ[..., 1:].mT.unbind())
+
+
+def delta_rule(
+    q_TKD: Tensor, k_TKD: Tensor, v_THV: Tensor, decay_TH: Tensor, rate_TH: Tensor, packed: Packed,
+    start_HDV: Sequence[Tensor] | None,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """out [T, H, V], and the states after each sequence. Decays are logarithms."""
+    out_1THV, end_RHDV = _kernels().delta_rule(
+        q_TKD[None], k_TKD[None], v_THV[None], g=decay_TH[None], beta=rate_TH[None], scale=1.0,
+        initial_state=None if start_HDV is None else torch.stack(list(start_HDV)), output_final_state=packed.ends,
+        chunk_size=packed.chunk, **packed.bounds(v_THV.device),
+    )  # fmt: skip
+    return out_1THV[0], [] if end_RHDV is None else list(end_RHDV.unbind())
+
+
+def scan(
+    x_THV: Tensor, b_TGD: Tensor, c_TGD: Tensor, decay_TH: Tensor, packed: Packed, start_HDV: Sequence[Tensor] | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Mamba-2's, which is linear attention with a decay: keys b, queries c, values x. As `delta_rule`."""
+    b_THD, c_THD = (_each_head(t, x_THV.shape[1]) for t in (b_TGD, c_TGD))
+    out_1THV, end_RHDV = _kernels().scan(
+        c_THD[None], b_THD[None], x_THV[None], g=decay_TH[None], scale=1.0,
+        initial_state=None if start_HDV is None else torch.stack(list(start_HDV)), output_final_state=packed.ends,
+        chunk_size=packed.chunk, **packed.bounds(x_THV.device),
+    )  # fmt: skip
+    return out_1THV[0], [] if end_RHDV is None else list(end_RHDV.unbind())
+
+
+def one_token(
+    q_RGD: Tensor, k_RGD: Tensor, v_RHV: Tensor, decay_RH: Tensor, rate_RH: Tensor | None, states_HDV: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """out [R, H, V] and the states after a token of each row (`parts.one_token`); decays are factors."""
+    states: dict[str, Any] = {"initial_state": torch.stack(list(states_HDV)), "output_final_state": True}
+    if rate_RH is None:
+        q_RGD, k_RGD = (_each_head(t, v_RHV.shape[1]) for t in (q_RGD, k_RGD))
+        step = _kernels().scan_step
+    else:
+        step, states["beta"] = _kernels().delta_step, rate_RH[:, None]
+    q, k, v, log_decay = (t[:, None] for t in (q_RGD, k_RGD, v_RHV, decay_RH.log()))
+    out_R1HV, end_RHDV = step(q, k, v, g=log_decay, scale=1.0, **states)
+    return out_R1HV[:, 0], list(end_RHDV.unbind())
+
+
+def agrees(recurrence: Recurrence, width: int, device: torch.device) -> bool:
+    """Whether the kernels run here and find what torch does, to TOLERANCE: outputs, gradients, states and a step. What
+    does not is left out, with a warning. `width` is that of the recurrence's input."""
+    generator = torch.Generator().manual_seed(0)
+    x_TI, more_RI = (torch.randn(n, width, generator=generator).to(device) for n in (sum(TRIED), len(TRIED)))
+    try:
+        found = _tried(recurrence, x_TI, more_RI, packs=True)
+        wanted = _tried(recurrence, x_TI, more_RI, packs=False)
+        each = [(a - b).abs().max() / b.abs().max() for a, b in zip(found, wanted, strict=True)]
+        off = float(torch.stack(each).max())  # nan where any is
+    except Exception as error:  # whatever a compiler may raise
+        log.warning("kernels of fla-core do not run here; torch computes recurrences (%s)", error)
+        return False
+    if not off <= TOLERANCE:
+        log.warning("kernels of fla-core are off by %.1e here; torch computes recurrences", off)
+    return off <= TOLERANCE
+
+
+@torch.enable_grad()
+def _tried(recurrence: Recurrence, x_TI: Tensor, more_RI: Tensor, *, packs: bool) -> list[Tensor]:
+    recurrence.packs, x_TI = packs, x_TI.clone().requires_grad_()
+    y_TO = run_each(recurrence, x_TI, TRIED)
+    (gradient,) = torch.autograd.grad(y_TO.square().sum(), x_TI)
+    with torch.no_grad():
+        if packs:
+            _, states = recurrence.run_packed(x_TI, Packed(TRIED, chunk=32, ends=True), None)
+        else:
+            states = [recurrence.run(x_NI, None)[1] for x_NI in x_TI.split_with_sizes(list(TRIED))]
+        z_RO, after = recurrence.step(more_RI, states)
+    return [y_TO.detach(), gradient, z_RO, *(part for state in (*states, *after) for part in state)]
+
+
+def _kernels() -> Kernels:
+    found = kernels()
+    assert found is not None, "asked for only where `serves`"
+    return found
+
+
+def _each_head(x_TGD: Tensor, heads: int) -> Tensor:
+    return x_TGD.repeat_interleave(heads // x_TGD.shape[1], 1)
