@@ -1,20 +1,21 @@
 """Statements that PostgreSQL and SQLite need in different forms: many rows in few round trips, INSERT ... ON CONFLICT.
 
 On PostgreSQL many rows travel as one JSON document in one statement, and statements whose results nobody reads go out
-together; SQLite has no round trips, and `executemany` is as fast. For the paths of every operation
-(`scheduler.journal.accepting.acceptance`, `scheduler.journal.ending.settlement`, `billing.charges`).
+together; SQLite has no round trips, and `executemany` is as fast, without what SQLAlchemy does for each row. For the
+paths of every operation (`scheduler.journal.accepting.acceptance`, `scheduler.journal.ending.settlement`,
+`billing.charges`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import orjson
 import psycopg
-from sqlalchemy import Connection, TextClause, Update, bindparam, insert, text, update
+from sqlalchemy import Connection, TextClause, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
@@ -22,6 +23,7 @@ from sqlalchemy.orm import Session
 from store.tables import Base
 
 Rows = Sequence[dict[str, Any]]
+_SQLITE = sqlite.dialect()
 
 
 def insert_rows(connection: Connection, table: type[Base], rows: Rows) -> None:
@@ -29,7 +31,8 @@ def insert_rows(connection: Connection, table: type[Base], rows: Rows) -> None:
     if connection.dialect.name == "postgresql":
         connection.execute(_insert(table, tuple(rows[0])), {"rows": orjson.dumps(rows).decode()})
     else:
-        connection.execute(insert(table), rows)
+        names = tuple(rows[0])
+        connection.exec_driver_sql(_insert_one(table, names), _values(table, names, rows))
 
 
 def update_rows(connection: Connection, table: type[Base], rows: Rows) -> None:
@@ -37,7 +40,8 @@ def update_rows(connection: Connection, table: type[Base], rows: Rows) -> None:
     if connection.dialect.name == "postgresql":
         connection.execute(_update(table, tuple(rows[0])), {"rows": orjson.dumps(rows).decode()})
     else:
-        connection.execute(_update_one(table), [_aside(row) for row in rows])
+        names = tuple(name for name in rows[0] if name != "id")
+        connection.exec_driver_sql(_update_one(table, names), _values(table, (*names, "id"), rows))
 
 
 @contextmanager
@@ -73,13 +77,28 @@ def _rows(name: str) -> str:
 
 
 @cache
-def _update_one(table: type[Base]) -> Update:
-    return update(table).where(table.__table__.c.id == bindparam("of"))
+def _insert_one(table: type[Base], names: tuple[str, ...]) -> str:
+    places = ", ".join("?" * len(names))
+    return f"INSERT INTO {table.__tablename__} ({', '.join(names)}) VALUES ({places})"  # noqa: S608
 
 
-def _aside(row: dict[str, Any]) -> dict[str, Any]:
-    values = dict(row)
-    return {"of": values.pop("id"), **values}
+@cache
+def _update_one(table: type[Base], names: tuple[str, ...]) -> str:
+    values = ", ".join(f"{name} = ?" for name in names)
+    return f"UPDATE {table.__tablename__} SET {values} WHERE id = ?"  # noqa: S608
+
+
+def _values(table: type[Base], names: tuple[str, ...], rows: Rows) -> list[tuple[Any, ...]]:
+    """Rows as SQLite stores them, each in the order of `names`."""
+    forms = _forms(table, names)
+    return [tuple([row[name] if form is None else form(row[name]) for name, form in forms]) for row in rows]
+
+
+@cache
+def _forms(table: type[Base], names: tuple[str, ...]) -> list[tuple[str, Callable[[Any], Any] | None]]:
+    """How each column's type turns a value into one of SQLite's; None: it stays as it is."""
+    types = ((name, table.__table__.c[name].type.dialect_impl(_SQLITE)) for name in names)
+    return [(name, type.bind_processor(_SQLITE)) for name, type in types]
 
 
 def insert_into(session: Session, table: type[Base]) -> postgresql.Insert:

@@ -10,6 +10,8 @@ import hashlib
 import hmac
 import os
 import secrets
+import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,3 +53,19 @@ def _checked(path: Path) -> bytes:
     if len(secret) != SECRET_BYTES:
         raise ValueError(f"{path.name} holds {len(secret)} bytes instead of {SECRET_BYTES}: restore or delete it")
     return secret
+
+
+def _ids() -> Iterator[str]:
+    while True:
+        block = os.urandom(4096).hex()
+        yield from (block[start : start + 32] for start in range(0, len(block), 32))
+
+
+_drawn, _drawing = _ids(), threading.Lock()
+
+
+def new_id() -> str:
+    """128 random bits as hex, for an operation or a request. Many are drawn at a time: a call of the kernel gives the
+    interpreter to another thread first, which a busy event loop then waits for."""
+    with _drawing:
+        return next(_drawn)

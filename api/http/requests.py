@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import re
 import time
-import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.state.traffic import NO_ANSWER, NO_ROUTE, Traffic
 from store import logs, tracing
+from store.secret import new_id
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Requests:
 def request_id_of(headers: dict[bytes, bytes]) -> str:
     """The client's own, or a new one."""
     given = headers.get(HEADER, b"")
-    return given.decode() if _WELL_FORMED.fullmatch(given) else uuid.uuid4().hex
+    return given.decode() if _WELL_FORMED.fullmatch(given) else new_id()
 
 
 def route_of(scope: Scope) -> str:

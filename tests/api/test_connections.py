@@ -14,7 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from api.server.connections import MAX_HEADERS, MAX_HEADERS_BYTES, Gate
+from api.server.connections import MAX_HEADERS, MAX_HEADERS_BYTES, MAX_HELD_BYTES, Gate, _Joining
 from api.server.listener import Server
 from store.settings import FrontSettings
 
@@ -215,3 +215,55 @@ class TestProxies:
     ) -> None:
         monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
         assert self.ask(listening(), "127.0.0.3")["client"] == "127.0.0.3"
+
+
+class Sending:
+    """A transport that notes what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        assert not self.closed
+        self.sent.append(data)
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    abort = close
+
+
+def test_head_and_body_of_an_answer_go_out_together() -> None:
+    async def scenario() -> None:
+        wire = Sending()
+        joining = _Joining(wire, asyncio.get_running_loop())
+        joining.write(b"head ")
+        joining.write(b"body")
+        assert wire.sent == [b"head body"]
+        joining.write(b"alone")
+        assert wire.sent == [b"head body"]
+        await asyncio.sleep(0)
+        assert wire.sent == [b"head body", b"alone"]
+        joining.write(large := b"x" * (MAX_HELD_BYTES + 1))
+        assert wire.sent[2:] == [large]  # what reads slowly is heard of at once
+        joining.write(b"last")
+        joining.close()
+        assert (wire.sent[3:], wire.closed) == ([b"last"], True)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_held_of_a_connection_that_is_cut_off_is_not_sent() -> None:
+    async def scenario() -> None:
+        wire = Sending()
+        joining = _Joining(wire, asyncio.get_running_loop())
+        joining.write(b"head")
+        joining.abort()
+        await asyncio.sleep(0)
+        assert wire.sent == []
+
+    asyncio.run(scenario())

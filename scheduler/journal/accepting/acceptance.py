@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import uuid
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from store import logs, tables
 from store.blobs.contract import Blobs, beside_the_loop
 from store.bulk import insert_rows, sent_together
 from store.db import Database
+from store.secret import new_id
 from store.settings import Limits
 from store.tracing import origin_here
 
@@ -96,7 +96,7 @@ class Acceptance:
     async def take(self, new: NewOperation, rows: tuple[tables.Base, ...]) -> Operation:
         """Make `new` and `rows` durable in one commit. Not known before: the caller has asked. Raises OutOfMoney
         and QuotaReached."""
-        entry = _Entry(uuid.uuid4().hex, new.kind, _digest(new), asyncio.get_running_loop().create_future())
+        entry = _Entry(new_id(), new.kind, _digest(new), asyncio.get_running_loop().create_future())
         assert entry.durable is not None
         self._entries[new.lane, new.seq] = entry
         op = _operation(new, entry.id, entry.sent_sha256)
