@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,22 +15,18 @@ from weft.rl.loops import train as loop
 
 from tests.e2e.conftest import Weftd
 from tests.isolation import isolated, possible
+from tests.pages import ROOT, runnable
 
 pytestmark = pytest.mark.server
-ROOT = Path(__file__).parents[2]
-ELSEWHERE = "<!-- needs packages: tests/rl_packages -->\n"
 
 
 def blocks() -> list[str]:
-    page = (ROOT / "docs" / "rl.md").read_text()
-    found = re.findall(r"(?<!rl_packages -->\n)```python\n(.*?)```", page, re.S)
-    return [block for block in found if "sandboxes" not in block or possible()]
+    return [block for block in runnable("docs/rl.md", "python") if "sandboxes" not in block or possible()]
 
 
 def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = blocks()
     assert len(found) >= 9
-    assert (ROOT / "docs" / "rl.md").read_text().count(ELSEWHERE) == 1
     monkeypatch.setenv("WEFT_BASE_URL", weftd.url)
     monkeypatch.setenv("WEFT_API_KEY", weftd.key("reader"))
     whole, reports = loop.Recipe, []
