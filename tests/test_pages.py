@@ -1,5 +1,5 @@
-"""What no test runs of the pages is right all the same: commands that exist, settings that are taken. There is no block of
-which nothing is known."""
+"""What no test runs of the pages is right all the same: commands that exist, settings that are taken. No block is there
+of which nothing is known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ NEITHER = {
     "location /": "nginx",
     "kubectl create": "needs a cluster: tests/deploy/test_chart.py renders and checks the chart",
     "CREATE ROLE": "SQL, as tests/tenancy/test_row_security.py does it",
-    "apt-get install": "changes the machine",
     "pip install": "installs from a package index: tests/deploy/test_wheels.py",
     "export ": "the reader's own server",
     "eval ": "needs zsh and fish; bash completes in tests/e2e/test_guides.py",
@@ -61,9 +60,9 @@ def test_settings_are_taken() -> None:
     """Those of operating.md are held to the defaults by tests/store/test_settings.py."""
     tried = 0
     for page in PAGES:
+        indented = [] if page == "docs/operating.md" else [block for block in blocks(page) if not block.language]
         shown = [block.text for block in blocks(page) if block.language == "toml"]
-        if page != "docs/operating.md":
-            shown += ["\n".join(filter(is_settings, paragraphs(page)))]
+        shown += ["\n".join(filter(is_settings, block.text.split("\n\n"))) for block in indented]
         for text in filter(None, shown):
             given = tomllib.loads(text.replace(", ...]", "]"))
             load_prices(given.pop("prices", None))
@@ -91,9 +90,10 @@ def wrong(command: str) -> str:
     for word in words:
         names = word.strip("()[],;").split("|")
         if isinstance(here, click.Group) and word[0].isalpha() and word.islower():
-            if missing := [name for name in names if name not in here.commands]:
+            there = {name: here.get_command(click.Context(here), name) for name in names}
+            if missing := [name for name, command in there.items() if command is None]:
                 return missing[0]
-            here = here.commands[names[0]]
+            here = there[names[0]]
             options |= {name for parameter in here.params for name in (*parameter.opts, *parameter.secondary_opts)}
     said = re.findall(r"--[a-z][a-z-]+", command)
     return next((option for option in said if option not in options), "")

@@ -30,7 +30,7 @@ def program(page: str) -> str:
 
 @pytest.fixture
 def names(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: Any) -> dict[str, Any]:
-    """What the page's program has made, `printed`: its lines, and `shell`: its commands'. It has a folder of its own."""
+    """What the page's program has made, `printed`: its lines, and `shell`: its commands'. All in a folder of its own."""
     page = request.param
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WEFT_BASE_URL", weftd.url)
