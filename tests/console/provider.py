@@ -60,7 +60,8 @@ def good_key(name: str) -> ECKey:
 @dataclass
 class Liar:
     """The provider at `behind`, as clients see it at `url`. `changed` are claims that its ID tokens have instead (None:
-    not); `sign` makes a token of claims; `keys` are those that it publishes; `told` what it says of users elsewhere."""
+    not); `sign` makes a token of claims; `keys` are those that it publishes; `told` what it says of users elsewhere;
+    `ahead_s` is how far its clock is ahead, as it dates its answers."""
 
     behind: str
     url: str = ""
@@ -72,6 +73,7 @@ class Liar:
     answered: dict[str, str] = field(default_factory=dict)
     sign: Callable[[Claims], str] | None = None
     keys: list[ECKey] | None = None
+    ahead_s: float = 0.0
     challenge: str = ""
     asked: list[str] = field(default_factory=list)
     last: Claims = field(default_factory=dict)
@@ -83,7 +85,7 @@ class Liar:
         """As the provider is, but for the key."""
         self.key = self.own
         self.changed, self.told, self.discovered, self.answered = {}, {}, {}, {}
-        self.sign, self.keys = None, None
+        self.sign, self.keys, self.ahead_s = None, None, 0.0
 
     def signed(self, claims: Claims) -> str:
         return jwt.encode({"alg": "ES256", "kid": self.key.kid}, claims, self.key)
@@ -151,6 +153,9 @@ def liar_at(behind: str) -> Iterator[Liar]:
             self.send_header("content-length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
+
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return super().date_time_string(int(time.time() + liar.ahead_s))
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

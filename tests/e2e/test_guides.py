@@ -30,7 +30,7 @@ def program(page: str) -> str:
 
 @pytest.fixture
 def names(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: Any) -> dict[str, Any]:
-    """What the page's program has made, `printed`: its lines, and `shell`: its commands'. All in a folder of its own."""
+    """What the page's program has made, `printed`: its lines, `shell`: its commands'. All in a folder of its own."""
     page = request.param
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WEFT_BASE_URL", weftd.url)
@@ -124,9 +124,8 @@ def test_a_loop_of_trl_s(names: dict[str, Any]) -> None:
 
 @on("README.md")
 def test_the_readme(names: dict[str, Any]) -> None:
-    loss, answer = names["printed"]
-    assert float(loss) > 0
-    assert answer
+    assert float(names["printed"][0]) > 0
+    assert "".join(names["printed"][1:])
 
 
 @on("client_sdk/README.md")
@@ -157,8 +156,8 @@ def test_reading_along_and_stopping(names: dict[str, Any]) -> None:
 def test_the_doors(names: dict[str, Any]) -> None:
     assert '"chat.completion"' in names["shell"][0]
     prompt, tokens = names["reply"].prompt_token_ids, names["reply"].choices[0].token_ids
-    (kept,) = names["rollout"].data
-    assert kept.tokens == [*prompt, *tokens]
+    (turn,) = names["rollout"].turns
+    assert (turn.prompt, turn.tokens) == (prompt, tokens)
     assert "loss:sum" in names["printed"][-1]
 
 
