@@ -1,5 +1,5 @@
-"""Sign-in by the OpenID provider: whether it answers, as the settings say, and takes a secret as it is given; its clock;
-whether groups lead anywhere."""
+"""Sign-in by the OpenID provider: whether it answers, as the settings say, and takes a secret as it is given; clocks;
+and whether groups lead anywhere."""
 
 from __future__ import annotations
 

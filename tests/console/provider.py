@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -32,11 +33,26 @@ PATIENCE_S = 60.0
 def provider_process() -> Iterator[str]:
     """The address of a running provider."""
     port = free_port()
-    command = [sys.executable, "-m", "oidc_provider_mock", "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with _process("-m", "oidc_provider_mock", "--port", str(port)):
+        wait_for(f"http://localhost:{port}/.well-known/openid-configuration")
+        yield f"http://localhost:{port}"
+
+
+@contextmanager
+def toolkit_process(secret: str, redirect_uri: str, people: dict[str, Claims]) -> Iterator[str]:
+    """The address of another implementation, whose issuer is at /o."""
+    port, program = free_port(), Path(__file__).with_name("toolkit_provider.py")
+    with _process(str(program), str(port), secret, redirect_uri, json.dumps(people)):
+        wait_for(f"http://localhost:{port}/o/.well-known/openid-configuration")
+        yield f"http://localhost:{port}"
+
+
+@contextmanager
+def _process(*arguments: str) -> Iterator[None]:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, *arguments], **quiet) as process:
         try:
-            wait_for(f"http://localhost:{port}/.well-known/openid-configuration")
-            yield f"http://localhost:{port}"
+            yield
         finally:
             process.terminate()
             process.wait(30)
