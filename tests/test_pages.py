@@ -22,6 +22,7 @@ NEITHER = {
     "location /": "nginx",
     "kubectl create": "needs a cluster: tests/deploy/test_chart.py renders and checks the chart",
     "CREATE ROLE": "SQL, as tests/tenancy/test_row_security.py does it",
+    "python3 -m venv": "installs from a package index: tests/deploy/test_wheels.py",
     "pip install": "installs from a package index: tests/deploy/test_wheels.py",
     "export ": "the reader's own server",
     "eval ": "needs zsh and fish; bash completes in tests/e2e/test_guides.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -50,10 +51,30 @@ def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert len((tmp_path / "sums-1.jsonl").read_text().splitlines()) >= 3
 
 
-def test_the_example_learns(weftd: Weftd) -> None:
-    said = example(weftd, "rl_agent.py", "--steps", "20")
+def test_the_example_learns(weftd: Weftd, tmp_path: Path) -> None:
+    picture = tmp_path / "agent.png"
+    said = example(weftd, "rl_agent.py", "--steps", "20", "--plot", str(picture))
+    assert size_of(picture) == (880, 352)
     rewards = json.loads(said[-1].removeprefix("reward "))
     assert sum(rewards[-4:]) > 1.6 * sum(rewards[:4]), rewards
+
+
+def test_a_sweep_ends_in_a_picture(weftd: Weftd, tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "Capital of Peru?"}, {"role": "assistant", "content": "Lima"}]
+    data = tmp_path / "my.jsonl"
+    data.write_text(f"{json.dumps({'messages': talk})}\n" * 20)
+    picture = tmp_path / "sweep.png"
+    (said,) = example(weftd, "sweep.py", "--steps", "8", "--data", str(data), "--plot", str(picture))
+    losses = eval(said.removesuffix(f" {picture}"))
+    assert losses[3e-3] < losses[1e-3] < losses[3e-4]
+    assert size_of(picture) == (770, 396)
+
+
+def size_of(picture: Path) -> tuple[int, ...]:
+    """Width and height, in pixels (PNG, 11.2.1)."""
+    head = picture.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", head[16:])
 
 
 def test_an_agent_that_knows_only_openai_is_trained(weftd: Weftd) -> None:
