@@ -12,6 +12,7 @@ import pytest
 from weft.cli import main as weft
 
 from api.cli import weftd
+from api.http.client_wheel import WHEEL_NAME
 from billing.prices import load_prices
 from store.settings import Settings
 from tests.pages import ELSEWHERE, PAGES, ROOT, blocks
@@ -113,6 +114,11 @@ def test_targets_and_programs_are_there() -> None:
         assert set(re.findall(r"(?:`|^    )make ([a-z-]+)", text, re.M)) <= targets, page
         for program in re.findall(r"`?(?:\.venv/bin/)?python ((?:bench|examples|tools|deploy)/[\w/]+\.py)", text):
             assert (ROOT / program).exists(), (page, program)
+
+
+def test_the_wheel_is_of_this_version() -> None:
+    named = {name for page in PAGES for name in re.findall(r"weft_tuning-[\w.-]+\.whl", (ROOT / page).read_text())}
+    assert named - {"weft_tuning-VERSION-py3-none-any.whl"} == {WHEEL_NAME}
 
 
 @pytest.mark.parametrize("first", ELSEWHERE)
