@@ -36,13 +36,14 @@ def conversations() -> list[Any]:
     ]
 
 
-def trained(service: weft.ServiceClient, base_model: str, talks: list[Any], rate: float, steps: int) -> rl.Report:
+def trained(service: weft.ServiceClient, base_model: str, talks: list[Any], rate: float, epochs: float) -> rl.Report:
     """One run of the sweep; all see the same batches."""
     run = service.create_lora_training_client(base_model, rank=16, seed=0, name=f"sweep {rate:g}")
     data = rl.conversations(talks, run.get_tokenizer(), max_length=256)
     cut = len(data) // 5
-    every = max(1, steps // 4)
-    return rl.sft(run, data[cut:], test=data[:cut], every=every, batch=BATCH, steps=steps, learning_rate=rate, sinks=())
+    every = max(1, int(len(data[cut:]) * epochs / BATCH) // 4)
+    options = {"batch": BATCH, "epochs": epochs, "learning_rate": rate, "sinks": ()}
+    return rl.sft(run, data[cut:], test=data[:cut], every=every, **options)
 
 
 def draw(reports: dict[float, rl.Report], file: Path) -> None:
@@ -63,14 +64,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-model", default="weft/tiny-moe")
     parser.add_argument("--data", type=Path, help="a JSONL of conversations; default: words, spelled")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--epochs", type=float, default=6)
     parser.add_argument("--plot", type=Path, default=Path("sweep.png"))
     args = parser.parse_args()
     lines = args.data.read_text().splitlines() if args.data else []
     talks = [json.loads(line)["messages"] for line in lines if line.strip()] or conversations()
     random.Random(0).shuffle(talks)
     with weft.ServiceClient() as service, ThreadPoolExecutor() as pool:
-        waiting = {rate: pool.submit(trained, service, args.base_model, talks, rate, args.steps) for rate in RATES}
+        waiting = {rate: pool.submit(trained, service, args.base_model, talks, rate, args.epochs) for rate in RATES}
         reports = {rate: run.result() for rate, run in waiting.items()}
     draw(reports, args.plot)
     print({rate: round(report.curve("test/loss")[-1], 3) for rate, report in reports.items()}, args.plot)

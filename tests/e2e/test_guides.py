@@ -157,7 +157,7 @@ def test_the_doors(names: dict[str, Any]) -> None:
     assert '"chat.completion"' in names["shell"][0]
     prompt, tokens = names["reply"].prompt_token_ids, names["reply"].choices[0].token_ids
     (turn,) = names["rollout"].turns
-    assert (turn.prompt, turn.tokens) == (prompt, tokens)
+    assert (list(turn.prompt), list(turn.tokens)) == (prompt, tokens)
     assert "loss:sum" in names["printed"][-1]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from weft import rl
+from weft.rl.loops import distill
 from weft.rl.loops import train as loop
 
 from tests.e2e.conftest import Weftd
@@ -39,7 +40,8 @@ def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: 
         reports.append(loop.train(*args, **options))
         return reports[-1]
 
-    monkeypatch.setattr(loop, "Recipe", short)
+    for module in (loop, distill):  # where it is imported under a name of its own
+        monkeypatch.setattr(module, "Recipe", short)
     monkeypatch.setattr(rl, "train", kept)
     names: dict[str, Any] = {"__name__": "docs"}
     for block in found:
@@ -64,7 +66,7 @@ def test_a_sweep_ends_in_a_picture(weftd: Weftd, tmp_path: Path) -> None:
     data = tmp_path / "my.jsonl"
     data.write_text(f"{json.dumps({'messages': talk})}\n" * 20)
     picture = tmp_path / "sweep.png"
-    (said,) = example(weftd, "sweep.py", "--steps", "8", "--data", str(data), "--plot", str(picture))
+    (said,) = example(weftd, "sweep.py", "--epochs", "8", "--data", str(data), "--plot", str(picture))
     losses = eval(said.removesuffix(f" {picture}"))
     assert losses[3e-3] < losses[1e-3] < losses[3e-4]
     assert size_of(picture) == (770, 396)

@@ -211,8 +211,8 @@ def asked(url: str, key: str, run_id: str) -> None:
     result = {"try_again": True}
     while "try_again" in str(result):
         body = {"request_id": accepted.json()["request_id"]}
-        reply = httpx.post(f"{url}/api/v1/retrieve_future", json=body, headers={"x-api-key": key}, timeout=60)
-        result = reply.json()
+        about = {"x-api-key": key, "accept": "application/json"}  # else protobuf
+        result = httpx.post(f"{url}/api/v1/retrieve_future", json=body, headers=about, timeout=60).json()
     assert "loss:sum" in str(result)
 
 
