@@ -41,9 +41,9 @@ def trained(service: weft.ServiceClient, base_model: str, talks: list[Any], rate
     run = service.create_lora_training_client(base_model, rank=16, seed=0, name=f"sweep {rate:g}")
     data = rl.conversations(talks, run.get_tokenizer(), max_length=256)
     cut = len(data) // 5
-    every = max(1, int(len(data[cut:]) * epochs / BATCH) // 4)
-    options = {"batch": BATCH, "epochs": epochs, "learning_rate": rate, "sinks": ()}
-    return rl.sft(run, data[cut:], test=data[:cut], every=every, **options)
+    test, data = data[:cut], data[cut:]
+    every = max(1, int(len(data) * epochs / BATCH) // 4)
+    return rl.sft(run, data, test=test, every=every, batch=BATCH, epochs=epochs, learning_rate=rate, sinks=())
 
 
 def draw(reports: dict[float, rl.Report], file: Path) -> None:

@@ -92,10 +92,10 @@ def wrong(command: str) -> str:
     for word in words:
         names = word.strip("()[],;").split("|")
         if isinstance(here, click.Group) and word[0].isalpha() and word.islower():
-            there = {name: here.get_command(click.Context(here), name) for name in names}
-            if missing := [name for name, command in there.items() if command is None]:
-                return missing[0]
-            here = there[names[0]]
+            there = [here.get_command(click.Context(here), name) for name in names]
+            if None in there:
+                return names[there.index(None)]
+            here = there[0] or here
             options |= {name for parameter in here.params for name in (*parameter.opts, *parameter.secondary_opts)}
     said = re.findall(r"--[a-z][a-z-]+", command)
     return next((option for option in said if option not in options), "")

@@ -49,8 +49,8 @@ def toolkit_process(secret: str, redirect_uri: str, people: dict[str, Claims]) -
 
 @contextmanager
 def _process(*arguments: str) -> Iterator[None]:
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, *arguments], **quiet) as process:
+    command = [sys.executable, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             yield
         finally:
