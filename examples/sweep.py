@@ -53,7 +53,7 @@ def draw(reports: dict[float, rl.Report], file: Path) -> None:
         (line,) = axes.plot([step["loss"] for step in report.steps], label=label)
         tested = [(step, found["test/loss"]) for step, found in enumerate(report.steps) if "test/loss" in found]
         axes.plot(*zip(*tested, strict=True), "o", color=line.get_color())
-    axes.set(xlabel="step", ylabel="loss per token (dots: test)", yscale="log")
+    axes.set(xlabel="step", ylabel="loss per token (dots: test)", ylim=(0, None))
     axes.legend(title="learning rate: cost")
     axes.grid(alpha=0.3)
     figure.tight_layout()
