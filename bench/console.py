@@ -6,8 +6,8 @@ A real weftd, started on a data folder that was filled before: the runs of an or
 checkpoints and its optimizer steps; its usage over 90 days, settled as the service settles it; entries of the audit
 log. Each page is asked for by one client that is signed in, one request at a time, and read to its end: the median and
 the longest of `ROUNDS` times after one that warms up. `processor_ms` is the processor's time of the server for one of
-them: about what it takes at rest, whatever else this machine does meanwhile. `drawn_ms` is the same page in Chromium, from the click to its
-last chart, where Chromium is there.
+them: about what it takes at rest, whatever else this machine does meanwhile. `drawn_ms` is the same
+page in Chromium, from the click to its last chart, where Chromium is there.
 """
 
 from __future__ import annotations
