@@ -210,12 +210,13 @@ def neighbour() -> str:
 
 
 def console() -> str:
-    found, kinds = read("console"), ("processor_ms", "median_ms", "longest_ms", "drawn_ms")
+    found = read("console")
     rows = [
-        (name, *(number(each[kind]) if kind in each else "" for kind in kinds)) for name, each in found["pages"].items()
+        (name, *(number(each[kind]) if kind in each else "" for kind in ("median_ms", "longest_ms", "drawn_ms")))
+        for name, each in found["pages"].items()
     ]
-    goal = ("goal", *([f"{found['claims'][0]['target']}"] * 2), "", "")
-    table = grid(("page", "processor, ms", "median, ms", "longest, ms", "drawn, ms"), [*rows, goal])
+    goal = ("goal", f"{found['claims'][0]['target']}", "", "")
+    table = grid(("page", "median, ms", "longest, ms", "drawn, ms"), [*rows, goal])
     return taken(found) + "\n\n" + table
 
 

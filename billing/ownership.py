@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 
 import msgspec
 from sqlalchemy import Text, cast, select
@@ -33,9 +33,6 @@ Stretch = tuple[int, int, int, int, int, int]
 class _Timings(msgspec.Struct):
     stretches: list[Stretch] = []
 
-
-#: Without a zone, as SQLite's instants are.
-_EPOCH = datetime(1970, 1, 1)
 
 _TIMINGS = msgspec.json.Decoder(_Timings)
 
@@ -164,7 +161,7 @@ def _machine_seconds(session: Session, since: datetime, until: datetime) -> dict
 def _epoch_s(text: str) -> float:
     """A stored instant; SQLite's text has no zone, and is UTC."""
     at = datetime.fromisoformat(text)
-    return at.timestamp() if at.tzinfo else (at - _EPOCH).total_seconds()
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
 def _own(tokens: int, stretches: list[Stretch]) -> float:
