@@ -63,7 +63,7 @@ test: setup
 retest: setup
 	$(BIN)/python -m pytest -v --last-failed --last-failed-no-failures none --maxfail 1
 
-# What starts no server and no browser, and computes little: under 90 seconds on two cores.
+# What starts no server and no browser, and computes little: two minutes of processor time.
 QUICK := tests/test_walls.py tests/client_sdk/wire tests/store tests/billing/payments tests/fakestripe $(addprefix tests/scheduler/, \
   dispatch journal links order reports simulator)
 

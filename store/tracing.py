@@ -11,6 +11,7 @@ A span has kinds, ids and counts; never a body, a prompt or a key.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -44,20 +45,21 @@ class _Parts:
 
 def configure(program: str) -> None:
     """Send traces if the environment says so; `program` is the service (weft-api, weft-trainer, ...) unless
-    OTEL_SERVICE_NAME has another name. Raises TracingError."""
+    OTEL_SERVICE_NAME has another name, and HOST:PID is which of its processes. Raises TracingError."""
     if not wanted(os.environ):
         return
     try:
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         names = " or ".join(_ENDPOINTS)
         raise TracingError(f"{names} asks for traces: pip install 'weft-tuning-server[otel]' ({error})") from None
     name = os.environ.get("OTEL_SERVICE_NAME") or program
-    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False)
+    about = {SERVICE_NAME: name, SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{os.getpid()}"}
+    provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     _Parts.provider, _Parts.tracer = provider, trace.get_tracer("weft", tracer_provider=provider)
 

@@ -1,17 +1,21 @@
-"""Sign-in by the OpenID provider: whether it answers, as the settings say, and whether groups lead anywhere."""
+"""Sign-in by the OpenID provider: whether it answers, as the settings say, and takes a secret as it is given; clocks;
+and whether groups lead anywhere."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import httpx
 from sqlalchemy import create_engine, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from api.doctor.findings import Finding, ok, warning, wrong
-from store.oidc_settings import OidcError, client_secret
+from api.doctor.stores import apart_s
+from store.oidc_settings import SECRET, OidcError, OidcSettings
 from store.settings import Settings
 from store.tables import Organisation
 
@@ -34,7 +38,6 @@ def provider(settings: Settings) -> Iterator[Finding]:
     from api.oidc.refusals import ProviderError
 
     try:
-        secret = client_secret(oidc)
         asked = Provider(oidc)
         metadata, keys = asyncio.run(_asked(asked))
     except OidcError as error:
@@ -46,10 +49,9 @@ def provider(settings: Settings) -> Iterator[Finding]:
         )
         yield wrong(ABOUT, str(error), remedy)
         return
-    proof = "a secret" if secret is not None else "PKCE alone"
-    yield ok(
-        ABOUT, f"{metadata.issuer} answers, with {len(keys)} keys; redirect URI {asked.redirect_uri}, proved by {proof}"
-    )
+    yield ok(ABOUT, f"{metadata.issuer} answers, with {len(keys)} keys; redirect URI {asked.redirect_uri}")
+    yield from _proof(asked, metadata)
+    yield from _clock(oidc)
     yield from _groups(settings)
 
 
@@ -61,6 +63,44 @@ async def _asked(provider: Provider) -> tuple[Metadata, list[Any]]:
     if not isinstance(keys, list) or not keys:
         raise ProviderError(f"{metadata.jwks_uri} has no keys")
     return metadata, keys
+
+
+def _proof(provider: Provider, metadata: Metadata) -> Iterator[Finding]:
+    """How the client proves itself when it exchanges a code, of what the provider takes."""
+    from api.oidc.refusals import ProviderError
+
+    offered = ", ".join(metadata.token_endpoint_auth_methods_supported)[:200] or "nothing"
+    try:
+        method = provider.method(metadata)
+    except ProviderError as error:
+        yield wrong(ABOUT, str(error), "allow client_secret_basic or client_secret_post for this client there")
+        return
+    if "S256" not in (metadata.code_challenge_methods_supported or ["S256"]):
+        yield wrong(ABOUT, "the provider does not take PKCE with S256", "enable PKCE (S256) for this client there")
+    elif method == "none" and "none" not in metadata.token_endpoint_auth_methods_supported:
+        says = f"there is no client secret, and the provider's token endpoint names only {offered}"
+        yield warning(ABOUT, says, f"put the client's secret into {SECRET}, unless the client is public there")
+    else:
+        yield ok(ABOUT, f"codes are exchanged with PKCE and {'no secret' if method == 'none' else method}")
+
+
+def _clock(oidc: OidcSettings) -> Iterator[Finding]:
+    """The provider's clock, as its answers are dated (RFC 9110, section 6.6.1: whole seconds, cut off)."""
+    from api.oidc.provider import TIMEOUT_S, discovery_address
+
+    def read() -> float:
+        headers = httpx.get(discovery_address(oidc), timeout=TIMEOUT_S).headers
+        return parsedate_to_datetime(headers["date"]).timestamp() + float(headers.get("age", 0))
+
+    try:
+        off = apart_s(read, grain_s=1.0)
+    except (httpx.HTTPError, KeyError, ValueError):
+        return  # it does not say
+    if abs(off) > oidc.clock_skew_s:
+        says = f"the provider's clock is {off:+.0f} s from this machine's; oidc.clock_skew_s allows {oidc.clock_skew_s}"
+        yield wrong(ABOUT, says, "have both follow the same time (chrony, systemd-timesyncd): ID tokens are refused")
+    else:
+        yield ok(ABOUT, "the provider's clock agrees with this machine's")
 
 
 def _groups(settings: Settings) -> Iterator[Finding]:

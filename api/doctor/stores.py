@@ -151,7 +151,7 @@ def redis(settings: Settings) -> Iterator[Finding]:
 
 def clocks(settings: Settings) -> Iterator[Finding]:
     """Leases and expiries go by clocks: those of the database, of Redis and of the file system agree with this one."""
-    apart = {name: _apart_s(read) for name, read in _clocks(settings).items()}
+    apart = {name: apart_s(read) for name, read in _clocks(settings).items()}
     ahead = {name: off for name, off in apart.items() if abs(off) > SKEW_S}
     if ahead:
         says = ", ".join(f"that of {name} is {off:+.1f} s from this machine's" for name, off in ahead.items())
@@ -169,12 +169,12 @@ def _clocks(settings: Settings) -> dict[str, Callable[[], float]]:
     return found
 
 
-def _apart_s(read: Callable[[], float]) -> float:
-    """Seconds by which a clock is ahead, beyond what the asking took."""
+def apart_s(read: Callable[[], float], grain_s: float = 0.0) -> float:
+    """Seconds by which a clock is ahead, beyond what the asking took; it says multiples of `grain_s`, cut off."""
     before = time.time()
     found = read()
     after = time.time()
-    return min(found - before, 0.0) or max(found - after, 0.0)
+    return min(found + grain_s - before, 0.0) or max(found - after, 0.0)
 
 
 def _file_time(folder: Path) -> float:

@@ -45,6 +45,8 @@ class Metadata(BaseModel):
     userinfo_endpoint: _Address | None = None
     end_session_endpoint: _Address | None = None
     token_endpoint_auth_methods_supported: list[str] = ["client_secret_basic"]
+    #: RFC 8414: of PKCE; None: the provider does not say.
+    code_challenge_methods_supported: list[str] | None = None
     #: RFC 9207: each answer says which issuer it is from.
     authorization_response_iss_parameter_supported: bool = False
 
@@ -92,7 +94,7 @@ class Provider:
     async def exchange(self, code: str, verifier: str) -> Tokens:
         """The tokens of a code (RFC 6749, section 4.1.3; RFC 7636). Raises ProviderError."""
         metadata = await self.metadata()
-        method = "none" if self._secret is None else _method(metadata)
+        method = self.method(metadata)
         secret = self._secret.get_secret_value() if self._secret is not None else ""
         grant = "authorization_code"
         body = prepare_token_request(grant, code=code, redirect_uri=self.redirect_uri, code_verifier=verifier)
@@ -104,6 +106,10 @@ class Provider:
         if not (isinstance(given[0], str) and isinstance(given[1], str)):
             raise ProviderError("the token endpoint gave no id_token and access_token: is the scope openid asked for?")
         return Tokens(given[0], given[1])
+
+    def method(self, metadata: Metadata) -> str:
+        """How the client proves itself at the token endpoint. Raises ProviderError: the provider takes neither way."""
+        return "none" if self._secret is None else _method(metadata)
 
     async def keys(self) -> dict[str, Any]:
         """The provider's JWK Set as it is now. Raises ProviderError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -109,10 +110,15 @@ class TestDoctor:
         code, says = run("doctor", "--json", "--config", configured(folder, issuer))
         return code, [json.loads(line) for line in says.splitlines()]
 
-    def test_a_provider_that_answers(self, folder: Path, running: Liar) -> None:
+    def test_a_provider_that_answers(self, folder: Path, running: Liar, monkeypatch: pytest.MonkeyPatch) -> None:
         running.honest()
-        code, (found, group) = self.asked(folder, running.url)
-        assert (code, found["state"], group["state"]) == (0, "ok", "warning")
+        running.discovered = {"code_challenge_methods_supported": ["plain", "S256"]}
+        monkeypatch.setenv(SECRET, "hush")
+        code, (found, proof, clock, group) = self.asked(folder, running.url)
+        states = [each["state"] for each in (found, proof, clock, group)]
+        assert (code, states) == (0, ["ok", "ok", "ok", "warning"])
+        assert proof["says"] == "codes are exchanged with PKCE and client_secret_basic"
+        assert clock["says"] == "the provider's clock agrees with this machine's"
         assert "1 keys; redirect URI https://weft.example/console/sso/callback" in found["says"]
         assert "not there: gone" in group["says"]
 
@@ -120,6 +126,58 @@ class TestDoctor:
         running.discovered = {"issuer": "https://evil.example"}
         code, (found,) = self.asked(folder, running.url)
         assert (code, found["state"], "evil.example" in found["says"]) == (1, "wrong", True)
+
+    @pytest.mark.parametrize(
+        ("discovered", "secret", "state", "says", "remedy"),
+        [
+            (
+                {"token_endpoint_auth_methods_supported": ["private_key_jwt"]},
+                "hush",
+                "wrong",
+                "private_key_jwt",
+                "client_secret_post",
+            ),
+            (
+                {"token_endpoint_auth_methods_supported": ["client_secret_post"]},
+                "",
+                "warning",
+                "no client secret",
+                SECRET,
+            ),
+            ({"token_endpoint_auth_methods_supported": ["client_secret_post"]}, "hush", "ok", "client_secret_post", ""),
+            ({"token_endpoint_auth_methods_supported": ["none"]}, "", "ok", "no secret", ""),
+            ({"code_challenge_methods_supported": ["plain"]}, "hush", "wrong", "PKCE with S256", "enable PKCE"),
+        ],
+    )
+    def test_how_it_takes_a_secret(
+        self,
+        folder: Path,
+        running: Liar,
+        monkeypatch: pytest.MonkeyPatch,
+        discovered: Any,
+        secret: str,
+        state: str,
+        says: str,
+        remedy: str,
+    ) -> None:
+        running.honest()
+        running.discovered = discovered
+        if secret:
+            monkeypatch.setenv(SECRET, secret)
+        code, (_, found, *_) = self.asked(folder, running.url)
+        assert (code, found["state"]) == (int(state == "wrong"), state)
+        assert says in found["says"]
+        assert remedy in found["remedy"]
+        assert "hush" not in str(found)
+
+    @pytest.mark.parametrize(("ahead_s", "state"), [(-90, "wrong"), (-50, "ok"), (50, "ok"), (90, "wrong")])
+    def test_its_clock(self, folder: Path, running: Liar, ahead_s: int, state: str) -> None:
+        running.honest()
+        running.ahead_s = ahead_s
+        code, (_, _, found, _) = self.asked(folder, running.url)
+        assert (code, found["state"]) == (int(state == "wrong"), state)
+        said = re.search(r"clock is ([+-]\d+) s from", found["says"])
+        assert state == "ok" or (said is not None and abs(int(said[1]) - ahead_s) <= 2)
 
     def test_one_without_keys(self, folder: Path, running: Liar) -> None:
         running.honest()

@@ -29,6 +29,14 @@ def test_points_gather_and_are_sent_at_the_end(stub: Stub, service: weft.Service
     assert requests[0].path.startswith("/weft/runs/")
 
 
+def test_a_second_close_waits_for_the_first(stub: Stub, service: weft.ServiceClient) -> None:
+    weft.log(service.create_lora_training_client("org/tiny"), {"reward": 1.0})
+    service.close()
+    service.close().result()
+    assert logged(stub) == [("reward", 0, 1.0)]
+    assert sum(path.endswith("/finish") for path in stub.paths()) == 1
+
+
 def test_logging_costs_nothing_and_goes_on_by_itself(stub: Stub, service: weft.ServiceClient) -> None:
     with service:
         training = service.create_lora_training_client("org/tiny").result()

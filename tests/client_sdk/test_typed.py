@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import weft
 
-ROOT = Path(__file__).parents[2]
+from tests.pages import ROOT, runnable
+
 PAGES = {"readme": "README.md", "client": "client_sdk/README.md", "concepts": "docs/concepts.md"}
 CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient")
 #: What gives a class of transformers, whose types the checkout's settings skip.
@@ -24,7 +25,7 @@ OF_TRANSFORMERS = {"get_tokenizer_async"}
 def programs(tmp_path: Path) -> list[Path]:
     """The pages' Python, and one that asks what each twin gives."""
     for name, page in PAGES.items():
-        code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S))
+        code = "\n".join(runnable(page, "python"))
         assert "weft.ServiceClient()" in code
         (tmp_path / f"{name}.py").write_text(code)
     asked = ["import weft"]

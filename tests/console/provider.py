@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -32,11 +33,26 @@ PATIENCE_S = 60.0
 def provider_process() -> Iterator[str]:
     """The address of a running provider."""
     port = free_port()
-    command = [sys.executable, "-m", "oidc_provider_mock", "--port", str(port)]
+    with _process("-m", "oidc_provider_mock", "--port", str(port)):
+        wait_for(f"http://localhost:{port}/.well-known/openid-configuration")
+        yield f"http://localhost:{port}"
+
+
+@contextmanager
+def toolkit_process(secret: str, redirect_uri: str, people: dict[str, Claims]) -> Iterator[str]:
+    """The address of another implementation, whose issuer is at /o."""
+    port, program = free_port(), Path(__file__).with_name("toolkit_provider.py")
+    with _process(str(program), str(port), secret, redirect_uri, json.dumps(people)):
+        wait_for(f"http://localhost:{port}/o/.well-known/openid-configuration")
+        yield f"http://localhost:{port}"
+
+
+@contextmanager
+def _process(*arguments: str) -> Iterator[None]:
+    command = [sys.executable, *arguments]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            wait_for(f"http://localhost:{port}/.well-known/openid-configuration")
-            yield f"http://localhost:{port}"
+            yield
         finally:
             process.terminate()
             process.wait(30)
@@ -60,7 +76,8 @@ def good_key(name: str) -> ECKey:
 @dataclass
 class Liar:
     """The provider at `behind`, as clients see it at `url`. `changed` are claims that its ID tokens have instead (None:
-    not); `sign` makes a token of claims; `keys` are those that it publishes; `told` what it says of users elsewhere."""
+    not); `sign` makes a token of claims; `keys` are those that it publishes; `told` what it says of users elsewhere;
+    `ahead_s` is how far its clock is ahead, as it dates its answers."""
 
     behind: str
     url: str = ""
@@ -72,6 +89,7 @@ class Liar:
     answered: dict[str, str] = field(default_factory=dict)
     sign: Callable[[Claims], str] | None = None
     keys: list[ECKey] | None = None
+    ahead_s: float = 0.0
     challenge: str = ""
     asked: list[str] = field(default_factory=list)
     last: Claims = field(default_factory=dict)
@@ -83,7 +101,7 @@ class Liar:
         """As the provider is, but for the key."""
         self.key = self.own
         self.changed, self.told, self.discovered, self.answered = {}, {}, {}, {}
-        self.sign, self.keys = None, None
+        self.sign, self.keys, self.ahead_s = None, None, 0.0
 
     def signed(self, claims: Claims) -> str:
         return jwt.encode({"alg": "ES256", "kid": self.key.kid}, claims, self.key)
@@ -151,6 +169,9 @@ def liar_at(behind: str) -> Iterator[Liar]:
             self.send_header("content-length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
+
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return super().date_time_string(int(time.time() + liar.ahead_s))
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
@@ -17,8 +19,8 @@ from store import identities, people
 from store.keys import new_key
 from store.tables import ApiKey, AuditEntry, BrowserSession, Identity, Membership, Organisation, User
 from tests.console.conftest import SAME_SITE, Console
-from tests.console.provider import Liar, liar_at, provider_process
-from tests.console.sso import SECRET, at_provider, begin, come_back, person, sign_in, take_provider
+from tests.console.provider import Liar, liar_at, provider_process, toolkit_process
+from tests.console.sso import PUBLIC, SECRET, at_provider, begin, come_back, person, sign_in, take_provider
 
 
 @pytest.fixture(scope="module")
@@ -396,3 +398,25 @@ def test_nothing_secret_is_logged_or_kept(sso: Console, liar: Liar, caplog: pyte
 def user_id(console: Console, email: str) -> str:
     with console.database.read() as session:
         return session.scalars(select(User.id).filter_by(email=email)).one()
+
+
+def test_a_provider_by_other_hands(console: Console) -> None:
+    """Django OAuth Toolkit, whose tokens and keys are made by oauthlib and jwcrypto: who gets in, with which role."""
+    pytest.importorskip("oauth2_provider", reason="pip install django-oauth-toolkit")
+    people = {
+        "eve": {"email": "eve@corp.example", "email_verified": True, "groups": ["weft-acme-admins"]},
+        "mal": {"email": "mal@corp.example", "email_verified": False, "groups": ["weft-acme-admins"]},
+    }
+    with toolkit_process(SECRET, f"{PUBLIC}/console/sso/callback", people) as url:
+        take_provider(console, f"{url}/o")
+        replies = {}
+        for name in people:
+            console.http.cookies.delete("weft_console")
+            with httpx.Client(base_url=url) as browser:
+                assert browser.get(f"/sign-in/{name}").text == name
+                back = urlsplit(browser.get(begin(console, next="/console/members")).headers["location"])
+            replies[name] = come_back(console, f"{back.path}?{back.query}")
+        assert (replies["eve"].status_code, replies["eve"].headers["location"]) == (303, "/console/members")
+        assert memberships(console, "eve@corp.example") == {"Acme Research": "admin"}
+        assert replies["mal"].status_code == 403
+        assert memberships(console, "mal@corp.example") == {}

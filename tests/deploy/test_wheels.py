@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import urllib.request
 import zipfile
 from collections.abc import Iterator
@@ -23,11 +24,18 @@ import pytest
 from packaging.requirements import Requirement
 
 import weft_server
+from tests.pages import blocks, runnable
+from tests.servers import free_port
 
 pytestmark = pytest.mark.server
 ROOT = Path(__file__).parents[2]
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "WEFT_", "TINKER_"))}
 
+#: Pages that are tried in an environment of the client alone.
+GUIDES = (
+    *(f"docs/guides/{name}.md" for name in ("sft", "dpo", "distillation", "from-tinker", "from-peft")),
+    *("README.md", "docs/concepts.md", "docs/sdk.md", "docs/sampling.md", "docs/console.md", "docs/api.md"),
+)
 #: As in README.md, from nothing to a sampled answer.
 LOOP = """
 import weft
@@ -186,3 +194,55 @@ def test_a_package_of_the_same_name_is_named(wheels: dict[str, Path], tmp_path: 
     environment.install("--force-reinstall", str(stranger))  # theirs over ours: the server says it
     done = environment.run("weftd", "--help")
     assert (done.returncode, "another package of the import name weft" in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.long  # it installs all that the client requires from a package index: a minute or two
+@pytest.mark.timeout(900)
+def test_a_stranger_pastes_the_pages(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """Where there is no checkout: docs/get-started.md from its first command to its last, then each guide in the
+    environment that it made. Only port and `make setup` are other ones."""
+    set_up, *commands = blocks("docs/get-started.md")
+    assert len(commanded(set_up.text + "".join(block.text for block in commands if block.language == "sh"))) + 1 <= 10
+    port = str(free_port())
+    Environment(tmp_path / ".venv").install(*map(str, wheels.values()))  # for `make setup`
+    make, serve = commanded(set_up.text)
+    assert make == "make setup"
+    server = subprocess.Popen(["bash", "-c", f"exec {serve.replace('8000', port)}"], cwd=tmp_path, env=CLEAN)
+    try:
+        wait_for_port(int(port))
+        shell = [block.text.replace("8000", port) for block in commands if block.language == "sh"]
+        shell += pasted("get-started.py", "".join(block.text for block in commands if block.language == "python"))
+        for page in GUIDES:
+            shell += [*runnable(page, "sh"), *pasted(Path(page).stem + ".py", "\n".join(runnable(page, "python")))]
+        script = ["bash", "-eux", "-c", "\n".join(shell)]
+        done = subprocess.run(script, cwd=tmp_path, env=CLEAN, capture_output=True, text=True, timeout=800, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert re.search(r"^Lima", done.stdout, re.M)
+        packages = subprocess.run(
+            [tmp_path / "client/bin/pip", "list"], capture_output=True, text=True, check=True, env=CLEAN
+        ).stdout
+        assert "weft-tuning " in packages
+        assert "torch" not in packages
+    finally:
+        server.terminate()
+        assert server.wait(60) == 0
+
+
+def commanded(shell: str) -> list[str]:
+    """The commands of a script: its lines, a here-document and its body being one."""
+    return [line for line in re.sub(r"(<<'END'\n).*?^END$", r"\1", shell, flags=re.S | re.M).splitlines() if line]
+
+
+def pasted(name: str, program: str) -> list[str]:
+    return [f"cat > {name} <<'PROGRAM'\n{program}PROGRAM", f"python {name}"]
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz").close()
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise TimeoutError(port)

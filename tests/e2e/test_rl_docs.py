@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,26 +12,23 @@ from typing import Any
 
 import pytest
 from weft import rl
+from weft.rl.loops import distill
 from weft.rl.loops import train as loop
 
 from tests.e2e.conftest import Weftd
 from tests.isolation import isolated, possible
+from tests.pages import ROOT, runnable
 
 pytestmark = pytest.mark.server
-ROOT = Path(__file__).parents[2]
-ELSEWHERE = "<!-- needs packages: tests/rl_packages -->\n"
 
 
 def blocks() -> list[str]:
-    page = (ROOT / "docs" / "rl.md").read_text()
-    found = re.findall(r"(?<!rl_packages -->\n)```python\n(.*?)```", page, re.S)
-    return [block for block in found if "sandboxes" not in block or possible()]
+    return [block for block in runnable("docs/rl.md", "python") if "sandboxes" not in block or possible()]
 
 
 def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = blocks()
     assert len(found) >= 9
-    assert (ROOT / "docs" / "rl.md").read_text().count(ELSEWHERE) == 1
     monkeypatch.setenv("WEFT_BASE_URL", weftd.url)
     monkeypatch.setenv("WEFT_API_KEY", weftd.key("reader"))
     whole, reports = loop.Recipe, []
@@ -43,7 +40,8 @@ def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: 
         reports.append(loop.train(*args, **options))
         return reports[-1]
 
-    monkeypatch.setattr(loop, "Recipe", short)
+    for module in (loop, distill):  # where it is imported under a name of its own
+        monkeypatch.setattr(module, "Recipe", short)
     monkeypatch.setattr(rl, "train", kept)
     names: dict[str, Any] = {"__name__": "docs"}
     for block in found:
@@ -55,10 +53,30 @@ def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert len((tmp_path / "sums-1.jsonl").read_text().splitlines()) >= 3
 
 
-def test_the_example_learns(weftd: Weftd) -> None:
-    said = example(weftd, "rl_agent.py", "--steps", "20")
+def test_the_example_learns(weftd: Weftd, tmp_path: Path) -> None:
+    picture = tmp_path / "agent.png"
+    said = example(weftd, "rl_agent.py", "--steps", "20", "--plot", str(picture))
+    assert size_of(picture) == (880, 352)
     rewards = json.loads(said[-1].removeprefix("reward "))
     assert sum(rewards[-4:]) > 1.6 * sum(rewards[:4]), rewards
+
+
+def test_a_sweep_ends_in_a_picture(weftd: Weftd, tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "Capital of Peru?"}, {"role": "assistant", "content": "Lima"}]
+    data = tmp_path / "my.jsonl"
+    data.write_text(f"{json.dumps({'messages': talk})}\n" * 20)
+    picture = tmp_path / "sweep.png"
+    (said,) = example(weftd, "sweep.py", "--epochs", "8", "--data", str(data), "--plot", str(picture))
+    losses = eval(said.removesuffix(f" {picture}"))
+    assert losses[3e-3] < losses[1e-3] < losses[3e-4]
+    assert size_of(picture) == (770, 396)
+
+
+def size_of(picture: Path) -> tuple[int, ...]:
+    """Width and height, in pixels (PNG, 11.2.1)."""
+    head = picture.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", head[16:])
 
 
 def test_an_agent_that_knows_only_openai_is_trained(weftd: Weftd) -> None:

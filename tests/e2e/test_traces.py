@@ -9,9 +9,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +21,8 @@ import tinker
 
 from store import tracing
 from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+from tests.e2e.production import Production
+from tests.servers import OwnRedis, PostgresServer
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install 'weft-tuning-server[otel]'")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -32,12 +36,13 @@ LOSS = "cross_entropy"
 
 
 class Receiver(ThreadingHTTPServer):
-    """A collector's /v1/traces, as far as it goes: what was sent, by service."""
+    """A collector's /v1/traces, as far as it goes: what was sent, by service; and by which process of it."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.spans: list[tuple[str, Span]] = []
         self.raw: list[bytes] = []
+        self.pids: dict[bytes, int] = {}
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -62,6 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
             named = {found.key: found.value.string_value for found in resource.resource.attributes}
             for scope in resource.scope_spans:
                 self.server.spans += [(named["service.name"], span) for span in scope.spans]
+                pid = int(named["service.instance.id"].rpartition(":")[2])
+                self.server.pids |= {span.span_id: pid for span in scope.spans}
         self.send_response(200)
         self.end_headers()
 
@@ -76,9 +83,26 @@ def receiver() -> Iterator[Receiver]:
     found.shutdown()
 
 
+@pytest.fixture
+def own_redis() -> Iterator[OwnRedis]:
+    own = OwnRedis()
+    yield own
+    own.stop()
+
+
 def traced(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # milliseconds between two messages
+
+
+def batch(run_id: str) -> dict[str, Any]:
+    """The body of a run's first forward_backward."""
+    inputs = {
+        "target_tokens": {"data": PROMPT[1:], "dtype": "int64"},
+        "weights": {"data": [1.0] * 3, "dtype": "float32"},
+    }
+    datum = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": PROMPT[:-1]}]}, "loss_fn_inputs": inputs}
+    return {"model_id": run_id, "seq_id": 1, "forward_backward_input": {"data": [datum], "loss_fn": LOSS}}
 
 
 def test_one_trace_and_one_id_through_everything(
@@ -93,14 +117,6 @@ def test_one_trace_and_one_id_through_everything(
     service = tinker.ServiceClient(base_url=server.url, api_key=key)
     run = service.create_lora_training_client(BASE_MODEL, rank=4).result()
     sampler = service.create_sampling_client(base_model=BASE_MODEL).result()
-    datum = {
-        "model_input": {"chunks": [{"type": "encoded_text", "tokens": PROMPT[:-1]}]},
-        "loss_fn_inputs": {
-            "target_tokens": {"data": PROMPT[1:], "dtype": "int64"},
-            "weights": {"data": [1.0] * 3, "dtype": "float32"},
-        },
-    }
-    train = {"model_id": run.model_id, "seq_id": 1, "forward_backward_input": {"data": [datum], "loss_fn": LOSS}}
     sample = {
         "sampling_session_id": sampler._sampling_session_id,
         "seq_id": 0,
@@ -108,7 +124,7 @@ def test_one_trace_and_one_id_through_everything(
         "sampling_params": {"max_tokens": 2},
     }
     with httpx.Client(base_url=f"{server.url}/api/v1", headers={"x-api-key": key}, timeout=60) as http_client:
-        for path, body in (("forward_backward", train), ("asample", sample)):
+        for path, body in (("forward_backward", batch(run.model_id)), ("asample", sample)):
             accepted = http_client.post(path, json=body, headers=headers)
             assert accepted.headers["x-request-id"] == "traced-1", accepted.text
             result = http_client.post("retrieve_future", json={"request_id": accepted.json()["request_id"]})
@@ -147,6 +163,57 @@ def test_one_trace_and_one_id_through_everything(
     told = server.log().encode() + b"".join(receiver.raw)
     for secret in (key, key.rpartition("_")[2], ", ".join(map(str, PROMPT)), ",".join(map(str, PROMPT))):
         assert secret.encode() not in told
+
+
+@pytest.mark.timeout(300)
+def test_one_trace_through_a_replica_the_leader_and_the_workers(
+    receiver: Receiver,
+    tmp_path: Path,
+    postgres: PostgresServer,
+    migrated_postgres: str,
+    own_redis: OwnRedis,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Asked of the replica that does not lead. Who accepts, who schedules and who computes are different processes."""
+    traced(monkeypatch, receiver.url)
+    name = postgres.create(migrated_postgres)
+    production = Production(tmp_path, postgres.url(name), own_redis.url)
+    try:
+        workers = {role: production.worker(role) for role in ("trainer", "generator")}
+        replicas = production.serve(2)
+        leader = production.leader(replicas)
+        (other,) = replicas.keys() - {leader}
+        key = production.key()
+        run = tinker.ServiceClient(base_url=other, api_key=key).create_lora_training_client(BASE_MODEL, rank=4).result()
+        run.get_info()
+        asked(other, key, run.model_id)
+        wanted = {"train forward_backward", "work", "settle", "POST /api/v1/forward_backward"}
+        deadline = time.monotonic() + 60
+        while not wanted <= {span.name for _, span in receiver.of_trace(TRACE)}:
+            assert time.monotonic() < deadline, receiver.of_trace(TRACE)
+            time.sleep(0.1)
+        spans = receiver.of_trace(TRACE)
+        pids = {span.name: receiver.pids[span.span_id] for _, span in spans}
+        assert pids["POST /api/v1/forward_backward"] == replicas[other].pid
+        assert {pids[name] for name in ("queue", "work", "settle")} == {replicas[leader].pid}
+        assert pids["train forward_backward"] == workers["trainer"].pid
+        ids = {span.span_id for _, span in spans}
+        assert all(span.parent_span_id in ids or span.parent_span_id.hex() == PARENT for _, span in spans)
+    finally:
+        production.close()
+        postgres.drop(name)
+
+
+def asked(url: str, key: str, run_id: str) -> None:
+    """One batch, by a client whose span is PARENT; returns when it is done."""
+    headers = {"x-api-key": key, "traceparent": f"00-{TRACE}-{PARENT}-01"}
+    accepted = httpx.post(f"{url}/api/v1/forward_backward", json=batch(run_id), headers=headers, timeout=60)
+    result = {"try_again": True}
+    while "try_again" in str(result):
+        body = {"request_id": accepted.json()["request_id"]}
+        about = {"x-api-key": key, "accept": "application/json"}  # else protobuf
+        result = httpx.post(f"{url}/api/v1/retrieve_future", json=body, headers=about, timeout=60).json()
+    assert "loss:sum" in str(result)
 
 
 AWAY = """

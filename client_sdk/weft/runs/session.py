@@ -64,6 +64,7 @@ class Session:
         self._opening: asyncio.Task[str] | None = None
         self._heart: asyncio.Task[None] | None = None
         self._finished = False
+        self._finishing: asyncio.Task[None] | None = None
         #: What is to be sent before the end, and that the end is near.
         self.closing: list[Flushing] = []
         self.ending = asyncio.Event()
@@ -115,10 +116,13 @@ class Session:
             await waiting.flush()
 
     async def finish(self, status: FinishType, detail: str | None) -> None:
-        """End the session, if it was ever opened. Only the first call counts."""
-        if self._finished:
-            return
+        """End the session, if it was ever opened. Only the first call counts; others wait until it is done."""
         self._finished = True
+        if self._finishing is None:
+            self._finishing = asyncio.ensure_future(self._finish(status, detail))
+        await asyncio.shield(self._finishing)
+
+    async def _finish(self, status: FinishType, detail: str | None) -> None:
         await self._flush()
         if self._heart is not None:
             self._heart.cancel()
@@ -139,9 +143,8 @@ class JoinedSession(Session):
         self._heart = asyncio.ensure_future(self._beat(self._joined))
         return self._joined
 
-    async def finish(self, status: FinishType, detail: str | None) -> None:
+    async def _finish(self, status: FinishType, detail: str | None) -> None:
         """Leave it."""
-        self._finished = True
         await self._flush()
         if self._heart is not None:
             self._heart.cancel()

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from weft import rl
 from weft.rl.sandboxes import local, seccomp
-from weft.rl.sandboxes.sandbox import CannotIsolateError, Limits, Sandbox, SandboxError, opened, require
+from weft.rl.sandboxes.sandbox import FOLDER, CannotIsolateError, Limits, Sandbox, SandboxError, opened, require
 
 from tests.isolation import isolated
 
@@ -71,7 +71,7 @@ def test_commands_files_and_what_they_say() -> None:
         )
         done = await box.exec("python3", "a/b.py", stdin=b"abc")
         assert (done.returncode, done.stdout, done.stderr, done.limit) == (3, b"cba\n", b"no\n", None)
-        assert await box.read("a/b.py") == await box.read("/work/a/b.py")
+        assert await box.read("a/b.py") == await box.read(f"{FOLDER}/a/b.py")
         blob = os.urandom(3 * MIB)
         await box.write("blob", blob)
         assert await box.read("blob") == blob
