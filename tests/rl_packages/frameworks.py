@@ -90,23 +90,6 @@ def langgraph(model: str, session: str) -> str:
     return str(done["messages"][-1].content)
 
 
-def smolagents(model: str, session: str) -> str:
-    """With `tool_choice="auto"`, for it says "required" by itself, and a short prompt in place of its own, which is too
-    long for the built-in model's context. It has a tool of its own for the answer."""
-    from smolagents import OpenAIModel, ToolCallingAgent, tool
-    from smolagents.agents import EMPTY_PROMPT_TEMPLATES
-
-    given = endpoint(session)
-    headers = {"default_headers": given.pop("default_headers")}
-    url = given.pop("base_url")
-    served = OpenAIModel(model_id=model, api_base=url, client_kwargs=headers, tool_choice="auto", **given)
-    templates = {**EMPTY_PROMPT_TEMPLATES, "system_prompt": "Call tools."}
-    agent = ToolCallingAgent(
-        tools=[tool(add)], model=served, max_steps=2, prompt_templates=templates, verbosity_level=0
-    )
-    return str(agent.run(QUESTION))
-
-
 def litellm(model: str, session: str) -> str:
     """Two completions by hand, the second streamed."""
     import litellm
@@ -145,7 +128,7 @@ def instructor(model: str, session: str) -> str:
 FRAMEWORKS: dict[str, Callable[[str, str], str]] = {
     each.__name__: each
     for each in (
-        *(openai_agents, openai_agents_responses, pydantic_ai, pydantic_ai_responses, langgraph, smolagents),
+        *(openai_agents, openai_agents_responses, pydantic_ai, pydantic_ai_responses, langgraph),
         *(litellm, instructor),
     )
 }
