@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -257,15 +257,33 @@ def recurrences() -> str:
     return taken(found) + "\n\n" + grid(head, rows)
 
 
+def quarters(runs: list[list[float]]) -> tuple[float, float]:
+    """Means over seeds, and over the first and the last quarter of the batches."""
+    count = max(1, len(runs[0]) // 4)
+    return fmean(v for run in runs for v in run[:count]), fmean(v for run in runs for v in run[-count:])
+
+
 def mismatch() -> str:
     found = read("mismatch")
+    drifts = []
+    for setting, losses in found["drift"].items():
+        asked = found["settings"][setting]
+        told = f"noise {asked['noise']:g}, steps on a batch: {asked['steps']}, {len(asked['seeds'])} seeds"
+        for loss, curves in losses.items():
+            first, last = quarters(curves["mismatch_kl"])
+            kls = (first, last, quarters(curves["last_kl"])[1])
+            drifts.append((told, loss, *(f"{kl:.1e}" for kl in kls), number(quarters(curves["reward"])[1])))
+    settings = (
+        *("of the sampler", "loss", "mismatch KL before the first step on a batch, first quarter", "last quarter"),
+        *("at the last step, last quarter", "reward, last quarter"),
+    )
     rows = []
     for kind, points in found["routing"].items():
         rows += [
             (f"{kind}, {each['noise']:g}", *(f"{each[name]:.1e}" for name in ("free", "replayed"))) for each in points
         ]
     head = ("mismatch KL by the noise of the routers", "the trainer's choice of experts", "the sampler's, replayed")
-    return f"{claims('mismatch')}\n\n{grid(head, rows)}"
+    return "\n\n".join((claims("mismatch"), grid(settings, drifts), grid(head, rows)))
 
 
 def pauses() -> str:

@@ -2,12 +2,13 @@
 
     python bench/mismatch.py [--json] [--plot FILE] [--quick]
 
-Drift: one `weftd` with the built-in model; RL on sums whose sampler has other weights than the trainer, and whose
-batches are each good for several optimizer steps. Before each batch the run is copied, and the copy takes one step of
-Adam at NOISE on random tokens of random signs, so that every weight of the sampler is off by about NOISE. Unclipped
-importance sampling and IcePop (both ratios: to the sampler, and to the trainer before the batch) begin from the same
-weights, tasks and noise, over several seeds. The mismatch KL is the mean of rho - 1 - log rho over drawn tokens, rho =
-trainer / sampler, at the last step on each batch.
+Drift: a `weftd` with the built-in model, whose generator has other base weights than its trainer: Gaussian noise of
+NOISE times the standard deviation of each matrix, the same from beginning to end. RL on sums with each of LOSSES, from
+the same weights and tasks: unclipped importance sampling; PPO whose ratio is to the trainer before the batch, which
+bounds what the steps do and knows nothing of the sampler; IcePop, with that ratio and one to the sampler. What may
+drift is the mismatch KL before the first step on a batch, when nothing but the noise tells trainer and sampler apart:
+the mean of rho - 1 - log rho over drawn tokens, rho = trainer / sampler. Beside it: without noise, and with one
+optimizer step for each batch.
 
 Routing: the built-in mixture of experts in this process, sampled by the generator's engine. Noise of a given size is
 added to what its routers choose by ("rounding", as an engine that computes in another precision, or in another order,
@@ -22,8 +23,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,12 +36,15 @@ from typing import Any
 import numpy as np
 import torch
 import weft
+from safetensors.torch import load_file, save_file
 from serving import BASE_MODEL, claim, machine, make_key, serve
 from torch import Tensor
 from weft import rl
 from weft.rl.chat.render import TemplateRenderer
-from weft.types import AdamParams, Datum, ModelInput, SamplingParams
+from weft.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
+from api import cli
+from api.server import worker_programs
 from workers.generator.engine import GenerateRequest
 from workers.generator.engine import SamplingParams as EngineParams
 from workers.generator.torch_engine import TorchEngine
@@ -46,44 +54,71 @@ from workers.model.logprobs import target_logprobs
 from workers.model.parts.router import Router
 from workers.model.tiny import TINY_PATH
 
-LOSSES = {"importance_sampling": rl.losses.importance_sampling(), "icepop": rl.losses.icepop(old=True)}
-NOISE, RATE, RANK = 1e-2, 1e-3, 16
+LOSSES = {
+    "importance_sampling": rl.losses.importance_sampling(),
+    "ppo": rl.losses.ppo(),
+    "icepop": rl.losses.icepop(old=True),
+}
+NOISE, RATE, RANK = 0.1, 1e-3, 16
 #: Tasks of a batch, rollouts of each, and optimizer steps on it.
 BATCH, SIZE, STEPS = 12, 8, 4
+#: Others than those that noise and rate were chosen with, which were 0 and 1.
+SEEDS = range(10, 16)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a drift is measured in."""
+
+    noise: float
+    steps: int
+    losses: tuple[str, ...]
+    seeds: Sequence[int]
+
+
+SETTINGS = {
+    "noise": Setting(NOISE, STEPS, tuple(LOSSES), SEEDS),
+    "without noise": Setting(0.0, STEPS, ("importance_sampling", "icepop"), SEEDS[:3]),
+    "one step": Setting(NOISE, 1, ("importance_sampling", "icepop"), SEEDS[:3]),
+}
 #: Of the routers, in units of their logits and of their weights' standard deviation.
 ROUNDING = (1e-4, 1e-3, 1e-2, 1e-1)
 VOCABULARY = 1500
 
 
-def noise(seed: int) -> list[Datum]:
-    """Random tokens, to be made likelier or less likely at random."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for _ in range(4):
-        tokens = rng.integers(0, VOCABULARY, 33)
-        signs = rng.choice([-1.0, 1.0], 32).astype(np.float32)
-        inputs = {"target_tokens": tokens[1:].tolist(), "weights": signs}
-        made.append(Datum(ModelInput.from_ints(tokens[:-1].tolist()), inputs))
-    return made
+def disturbed(folder: Path, noise: float) -> None:
+    """The built-in model, each matrix with noise of so much of its standard deviation."""
+    shutil.copytree(TINY_PATH, folder)
+    generator = torch.Generator().manual_seed(0)
+    for file in sorted(folder.glob("*.safetensors")):
+        weights = load_file(file)
+        for name, weight in weights.items():
+            if weight.ndim > 1:
+                added = noise * weight.float().std() * torch.randn(weight.shape, generator=generator)
+                weights[name] = (weight + added).to(weight.dtype)
+        save_file(weights, file, metadata={"format": "pt"})
+
+
+def serve_with(sampler: Path, arguments: Sequence[str]) -> None:
+    """`weftd serve`, whose generator reads the base model from the folder `sampler`."""
+    generator = worker_programs._generator
+    worker_programs._generator = lambda settings, models, engine: generator(
+        settings, dict.fromkeys(models, sampler), engine
+    )
+    sys.argv = ["weftd", *arguments]
+    cli.main()
 
 
 class Drift:
-    """One run of RL, and the copy of it that samples."""
+    """One run of RL."""
 
-    def __init__(self, service: weft.ServiceClient, loss: rl.losses.Loss, seed: int) -> None:
-        self.loss, self.seed, self.draw = loss, seed, random.Random(seed)
-        self.run, self.copy = (
-            service.create_lora_training_client(BASE_MODEL, rank=RANK, seed=seed).result() for _ in range(2)
-        )
-        making = loss.made(self.run)
+    def __init__(self, service: weft.ServiceClient, name: str, seed: int, steps: int) -> None:
+        self.name, self.loss, self.seed, self.steps = name, LOSSES[name], seed, steps
+        self.draw = random.Random(seed)
+        self.run = service.create_lora_training_client(BASE_MODEL, rank=RANK, seed=seed).result()
+        making = self.loss.made(self.run)
         self.handle = making.result() if making is not None else None
         self.renderer = TemplateRenderer(self.run.get_tokenizer())
-
-    def sampler(self, step: int) -> weft.SamplingClient:
-        self.copy.load_state(self.run.save_state(f"step-{step}").result().path)
-        self.copy.forward_backward(noise(self.seed), "cross_entropy")
-        self.copy.optim_step(AdamParams(learning_rate=NOISE))
-        return self.copy.save_weights_and_get_sampling_client().result()
 
     def group(self, sampler: weft.SamplingClient, seed: int) -> Callable[[], list[rl.Rollout]]:
         """Rollouts of one task, under way."""
@@ -102,57 +137,78 @@ class Drift:
 
         return ended
 
-    def batch(self, number: int) -> tuple[float, float]:
-        """Sample one, and take its steps: mean reward, and the mismatch KL of the last step."""
-        sampler = self.sampler(number)
+    def batch(self, number: int) -> dict[str, float]:
+        """Sample one, and take its steps: mean reward, and the mismatch KL before the first step and at the last."""
+        sampler = self.run.save_weights_and_get_sampling_client().result()
         under_way = [self.group(sampler, (self.seed * 1000 + number) * BATCH + each) for each in range(BATCH)]
         groups = [ended() for ended in under_way]
-        data = self.data(groups)
-        for _ in range(STEPS):
-            backward = self.loss.forward_backward(self.run, data, self.handle)
-            self.run.optim_step(AdamParams(learning_rate=RATE))
-        found = backward.result().metrics
-        if self.handle is None:
-            kl = found["mismatch_kl:mean"]
-        else:  # a traced loss sums it, times the weight of a position
-            kl = found["custom/mismatch_kl:sum"] / found["custom/tokens:sum"]
-        return fmean(rollout.reward for group in groups for rollout in group), kl
-
-    def data(self, groups: Sequence[Sequence[rl.Rollout]]) -> list[Datum]:
-        """Of all rollouts, with the trainer's logprobs of now where the loss reads them."""
         drawn = sum(rollout.sampled for group in groups for rollout in group)
         data = []
         for group in groups:
             for rollout, advantage in zip(group, rl.dr_grpo([each.reward for each in group]), strict=True):
                 data += rl.data_of(rollout, advantage)
-        if "old" not in self.loss.reads:
-            return [self.loss.datum(datum, 1 / drawn) for datum in data]
+        olds = self.scores(data)
+        sent = [self.datum(datum, old, drawn) for datum, old in zip(data, olds, strict=True)]
+        for _ in range(self.steps):
+            backward = self.loss.forward_backward(self.run, sent, self.handle)
+            self.run.optim_step(AdamParams(learning_rate=RATE))
+        last = [output["logprobs"].to_numpy() for output in backward.result().loss_fn_outputs]
+        rewards = [rollout.reward for group in groups for rollout in group]
+        kls = {"mismatch_kl": mismatch_of(data, olds), "last_kl": mismatch_of(data, last)}
+        return {"reward": fmean(rewards), **kls}
+
+    def datum(self, datum: Datum, old: np.ndarray, drawn: int) -> Datum:
+        if self.name == "ppo":
+            own = TensorData.from_numpy(old * datum.loss_fn_inputs["mask"].to_numpy())
+            datum = Datum(datum.model_input, {**datum.loss_fn_inputs, "logprobs": own})
+        return self.loss.datum(datum, 1 / drawn, **({"old": old} if "old" in self.loss.reads else {}))
+
+    def scores(self, data: Sequence[Datum]) -> list[np.ndarray]:
+        """The trainer's logprobs of now."""
         asked = [
             Datum(datum.model_input, {"target_tokens": given["target_tokens"], "weights": given["mask"]})
             for datum in data
             if (given := datum.loss_fn_inputs)
         ]
-        read = self.run.forward(asked, "cross_entropy").result().loss_fn_outputs
-        return [
-            self.loss.datum(datum, 1 / drawn, old=output["logprobs"].to_numpy())
-            for datum, output in zip(data, read, strict=True)
-        ]
+        outputs = self.run.forward(asked, "cross_entropy").result().loss_fn_outputs
+        return [output["logprobs"].to_numpy() for output in outputs]
 
 
-def drift(service: weft.ServiceClient, seeds: int, batches: int) -> dict[str, dict[str, list[list[float]]]]:
-    """Rewards and mismatch KL of each loss, by seed and batch."""
-    found = {}
-    for name, loss in LOSSES.items():
-        runs = []
-        for seed in range(seeds):
-            one = Drift(service, loss, seed)
-            runs.append([one.batch(number) for number in range(batches)])
-            print(name, seed, [round(reward, 2) for reward, _ in runs[-1]], file=sys.stderr, flush=True)
-        found[name] = {
-            "reward": [[reward for reward, _ in run] for run in runs],
-            "mismatch_kl": [[kl for _, kl in run] for run in runs],
+def mismatch_of(data: Sequence[Datum], scores: Sequence[np.ndarray]) -> float:
+    """Over the drawn tokens."""
+    gaps = [
+        (score - given["logprobs"].to_numpy())[given["mask"].to_numpy() == 1]
+        for score, given in zip(scores, (datum.loss_fn_inputs for datum in data), strict=True)
+    ]
+    return mismatch_kl(np.concatenate(gaps).astype(np.float64))
+
+
+def drift(setting: Setting, batches: int) -> dict[str, dict[str, list[list[float]]]]:
+    """Of each loss, what `Drift.batch` tells, by seed and batch. All runs go side by side."""
+    with tempfile.TemporaryDirectory(prefix="weft-mismatch-") as temporary:
+        folder = Path(temporary, "model")
+        disturbed(folder, setting.noise)
+        program = (sys.executable, __file__, "--serve", str(folder))
+        with (
+            serve(program=program) as (url, data_dir),
+            weft.ServiceClient(base_url=url, api_key=make_key(data_dir, "bench")) as service,
+            ThreadPoolExecutor(len(setting.losses) * len(setting.seeds)) as threads,
+        ):
+            runs = [Drift(service, name, seed, setting.steps) for name in setting.losses for seed in setting.seeds]
+            curves: list[list[dict[str, float]]] = [[] for _ in runs]
+            for number in range(batches):
+                for curve, point in zip(curves, threads.map(lambda run: run.batch(number), runs), strict=True):  # noqa: B023
+                    curve.append(point)
+                print(number, [round(curve[-1]["mismatch_kl"], 4) for curve in curves], file=sys.stderr, flush=True)
+    return {
+        name: {
+            what: [
+                [point[what] for point in curve] for run, curve in zip(runs, curves, strict=True) if run.name == name
+            ]
+            for what in ("reward", "mismatch_kl", "last_kl")
         }
-    return found
+        for name in setting.losses
+    }
 
 
 def routers(decoder: Decoder) -> list[Router]:
@@ -231,21 +287,23 @@ def mismatch_kl(log_ratio: np.ndarray) -> float:
     return float((np.exp(log_ratio) - 1 - log_ratio).mean())
 
 
-def claims(drifted: dict[str, Any], routed: dict[str, Any], steps: int) -> list[dict[str, Any]]:
-    quarter, found = max(1, steps // 4), []
+def quarter(drifted: dict[str, Any], loss: str, what: str, *, first: bool = False) -> float:
+    """Mean over all seeds and the last, or first, quarter of the batches."""
+    runs = drifted[loss][what]
+    count = max(1, len(runs[0]) // 4)
+    return fmean(value for run in runs for value in (run[:count] if first else run[-count:]))
 
-    def mean(loss: str, what: str, first: bool) -> float:
-        runs = drifted[loss][what]
-        return fmean(value for run in runs for value in (run[:quarter] if first else run[-quarter:]))
 
-    for loss, drifts in (("importance_sampling", True), ("icepop", False)):
-        grown = mean(loss, "mismatch_kl", False) / mean(loss, "mismatch_kl", True)
-        goal = "grows past" if drifts else "stays below"
+def claims(drifts: dict[str, Any], routed: dict[str, Any]) -> list[dict[str, Any]]:
+    drifted, found = drifts["noise"], []
+    for loss, grows in (("importance_sampling", True), ("icepop", False)):
+        grown = quarter(drifted, loss, "mismatch_kl") / quarter(drifted, loss, "mismatch_kl", first=True)
+        goal = "grows past" if grows else "stays below"
         name = f"mismatch KL of {loss}, last quarter / first, {goal}"
-        found.append(claim(name, grown, 2.0, grown > 2.0 if drifts else grown <= 2.0))
-    apart = mean("importance_sampling", "mismatch_kl", False) / mean("icepop", "mismatch_kl", False)
+        found.append(claim(name, grown, 2.0, grown > 2.0 if grows else grown <= 2.0))
+    apart = quarter(drifted, "importance_sampling", "mismatch_kl") / quarter(drifted, "icepop", "mismatch_kl")
     found.append(claim("mismatch KL of importance_sampling / icepop, last quarter", apart, 2.0, apart >= 2.0))
-    ahead = mean("icepop", "reward", False) - mean("importance_sampling", "reward", False)
+    ahead = quarter(drifted, "icepop", "reward") - quarter(drifted, "importance_sampling", "reward")
     found.append(claim("final reward of icepop less that of importance_sampling", ahead, 0.0, ahead >= 0))
     worst = routed["rounding"][-1]
     found.append(claim("mismatch KL of the largest rounding", worst["free"], 1e-4, worst["free"] > 1e-4))
@@ -258,14 +316,14 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.2))
     for ax, what in ((left, "mismatch_kl"), (middle, "reward")):
-        for (loss, runs), colour in zip(result["drift"].items(), ("C3", "C0"), strict=True):
+        for (loss, runs), colour in zip(result["drift"]["noise"].items(), ("C3", "C4", "C0"), strict=True):
             for run in runs[what]:
-                ax.plot(run, colour, alpha=0.25, linewidth=0.8)
+                ax.plot(run, colour, alpha=0.2, linewidth=0.7)
             ax.plot([fmean(step) for step in zip(*runs[what], strict=True)], colour, label=loss)
-        ax.set(xlabel=f"batch, of {result['steps']} optimizer steps", ylabel=what.replace("_kl", " KL"))
+        ax.set(xlabel=f"batch, of {STEPS} optimizer steps", ylabel=what.replace("_kl", " KL before the first step"))
         ax.grid(alpha=0.3)
     left.set_yscale("log")
-    middle.legend()
+    middle.legend(fontsize=7)
     for (kind, points), colour in zip(result["routing"].items(), ("C1", "C2"), strict=True):
         for name, style in (("free", "o-"), ("replayed", "s--")):
             label = f"{kind}, {'replayed' if name == 'replayed' else 'own choice'}"
@@ -283,24 +341,21 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw it here")
     parser.add_argument("--quick", action="store_true", help="one seed, two batches")
     args = parser.parse_args()
-    seeds, batches, prompts = (1, 2, 4) if args.quick else (3, 14, 16)
-    with (
-        serve() as (url, data_dir),
-        weft.ServiceClient(base_url=url, api_key=make_key(data_dir, "bench")) as service,
-    ):
-        drifted = drift(service, seeds, batches)
+    batches, prompts, settings = 30, 16, SETTINGS
+    if args.quick:
+        batches, prompts = 2, 4
+        settings = {name: replace(each, seeds=each.seeds[:1]) for name, each in SETTINGS.items()}
+    drifts = {name: drift(each, batches) for name, each in settings.items()}
     routed = routing(prompts, 16)
     result = {
         "bench": "mismatch",
         "compares": "losses under noise in the sampler's weights; routing replay under noise in the sampler's routers",
         "machine": machine(),
         "batches": batches,
-        "steps": STEPS,
-        "seeds": seeds,
-        "noise": NOISE,
-        "drift": drifted,
+        "settings": {name: asdict(each) | {"seeds": list(each.seeds)} for name, each in settings.items()},
+        "drift": drifts,
         "routing": routed,
-        "claims": claims(drifted, routed, batches),
+        "claims": claims(drifts, routed),
     }
     if args.plot:
         plot(result, args.plot)
@@ -308,4 +363,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--serve"]:
+        serve_with(Path(sys.argv[2]), sys.argv[3:])
+    else:
+        main()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,10 +23,10 @@ os.environ.update(TINKER_TELEMETRY="0", HF_HUB_OFFLINE="1", TINKER_API_KEY="tml-
 
 
 @contextmanager
-def serve(*options: str) -> Iterator[tuple[str, Path]]:
-    """Start `weftd serve`; yields its address and data folder."""
+def serve(*options: str, program: Sequence[str] = (str(BIN / "weftd"),)) -> Iterator[tuple[str, Path]]:
+    """Start `weftd serve`, or what stands in its place; yields its address and data folder."""
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
-        command = [str(BIN / "weftd"), "serve", "--host", "127.0.0.1", "--port", "0", "--data-dir", folder, *options]
+        command = [*program, "serve", "--host", "127.0.0.1", "--port", "0", "--data-dir", folder, *options]
         with (Path(folder) / "stderr.log").open("w") as log:
             server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         try:

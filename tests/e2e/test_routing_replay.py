@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import weft
+from weft import rl
 from weft.types import Datum, ModelInput, SamplingParams
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
@@ -42,3 +45,53 @@ def test_sampled_routes_train(weftd: Weftd) -> None:
             run.forward_backward([Datum(data[0].model_input, inputs)], "importance_sampling").result(60)
         plain = sampler.sample(ModelInput.from_ints(PROMPT), 1, params).result(60)
         assert plain.sequences[0].routed_experts_np is None
+
+
+#: Run by Python before a program: in the generator alone, what routers choose by is off, as if it rounded otherwise; by
+#: the same whenever a token is computed, so that a token which a later turn reads again goes where it went.
+NOISY_ROUTERS = """
+import sys
+
+if sys.orig_argv[-3:-2] == ["generator"]:
+    import torch
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    def choose(module, given):
+        if type(module).__name__ != "Router":
+            return None
+        x_TD, lora, forced = given
+        logits_TE = x_TD @ module.weight.T
+        noise_E = torch.randn(len(module.weight), generator=torch.Generator().manual_seed(1))
+        return x_TD, lora, torch.topk(logits_TE + 0.2 * noise_E, module.choices, dim=-1).indices
+
+    register_module_forward_pre_hook(choose)
+"""
+
+
+def test_a_loop_that_replays_is_on_policy_whatever_the_samplers_routers_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns that extend each other, and answers that end early, are replayed too."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(NOISY_ROUTERS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+
+    async def solve(task: str, chat: rl.Chat) -> float:
+        first = await chat.user(task).sample(max_tokens=12, stop=[])
+        again = await chat.user("Again.").sample(max_tokens=12, stop=[], prune=lambda ids: len(ids) > 4)
+        return len(set(first.turn.tokens + again.turn.tokens)) / 24
+
+    env = rl.function(solve, ["What is 3 + 4?", "What is 5 + 2?"])
+    server = Weftd(tmp_path / "weftd").start()
+    try:
+        with weft.ServiceClient(base_url=server.url, api_key=server.key("replay")) as service:
+            first = {}
+            for replay in (False, True):
+                run = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
+                report = rl.train(run, env, steps=2, groups=rl.Groups(2, 4), sinks=[], routing_replay=replay)
+                first[replay] = report.curve("mismatch_kl")
+                assert report.curve("turns/rollout") == [2, 2]
+    finally:
+        assert server.stop() == 0, server.log()
+    assert min(first[False]) > 1e-4
+    assert max(map(abs, first[True])) < 1e-8

@@ -32,7 +32,7 @@ class Environment:
         return HOME / self.name / ".complete"
 
     def build(self) -> None:
-        """About 600 to 830 MB."""
+        """Up to 830 MB."""
         self.stamp.unlink(missing_ok=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(HOME / self.name)], check=True)
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet"]
@@ -51,7 +51,24 @@ VERIFIERS_0_4 = Environment(
     "its own TrainClient rolls out through `/inference/v1/generate`, and what it drew is trained by its session, which"
     " has to the bit what the client got; an agent of `openai` is trained",
 )
-ENVIRONMENTS = {each.name: each for each in (VERIFIERS_0_1, VERIFIERS_0_4)}
+SANDBOXES = Environment(
+    "sandboxes",
+    ("modal==1.6.4", "prime-sandboxes==0.5.1"),
+    "each call of `rl.sandboxes.Modal` and `rl.sandboxes.Prime` is one that the client takes, answered by a stand-in:"
+    " the providers themselves were not asked",
+)
+_TALKS = "a tool is shown, called by the model, answered, and its result read (docs/openai.md)"
+AGENTS = Environment(
+    "agents",
+    (
+        *("openai-agents==0.24.0", "pydantic-ai-slim==2.68.0", "langchain-openai==1.7.3", "langgraph==1.2.22"),
+        *("openai==3.54.0"),
+    ),
+    _TALKS,
+)
+LITELLM = Environment("litellm", ("litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"), _TALKS)
+INSTRUCTOR = Environment("instructor", ("instructor==1.17.0", "openai==3.3.0"), "a typed answer, in its mode `MD_JSON`")
+ENVIRONMENTS = {each.name: each for each in (VERIFIERS_0_1, VERIFIERS_0_4, SANDBOXES, AGENTS, LITELLM, INSTRUCTOR)}
 
 
 if __name__ == "__main__":

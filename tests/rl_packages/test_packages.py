@@ -9,9 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import weft
+from weft import rl
 
 from tests.e2e.conftest import Weftd
-from tests.rl_packages.environment import ROOT, VERIFIERS_0_1, VERIFIERS_0_4, Environment
+from tests.rl_packages.environment import (
+    AGENTS,
+    INSTRUCTOR,
+    LITELLM,
+    ROOT,
+    SANDBOXES,
+    VERIFIERS_0_1,
+    VERIFIERS_0_4,
+    Environment,
+)
+from tests.rl_packages.lesson import by_heart
 
 pytestmark = pytest.mark.server
 
@@ -28,13 +40,14 @@ def made(environment: Environment) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not environment.stamp.exists(), reason=reason)
 
 
-def said(server: Weftd, environment: Environment, program: Path, *arguments: str) -> list[str]:
+def said(server: Weftd, environment: Environment, program: Path, *arguments: str, key: str = "") -> list[str]:
     """The lines that a program prints which runs in `environment`."""
     variables = os.environ | {
         "WEFT_BASE_URL": server.url,
-        "WEFT_API_KEY": server.key(f"{program.stem}-{arguments[0].strip('-')}"),
+        "WEFT_API_KEY": key or server.key(f"{program.stem}-{arguments[0].strip('-')}"),
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it would fetch one
     }
     command = [str(environment.python), str(program), *arguments]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=280, check=False)
@@ -89,3 +102,55 @@ def test_an_agent_of_openai_2_is_trained(server: Weftd) -> None:
     assert f"openai=={version}" in VERIFIERS_0_4.packages
     lines = said(server, VERIFIERS_0_4, ROOT / "examples" / "openai_agent.py", "--steps", "2", "--batch", "2")
     assert [line.split()[:2] for line in lines] == [["reward", "0"], ["reward", "1"]]
+
+
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+#: What the model says, turn by turn, to which framework; to the others it calls `add`, and says what came out.
+SAID = {"instructor": ('```json\n{"a": 3, "b": 4}\n```',)}
+
+
+@pytest.mark.parametrize(
+    ("environment", "framework"),
+    [
+        pytest.param(environment, framework, id=framework, marks=made(environment))
+        for environment, frameworks in (
+            (AGENTS, "openai_agents openai_agents_responses pydantic_ai pydantic_ai_responses langgraph"),
+            (LITELLM, "litellm"),
+            (INSTRUCTOR, "instructor"),
+        )
+        for framework in frameworks.split()
+    ],
+)
+def test_a_framework_holds_a_conversation_with_a_tool(server: Weftd, environment: Environment, framework: str) -> None:
+    """The model learns each answer by heart, to the very tokens that the framework's own prompt came to."""
+    key = server.key(framework)
+    with weft.ServiceClient(base_url=server.url, api_key=key) as service:
+        run = service.create_lora_training_client("weft/tiny-moe", rank=16, seed=0)
+        run.save_weights_and_get_sampling_client()
+        learned: dict[tuple[int, ...], str] = {}
+        answers = SAID.get(framework, (ADD, "7"))
+        program = Path(__file__).with_name("frameworks.py")
+        for turn, answer in enumerate(answers):
+            session = f"{framework}-{turn}"
+            said(server, environment, program, framework, f"run:{run.model_id}", session, key=key)
+            learned[rl.trajectories(session, service).turns[turn].prompt] = answer
+            by_heart(run, learned)
+        end = said(server, environment, program, framework, f"run:{run.model_id}", "end", key=key)[-1]
+        assert json.loads(end) == {"called": [[3, 4]], "answer": "7", "error": ""}
+        rollout = rl.trajectories("end", service)
+        assert [len(turn.tokens) > 0 for turn in rollout.turns] == [True] * len(answers)
+
+
+@made(SANDBOXES)
+def test_the_providers_clients_take_what_our_adapters_send() -> None:
+    """Signatures and types as published; no account, so nothing of the providers themselves is tested."""
+    command = [str(SANDBOXES.python), str(Path(__file__).with_name("providers.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    expected = {
+        "left": [1, 0, 2],  # of two: one open, two open, none
+        "read": "\x00four",
+        "said": [3, "given", "no\n", None],
+        "refused": ["cannot read nowhere", "cannot write slow"],
+    }
+    assert json.loads(done.stdout) == {"modal": expected, "prime": expected}

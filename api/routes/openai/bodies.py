@@ -40,6 +40,15 @@ UNUSED = {
 }
 
 
+#: What to do in place of what cannot be honoured; else it is to be left out.
+_FREE = "nothing constrains what a model draws;"
+ADVICE = {
+    "tool_choice": f'{_FREE} send "auto", and expect answers without a call',
+    "response_format": f"{_FREE} ask for the format in a message, and check what comes",
+    "text": f"{_FREE} ask for the format in a message, and check what comes",
+}
+
+
 #: What `include` may ask for in the Responses API.
 LOGPROBS = "message.output_text.logprobs"
 #: Folded into a sampler's seed; it comes to no database.
@@ -60,7 +69,8 @@ class Door(BaseModel):
                 continue
             shown = value if isinstance(value, str | int | float) else type(value).__name__
             known = f"{quote(shown)} cannot be honoured here" if name in self.neutral else "is not supported here"
-            raise Refused(f"{name}: {known}; leave it out", name, "unsupported_parameter")
+            instead = ADVICE.get(name, "leave it out")
+            raise Refused(f"{name}: {known}; {instead}", name, "unsupported_parameter")
 
 
 class Sampling(Door):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from weft.wire.arrays import Array
-from weft.wire.checks.losses import TEMPERATURE
+from weft.wire.checks.losses import ROUTES, TEMPERATURE
 from weft.wire.inputs import Datum, ModelInput, PromptProvenanceSpan, ProvenanceSpans, SampledProvenanceSpan
 from weft.wire.sample_codec import PolicySpan
 
@@ -30,7 +30,8 @@ def off_policy(temperature: float, top_p: float, top_k: int) -> str:
 @dataclass(frozen=True)
 class Turn:
     """One sample: the ids that it continued, the ids that were drawn with their logprobs, by which versions, and how.
-    `sequence_id` is the server's name of it."""
+    `sequence_id` is the server's name of it. `routed_experts`, where they were asked for, are the experts that each
+    token of both but the last was sent to, [tokens - 1, mixture layers, choices]."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -43,6 +44,7 @@ class Turn:
     top_p: float = 1.0
     top_k: int = -1
     sequence_id: str = ""
+    routed_experts: Array | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
@@ -108,13 +110,14 @@ class Group:
 @dataclass
 class Joined:
     """Turns that extend each other, laid end to end; `drawn` says which tokens were sampled, `temperatures` at what,
-    and `spans` in which sequences."""
+    `spans` in which sequences, and `routes` through which experts each token but the last went, turn by turn."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     drawn: list[bool] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
     spans: ProvenanceSpans = field(default_factory=list)
+    routes: list[Array] | None = field(default_factory=list)
 
     def add(self, turn: Turn) -> None:
         before = len(self.tokens)
@@ -125,6 +128,10 @@ class Joined:
         self.temperatures += [1.0] * len(read) + [turn.temperature] * len(drawn)
         self.spans.append(PromptProvenanceSpan(turn.sequence_id, before, len(read)))
         self.spans.append(SampledProvenanceSpan(turn.sequence_id, 0, len(drawn)))
+        if turn.routed_experts is None or self.routes is None:
+            self.routes = None  # one turn without them: nothing is replayed
+        else:  # of what an earlier turn drew, its own count: they made its logprobs
+            self.routes.append(turn.routed_experts[max(before - 1, 0) :])
 
     def spans_of(self, start: int, stop: int) -> ProvenanceSpans | None:
         """Of the tokens [start, stop); None where a server has not named its sequences."""
@@ -154,7 +161,7 @@ def join(turns: Sequence[Turn]) -> list[Joined]:
 
 def data_of(rollout: Rollout, advantage: float) -> list[Datum]:
     """The rollout as training data, of all inputs that a loss of this package reads but `old` and `ref`, and with the
-    temperatures and the names of the sequences that it was drawn in.
+    temperatures, the experts where they are known, and the names of the sequences that it was drawn in.
 
     Position i of the input predicts target i. What was read, not drawn, has advantage, logprob and mask 0. Raises
     ValueError for turns that were drawn after a cut (`off_policy`).
@@ -176,6 +183,8 @@ def _datum(joined: Joined, advantage: float) -> Datum:
     }
     if any(temperature != 1 for temperature in joined.temperatures):
         inputs[TEMPERATURE] = np.asarray(joined.temperatures[1:], np.float32)
+    if joined.routes is not None:
+        inputs[ROUTES] = np.concatenate(joined.routes).astype(np.int64)
     last = len(joined.tokens) - 1
     spans = joined.spans_of(0, last), joined.spans_of(1, last + 1)
     return Datum(ModelInput.from_ints(joined.tokens[:-1]), inputs, *spans)

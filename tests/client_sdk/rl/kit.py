@@ -27,6 +27,7 @@ class Said:
         self.logprobs = [-0.5 - i for i in range(len(tokens))]
         self.sequence_id = "op:0"
         self.policy_versions = [PolicySpan(version, len(tokens))]
+        self.routed_experts_np: Any = None
 
 
 class Answer:
@@ -43,10 +44,12 @@ class Scripted:
         self.answers = list(answers)
         self.asked: list[list[int]] = []
         self.params: list[Any] = []
+        self.more: list[dict[str, Any]] = []
 
     async def sample_async(self, prompt: Any, n: int, params: Any, **more: Any) -> Answer:
         self.asked.append(prompt.to_ints())
         self.params.append(params)
+        self.more.append(more)
         return Answer([self._next() for _ in range(n)])
 
     def _next(self) -> Said:

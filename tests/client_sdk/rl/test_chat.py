@@ -48,6 +48,24 @@ def test_turns_are_what_the_template_would_render_and_make_one_datum() -> None:
     assert tokenizer().decode(drawn) == "4<|im_end|>no, 5<|im_end|>"
 
 
+def test_a_chat_that_replays_asks_for_experts_and_keeps_them() -> None:
+    said = Said([40, 41], "length")
+    said.routed_experts_np = np.full((9, 2, 2), 7)
+    who, sampler = policy(said)
+    plain = asyncio.run(Chat(who).user("?").sample()).turn
+    assert plain.routed_experts is None
+    assert "return_routed_experts" not in sampler.more[0]
+    who, sampler = policy(said, "no experts")
+    who.routing_replay = True
+    turn = asyncio.run(Chat(who).user("?").sample()).turn
+    assert turn.routed_experts is not None
+    assert turn.routed_experts.dtype == np.uint16  # two bytes each while they wait
+    assert turn.routed_experts.shape == (9, 2, 2)
+    assert sampler.more[0]["return_routed_experts"] is True
+    with pytest.raises(ValueError, match="returned no experts"):
+        asyncio.run(Chat(who).user("?").sample())
+
+
 def test_tokens_that_no_encoder_would_give_come_back_as_they_were() -> None:
     """The model spells "ab" as a, b; encoding its text would make another token of it."""
     odd = [tokenizer().encode("t")[0], tokenizer().encode("h")[0], tokenizer().encode("e")[0]]

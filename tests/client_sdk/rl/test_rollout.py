@@ -63,6 +63,25 @@ def test_data_say_at_what_and_in_which_sequence_their_tokens_were_drawn() -> Non
     assert "sampling_temperature" not in data_of(Rollout([turn([1], [2])]), 1.0)[0].loss_fn_inputs
 
 
+def routes(first: int, count: int) -> Any:
+    """[tokens, 1 layer, 2 choices]: every token has experts of its own."""
+    return np.arange(2 * first, 2 * (first + count), dtype=np.uint16).reshape(count, 1, 2)
+
+
+def test_each_token_goes_where_it_went_when_it_was_drawn_or_first_read() -> None:
+    """Of the tokens 10 and 11 the second turn read 11 for the first time: it was drawn last, and nothing came of it."""
+    one = Turn((1, 2), (10, 11), (-1.0, -1.0), routed_experts=routes(0, 3))
+    two = Turn((1, 2, 10, 11, 3), (12, 13), (-1.0, -1.0), routed_experts=routes(50, 6))
+    [datum] = data_of(Rollout([one, two]), 1.0)
+    told = datum.loss_fn_inputs["routed_experts"].to_numpy()
+    assert told[:, 0, 0].tolist() == [0, 2, 4, 106, 108, 110]
+    assert len(told) == datum.model_input.length
+    for loss in (losses.ppo(), losses.icepop()):
+        assert "routed_experts" in loss.datum(datum, 0.5).loss_fn_inputs
+    two = Turn(two.prompt, two.tokens, two.logprobs)
+    assert "routed_experts" not in data_of(Rollout([one, two]), 1.0)[0].loss_fn_inputs
+
+
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.0}], ids=str)
 def test_what_was_drawn_after_a_cut_is_refused_by_name(cut: dict[str, Any]) -> None:
     (name,) = cut

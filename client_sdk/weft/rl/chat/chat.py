@@ -13,11 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import Message, Renderer, Tool, ToolCall
 from weft.rl.rollout import Turn
 from weft.runs.drawing import SampleFuture
 from weft.sampling_client import SamplingClient
+from weft.wire.arrays import Array
 from weft.wire.inputs import ModelInput
 from weft.wire.sampling import SampledSequence, SampleResponse, SamplingParams
 
@@ -41,6 +44,8 @@ class Policy:
     renderer: Renderer
     context: int
     max_staleness: int | None = None
+    #: Whether turns keep the experts that their tokens were sent to, so that training sends them there again.
+    routing_replay: bool = False
     #: Of its samples; None is the client's own.
     priority: Literal["interactive", "batch"] | None = None
     purse: Purse = field(default_factory=lambda: Purse({}))
@@ -66,6 +71,7 @@ class Policy:
         try:
             given = ModelInput.from_ints(prompt)
             more: dict[str, Any] = {"max_staleness": self.max_staleness, "priority": self.priority}
+            more |= {"return_routed_experts": True} if self.routing_replay else {}
             if prune is None:
                 got = await sampler.sample_async(given, n, params, **more)
             else:
@@ -199,6 +205,7 @@ class Chat:
             self.params.top_p,
             self.params.top_k,
             sequence.sequence_id,
+            _routes(sequence) if self._policy.routing_replay else None,
         )
         self.recorded.append(turn)
         if sequence.stale:
@@ -214,6 +221,13 @@ class Chat:
             ]
         self.messages.append(said)
         return Reply(parsed.content or "", calls, parsed.reasoning_content, turn.stop_reason, turn)
+
+
+def _routes(sequence: SampledSequence) -> Array:
+    """The experts of its tokens, two bytes each."""
+    if sequence.routed_experts_np is None:
+        raise ValueError("the server returned no experts of what it sampled")
+    return sequence.routed_experts_np.astype(np.uint16)
 
 
 def _call(call: Any) -> ToolCall:

@@ -34,6 +34,7 @@ from weft.rl.signal.filters import GroupFilter, RolloutFilter
 from weft.rl.tasks.sources import Ratios, Shuffled, Source
 from weft.run_weights import base_model_of
 from weft.training_client import TrainingClient
+from weft.wire.limits import ModelLimits
 from weft.wire.sampling import SamplingParams
 from weft.wire.weights import SamplingClientKind
 
@@ -88,12 +89,14 @@ class Rollouts:
         ratios: Mapping[str, float] | None = None,
         sampling: SamplingParams | None = None,
         renderer: Renderer | None = None,
+        routing_replay: bool = False,
         concurrency: Concurrency | None = None,
         purse: Purse | None = None,
         seed: int = 0,
         batches: int | None = None,
     ) -> None:
-        """`batches`: how many will be asked for, so that nothing is sampled beyond the last."""
+        """`batches`: how many will be asked for, so that nothing is sampled beyond the last. `routing_replay`: training
+        sends each token to the experts that it was sampled with, where the base model is a mixture of experts."""
         self.run, self.groups, self.schedule = run, groups or Groups(), schedule or Sync()
         self.sampling = _on_policy(sampling or SamplingParams())
         self.pacer = Pacer(self.schedule, self.groups.batch)
@@ -101,6 +104,7 @@ class Rollouts:
         self._envs = _envs(env, sources, seed)
         self._ratios = Ratios(ratios or dict.fromkeys(self._envs, 1.0))
         self._renderer, self._concurrency, self._seed = renderer, concurrency, seed
+        self._replay = routing_replay
         self._purse = purse or Purse({})
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._tried: dict[int, tuple[str, int]] = {}
@@ -121,9 +125,10 @@ class Rollouts:
         sampler = await self.run.save_weights_and_get_sampling_client_async(kind=self._kind)
         if self._renderer is None:
             self._renderer = TemplateRenderer(await asyncio.to_thread(self.run.get_tokenizer))
-        context = await context_length(self.run)
-        lag = self.schedule.max_lag or None
-        self.policy = Policy(sampler, self._renderer, context, lag, purse=self._purse)
+        limits, lag = await model_limits(self.run), self.schedule.max_lag or None
+        if self._replay and limits.num_experts == 0:
+            raise ValueError("routing_replay: the base model has no experts to replay; leave it out")
+        self.policy = Policy(sampler, self._renderer, limits.context_length, lag, self._replay, purse=self._purse)
         if self._concurrency is not None:
             self._looking = asyncio.ensure_future(self._look(self._concurrency))
         return self
@@ -352,10 +357,10 @@ class Rollouts:
                 self._envs[name].again.append(int(index))
 
 
-async def context_length(run: TrainingClient) -> int:
-    """How many tokens the base model of `run` takes."""
+async def model_limits(run: TrainingClient) -> ModelLimits:
+    """What the base model of `run` takes."""
     limits = await run.create_rest_client().get_limits()
-    return limits.models[base_model_of(await run.get_info_async())].context_length
+    return limits.models[base_model_of(await run.get_info_async())]
 
 
 def _envs(

@@ -65,6 +65,7 @@ class Recipe:
     ratios: Mapping[str, float] | None = None
     sampling: SamplingParams | None = None
     renderer: Renderer | None = None
+    routing_replay: bool = False
     concurrency: Concurrency | None = None
     evaluation: Evaluation | None = None
     sinks: Sequence[Sink] | None = None
@@ -160,6 +161,7 @@ class Loop:
             ratios=recipe.ratios,
             sampling=recipe.sampling,
             renderer=recipe.renderer,
+            routing_replay=recipe.routing_replay,
             concurrency=recipe.concurrency,
             purse=self.purse,
             seed=recipe.seed,

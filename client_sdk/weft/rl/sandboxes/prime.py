@@ -63,6 +63,12 @@ class PrimeSandbox:
     def __init__(self, home: Prime, id: str) -> None:
         self._home, self.id, self._closed = home, id, False
 
+    @property
+    def _errors(self) -> tuple[type[Exception], ...]:
+        """What the client raises where a file cannot be moved; its errors have no common base."""
+        prime = self._home._prime
+        return (prime.APIError, prime.CommandTimeoutError, prime.UploadTimeoutError, prime.SandboxNotRunningError)
+
     async def exec(self, *command: str, stdin: bytes = b"", time_s: float | None = None) -> Done:
         limits, began = self._home.limits, time.monotonic()
         given = math.ceil(limits.time_s if time_s is None else time_s)
@@ -82,7 +88,11 @@ class PrimeSandbox:
         return Done(said.exit_code, out, err, time.monotonic() - began)
 
     async def read(self, path: str) -> bytes:
-        said = await self._home.client.execute_command(self.id, f"base64 -w0 -- {shlex.quote(absolute(path))}")
+        line = f"base64 -w0 -- {shlex.quote(absolute(path))}"
+        try:
+            said = await self._home.client.execute_command(self.id, line)
+        except self._errors as error:
+            raise SandboxError(f"cannot read {path}: {error}") from error
         if said.exit_code != 0:
             raise SandboxError(f"cannot read {path}: {said.stderr.strip()[-400:]}")
         return base64.b64decode(said.stdout)
@@ -92,7 +102,7 @@ class PrimeSandbox:
         try:
             await self._home.client.execute_command(self.id, f"mkdir -p -- {shlex.quote(whole.rpartition('/')[0])}")
             await self._home.client.upload_bytes(self.id, whole, data, whole.rpartition("/")[2])
-        except self._home._prime.APIError as error:
+        except self._errors as error:
             raise SandboxError(f"cannot write {path}: {error}") from error
 
     async def snapshot(self) -> Snapshot:
