@@ -23,7 +23,7 @@ import torch
 import weft
 from weft import rl
 from weft.rl.loops import rollouts
-from weft.rl.loops.rollouts import context_length
+from weft.rl.loops.rollouts import model_limits
 from weft.types import AdamParams, Datum, ModelInput, SamplingParams
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
@@ -445,7 +445,7 @@ def test_what_would_be_off_policy_unseen_is_refused_and_what_collapses_is_warned
 
 def test_a_conversation_that_fills_the_context_says_so(service: weft.ServiceClient) -> None:
     run = fresh(service)
-    limit = asyncio.run(context_length(run))
+    limit = asyncio.run(model_limits(run)).context_length
     long = [{"prompt": "word " * limit, "answer": ""}]
     with pytest.raises(rl.RolloutsFailedError, match=rf"tokens, the model takes {limit}"):
         rl.train(run, rl.prompts(long, right), steps=1, groups=rl.Groups(batch=1, size=2), sinks=[])

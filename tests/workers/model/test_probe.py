@@ -30,6 +30,7 @@ def decoder(*weights: Tensor, **config: Any) -> Any:
         device=CPU,
         embed=embed,
         layers=[],
+        modules=list,
         isolation="",
         products=lambda: products,
         parts_of_products=lambda: [],
