@@ -50,7 +50,10 @@ OFFLOADED: dict[str, Any] = {
         ({"quantization": "awq"}, "it may be fp8_per_tensor or fp8_per_block"),
         ({"speculative_config": {"method": "eagle", "num_speculative_tokens": 3}}, "it may be a table with method"),
         ({"speculative_config": {"method": "ngram"}}, "num_speculative_tokens"),
-        ({"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}}, "only prefills"),
+        (
+            {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}},
+            "start such yourself",
+        ),
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "OffloadingConnector"),
         ({"kv_transfer_config": OFFLOADED | {"kv_connector_module_path": "os"}}, "OffloadingConnector"),
         ({"kv_transfer_config": OFFLOADED | {"kv_connector_extra_config": {}}}, "cpu_bytes_to_use"),
