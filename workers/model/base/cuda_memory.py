@@ -54,11 +54,11 @@ def room(size_bytes: int, device: torch.device) -> Tensor:
 def handle(whole: Tensor) -> list[Any]:
     """What another process opens it with, once: of ints, bytes and a bool. What was written is there."""
     torch.cuda.synchronize(whole.device)
-    return list(whole.untyped_storage()._share_cuda_()[1:])
+    return list(whole.untyped_storage()._share_cuda_()[1:])  # type: ignore[no-untyped-call]
 
 
 def opened(found: list[Any], device: torch.device) -> Tensor:
     """The bytes behind a handle. They stay for as long as this process lives."""
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     storage = torch.UntypedStorage._new_shared_cuda(device.index, *found)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -41,7 +41,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from workers.leave import leave
 from workers.model.base.files import CannotShare, at_folder, is_at, own_folder
 from workers.model.base.flat import decoder_over, layout_of, name_of
 from workers.model.base.weights import copy_weights
@@ -149,7 +148,7 @@ def _watch(link: Connection, lost: Callable[[], None]) -> None:
 
 def _end() -> NoReturn:
     log.error("the process that held the weights is gone, and they with it: leaving")
-    leave(1)
+    os._exit(1)  # all that it has may be rebuilt, as after any crash
 
 
 def _reach(own: Path, load: Load) -> tuple[Connection, bool]:

@@ -124,7 +124,8 @@ def plan(models: Sequence[Check], device: Device, wanted: Wanted) -> Plan:
     room = _Room(device)
     room.take("vLLM", wanted.vllm_bytes, must="generator.vllm", way_out="see [generator.vllm] in docs/vllm.md")
     spread = _weights(models, device, wanted, room)
-    shares = wanted.one_base and not spread and (device.count == 1 or wanted.generators > 0)
+    alone = wanted.trainers if device.count == 1 else 0
+    shares = wanted.one_base and not spread and wanted.generators + alone > 0
     _processes(device, wanted, room, len(models) if shares else 0)
     _computed(models, wanted, room)
     packed = _packing(models, device, wanted, room)
@@ -172,8 +173,9 @@ def _weights(models: Sequence[Check], device: Device, wanted: Wanted, room: _Roo
     whole = sum(model.weight_bytes for model in models)
     must, way_out = f"models: {', '.join(model.card.name for model in models)}", "more devices, or fewer models"
     if wanted.one_base and wanted.ranks <= 1 and device.count == 1:
-        note = f"one copy for {wanted.trainers + wanted.generators} workers"
-        room.take("weights", whole, note, must=must, way_out=way_out)
+        workers = wanted.trainers + wanted.generators
+        note = f"one copy for {workers} workers"
+        room.take("weights", whole if workers else 0, note, must=must, way_out=way_out)
         return False
     if wanted.trainers:
         gathered = max(map(_gathered_bytes, models)) if device.count > 1 else 0
@@ -201,7 +203,8 @@ def _processes(device: Device, wanted: Wanted, room: _Room, shared: int) -> None
     workers = wanted.trainers + wanted.generators
     size = workers * PROCESS_BYTES[device.kind]
     size += shared * PROCESS_BYTES["cuda"] if device.kind == "cuda" else SERVER_BYTES + workers * SUCCESSOR_BYTES
-    room.take("processes and libraries", size)
+    must, way_out = f"trainer.replicas and generator.replicas ({workers} workers)", "set less"
+    room.take("processes and libraries", size, must=must, way_out=way_out)
 
 
 def _computed(models: Sequence[Check], wanted: Wanted, room: _Room) -> None:
