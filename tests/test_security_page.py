@@ -15,7 +15,7 @@ RISKS = re.findall(r"^\| API(\d+) ", PAGE, re.MULTILINE)
 
 #: What may ask others for something in the server's processes: Stripe's own client, those of the object store and of
 #: the OpenID provider, and the commands of an operator.
-ASKING = {"api/commands", "api/oidc/provider.py", "billing/payments", "store/blobs/bucket.py"}
+ASKING = {"api/commands", "api/doctor", "api/oidc/provider.py", "billing/payments", "store/blobs/bucket.py"}
 CLIENTS = {"aiohttp", "http", "httpx", "obstore", "requests", "urllib", "urllib3"}
 
 
