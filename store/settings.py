@@ -272,7 +272,8 @@ class Settings(_Section):
     server_secret: Annotated[SecretStr, Field(min_length=32)] | None = None
     #: Flush every commit and every blob to the disk: safe against power loss, not only against kill -9.
     durable: bool = False
-    #: Where trainer and generators of this host keep one copy of a base's weights on a CPU; empty: each its own.
+    #: Where trainer and generators of this host share one copy of a base's weights: on a CPU it lies here, on a GPU
+    #: they meet here. Empty: each its own.
     base_dir: str = "/dev/shm"
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)

@@ -54,7 +54,7 @@ def plan_on(
         trainers=ranks * (1 if alone else trainer.replicas) if trains else 0,
         ranks=ranks,
         generators=generator.kinds.count("torch") if samples else 0,
-        one_base=device.kind == "cpu" and bool(settings.base_dir) and len(dtypes) == 1,
+        one_base=bool(settings.base_dir) and len(dtypes) == 1,
         spread=not known,
         slots=generator.slots,
         context_tokens=generator.context_tokens,

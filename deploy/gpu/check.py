@@ -34,6 +34,7 @@ LIMIT_S = 535.0
 KERNELS = [*sorted((ROOT / "tests/workers/model").glob("test_gpu_*.py")), ROOT / "tests/workers/model/test_base_mm.py"]
 KERNELS += [ROOT / "tests/workers/generator/gpu"]
 MARKED = [ROOT / "tests/workers/trainer/test_devices.py", ROOT / "tests/workers/generator/test_devices.py"]
+MARKED += [ROOT / "tests/workers/model/base/test_holder.py"]
 MARKED += [ROOT / "tests/workers/generator/gpu/test_capture.py", *sorted((ROOT / "tests/bench").glob("test_gpu*.py"))]
 MARKED += [ROOT / "tests/workers/generator/gpu/test_ahead.py"]
 #: By themselves: kernels of fla-core are compiled in many forms and tuned when they are first used.

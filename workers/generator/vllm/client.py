@@ -66,6 +66,7 @@ class VllmClient:
             "quantization": config["model_config"].get("quantization"),
             "kv_cache_dtype": config["cache_config"].get("cache_dtype"),
             "speculative_config": config.get("speculative_config"),
+            "kv_transfer_config": config.get("kv_transfer_config"),
         }
         return {name: value for name, value in found.items() if value not in (None, "auto", "bfloat16", "float16")}
 

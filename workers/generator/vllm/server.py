@@ -20,7 +20,7 @@ from typing import Any
 
 from workers.generator.vllm.adapters import LoraLimits
 from workers.generator.vllm.client import VllmClient, VllmLost, VllmRefused
-from workers.model.planning.vllm_options import Layout, other_numbers
+from workers.model.planning.vllm_options import Layout, mixing_connector, other_numbers
 from workers.model.planning.vllm_options import words as option_words
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class VllmServer:
     async def keep(self) -> None:
         """Keep it running until cancelled, or until `failure` is set."""
         attempts = 0
-        while attempts < START_ATTEMPTS or self._launch is None:
+        while self.failure is None and (attempts < START_ATTEMPTS or self._launch is None):
             process = await self._spawn() if self._launch is not None else None
             try:
                 if await self._came_up(process):
@@ -145,7 +145,7 @@ class VllmServer:
                 self.ready.clear()
                 await _kill(process)
             await asyncio.sleep(min(5.0, 0.1 * 2**attempts))
-        self.failure = VllmFailed(f"vLLM did not come up in {attempts} starts; its log says why")
+        self.failure = self.failure or VllmFailed(f"vLLM did not come up in {attempts} starts; its log says why")
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         assert self._launch is not None
@@ -175,6 +175,12 @@ class VllmServer:
             self.base = BASE if BASE in models else next(iter(models))
             self.longest = models[self.base] or self.longest
             options = self._launch.options if self._launch is not None else await self.client.options()
+            if mixing := mixing_connector(options):
+                why = "organisations and adapters may get each other's keys and values there; see docs/vllm.md"
+                self.failure = VllmFailed(
+                    f"vLLM at {self.url} has kv_transfer_config with kv_connector {mixing}: {why}"
+                )
+                return False
             self.rounds = ", ".join(filter(None, (other_numbers(options), self._always_rounds)))
             self.swaps = bool(about)
             # Tokens that were guessed are scored outside of the sampler that the plugin knows.

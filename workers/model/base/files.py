@@ -4,7 +4,7 @@ A file lies in `FOLDER/weft-UID` and is named by all that decides its bytes (`sh
 shared lock on it, whoever fills or removes it an exclusive one; the kernel frees the locks of a process, however it
 ends. So whoever comes while it is filled waits; whoever dies leaves it to the others; and what a killed loader has
 left, a file without the mark that is written last, is filled again. A file that nobody maps is removed by the next
-process that starts or ends (`remove_unused`).
+process that starts or ends (`remove_unused`), and so is the lock of a holder (`holder.py`) that is no more.
 
 No torch: the server removes what its workers leave.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,7 +34,7 @@ def hold(folder: Path, name: str, size_bytes: int, fill: Callable[[int], None]) 
     """A descriptor of the complete file of `size_bytes`, which nobody removes while this process lives, and whether
     this call has had it filled: `fill` writes to the descriptor it is given. Raises CannotShare, and what `fill`
     does."""
-    path = _own(folder) / name
+    path = own_folder(folder) / name
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         filled = False
@@ -41,14 +42,14 @@ def hold(folder: Path, name: str, size_bytes: int, fill: Callable[[int], None]) 
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if not _complete(descriptor, size_bytes):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)  # others may have it in between: all is looked at again
-                if _is_at(descriptor, path) and not _complete(descriptor, size_bytes):
+                if is_at(descriptor, path) and not _complete(descriptor, size_bytes):
                     with _removed_if_it_fails(path):
                         _reserve(descriptor, folder, size_bytes)
                         fill(descriptor)
                         os.pwrite(descriptor, _MARK, size_bytes)
                     filled = True
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
-            if _is_at(descriptor, path) and _complete(descriptor, size_bytes):
+            if is_at(descriptor, path) and _complete(descriptor, size_bytes):
                 _held.append(descriptor)
                 return descriptor, filled
         except BaseException:
@@ -65,25 +66,48 @@ def leave_files(folder: Path) -> None:
 
 
 def remove_unused(folder: Path, but: str = "") -> None:
-    """Remove the files that no process maps, except `but` and what cannot be removed."""
+    """Remove the files that no process maps, except `but` and what cannot be removed; and have holders end that nobody
+    uses."""
     with suppress(CannotShare, OSError):
-        for path in _own(folder).iterdir():
-            if path.name == but:
+        for path in own_folder(folder).iterdir():
+            if path.stem == but:
                 continue
             with suppress(OSError):
+                if path.is_socket():
+                    _ask_to_leave(path)
+                    continue
                 descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if _is_at(descriptor, path):
+                    if is_at(descriptor, path):
+                        path.with_suffix(".sock").unlink(missing_ok=True)  # of a holder that was killed
                         path.unlink()
                 finally:
                     os.close(descriptor)
 
 
+def _ask_to_leave(path: Path) -> None:
+    """An empty message, and no wait for what comes of it."""
+    with socket.socket(socket.AF_UNIX) as link, at_folder(path.parent) as folder:
+        link.settimeout(1)
+        link.connect(f"{folder}/{path.name}")
+        link.sendall(bytes(4))
+
+
+@contextmanager
+def at_folder(folder: Path) -> Iterator[str]:
+    """A short path of it, since a socket's has at most 108 bytes."""
+    descriptor = os.open(folder, os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
 def stored_bytes(folder: Path) -> int:
     """What the files take that are there already."""
     with suppress(CannotShare, OSError):
-        return sum(path.stat().st_size for path in _own(folder).iterdir())
+        return sum(path.stat().st_size for path in own_folder(folder).iterdir())
     return 0
 
 
@@ -94,7 +118,7 @@ def _let_go(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def _own(folder: Path) -> Path:
+def own_folder(folder: Path) -> Path:
     """This user's folder in a folder that may be everybody's."""
     own = folder / f"weft-{os.geteuid()}"
     try:
@@ -113,7 +137,7 @@ def _complete(descriptor: int, size_bytes: int) -> bool:
     return os.fstat(descriptor).st_size == whole and os.pread(descriptor, len(_MARK), size_bytes) == _MARK
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def is_at(descriptor: int, path: Path) -> bool:
     """Whether the file is still the one of that name."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.lstat())

@@ -57,9 +57,9 @@ class Device:
 @dataclass(frozen=True)
 class Wanted:
     """Settings of these names (`store.settings`), 0 where the plan chooses; and who is on the device. `packed` None: as
-    memory allows. `trainers` are processes, of which `ranks` are one trainer. `one_base`: workers map one copy, except
-    ranks. `spread`: a base that no device holds whole may be spread for sampling. `tenants` runs of `rank` are what is
-    planned for. `vllm_bytes` are vLLM's, and not to be had."""
+    memory allows. `trainers` are processes, of which `ranks` are one trainer. `one_base`: workers share one copy,
+    except ranks, which have a part each. `spread`: a base that no device holds whole may be spread for sampling.
+    `tenants` runs of `rank` are what is planned for. `vllm_bytes` are vLLM's, and not to be had."""
 
     trainers: int = 1
     ranks: int = 1
@@ -124,7 +124,9 @@ def plan(models: Sequence[Check], device: Device, wanted: Wanted) -> Plan:
     room = _Room(device)
     room.take("vLLM", wanted.vllm_bytes, must="generator.vllm", way_out="see [generator.vllm] in docs/vllm.md")
     spread = _weights(models, device, wanted, room)
-    _processes(device, wanted, room)
+    alone = wanted.trainers if device.count == 1 else 0
+    shares = wanted.one_base and not spread and wanted.generators + alone > 0
+    _processes(device, wanted, room, len(models) if shares else 0)
     _computed(models, wanted, room)
     packed = _packing(models, device, wanted, room)
     _caches(device, wanted, room, len(models))
@@ -147,6 +149,11 @@ class _Room:
         return max(0, int(self.device.size_bytes * (1 - SPARE)) - sum(part.size_bytes for part in self.parts))
 
     @property
+    def unused_bytes(self) -> int:
+        """The part that is left alone, too."""
+        return max(0, self.device.size_bytes - sum(part.size_bytes for part in self.parts))
+
+    @property
     def left_bytes(self) -> int:
         """For what must be there."""
         return self.device.size_bytes - self._must_bytes
@@ -165,9 +172,10 @@ def _weights(models: Sequence[Check], device: Device, wanted: Wanted, room: _Roo
     """Whether the generators, too, hold parts of a base that no device could hold whole."""
     whole = sum(model.weight_bytes for model in models)
     must, way_out = f"models: {', '.join(model.card.name for model in models)}", "more devices, or fewer models"
-    if wanted.one_base and wanted.ranks <= 1:
-        note = f"one copy for {wanted.trainers + wanted.generators} workers"
-        room.take("weights", whole, note, must=must, way_out=way_out)
+    if wanted.one_base and wanted.ranks <= 1 and device.count == 1:
+        workers = wanted.trainers + wanted.generators
+        note = f"one copy for {workers} workers"
+        room.take("weights", whole if workers else 0, note, must=must, way_out=way_out)
         return False
     if wanted.trainers:
         gathered = max(map(_gathered_bytes, models)) if device.count > 1 else 0
@@ -190,12 +198,13 @@ def _gathered_bytes(model: Check) -> int:
     return ITEM_BYTES[model.dtype] * (ends + 2 * (model.parameters - ends) // config.num_layers)
 
 
-def _processes(device: Device, wanted: Wanted, room: _Room) -> None:
+def _processes(device: Device, wanted: Wanted, room: _Room, shared: int) -> None:
+    """On a CUDA device a process holds the weights of each model that is `shared`."""
     workers = wanted.trainers + wanted.generators
     size = workers * PROCESS_BYTES[device.kind]
-    if device.kind == "cpu":
-        size += SERVER_BYTES + workers * SUCCESSOR_BYTES
-    room.take("processes and libraries", size)
+    size += shared * PROCESS_BYTES["cuda"] if device.kind == "cuda" else SERVER_BYTES + workers * SUCCESSOR_BYTES
+    must, way_out = f"trainer.replicas and generator.replicas ({workers} workers)", "set less"
+    room.take("processes and libraries", size, must=must, way_out=way_out)
 
 
 def _computed(models: Sequence[Check], wanted: Wanted, room: _Room) -> None:
@@ -292,7 +301,7 @@ def _runs(models: Sequence[Check], device: Device, wanted: Wanted, room: _Room) 
     if not wanted.trainers:
         return wanted.resident_bytes, Part("runs paged out", 0)
     chosen = (room.free_bytes if device.kind == "cuda" else room.free_bytes // 2) // wanted.trainers
-    resident = wanted.resident_bytes or max(chosen, min(each, room.left_bytes // wanted.trainers))
+    resident = wanted.resident_bytes or max(chosen, min(each, room.unused_bytes // wanted.trainers))
     note = f"{resident // each:,} of rank {wanted.rank}, {gib(each)} each"
     must = f"trainer.resident_bytes = {resident:,}" if wanted.resident_bytes else ""
     way_out = f"at most {room.left_bytes:,} fit; or set 0, and the server chooses"

@@ -22,6 +22,8 @@ GUESSERS = ("ngram",)
 QUANTIZATIONS = ("fp8_per_tensor", "fp8_per_block")
 #: Those that know keys and values by vLLM's hashes of blocks, in which the organisation's salt and the adapter are.
 CONNECTORS = ("OffloadingConnector",)
+#: Between a vLLM that prefills and one that decodes: these move the blocks that a request names, and none without.
+TRANSFERS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 #: What may be set of it.
 OFFLOADING = {"cpu_bytes_to_use", "block_size", "blocks_per_chunk", "eviction_policy", "store_threshold"}
 KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -80,9 +82,9 @@ OPTIONS: dict[str, Option] = {
     "speculative_config": Option(f"a table with method ({' or '.join(GUESSERS)}) and num_speculative_tokens", _guesses),
     "kv_offloading_size": Option("GiB of the host's memory", lambda value: type(value) in (int, float) and value > 0),
     "kv_transfer_config": Option(
-        f'a table with kv_connector ({" or ".join(CONNECTORS)}), kv_role = "kv_both" (a vLLM that only prefills or '
-        "only decodes serves no adapters here, which are loaded into one) and kv_connector_extra_config: "
-        f"cpu_bytes_to_use, and of {', '.join(sorted(OFFLOADING))} what you like",
+        f'a table with kv_connector ({" or ".join(CONNECTORS)}), kv_role = "kv_both" and kv_connector_extra_config: '
+        f"cpu_bytes_to_use, and of {', '.join(sorted(OFFLOADING))} what you like. A vLLM that only prefills or only "
+        "decodes is not started here, where each has all of a request: start such yourself (docs/vllm.md)",
         _offloads,
     ),
     "quantization": Option(" or ".join(QUANTIZATIONS), lambda value: value in QUANTIZATIONS, "others"),
@@ -137,6 +139,13 @@ def words(options: Mapping[str, Any]) -> list[str]:
         else:
             said += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
     return said
+
+
+def mixing_connector(options: Mapping[str, Any]) -> str:
+    """Of a vLLM that somebody else has started: the connector that is not known to keep organisations and adapters
+    apart; "" when there is none."""
+    name = str((options.get("kv_transfer_config") or {}).get("kv_connector") or "")
+    return "" if name in CONNECTORS or name in TRANSFERS else name
 
 
 def other_numbers(options: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from workers.generator.vllm import guard, translate
 from workers.generator.vllm.adapters import LoraLimits, NotServable, convert, not_servable, targets
 from workers.generator.vllm.policies import Pushed, spans
 from workers.generator.vllm.process import not_on_cpu, quantised
+from workers.generator.vllm.server import VllmServer
 from workers.generator.vllm.serving import PrioritySemaphore
 from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter, save_adapter
 from workers.model.config import LatentConfig, RopeConfig, read_json
@@ -217,3 +218,58 @@ def test_what_a_guard_began_ends_with_it() -> None:
     process.wait(60)
     _, alive = psutil.wait_procs(found, timeout=60)
     assert not alive
+
+
+class Stranger:
+    """A vLLM that somebody else has started, as its client sees it."""
+
+    def __init__(self, connector: str | None) -> None:
+        self.transfer = connector and {"kv_connector": connector, "kv_role": "kv_consumer"}
+
+    async def healthy(self) -> bool:
+        return True
+
+    async def about(self) -> dict[str, object]:
+        return {}
+
+    async def models(self) -> dict[str, int]:
+        return {"m": 64}
+
+    async def options(self) -> dict[str, object]:
+        return {"kv_transfer_config": self.transfer} if self.transfer else {}
+
+    async def generate(self, body: dict[str, object]) -> dict[str, object]:
+        return {}
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "connector", ["ExampleConnector", "LMCacheConnectorV1", "MultiConnector", "NixlConnector", None]
+)
+def test_a_server_whose_connector_mixes_organisations_is_not_used(connector: str | None) -> None:
+    """One half of a pair that prefills and decodes apart is used as a whole one."""
+
+    async def came_up() -> VllmServer:
+        server = VllmServer(url="http://10.0.0.7:8000")
+        await server.client.close()
+        server.client = Stranger(connector)  # type: ignore[assignment]
+        waits: list[asyncio.Task[object]] = [
+            asyncio.create_task(server.keep()),
+            asyncio.create_task(server.ready.wait()),
+        ]
+        await asyncio.wait(waits, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        for task in waits:
+            task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        await server.close()
+        return server
+
+    server = asyncio.run(came_up())
+    if connector in ("NixlConnector", None):
+        assert server.lives == 1
+        assert server.failure is None
+    else:
+        assert server.lives == 0
+        assert f"http://10.0.0.7:8000 has kv_transfer_config with kv_connector {connector}" in str(server.failure)

@@ -117,21 +117,59 @@ def test_a_mixture_of_30_billion_on_one_gpu(folder_of: Any) -> None:
 
 def test_the_command_plans_small_and_large_models(folder_of: Any) -> None:
     small = weftd_plan(folder_of("4B"), "--gpu-gib", "24")
-    assert re.search(r"^weights of the trainer +7\.5 GiB$", small, re.MULTILINE)
-    assert setting(small, "generator.slots") >= 4
-    assert setting(small, "trainer.resident_bytes") >= 16 * 60_000_000
+    assert re.search(r"^weights +7\.5 GiB  one copy for 2 workers$", small, re.MULTILINE)
+    assert setting(small, "generator.slots") >= 16
+    assert setting(small, "trainer.resident_bytes") >= 2 * (1 << 30)
     large = weftd_plan(folder_of("235B-A22B"), "--gpu-gib", "141", "--gpus", "8", "--rank", "8")
     assert "8 x GPU of 141 GiB, each" in large
     assert "a part of 8: only vLLM does that" in large
+    assert "one copy" not in large  # ranks have a part each
+    assert re.search(r"^processes and libraries +1\.5 GiB$", large, re.MULTILINE)
     assert re.search(r"^weights of the generator +54\.7 GiB", large, re.MULTILINE)
     assert re.search(r"^runs in training .* [1-9]\d* of rank 8", large, re.MULTILINE)
     refused = CliRunner().invoke(weftd, ["plan", "--model", str(folder_of("235B-A22B")), "--gpu-gib", "141"])
     assert refused.exit_code == 2
-    assert "models: 235B-A22B takes 437.9 GiB for weights of the trainer" in refused.output
-    long = ["plan", "--model", str(folder_of("4B")), "--gpu-gib", "24", "--context", "40000"]
+    assert "models: 235B-A22B takes 437.9 GiB for weights" in refused.output
+    long = ["plan", "--model", str(folder_of("4B")), "--gpu-gib", "20", "--context", "40000"]
     refused = CliRunner().invoke(weftd, long)
     assert refused.exit_code == 2
     assert "generator.context_tokens = 40,000 takes 5.5 GiB for keys and values" in refused.output
+
+
+@pytest.mark.parametrize(("gib", "kv_tokens", "runs"), [("141", 32 * 8192, 4), ("80", 4 * 8192, 1)])
+def test_the_command_plans_the_30b_on_one_gpu(
+    folder_of: Any, tmp_path: Path, gib: str, kv_tokens: int, runs: int
+) -> None:
+    """One copy, and a process that holds it; with a copy each there is no room for a run on the smaller one."""
+    folder = folder_of("30B-A3B")
+    shared = weftd_plan(folder, "--gpu-gib", gib)
+    assert re.search(r"^weights +56\.9 GiB  one copy for 2 workers$", shared, re.MULTILINE)
+    assert re.search(r"^processes and libraries +2\.2 GiB$", shared, re.MULTILINE)
+    assert setting(shared, "generator.kv_tokens") >= kv_tokens
+    assert re.search(rf"^runs in training .* {runs} of rank 32, 7\.4 GiB each$", shared, re.MULTILINE)
+    (tmp_path / "weft.toml").write_text('base_dir = ""\n')
+    command = ["plan", "--model", str(folder), "--gpu-gib", gib, "--config", str(tmp_path / "weft.toml")]
+    apart = CliRunner().invoke(weftd, command)
+    if gib == "141":
+        assert setting(apart.output, "generator.kv_tokens") < setting(shared, "generator.kv_tokens") / 4
+        assert re.search(r"^processes and libraries +1\.5 GiB$", apart.output, re.MULTILINE)
+    else:
+        assert apart.exit_code == 2
+
+
+@pytest.mark.parametrize("one_base", [True, False])
+def test_what_is_chosen_is_never_more_than_there_is(folder_of: Any, one_base: bool) -> None:
+    model = check_model(config_card("4B", folder_of("4B")))
+    fits = 0
+    for tenths in range(100, 400, 3):
+        try:
+            found = plan([model], Device("gpu", tenths * GIB // 10), Wanted(one_base=one_base))
+        except DoesNotFit:
+            assert not fits
+            continue
+        fits += 1
+        assert found.used_bytes <= found.device.size_bytes
+    assert fits > 30
 
 
 def weftd_plan(folder: Path, *options: str) -> str:

@@ -50,7 +50,10 @@ OFFLOADED: dict[str, Any] = {
         ({"quantization": "awq"}, "it may be fp8_per_tensor or fp8_per_block"),
         ({"speculative_config": {"method": "eagle", "num_speculative_tokens": 3}}, "it may be a table with method"),
         ({"speculative_config": {"method": "ngram"}}, "num_speculative_tokens"),
-        ({"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}}, "only prefills"),
+        (
+            {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}},
+            "start such yourself",
+        ),
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "OffloadingConnector"),
         ({"kv_transfer_config": OFFLOADED | {"kv_connector_module_path": "os"}}, "OffloadingConnector"),
         ({"kv_transfer_config": OFFLOADED | {"kv_connector_extra_config": {}}}, "cpu_bytes_to_use"),
@@ -262,7 +265,7 @@ def test_what_is_started_here_is_held_against_the_gpus_that_are_there(
     assert "vLLM of 30B-A3B, on 2 x cuda:0, each" in tables[0]
     with pytest.raises(DoesNotFit, match="take cuda:0 to cuda:7, and there are 4 GPUs"):
         planned(settings(options={"tensor_parallel_size": 4, "data_parallel_size": 2}), cards)
-    with pytest.raises(DoesNotFit, match=r"weights of the trainer; cuda:3 has 80.0 GiB, of which 72.0 GiB are taken"):
+    with pytest.raises(DoesNotFit, match=r"weights; cuda:3 has 80.0 GiB, of which 72.0 GiB are taken"):
         planned(settings(options={"tensor_parallel_size": 4}), cards)
     monkeypatch.setattr("api.server.memory_plan.cuda_bytes", lambda: [])
     with pytest.raises(DoesNotFit, match="kv_offloading_size needs a GPU, and there is none here"):
