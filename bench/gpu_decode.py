@@ -24,7 +24,7 @@ from workers.generator.kv_cache import KVCache, pages_of
 from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
-from workers.model.gpu.runs import forms
+from workers.model.gpu.segments import forms
 
 SEED = 0
 

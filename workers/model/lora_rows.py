@@ -127,8 +127,8 @@ class LoraRows:
         ]
 
     def slices(self, max_rows: int) -> Iterator[tuple[int, int, LoraRows]]:
-        """Cut the rows into runs of about `max_rows`. A group is cut only at multiples of `max_rows` from its own
-        start, so that its sums do not depend on its neighbours; short neighbours share a run unless kept apart."""
+        """Cut the rows into slices of about `max_rows`. A group is cut only at multiples of `max_rows` from its own
+        start, so that its sums do not depend on its neighbours; short neighbours share a slice unless kept apart."""
         pieces = [
             (start, min(start + max_rows, b), g)
             for g, (a, b) in enumerate(pairwise(self.offsets))
@@ -139,8 +139,8 @@ class LoraRows:
             end = at + 1
             while not self.apart and end < len(pieces) and pieces[end][1] - pieces[at][0] <= max_rows:
                 end += 1
-            run, first = pieces[at:end], pieces[at][0]
-            offsets = [0, *(stop - first for _, stop, _ in run)]
-            of = [g for _, _, g in run]
-            yield first, run[-1][1], LoraRows(offsets, [self.adapters[g] for g in of], [self.grads[g] for g in of])
+            taken, first = pieces[at:end], pieces[at][0]
+            offsets = [0, *(stop - first for _, stop, _ in taken)]
+            of = [g for _, _, g in taken]
+            yield first, taken[-1][1], LoraRows(offsets, [self.adapters[g] for g in of], [self.grads[g] for g in of])
             at = end

@@ -75,8 +75,9 @@ def expert_block(
 
 
 class _Adapters(NamedTuple):
-    """The low-rank products of a layer. Per token: `shared`, of adapters that share the outer factors. Per (expert,
-    group) run: `paired`, of all adapters, and `each`, of those that do not share. `scale_T1`: scale of each token."""
+    """The low-rank products of a layer. Per token: `shared`, of adapters that share the outer factors. Per segment
+    (of an expert and a group): `paired`, of all adapters, and `each`, of those that do not share. `scale_T1`: scale of
+    each token."""
 
     shared: LoraProducts | None
     paired: LoraProducts

@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from workers.model.gpu import experts, kernels, launch
-from workers.model.gpu.runs import DENSE_ROWS, EXPERT_ROWS
+from workers.model.gpu.segments import DENSE_ROWS, EXPERT_ROWS
 
 POINTERS = {"u": "*fp32", "scales": "*fp32"} | dict.fromkeys(
     ("addresses", "ranks", "block_run", "first_block", "run_start", "owner_start", "owner_groups"), "*i64"

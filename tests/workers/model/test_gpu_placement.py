@@ -21,7 +21,7 @@ from workers.model import lora, moe
 from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, PackedAttend
-from workers.model.gpu import kernels, runs
+from workers.model.gpu import kernels, segments
 from workers.model.isolation import probe
 from workers.model.lora_rows import LoraRows
 
@@ -98,8 +98,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
         has = [[int(adapter is not None and name in adapter.views) for adapter in adapters] for name in names]
         return names, np.array(has, dtype=np.int64), np.array(has, dtype=np.bool_)
 
-    monkeypatch.setattr(runs, "_addresses", addresses)
-    monkeypatch.setattr(runs.torch, "from_numpy", lambda array: torch.tensor(array.tolist()))
+    monkeypatch.setattr(segments, "_addresses", addresses)
+    monkeypatch.setattr(segments.torch, "from_numpy", lambda array: torch.tensor(array.tolist()))
     return found
 
 

@@ -23,7 +23,7 @@ from workers.model.adapters.adapter import Adapter
 from workers.model.adapters.shape import AdapterShape
 from workers.model.base_mm import replayed
 from workers.model.decoder import Decoder
-from workers.model.gpu.runs import rewritable
+from workers.model.gpu.segments import rewritable
 from workers.model.lora_rows import LoraRows
 
 #: Up to this many changed rows of the page table are sent one by one; beyond, the whole table is sent.
@@ -31,7 +31,7 @@ MAX_SINGLE_ROWS = 8
 
 
 class Step:
-    """`forms` are those of the adapters it can be loaded with (`workers.model.gpu.runs.forms`); empty: base model
+    """`forms` are those of the adapters it can be loaded with (`workers.model.gpu.segments.forms`); empty: base model
     only."""
 
     def __init__(

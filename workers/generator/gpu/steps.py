@@ -20,7 +20,7 @@ from workers.generator.gpu.step import Step
 from workers.generator.kv_cache import KVCache, pages_of
 from workers.model.adapters.shape import AdapterShape
 from workers.model.decoder import Decoder
-from workers.model.gpu.runs import forms
+from workers.model.gpu.segments import forms
 
 #: Captured steps that are kept, one for each size and set of adapter forms.
 MAX_STEPS = 32

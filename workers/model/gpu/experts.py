@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.gpu import kernels
-from workers.model.gpu.runs import EXPERT_ROWS, Runs
+from workers.model.gpu.segments import EXPERT_ROWS, Segments
 
 #: Columns of the output and of the input that a block has at a time.
 BLOCK_N, BLOCK_K = 64, 64
@@ -24,19 +24,19 @@ def expert_mm(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     y_PO = x_PI.new_empty(len(x_PI), out)
     if not len(x_PI):
         return y_PO
-    runs = Runs(F.pad(ends_E.long(), (1, 0)), 1, experts, len(x_PI), EXPERT_ROWS)
-    blocks = runs.blocks(torch.ones(1, dtype=torch.bool, device=x_PI.device))
+    segments = Segments(F.pad(ends_E.long(), (1, 0)), 1, experts, len(x_PI), EXPERT_ROWS)
+    blocks = segments.blocks(torch.ones(1, dtype=torch.bool, device=x_PI.device))
     x_PI = x_PI.contiguous()
-    kernels.experts[len(blocks.run), -(-out // BLOCK_N)](
+    kernels.experts[len(blocks.segment), -(-out // BLOCK_N)](
         x_PI,
         x_PI.stride(0),
         weight_EOI,
         *weight_EOI.stride(),
         y_PO,
         y_PO.stride(0),
-        blocks.run,
+        blocks.segment,
         blocks.first,
-        runs.start,
+        segments.start,
         experts,
         inner,
         out,

@@ -8,9 +8,10 @@ the long side. So three kernels are the whole of LoRA, dense and in experts, for
     outer    dW += scale * u^T y       the gradients of B and of A
 
 Factors are found by address, one int64 per group, so adapters are neither stacked nor copied and ranks may be mixed.
-A run is the consecutive rows of one expert and one group, number expert * num_groups + group; a dense product has one
-expert. No block holds rows of two runs, sums are split at fixed places if at all, and there are no atomics: what a run
-gets depends on its own rows alone. Sums are kept in float32. Launched by launch.py; checked in Triton's interpreter.
+A segment is the consecutive rows of one expert and one group, number expert * num_groups + group; a dense product has
+one expert. No block holds rows of two segments, sums are split at fixed places if at all, and there are no atomics:
+what a segment gets depends on its own rows alone. Sums are kept in float32. Launched by launch.py; checked in Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import triton.language as tl
 
 
 @triton.jit
-def _block(run, first_block, run_start, index, BLOCK_M: tl.constexpr):
-    """Rows of block `index`, and which of them belong to the run."""
-    row = tl.load(run_start + run) + (index - tl.load(first_block + run)) * BLOCK_M + tl.arange(0, BLOCK_M)
-    return row.to(tl.int64), row < tl.load(run_start + run + 1)
+def _block(segment, first_block, segment_start, index, BLOCK_M: tl.constexpr):
+    """Rows of block `index`, and which of them belong to the segment."""
+    row = tl.load(segment_start + segment) + (index - tl.load(first_block + segment)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return row.to(tl.int64), row < tl.load(segment_start + segment + 1)
 
 
 #: Arguments that change with the batch; specialised, Triton would compile again for 1 and for multiples of 16.
-VARYING = ["num_runs", "num_groups", "part"]
+VARYING = ["num_segments", "num_groups", "part"]
 
 
 @triton.jit(do_not_specialize=[*VARYING, "stride_split"])
@@ -40,10 +41,10 @@ def shrink(
     addresses,
     ranks,
     scales,
-    block_run,
+    block_segment,
     first_block,
-    run_start,
-    num_runs,
+    segment_start,
+    num_segments,
     num_groups,
     wide,
     part,
@@ -58,14 +59,14 @@ def shrink(
     """u[s, m, part * rank + i] = x[m] . W[i] over columns s * SPLIT to (s + 1) * SPLIT, for i < STACK * rank, times the
     group's scale if SCALED."""
     index = tl.program_id(0)
-    run = tl.load(block_run + index)
-    if run < num_runs:
-        group, expert = run % num_groups, run // num_groups
+    segment = tl.load(block_segment + index)
+    if segment < num_segments:
+        group, expert = segment % num_groups, segment // num_groups
         rank = tl.load(ranks + group)
         i = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
         real = i < STACK * rank
         w = tl.load(addresses + group).to(tl.pointer_type(tl.float32)) + expert.to(tl.int64) * STACK * rank * wide
-        row, own = _block(run, first_block, run_start, index, BLOCK_M)
+        row, own = _block(segment, first_block, segment_start, index, BLOCK_M)
         total = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
         for start in range(0, SPLIT, BLOCK_K):
             k = tl.program_id(2) * SPLIT + start + tl.arange(0, BLOCK_K)
@@ -87,10 +88,10 @@ def expand(
     addresses,
     ranks,
     scales,
-    block_run,
+    block_segment,
     first_block,
-    run_start,
-    num_runs,
+    segment_start,
+    num_segments,
     num_groups,
     wide,
     part,
@@ -103,12 +104,12 @@ def expand(
 ):
     """y[m, n] += sum over i < STACK * rank of u[m, part * rank + i] W[i, n], times the group's scale if SCALED."""
     index = tl.program_id(0)
-    run = tl.load(block_run + index)
-    if run < num_runs:
-        group, expert = run % num_groups, run // num_groups
+    segment = tl.load(block_segment + index)
+    if segment < num_segments:
+        group, expert = segment % num_groups, segment // num_groups
         rank = tl.load(ranks + group)
         w = tl.load(addresses + group).to(tl.pointer_type(tl.float32)) + expert.to(tl.int64) * STACK * rank * wide
-        row, own = _block(run, first_block, run_start, index, BLOCK_M)
+        row, own = _block(segment, first_block, segment_start, index, BLOCK_M)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = n < wide
         total = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
@@ -135,7 +136,7 @@ def outer(
     scales,
     owner_start,
     owner_groups,
-    run_start,
+    segment_start,
     num_owners,
     num_groups,
     wide,
@@ -157,8 +158,8 @@ def outer(
     rank = tl.load(ranks + group)
     rows = tl.load(owner_start) * 0
     for at in range(first, last):
-        run = expert * num_groups + tl.load(owner_groups + at)
-        rows += tl.load(run_start + run + 1) - tl.load(run_start + run)
+        segment = expert * num_groups + tl.load(owner_groups + at)
+        rows += tl.load(segment_start + segment + 1) - tl.load(segment_start + segment)
     i = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     if (rows > 0) & (tl.program_id(2) * BLOCK_R < STACK * rank):
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -168,10 +169,10 @@ def outer(
         dw_in = tl.load(dw, mask, 0.0)
         for at in range(first, last):
             group = tl.load(owner_groups + at)
-            run = expert * num_groups + group
-            stop = tl.load(run_start + run + 1)
+            segment = expert * num_groups + group
+            stop = tl.load(segment_start + segment + 1)
             total = tl.full((BLOCK_R, BLOCK_N), 0.0, tl.float32)
-            for start in range(tl.load(run_start + run), stop, BLOCK_M):
+            for start in range(tl.load(segment_start + segment), stop, BLOCK_M):
                 row = start + tl.arange(0, BLOCK_M).to(tl.int64)
                 own = row < stop
                 u_im = tl.load(u + row[None] * stride_u + part * rank + i[:, None], real[:, None] & own[None], 0.0)

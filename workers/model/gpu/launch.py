@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.model.gpu import kernels
-from workers.model.gpu.runs import EXPERT_ROWS, Blocks, RankClass, Runs, Table, table_of
+from workers.model.gpu.segments import EXPERT_ROWS, Blocks, RankClass, Segments, Table, table_of
 from workers.model.lora_rows import LoraRows
 from workers.model.native.launch import Parts, split
 from workers.model.routing import Routing
@@ -37,10 +37,10 @@ class Precision(NamedTuple):
 
 @dataclass(frozen=True)
 class TritonProducts:
-    """`LoraProducts` in Triton: over the rows of the batch itself, or of (expert, group) runs."""
+    """`LoraProducts` in Triton: over the rows of the batch itself, or of (expert, group) segments."""
 
     table: Table
-    runs: Runs
+    segments: Segments
     blocks: Sequence[tuple[RankClass, Blocks]]
     precision: Precision
 
@@ -48,15 +48,17 @@ class TritonProducts:
     def dense(cls, rows: LoraRows, name: str, base: torch.dtype) -> TritonProducts:
         """The batch's own rows, of the groups that have the tensor called `name`, beside a base of this dtype."""
         table = table_of(rows)
-        return cls(table, table.runs, table.blocks(name), Precision.beside(base))
+        return cls(table, table.segments, table.blocks(name), Precision.beside(base))
 
     def experts(self, routing: Routing, rows: LoraRows) -> TritonProducts:
         """The pairs of `routing`, sorted by expert and so, within, by group."""
         groups, device = len(rows.adapters), routing.experts.device
-        run_P = routing.experts * groups + rows.group_of_row(device)[routing.token]
-        start = torch.searchsorted(run_P, torch.arange(routing.num_experts * groups + 1, device=device))
-        runs = Runs(start, groups, routing.num_experts, len(routing.order), EXPERT_ROWS)
-        return replace(self, runs=runs, blocks=[(each, runs.blocks(each.active_G)) for each, _ in self.blocks])
+        segment_P = routing.experts * groups + rows.group_of_row(device)[routing.token]
+        start = torch.searchsorted(segment_P, torch.arange(routing.num_experts * groups + 1, device=device))
+        segments = Segments(start, groups, routing.num_experts, len(routing.order), EXPERT_ROWS)
+        return replace(
+            self, segments=segments, blocks=[(each, segments.blocks(each.active_G)) for each, _ in self.blocks]
+        )
 
     @property
     def max_rank(self) -> int:
@@ -72,7 +74,7 @@ class TritonProducts:
         found = u[None] if splits == 1 else u.new_zeros(splits, *u.shape)
         for each, blocks in self.blocks:
             if len(x):
-                grid = (len(blocks.run), each.rank_blocks(stack), splits)
+                grid = (len(blocks.segment), each.rank_blocks(stack), splits)
                 kernels.shrink[grid](
                     x,
                     x.stride(0),
@@ -80,7 +82,7 @@ class TritonProducts:
                     found.stride(1),
                     found.stride(0),
                     table.weights(name),
-                    *_where(table, blocks, self.runs),
+                    *_where(table, blocks, self.segments),
                     wide,
                     part,
                     STACK=stack,
@@ -101,14 +103,14 @@ class TritonProducts:
         for each, blocks in self.blocks:
             if len(y):
                 width = _wide_block(each.block)
-                grid = (len(blocks.run), -(-wide // width))
+                grid = (len(blocks.segment), -(-wide // width))
                 kernels.expand[grid](
                     y,
                     y.stride(0),
                     u,
                     u.stride(0),
                     table.weights(name),
-                    *_where(table, blocks, self.runs),
+                    *_where(table, blocks, self.segments),
                     wide,
                     part,
                     STACK=stack,
@@ -133,8 +135,8 @@ class TritonProducts:
             owners = each.owners
             if len(y) and owners.count:
                 # One block adds up all rows of a group; where groups are few and long, narrow ones keep it busy.
-                width = 32 if self.runs.num_experts == 1 else _wide_block(each.block)
-                grid = (owners.count * self.runs.num_experts, -(-wide // width), each.rank_blocks(stack))
+                width = 32 if self.segments.num_experts == 1 else _wide_block(each.block)
+                grid = (owners.count * self.segments.num_experts, -(-wide // width), each.rank_blocks(stack))
                 kernels.outer[grid](
                     u,
                     u.stride(0),
@@ -145,9 +147,9 @@ class TritonProducts:
                     table.scales_G,
                     owners.start,
                     owners.groups,
-                    self.runs.start,
+                    self.segments.start,
                     owners.count,
-                    self.runs.num_groups,
+                    self.segments.num_groups,
                     wide,
                     part,
                     STACK=stack,
@@ -159,9 +161,17 @@ class TritonProducts:
                 )
 
 
-def _where(table: Table, blocks: Blocks, runs: Runs) -> tuple[Tensor | int, ...]:
-    num_runs = runs.num_experts * runs.num_groups
-    return table.ranks_G, table.scales_G, blocks.run, blocks.first, runs.start, num_runs, runs.num_groups
+def _where(table: Table, blocks: Blocks, segments: Segments) -> tuple[Tensor | int, ...]:
+    num_segments = segments.num_experts * segments.num_groups
+    return (
+        table.ranks_G,
+        table.scales_G,
+        blocks.segment,
+        blocks.first,
+        segments.start,
+        num_segments,
+        segments.num_groups,
+    )
 
 
 def _wide_block(rank_block: int) -> int:

@@ -1,15 +1,17 @@
 /* Low-rank products of many groups of rows, each with factors of its own, in one call.
  *
- * run[i] is the run that row i belongs to; rows of a run lie side by side. Run j belongs to group j % groups and, with
- * experts, to expert j / groups. A factor is float32 [r, n] with the long side n innermost: an A [r, in] as it is, a
- * B [out, r] transposed. w[g] is the factor of group g, or of its first expert with the others following; NULL leaves the
- * group out. ranks[g] is the group's rank; a stacked A [stack * r, in] counts with all its rows. `part` says which r
- * columns of u belong to this factor.
+ * segment[i] is the segment that row i belongs to; rows of a segment lie side by side. Segment j belongs to group
+ * j % groups and, with experts, to expert j / groups. A factor is float32 [r, n] with the long side n innermost: an
+ * A [r, in] as it is, a B [out, r] transposed. w[g] is the factor of group g, or of its first expert with the others
+ * following; NULL leaves the group out. ranks[g] is the group's rank; a stacked A [stack * r, in] counts with all its
+ * rows. `part` says which r columns of u belong to this factor.
  *
- * What a run gets depends on its own rows and factor alone, bit for bit: every sum has one order, fixed by n, r and the
- * row's index in its run, whatever its address, the threads and the other runs. Without -ffast-math the order stands.
+ * What a segment gets depends on its own rows and factor alone, bit for bit: every sum has one order, fixed by n, r and
+ * the row's index in its segment, whatever its address, the threads and the other segments. Without -ffast-math the
+ * order stands.
  *
- * Threads share the rows (of what is written row by row) or the columns (of gradients, to which several runs may add).
+ * Threads share the rows (of what is written row by row) or the columns (of gradients, to which several segments may
+ * add).
  */
 
 #include <stddef.h>
@@ -18,7 +20,7 @@
 
 typedef struct {
     int64_t rows, groups, threads;
-    const int64_t *run, *ranks;
+    const int64_t *segment, *ranks;
     float *const *w;
     const float *scale;
     int64_t stack, part, n;
@@ -37,33 +39,34 @@ static inline float sum(vec v) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-/* One run: its rows, its factor [r, n], and the column where its part begins. */
+/* One segment: its rows, its factor [r, n], and the column where its part begins. */
 typedef struct {
     int64_t first, last, r, column;
     float *w;
     float alpha;
-} Run;
+} Segment;
 
-/* The run that begins at row `first`. False if it is left out. */
-static inline int run_at(const Factor *factor, int64_t first, Run *run) {
-    const int64_t j = factor->run[first], group = j % factor->groups, rank = factor->ranks[group];
-    run->first = run->last = first;
-    while (++run->last < factor->rows && factor->run[run->last] == j) {
+/* The segment that begins at row `first`. False if it is left out. */
+static inline int segment_at(const Factor *factor, int64_t first, Segment *segment) {
+    const int64_t j = factor->segment[first], group = j % factor->groups, rank = factor->ranks[group];
+    segment->first = segment->last = first;
+    while (++segment->last < factor->rows && factor->segment[segment->last] == j) {
     }
-    run->r = rank * factor->stack;
-    run->column = rank * factor->part;
-    run->w = factor->w[group] ? factor->w[group] + j / factor->groups * run->r * factor->n : NULL;
-    run->alpha = factor->scale ? factor->scale[group] : 1.0f;
-    return run->w != NULL;
+    segment->r = rank * factor->stack;
+    segment->column = rank * factor->part;
+    segment->w = factor->w[group] ? factor->w[group] + j / factor->groups * segment->r * factor->n : NULL;
+    segment->alpha = factor->scale ? factor->scale[group] : 1.0f;
+    return segment->w != NULL;
 }
 
-/* Bring the factor of the run after `run` nearer while that one's is used: small factors lie anywhere, and the
+/* Bring the factor of the segment after `segment` nearer while that one's is used: small factors lie anywhere, and the
  * processor cannot guess where. */
 #define AHEAD_BYTES 16384
 
-static inline void prefetch_after(const Factor *factor, const Run *run, const int write) {
-    if (run->last >= factor->rows) return;
-    const int64_t j = factor->run[run->last], group = j % factor->groups, r = factor->ranks[group] * factor->stack;
+static inline void prefetch_after(const Factor *factor, const Segment *segment, const int write) {
+    if (segment->last >= factor->rows) return;
+    const int64_t j = factor->segment[segment->last], group = j % factor->groups;
+    const int64_t r = factor->ranks[group] * factor->stack;
     if (!factor->w[group]) return;
     const char *from = (const char *)(factor->w[group] + j / factor->groups * r * factor->n);
     const int64_t bytes = 4 * r * factor->n, end = bytes < AHEAD_BYTES ? bytes : AHEAD_BYTES;
@@ -121,21 +124,22 @@ static inline __attribute__((always_inline)) void expand_rows(
         }
 }
 
-static void expand_run(
-    const Run *run, int64_t from, int64_t to, int64_t n, float *y, int64_t y_stride, const float *u, int64_t u_stride) {
+static void expand_segment(
+    const Segment *segment, int64_t from, int64_t to, int64_t n, float *y, int64_t y_stride, const float *u,
+    int64_t u_stride) {
     for (int64_t row = from; row < to; row += ROWS) {
         const float *us[ROWS];
         float *ys[ROWS];
         const int rows = to - row < ROWS ? (int)(to - row) : ROWS;
         for (int i = 0; i < rows; i++) {
-            us[i] = u + (row + i) * u_stride + run->column;
+            us[i] = u + (row + i) * u_stride + segment->column;
             ys[i] = y + (row + i) * y_stride;
         }
         switch (rows) {
-        case 4: expand_rows(4, run->r, n, run->w, run->alpha, us, ys); break;
-        case 3: expand_rows(3, run->r, n, run->w, run->alpha, us, ys); break;
-        case 2: expand_rows(2, run->r, n, run->w, run->alpha, us, ys); break;
-        default: expand_rows(1, run->r, n, run->w, run->alpha, us, ys);
+        case 4: expand_rows(4, segment->r, n, segment->w, segment->alpha, us, ys); break;
+        case 3: expand_rows(3, segment->r, n, segment->w, segment->alpha, us, ys); break;
+        case 2: expand_rows(2, segment->r, n, segment->w, segment->alpha, us, ys); break;
+        default: expand_rows(1, segment->r, n, segment->w, segment->alpha, us, ys);
         }
     }
 }
@@ -174,29 +178,30 @@ static inline __attribute__((always_inline)) void shrink_rows(
     for (; k < r; k++) shrink_block(rows, 1, n, w + k * n, alpha, x, v, k);
 }
 
-static void shrink_run(
-    const Run *run, int64_t from, int64_t to, int64_t n, const float *x, int64_t x_stride, float *v, int64_t v_stride) {
+static void shrink_segment(
+    const Segment *segment, int64_t from, int64_t to, int64_t n, const float *x, int64_t x_stride, float *v,
+    int64_t v_stride) {
     for (int64_t row = from; row < to; row += ROWS) {
         const float *xs[ROWS];
         float *vs[ROWS];
         const int rows = to - row < ROWS ? (int)(to - row) : ROWS;
         for (int i = 0; i < rows; i++) {
             xs[i] = x + (row + i) * x_stride;
-            vs[i] = v + (row + i) * v_stride + run->column;
+            vs[i] = v + (row + i) * v_stride + segment->column;
         }
         switch (rows) {
-        case 4: shrink_rows(4, run->r, n, run->w, run->alpha, xs, vs); break;
-        case 3: shrink_rows(3, run->r, n, run->w, run->alpha, xs, vs); break;
-        case 2: shrink_rows(2, run->r, n, run->w, run->alpha, xs, vs); break;
-        default: shrink_rows(1, run->r, n, run->w, run->alpha, xs, vs);
+        case 4: shrink_rows(4, segment->r, n, segment->w, segment->alpha, xs, vs); break;
+        case 3: shrink_rows(3, segment->r, n, segment->w, segment->alpha, xs, vs); break;
+        case 2: shrink_rows(2, segment->r, n, segment->w, segment->alpha, xs, vs); break;
+        default: shrink_rows(1, segment->r, n, segment->w, segment->alpha, xs, vs);
         }
     }
 }
 
 #define PARTS 3
 
-/* Of each run u = alpha x A^T, if there is an `a`, then y += alpha u B^T for each of up to PARTS `b`, whose columns of y
- * lie side by side. One run after another, as the factors of an adapter lie side by side in memory. */
+/* Of each segment u = alpha x A^T, if there is an `a`, then y += alpha u B^T for each of up to PARTS `b`, whose columns
+ * of y lie side by side. One segment after another, as the factors of an adapter lie side by side in memory. */
 void weft_add(
     const Factor *a, const float *x, int64_t x_stride, float *u, int64_t u_stride, int64_t parts, const Factor *b, float *y,
     int64_t y_stride) {
@@ -205,22 +210,22 @@ void weft_add(
     {
         int64_t share = 0, last;
         for (int64_t row = 0; row < all->rows; row = last) {
-            Run down = {.w = NULL}, up[PARTS];
-            if (a) run_at(a, row, &down);
-            for (int p = 0; p < parts; p++) run_at(b + p, row, up + p);
+            Segment down = {.w = NULL}, up[PARTS];
+            if (a) segment_at(a, row, &down);
+            for (int p = 0; p < parts; p++) segment_at(b + p, row, up + p);
             last = a ? down.last : up[0].last;
             for (int64_t from = row; from < last; from += SHARE) {
                 if (share++ % threads_here() != thread_here()) continue;
                 const int64_t to = last - from < SHARE ? last : from + SHARE;
                 if (down.w) {
                     if (from == row) prefetch_after(a, &down, 0);
-                    shrink_run(&down, from, to, a->n, x, x_stride, u, u_stride);
+                    shrink_segment(&down, from, to, a->n, x, x_stride, u, u_stride);
                 }
                 float *own = y;
                 for (int p = 0; p < parts; own += b[p++].n) {
                     if (!up[p].w) continue;
                     if (from == row) prefetch_after(b + p, up + p, 0);
-                    expand_run(up + p, from, to, b[p].n, own, y_stride, u, u_stride);
+                    expand_segment(up + p, from, to, b[p].n, own, y_stride, u, u_stride);
                 }
             }
         }
@@ -230,18 +235,18 @@ void weft_add(
 /* Keeps a product from being fused with the sum that it is added to. */
 #define rounded(x) __asm__("" : "+m"(x))
 
-/* W += alpha * u^T y over the rows of a run, for up to FACTORS rows of W, in the columns from..to. What is added is
+/* W += alpha * u^T y over the rows of a segment, for up to FACTORS rows of W, in the columns from..to. What is added is
    rounded first, so that it may as well be computed elsewhere, from zero, and added later (workers/trainer/ranks). */
 static inline __attribute__((always_inline)) void outer_block(
-    const int factors, const Run *run, int64_t n, int64_t k, int64_t from, int64_t to, const float *u, int64_t u_stride,
-    const float *y, int64_t y_stride) {
-    float *w = run->w + k * n;
-    u += run->column + k;
+    const int factors, const Segment *segment, int64_t n, int64_t k, int64_t from, int64_t to, const float *u,
+    int64_t u_stride, const float *y, int64_t y_stride) {
+    float *w = segment->w + k * n;
+    u += segment->column + k;
     int64_t c = from;
     for (; c + 2 * LANES <= to; c += 2 * LANES) {
         vec low[FACTORS], high[FACTORS];
         for (int i = 0; i < factors; i++) low[i] = high[i] = splat(0.0f);
-        for (int64_t row = run->first; row < run->last; row++) {
+        for (int64_t row = segment->first; row < segment->last; row++) {
             const float *own = y + row * y_stride + c, *by = u + row * u_stride;
             const vec a = load(own), b = load(own + LANES);
             for (int i = 0; i < factors; i++) {
@@ -250,7 +255,7 @@ static inline __attribute__((always_inline)) void outer_block(
                 high[i] += x * b;
             }
         }
-        const vec scale = splat(run->alpha);
+        const vec scale = splat(segment->alpha);
         for (int i = 0; i < factors; i++) {
             vec first = scale * low[i], second = scale * high[i];
             rounded(first);
@@ -262,8 +267,10 @@ static inline __attribute__((always_inline)) void outer_block(
     for (; c < to; c++)
         for (int i = 0; i < factors; i++) {
             float total = 0.0f;
-            for (int64_t row = run->first; row < run->last; row++) total += u[row * u_stride + i] * y[row * y_stride + c];
-            total *= run->alpha;
+            for (int64_t row = segment->first; row < segment->last; row++) {
+                total += u[row * u_stride + i] * y[row * y_stride + c];
+            }
+            total *= segment->alpha;
             rounded(total);
             w[i * n + c] += total;
         }
@@ -276,14 +283,14 @@ void weft_outer(const Factor *factor, const float *u, int64_t u_stride, const fl
         const int64_t n = factor->n, blocks = (n + 2 * LANES - 1) / (2 * LANES), threads = threads_here();
         const int64_t from = blocks * thread_here() / threads * 2 * LANES;
         const int64_t end = blocks * (thread_here() + 1) / threads * 2 * LANES, to = end < n ? end : n;
-        Run run;
-        for (int64_t row = 0; row < factor->rows && from < to; row = run.last) {
-            if (!run_at(factor, row, &run)) continue;
-            prefetch_after(factor, &run, 1);
+        Segment segment;
+        for (int64_t row = 0; row < factor->rows && from < to; row = segment.last) {
+            if (!segment_at(factor, row, &segment)) continue;
+            prefetch_after(factor, &segment, 1);
             int64_t k = 0;
-            for (; k + FACTORS <= run.r; k += FACTORS)
-                outer_block(FACTORS, &run, n, k, from, to, u, u_stride, y, y_stride);
-            for (; k < run.r; k++) outer_block(1, &run, n, k, from, to, u, u_stride, y, y_stride);
+            for (; k + FACTORS <= segment.r; k += FACTORS)
+                outer_block(FACTORS, &segment, n, k, from, to, u, u_stride, y, y_stride);
+            for (; k < segment.r; k++) outer_block(1, &segment, n, k, from, to, u, u_stride, y, y_stride);
         }
     }
 }

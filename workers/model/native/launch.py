@@ -3,7 +3,7 @@
 `u` is [rows, stack * max_rank] float32; a group uses the first stack * rank columns of its rows, part beside part.
 Columns beyond them, and rows of groups without the tensor, keep their values.
 
-Shapes: G groups, E experts, R = E * G runs (one of a group and an expert).
+Shapes: G groups, E experts, R = E * G segments (one of a group and an expert).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Table:
         self.ranks_G = _Array(ranks)
         scales = [0.0 if adapter is None else adapter.scale for adapter in rows.adapters]
         self.scales_G = _Array(scales, np.float32)
-        self.run = rows.group_of_row(torch.device("cpu"))
+        self.segment = rows.group_of_row(torch.device("cpu"))
         self._addresses: dict[tuple[str, bool], _Array] = {}
         self._arenas: dict[bool, list[tuple[int, dict[str, Slot]]]] = {}
 
@@ -96,7 +96,7 @@ class _Factor(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("groups", ctypes.c_int64),
         ("threads", ctypes.c_int64),
-        ("run", ctypes.c_void_p),
+        ("segment", ctypes.c_void_p),
         ("ranks", ctypes.c_void_p),
         ("w", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
@@ -108,21 +108,21 @@ class _Factor(ctypes.Structure):
 
 @dataclass(frozen=True)
 class NativeProducts:
-    """`LoraProducts` in C. `run` [rows] int64 is the run of each row; rows of one expert lie side by side."""
+    """`LoraProducts` in C. `segment` [rows] int64 is the segment of each row; rows of one expert lie side by side."""
 
     table: Table
-    run: Tensor
+    segment: Tensor
 
     @classmethod
     def dense(cls, rows: LoraRows) -> NativeProducts:
-        """The batch's own rows, a run for each group."""
+        """The batch's own rows, a segment for each group."""
         table = table_of(rows)
-        return cls(table, table.run)
+        return cls(table, table.segment)
 
     def experts(self, routing: Routing, rows: LoraRows) -> NativeProducts:
         """The pairs of `routing`, sorted by expert and so, within, by group."""
-        run_P = torch.add(self.table.run[routing.token], routing.experts, alpha=len(rows.adapters))
-        return NativeProducts(self.table, run_P)
+        segment_P = torch.add(self.table.segment[routing.token], routing.experts, alpha=len(rows.adapters))
+        return NativeProducts(self.table, segment_P)
 
     @property
     def max_rank(self) -> int:
@@ -134,8 +134,8 @@ class NativeProducts:
             factor = self._factor(self._weights(name), x.shape[1], part, stack, scaled)
             native.weft_add(ctypes.byref(factor), *_where(x), *_where(u), ctypes.c_int64(0), None, *_NOTHING)
             return
-        for run in self._runs(name, part, stack, scaled):
-            torch.mul(x[run.rows] @ run.w.t(), run.scale, out=u[run.rows, run.columns])
+        for segment in self._segments(name, part, stack, scaled):
+            torch.mul(x[segment.rows] @ segment.w.t(), segment.scale, out=u[segment.rows, segment.columns])
 
     def expand(self, y: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """y += u[:, part] W in place."""
@@ -143,8 +143,8 @@ class NativeProducts:
             factor = self._factor(self._weights(name), y.shape[1], part, stack, scaled)
             native.weft_add(None, *_NOTHING, *_where(u), ctypes.c_int64(1), ctypes.byref(factor), *_where(y))
             return
-        for run in self._runs(name, part, stack, scaled):
-            y[run.rows].addmm_(u[run.rows, run.columns], run.w, alpha=run.scale)
+        for segment in self._segments(name, part, stack, scaled):
+            y[segment.rows].addmm_(u[segment.rows, segment.columns], segment.w, alpha=segment.scale)
 
     def add(self, y: Tensor, x: Tensor | None, u: Tensor, a: str, parts: Parts, *, scaled: bool) -> None:
         """`shrink` x to u with the stacked `a`, unless x is None, and `expand` u to the columns of each of `parts`."""
@@ -165,13 +165,13 @@ class NativeProducts:
 
     def outer(self, u: Tensor, y: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """Add u[:, part]^T y over each group's rows (of each expert) to the gradient of the tensor called `name`.
-        Runs of one gradient add in their order."""
+        Segments of one gradient add in their order."""
         if (native := _native(u, y)) is not None:
             factor = self._factor(self._gradients(name), y.shape[1], part, stack, scaled)
             native.weft_outer(ctypes.byref(factor), *_where(u), *_where(y))
             return
-        for run in self._runs(name, part, stack, scaled, grads=True):
-            run.w.add_(torch.mm(u[run.rows, run.columns].t(), y[run.rows]).mul_(run.scale))
+        for segment in self._segments(name, part, stack, scaled, grads=True):
+            segment.w.add_(torch.mm(u[segment.rows, segment.columns].t(), y[segment.rows]).mul_(segment.scale))
 
     def _weights(self, name: str) -> _Array:
         return self.table.addresses(name, grads=False)
@@ -182,10 +182,10 @@ class NativeProducts:
     def _factor(self, w: _Array, n: int, part: int, stack: int, scaled: bool) -> _Factor:
         table = self.table
         return _Factor(
-            len(self.run),
+            len(self.segment),
             len(table.ranks_G),
             torch.get_num_threads(),
-            self.run.data_ptr(),
+            self.segment.data_ptr(),
             table.ranks_G.address,
             w.address,
             table.scales_G.address if scaled else None,
@@ -194,11 +194,11 @@ class NativeProducts:
             n,
         )
 
-    def _runs(self, name: str, part: int, stack: int, scaled: bool, *, grads: bool = False) -> Iterator[_Run]:
-        """Every run by itself, for machines without a compiler."""
+    def _segments(self, name: str, part: int, stack: int, scaled: bool, *, grads: bool = False) -> Iterator[_Segment]:
+        """Every segment by itself, for machines without a compiler."""
         table = self.table
-        runs, counts = torch.unique_consecutive(self.run, return_counts=True)
-        for j, last, count in zip(runs.tolist(), counts.cumsum(0).tolist(), counts.tolist(), strict=True):
+        segments, counts = torch.unique_consecutive(self.segment, return_counts=True)
+        for j, last, count in zip(segments.tolist(), counts.cumsum(0).tolist(), counts.tolist(), strict=True):
             expert, group = divmod(j, len(table.adapters))
             arena = (table.grads if grads else table.adapters)[group]
             if arena is None or name not in arena.stored:
@@ -206,7 +206,7 @@ class NativeProducts:
             w = arena.stored[name]
             columns = slice(part * arena.rank, part * arena.rank + stack * arena.rank)
             scale = arena.scale if scaled else 1.0
-            yield _Run(slice(last - count, last), columns, w[expert] if w.dim() == 3 else w, scale)
+            yield _Segment(slice(last - count, last), columns, w[expert] if w.dim() == 3 else w, scale)
 
 
 def _native(*tensors: Tensor) -> ctypes.CDLL | None:
@@ -227,7 +227,7 @@ def split(y: Tensor, parts: Parts) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Segment:
     rows: slice
     columns: slice
     w: Tensor

@@ -38,7 +38,7 @@ from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.gpu import kernels as adapter_kernels
-from workers.model.gpu.runs import forms
+from workers.model.gpu.segments import forms
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -33,7 +33,7 @@ from workers.model import base_mm, lora_products
 from workers.model.adapters.adapter import save_adapter
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
-from workers.model.gpu.runs import forms
+from workers.model.gpu.segments import forms
 
 CONTEXT, SLOTS = 96, 6
 #: A layer with a window and one without.

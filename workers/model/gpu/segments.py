@@ -2,7 +2,7 @@
 
 Nothing here waits for the device: block maps are sized by what the host knows and surplus blocks do nothing.
 
-Shapes: G groups of the batch, E experts, R = E * G runs, P rows, N names of adapter tensors.
+Shapes: G groups of the batch, E experts, R = E * G segments, P rows, N names of adapter tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workers.model.adapters.shape import AdapterShape
 from workers.model.device import sent
 from workers.model.lora_rows import LoraRows
 
-#: Rows of a block: for dense products, where a group has many rows, and for the short (expert, group) runs.
+#: Rows of a block: for dense products, where a group has many rows, and for the short (expert, group) segments.
 DENSE_ROWS = 32
 EXPERT_ROWS = 16
 
@@ -33,17 +33,17 @@ MAX_RANK_BLOCK = 128
 
 
 class Blocks(NamedTuple):
-    """Rows cut into blocks of `block_rows`, none across two runs. `run` [blocks] is R where there is nothing to do;
-    `first` [R + 1] counts the blocks before each run."""
+    """Rows cut into blocks of `block_rows`, none across two segments. `segment` [blocks] is R where there is nothing
+    to do; `first` [R + 1] counts the blocks before each segment."""
 
     block_rows: int
-    run: Tensor
+    segment: Tensor
     first: Tensor
 
 
 @dataclass(frozen=True)
-class Runs:
-    """Rows start[i]:start[i + 1] belong to run i = expert * num_groups + group; `rows` are all rows."""
+class Segments:
+    """Rows start[i]:start[i + 1] belong to segment i = expert * num_groups + group; `rows` are all rows."""
 
     start: Tensor  # int64 [R + 1]
     num_groups: int
@@ -57,8 +57,8 @@ class Runs:
         counts_EG = self.start.diff().view(self.num_experts, self.num_groups)
         needed_R = (torch.div(counts_EG + size - 1, size, rounding_mode="floor") * active_G).flatten()
         first = torch.nn.functional.pad(needed_R.cumsum(0), (1, 0))
-        runs = min(self.num_experts * self.num_groups, self.rows)
-        most = max(1, self.rows // size + runs)
+        segments = min(self.num_experts * self.num_groups, self.rows)
+        most = max(1, self.rows // size + segments)
         numbers = torch.arange(most, device=self.start.device)
         return Blocks(size, torch.searchsorted(first[1:].contiguous(), numbers, right=True), first)
 
@@ -100,7 +100,7 @@ class Table:
         scales = [0.0 if adapter is None else adapter.scale for adapter in rows.adapters]
         self.scales_G = sent(torch.tensor(scales), device)
         starts = sent(torch.tensor(rows.offsets), device)
-        self.runs = Runs(starts, len(ranks), 1, len(rows), DENSE_ROWS)
+        self.segments = Segments(starts, len(ranks), 1, len(rows), DENSE_ROWS)
         self._names, self._weights_NG, self._has_NG = _addresses(rows.adapters)
         grad_names, self._grads_NG, _ = _addresses(rows.grads)
         self._grad_index = {name: n for n, name in enumerate(grad_names)}
@@ -118,7 +118,7 @@ class Table:
         for has, mine in self._dense_blocks.items():
             name = next(name for name, groups in self._signatures.items() if groups == has)
             for (own, blocks), (new, others) in zip(mine, other.blocks(name), strict=True):
-                pairs += [(own.active_G, new.active_G), (blocks.run, others.run), (blocks.first, others.first)]
+                pairs += [(own.active_G, new.active_G), (blocks.segment, others.segment), (blocks.first, others.first)]
         for tensor, new_tensor in pairs:
             tensor.copy_(new_tensor)
 
@@ -149,7 +149,8 @@ class Table:
     @cached_property
     def _dense_blocks(self) -> dict[tuple[bool, ...], list[tuple[RankClass, Blocks]]]:
         return {
-            has: [(each, self.runs.blocks(each.active_G)) for each in classes] for has, classes in self._classes.items()
+            has: [(each, self.segments.blocks(each.active_G)) for each in classes]
+            for has, classes in self._classes.items()
         }
 
     def _classes_of(self, has: tuple[bool, ...]) -> list[RankClass]:
