@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from billing.reports import halves, whole
 from billing.tco import GpuHour, divide, pool_usd, usd_per_mtok
-from store.tables import Operation, UsageHour
+from store.tables import Operation, Organisation, UsageHour
 
 Pair = tuple[str, str]  # organisation, base model
 
@@ -125,7 +125,9 @@ def _usage(session: Session, since: datetime, until: datetime) -> tuple[dict[Pai
     """Nano-dollars and tokens."""
     row = UsageHour
     columns = (row.org_id, row.base_model, row.kind)
-    query = select(*columns, *halves()).where(row.hour >= since, row.hour < until).group_by(*columns)
+    # The table's key is by organisation and then hour: with them named, these hours alone are read.
+    every = row.org_id.in_(select(Organisation.id))
+    query = select(*columns, *halves()).where(every, row.hour >= since, row.hour < until).group_by(*columns)
     paid: defaultdict[Pair, int] = defaultdict(int)
     tokens: defaultdict[Pair, int] = defaultdict(int)
     for org_id, base_model, kind, *sums in session.execute(query):
