@@ -64,9 +64,6 @@ class Launches:
                 sequence.draft = []
 
 
-SHORT = SamplingParams(max_tokens=1)
-
-
 def engine(decoder: Decoder, **options: Any) -> TorchEngine:
     return TorchEngine(decoder, EOS, decode_text=spell, **{"slots": 8, "context": 96} | options)
 
@@ -113,10 +110,13 @@ def test_a_crowd_gets_what_it_gets_step_by_step(
     decoder: Decoder, crowd: list[GenerateRequest], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, made = engine(decoder, **options), engine(decoder, **options)
-    for each in (plain, made):  # adapters that are there decide who sits when, and so who is preempted
-        run(each, *(replace(request, id=request.adapter, sampling=SHORT) for request in crowd[:5]))
-    used = Launches(made, monkeypatch)
-    assert_same(run(made, *crowd), run(plain, *crowd))
+    used, found = Launches(made, monkeypatch), []
+    crowd.sort(key=lambda request: request.priority)
+    for each in (made, plain):
+        for request in crowd[:8]:
+            each.add(request)
+        found.append(steps(each, 6) | run(each, *crowd[8:]))
+    assert_same(*found)
     assert used.events.count("ahead") > 20
     assert made.stats().preempted > 0
     assert made.stats().sampled_tokens == plain.stats().sampled_tokens
