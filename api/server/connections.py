@@ -158,8 +158,6 @@ class Connection(HttpToolsProtocol):
         self.headers_since = self._gate.clock()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.headers_since is None:
-            return  # a trailer: the request has been judged without it (RFC 9110, section 6.5.1)
         if len(self.headers) >= MAX_HEADERS:
             raise ValueError("too many headers")  # uvicorn answers 400
         if name.lower() == b"host" and (
