@@ -62,7 +62,7 @@ AGENTS = Environment(
     "agents",
     (
         *("openai-agents==0.24.0", "pydantic-ai-slim==2.68.0", "langchain-openai==1.7.3", "langgraph==1.2.22"),
-        *("openai==3.54.0"),
+        "openai==3.54.0",
     ),
     _TALKS,
 )
