@@ -19,6 +19,7 @@ from tests.rl_packages.environment import (
     LITELLM,
     ROOT,
     SANDBOXES,
+    SINKS,
     VERIFIERS_0_1,
     VERIFIERS_0_4,
     Environment,
@@ -154,3 +155,12 @@ def test_the_providers_clients_take_what_our_adapters_send() -> None:
         "refused": ["cannot read nowhere", "cannot write slow"],
     }
     assert json.loads(done.stdout) == {"modal": expected, "prime": expected}
+
+
+@made(SINKS)
+def test_sinks_write_what_their_packages_read() -> None:
+    command = [str(SINKS.python), str(Path(__file__).with_name("sinks.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    points = [[0, 0.25], [1, 0.5]]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"tensorboard": points, "trackio": points, "wandb": points}
