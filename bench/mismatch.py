@@ -130,8 +130,8 @@ def generate(followed: float, arguments: Sequence[str]) -> None:
     """A generator that takes so much of each adapter's scale."""
     load = TorchEngine._load
 
-    def partly(engine: TorchEngine, folder: Path) -> tuple[Adapter, int]:
-        adapter, version = load(engine, folder)
+    def partly(self: TorchEngine, folder: Path) -> tuple[Adapter, int]:
+        adapter, version = load(self, folder)
         adapter.scale *= followed
         return adapter, version
 
