@@ -101,7 +101,7 @@ class Results:
 
 
 def _forget(op_ids: list[str], session: Session) -> None:
-    session.execute(update(_OP).where(_OP.id.in_(sorted(op_ids))).values(result_bytes=None))
+    session.execute(update(_OP).where(_OP.id.in_(sorted(op_ids))).values(result_bytes=None, result=None))
 
 
 def _over(session: Session, now: datetime) -> list[str]:
