@@ -33,6 +33,9 @@ class OpKind(StrEnum):
 #: Operations that change a run. They are replayed, in order, to rebuild a run on a fresh trainer.
 MUTATING = frozenset({OpKind.CREATE, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.LOAD_STATE})
 
+#: Operations whose bodies trainers read. What others ask for is in their plans; their bodies may hold keys.
+READ = frozenset({OpKind.FORWARD_BACKWARD, OpKind.FORWARD, OpKind.OPTIM_STEP, OpKind.SAVE_EXTERNAL})
+
 #: Operations that make something lasting of a run, under a name or for a sampler.
 SAVES = frozenset({OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER, OpKind.SAVE_EXTERNAL})
 

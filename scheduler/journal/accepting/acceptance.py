@@ -26,7 +26,7 @@ from billing.accounts import Accounts, OutOfMoney, Payer
 from billing.prices import PriceList, most_for_sample, most_for_tokens
 from billing.quotas import Claim, QuotaReached, check, claim
 from scheduler.journal.rows import TRAIN_KINDS, sent_sha256_of, small_text, to_row
-from scheduler.links.messages import OpKind
+from scheduler.links.messages import READ, OpKind
 from scheduler.order.operations import SAMPLE, NewOperation, Operation, SequenceReused
 from store import logs, tables
 from store.blobs.contract import Blobs, beside_the_loop
@@ -217,7 +217,8 @@ def _digest(new: NewOperation) -> str:
 
 
 def _operation(new: NewOperation, request_id: str, sent_sha256: str) -> Operation:
-    has_body = bool(new.body) and new.refused is None
+    read = new.kind == SAMPLE or new.kind in READ  # else its body is kept nowhere
+    has_body = bool(new.body) and read and new.refused is None
     # What trains is a file, however small: it is deleted as soon as a snapshot covers it.
     in_row = has_body and new.kind not in TRAIN_KINDS and small_text(new.body) is not None
     same = new.sent is None or new.sent == new.body
