@@ -103,11 +103,10 @@ def _files(session: Session, org_id: str) -> Iterator[tuple[str, str]]:
 
 def _texts(session: Session, org_id: str) -> Iterator[tuple[str, str]]:
     """(text, its place in the export) of what lies in the rows of operations instead."""
-    for op in session.scalars(select(Operation).filter_by(org_id=org_id)):
-        if op.body is not None:
-            yield op.body, f"operations/{op.id}.body"
-        if op.result is not None:
-            yield op.result, f"operations/{op.id}.result"
+    for column, kind in ((Operation.body, "body"), (Operation.result, "result")):
+        query = select(Operation.id, column).where(Operation.org_id == org_id, column.is_not(None))
+        for op_id, text in session.execute(query.execution_options(yield_per=1000)):
+            yield text, f"operations/{op_id}.{kind}"
 
 
 def _copy_folder(blobs: Blobs, ref: str, target: Path) -> bool:

@@ -28,13 +28,9 @@ sequences = _plan["sequences"]
 
 
 def small_text(data: bytes) -> str | None:
-    """`data` as a column of text takes it; None for what is too large for a row, or no text."""
-    if len(data) > SMALL_BYTES or b"\0" in data:  # which PostgreSQL's text cannot have
-        return None
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return None
+    """`data` as any database's text takes it; None for what is too large for a row, not ASCII, or has a NUL (which
+    PostgreSQL refuses)."""
+    return data.decode() if len(data) <= SMALL_BYTES and data.isascii() and b"\0" not in data else None
 
 
 def to_row(op: Operation, sent_sha256: str) -> dict[str, Any]:

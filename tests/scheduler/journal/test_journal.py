@@ -20,7 +20,6 @@ from billing.prices import load_prices
 from migrations.upgrade import migrate
 from scheduler.dispatch.sample_desk import SampleDesk
 from scheduler.dispatch.trainer_desk import TrainerDesk
-from scheduler.journal.ending.outcomes import result_ref
 from scheduler.journal.journal import Journal
 from scheduler.journal.recovery import recover
 from scheduler.links.contract import LIVES
@@ -506,46 +505,3 @@ def test_limits_and_draining_are_said_as_such(folder: Path) -> None:
         assert await service.journal.accept(train(1))
 
     go(scenario())
-
-
-def test_small_bodies_and_results_are_no_files(folder: Path) -> None:
-    """A step lies in its row alone, and is replayed and answered from there; a sample's prompt goes when it ends."""
-    step = train(1, "optim_step", b'{"learning_rate":1}')
-
-    async def before() -> tuple[str, str]:
-        service = Service(folder)
-        async with service.worker(service.trainer) as link:
-            await first_pass(service, link)
-            stepped = await service.journal.accept(step)
-            pass_ = await service.ask(link, PullPass(["m"]))
-            assert [(op.body, op.body_ref) for op in pass_.ops] == [(step.body, "")]
-            await service.answer(link, pass_)
-            await outcome(service, stepped)
-        async with service.worker(service.generator) as link:
-            sampled = await service.journal.accept(sample(0))
-            work: SampleWork = await service.ask(link, PullSamples(["m"], 4))
-            assert [(op.body, op.body_ref) for op in work.ops] == [(b"{}", "")]
-            assert [row.body for row in service.rows(tables.Operation) if row.id == sampled] == ["{}"]
-            link.send(Done(sampled, b"tokens", {"prefill": 1, "cached_prefill": 0, "sample": 1}))
-            await outcome(service, sampled)
-        assert {row.id: row.body for row in service.rows(tables.Operation)}[sampled] is None
-        assert service.blobs.listed("ops/*/*") == {}
-        assert list(service.blobs.listed("results/*/*")) == [result_ref(sampled)]
-        service.database.close()
-        return stepped, sampled
-
-    async def after(stepped: str, sampled: str) -> None:
-        service = Service(folder)
-        recover(service.journal, service.database)
-        assert (await outcome(service, stepped)).payload == b"result"
-        assert (await outcome(service, sampled)).payload == b"tokens"
-        async with service.worker(service.trainer) as link:
-            await service.journal.accept(train(2))
-            pass_ = await service.ask(link, PullPass(["m"]))
-            assert ops(pass_)[1:] == [(1, True), (2, False)]
-            assert pass_.ops[1].body == step.body
-
-    async def both() -> None:
-        await after(*await before())
-
-    go(both())

@@ -148,7 +148,10 @@ def test_many_are_deleted_in_many_writes_and_blobs_that_are_gone_hold_up_nothing
     assert world.kept() == set()
 
 
-def test_what_lies_in_a_row_goes_as_files_do(world: World) -> None:
+def test_what_lies_in_a_row_goes_as_files_do(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no blob is asked for it."""
+    deleted, delete = list[str](), world.blobs.delete
+    monkeypatch.setattr(world.blobs, "delete", lambda ref: (deleted.append(ref), delete(ref)))
     org_id = world.org("acme")
     world.result("file", 10, timedelta())
     step = {
@@ -160,5 +163,6 @@ def test_what_lies_in_a_row_goes_as_files_do(world: World) -> None:
     assert world.answer("row") == Outcome(b"{}")
     assert world.sweep(later=RESULTS_LAST) == 2
     assert (world.answer("row"), world.answer("file")) == (Gone(), Gone())
+    assert deleted == [result_ref("file")]
     with world.database.read() as session:
         assert session.get_one(tables.Operation, "row").result is None
