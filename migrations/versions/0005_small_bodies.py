@@ -17,6 +17,9 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    kept = sa.text("SELECT count(*) FROM operations WHERE body IS NOT NULL OR result IS NOT NULL")
+    if lost := op.get_bind().scalar(kept):
+        raise RuntimeError(f"{lost} operations have in their rows what 0004 keeps in files: go back to a backup")
     with op.batch_alter_table("operations") as batch:
         batch.drop_column("result")
         batch.drop_column("body")
