@@ -106,7 +106,7 @@ def _texts(session: Session, org_id: str) -> Iterator[tuple[str, str]]:
     for column, kind in ((Operation.body, "body"), (Operation.result, "result")):
         query = select(Operation.id, column).where(Operation.org_id == org_id, column.is_not(None))
         for op_id, text in session.execute(query.execution_options(yield_per=1000)):
-            yield text, f"operations/{op_id}.{kind}"
+            yield str(text), f"operations/{op_id}.{kind}"
 
 
 def _copy_folder(blobs: Blobs, ref: str, target: Path) -> bool:
