@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 import psycopg
-from sqlalchemy import Connection, TextClause, Update, bindparam, insert, text, update
+from sqlalchemy import ColumnElement, Connection, TextClause, Update, any_, bindparam, insert, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
@@ -38,6 +38,13 @@ def update_rows(connection: Connection, table: type[Base], rows: Rows) -> None:
         connection.execute(_update(table, tuple(rows[0])), {"rows": orjson.dumps(rows).decode()})
     else:
         connection.execute(_update_one(table), [_aside(row) for row in rows])
+
+
+def among(column: Any, name: str) -> dict[str, ColumnElement[bool]]:
+    """By dialect: whether a column is one of the values of parameter `name`. On PostgreSQL that is one array, so that
+    the statement is the same for any number of values, and prepared."""
+    array = bindparam(name, type_=postgresql.ARRAY(column.type))
+    return {"postgresql": column == any_(array), "sqlite": column.in_(bindparam(name, expanding=True))}
 
 
 @contextmanager
