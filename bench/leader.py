@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -363,6 +364,7 @@ def main() -> None:
     parser.add_argument("--places", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
+        gc.freeze()  # as the programs do
         places = msgspec.json.decode(args.places, type=Places)
         if args.role == "workers":
             work(places)

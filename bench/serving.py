@@ -49,7 +49,7 @@ def machine() -> dict[str, Any]:
     """What the figures were taken with, and on."""
     return {
         "command": shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "cpus": os.cpu_count(),
+        "cpus": len(os.sched_getaffinity(0)),  # `taskset` may have left fewer than there are
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "versions": dict(filter(all, ((name, _version(name)) for name in ("torch", "tinker", "weft-server")))),
