@@ -2,29 +2,31 @@
 
     python bench/simulate.py [--json]
 
-An embedded service with two trainers of one thread each. What a pass takes is found with eight clients (both trainers
-at work, on cores that clients and server share): one short sequence each fills an eighth of a pass at most, eight
-long ones fill it. What a client takes between two steps is found with one client alone. Then other loads, which keep
-both trainers at work, are played on the virtual clock and on the service: trained tokens per second, of clients with
-two steps in flight. A load that is off is calibrated for and measured again, at most TRIES times: other work on the
-machine disturbs both. `weftd simulate --check` is the same of generators.
+An embedded service with two trainers of one thread each, on cores that clients and server share. What a pass takes is
+found with three loads that keep both trainers at work: of few operations and few tokens, of many operations, of many
+tokens. What a client takes between two steps is found with one client alone. Then other loads, which keep both trainers
+at work, are played on the virtual clock: trained tokens per second, of clients with two steps in flight. All loads run
+on the service in turns, ROUNDS times, and are summed, so that what else the machine does slows all alike. Each has runs
+of its own, which stay where they are. `weftd simulate --check` is the same of generators.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import tinker
 from path import ADAM, batch
 from serving import BASE_MODEL, claim, machine, make_key, serve
@@ -33,7 +35,7 @@ from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.simulation import Simulation
 from scheduler.simulator.workloads import Workload
 
-TENANTS, PASS_TOKENS, RANK, TRIES, TOLERANCE = 8, 2048, 8, 3, 0.1
+TENANTS, PASS_TOKENS, RANK, ROUNDS, TOLERANCE = 8, 2048, 8, 5, 0.1
 CONFIG = f"""
 [trainer]
 threads = 1
@@ -42,13 +44,23 @@ pass_tokens = {PASS_TOKENS}
 [generator]
 threads = 1
 """
-#: Seconds that a load runs before it counts, and while it counts; and on the virtual clock.
-WARM_S, COUNTED_S, PLAYED_S = 4.0, 12.0, 300.0
+#: Seconds that a load runs before it counts, and while it counts, in a round; and on the virtual clock.
+WARM_S, COUNTED_S, PLAYED_S = 2.0, 4.0, 300.0
+#: Batches that calibrate: two of them fill a pass, or 32; and that of a client alone.
+LARGE, SMALL, ALONE = (8, 128), (1, 64), (1, 32)
 #: What is predicted: the sequences of each tenant's batch, and their length.
 CASES = {
     "three alike": [(4, 128)] * 3,
     "six of several sizes": [(2, 64), (2, 64), (4, 64), (4, 128), (8, 128), (8, 128)],
     "eight short": [(8, 64)] * 8,
+}
+#: All that is measured: the batches, and the steps that each client has in flight.
+LOADS = {
+    "few": ([SMALL] * 2, 1),
+    "many": ([SMALL] * TENANTS, 1),
+    "large": ([LARGE] * TENANTS, 2),
+    "alone": ([ALONE], 1),
+    **{name: (sizes, 2) for name, sizes in CASES.items()},
 }
 
 
@@ -59,6 +71,10 @@ class Counted:
     busy_s: float
     seconds: float
 
+    def __add__(self, more: Counted) -> Counted:
+        tokens, passes = self.tokens + more.tokens, self.passes + more.passes
+        return Counted(tokens, passes, self.busy_s + more.busy_s, self.seconds + more.seconds)
+
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
@@ -68,17 +84,22 @@ class Service:
     def __init__(self, url: str, data_dir: Path) -> None:
         keys = [make_key(data_dir, f"tenant-{i}") for i in range(TENANTS)]
         self._http = httpx.Client(base_url=url, headers={"X-API-Key": keys[0]}, timeout=60)
-        self._runs = [
-            tinker.ServiceClient(base_url=url, api_key=key).create_lora_training_client(BASE_MODEL, rank=RANK).result()
-            for key in keys
-        ]
+        self._clients = [tinker.ServiceClient(base_url=url, api_key=key) for key in keys]
+        self._runs: dict[str, list[Any]] = {}
 
-    def counted(self, sizes: Sequence[tuple[int, int]], in_flight: int = 2) -> Counted:
+    def _runs_of(self, load: str, count: int) -> list[Any]:
+        """One of each tenant, for this load alone."""
+        if load not in self._runs:
+            made = [client.create_lora_training_client(BASE_MODEL, rank=RANK) for client in self._clients[:count]]
+            self._runs[load] = [one.result() for one in made]
+        return self._runs[load]
+
+    def counted(self, load: str, sizes: Sequence[tuple[int, int]], in_flight: int) -> Counted:
         """A client for each batch trains on it again and again; counted in the middle."""
-        over: list[bool] = []
+        over, runs = list[bool](), self._runs_of(load, len(sizes))
 
         def train(number: int) -> None:
-            run, data, open_steps = self._runs[number], batch(*sizes[number], seed=number), deque[Any]()
+            run, data, open_steps = runs[number], batch(*sizes[number], seed=number), deque[Any]()
             while not over:
                 if len(open_steps) == in_flight:
                     for future in open_steps.popleft():
@@ -106,27 +127,36 @@ class Service:
         found: dict[str, Any] = self._http.get("/api/v1/weft/stats").json()["trainer"]
         return found
 
-    def calibrated(self) -> Cluster:
-        small, large = self.counted([(1, 64)] * TENANTS, in_flight=1), self.counted([(8, 128)] * TENANTS)
-        each = [(found.tokens / found.passes, found.busy_s / found.passes) for found in (small, large)]
-        if each[1][0] <= 2 * each[0][0] or each[1][1] <= each[0][1]:
-            found = "; ".join(f"{tokens:.0f} tokens in {seconds:.4f} s" for tokens, seconds in each)
-            raise RuntimeError(f"passes of few and of many tokens cannot be told apart ({found}): run it alone")
-        rate = (each[1][0] - each[0][0]) / (each[1][1] - each[0][1])
-        pass_s = max(0.0, each[1][1] - each[1][0] / rate)
-        alone = self.counted([(1, 32)], in_flight=1)
-        steps = alone.tokens / 32
-        return Cluster(
-            replicas=1,
-            gpus_per_replica=1,
-            slots=1,
-            turnaround_s=max(0.0, (alone.seconds - alone.busy_s) / steps),
-            trainers=2,
-            ranks=1,
-            trained_tokens_per_s_per_gpu=rate,
-            pass_s=pass_s,
-            pass_tokens=PASS_TOKENS,
-        )
+    def in_turns(self) -> dict[str, Counted]:
+        """All loads, several times."""
+        for name, load in LOADS.items():  # it does not count
+            self.counted(name, *load)
+        found = {name: self.counted(name, *load) for name, load in LOADS.items()}
+        for _ in range(ROUNDS - 1):
+            found = {name: found[name] + self.counted(name, *load) for name, load in LOADS.items()}
+        return found
+
+
+def calibrated(found: dict[str, Counted]) -> Cluster:
+    """Two trainers. A pass is a constant, a part for each operation (a step has two), and a part for each token."""
+    three = [found[name] for name in ("few", "many", "large")]
+    tokens = [one.tokens / one.passes for one in three]
+    steps = [of / math.prod(size) for of, size in zip(tokens, (SMALL, SMALL, LARGE), strict=True)]
+    rows = np.array([(1.0, 2 * count, of) for count, of in zip(steps, tokens, strict=True)])
+    pass_s, operation_s, token_s = np.linalg.solve(rows, [one.busy_s / one.passes for one in three])
+    alone = found["alone"]
+    return Cluster(
+        replicas=1,
+        gpus_per_replica=1,
+        slots=1,
+        turnaround_s=max(0.0, (alone.seconds - alone.busy_s) / (alone.tokens / math.prod(ALONE))),
+        trainers=2,
+        ranks=1,
+        trained_tokens_per_s_per_gpu=1 / token_s,
+        pass_s=max(0.0, pass_s),
+        operation_s=max(0.0, operation_s),
+        pass_tokens=PASS_TOKENS,
+    )
 
 
 def predicted(cluster: Cluster, sizes: Sequence[tuple[int, int]]) -> float:
@@ -151,23 +181,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     args = parser.parse_args()
-    cases: dict[str, dict[str, float]] = {}
     with service() as real:
-        real.counted([(8, 128)] * TENANTS)  # warm, and shared between both trainers
-        for name, sizes in CASES.items():
-            for tries in range(1, TRIES + 1):
-                cluster = real.calibrated()
-                measured, foretold = real.counted(sizes).tokens_per_s, predicted(cluster, sizes)
-                off = abs(foretold / measured - 1)
-                cases[name] = {"measured": measured, "predicted": foretold, "off": off, "tries": tries}
-                cases[name] |= {"pass_s": cluster.pass_s, "turnaround_s": cluster.turnaround_s}
-                cases[name] |= {"tokens_per_s_of_a_trainer": cluster.trained_tokens_per_s_per_gpu}
-                if off <= TOLERANCE:
-                    break
+        found = real.in_turns()
+    cluster, cases = calibrated(found), dict[str, dict[str, float]]()
+    for name, sizes in CASES.items():
+        measured, foretold = found[name].tokens_per_s, predicted(cluster, sizes)
+        cases[name] = {"measured": measured, "predicted": foretold, "off": abs(foretold / measured - 1)}
+    calibration = {name: getattr(cluster, name) for name in ("pass_s", "operation_s", "turnaround_s")}
+    calibration["tokens_per_s_of_a_trainer"] = cluster.trained_tokens_per_s_per_gpu
     result = {
         "bench": "simulate",
         "compares": "trained tokens per second of two trainers, as played and as measured",
         "machine": machine(),
+        "loads": {name: asdict(load) for name, load in found.items()},
+        "calibration": calibration,
         "cases": cases,
         "claims": [
             claim(f"two trainers, {name}: off by", case["off"], TOLERANCE, case["off"] <= TOLERANCE)

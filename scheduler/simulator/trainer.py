@@ -68,7 +68,7 @@ class Trainers:
             trainer.units = compose(self._queue, [MODEL], self._cluster.pass_tokens, self._only(trainer.name))
             if trainer.units:
                 tokens = sum(unit.tokens for unit in trainer.units)
-                trainer.over_s = now_s + self._cluster.pass_takes_s(tokens)
+                trainer.over_s = now_s + self._cluster.pass_takes_s(tokens, len(trainer.units))
                 self._taken(trainer)
 
     def _only(self, name: str) -> Only | None:

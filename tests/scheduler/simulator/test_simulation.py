@@ -199,4 +199,5 @@ def test_ranks_compute_while_they_gather() -> None:
     ranks = replace(TWO, trainers=1, ranks=4, pass_s=1.0, gather_s=5.0)
     assert ranks.pass_takes_s(80) == pytest.approx(1 + 5)
     assert ranks.pass_takes_s(400) == pytest.approx(1 + 10)
+    assert replace(ranks, operation_s=0.5).pass_takes_s(400, operations=6) == pytest.approx(1 + 3 + 10)
     assert Simulation(ranks, [TRAINS]).run(1e6).seconds == pytest.approx(40 * 6)
