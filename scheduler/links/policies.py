@@ -10,7 +10,6 @@ has lost, or could not be told, is told again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -56,9 +55,11 @@ class PolicyBoard:
 
     def tell(self, moves: Sequence[PolicyMoved]) -> None:
         """Up to MOST_MOVES, of different runs."""
-        parts = ((one.run_id, one.seq, _encode(one), _encode(ToWorker("", one))) for one in moves)
+        arguments: list[str | int | bytes] = [WORKERS]
+        for one in moves:
+            arguments += (one.run_id, one.seq, _encode(one), _encode(ToWorker("", one)))
         with reaching():
-            self._move(keys=[_KEY], args=[WORKERS, *chain.from_iterable(parts)])
+            self._move(keys=[_KEY], args=arguments)
 
     def known(self, run_ids: Iterable[str]) -> dict[str, PolicyMoved]:
         asked = sorted(run_ids)
