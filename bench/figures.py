@@ -235,6 +235,13 @@ def simulated() -> str:
     return f"`{read('simulate')['command']}`:\n\n" + grid((*head, "p95 wait of a chat", "of a small run"), rows)
 
 
+def leader() -> str:
+    found = read("leader")
+    parts = found["cpu_ms_per_operation"]
+    rows = [(f"processor time of an operation: {who}, ms", f"{of:.3f}") for who, of in parts.items()]
+    return f"{claims('leader')}\n\n{grid(('', ''), [*rows, ('all', f'{sum(parts.values()):.3f}')])}"
+
+
 def families() -> str:
     found = read("families")
     rows = []

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from itertools import islice
 from typing import Any
 
 from scheduler.journal.training import Training
 from scheduler.links.messages import PolicyMoved
-from scheduler.links.policies import PolicyBoard
+from scheduler.links.policies import MOST_MOVES, PolicyBoard
 from scheduler.order.operations import Operation
 
+#: Between two times that it is told what has moved: every generator hears everything, so it hears more at once.
+TOGETHER_S = 0.01
 #: The leader looks this often whether Redis has lost something.
 LOOK_AGAIN_S = 2.0
 
@@ -52,10 +55,10 @@ class PolicyDesk:
             await self._look()
         self._moves.clear()
         while self._untold:
-            moved = self._newest(next(iter(self._untold)))
-            await self._run(self._board.tell, moved)
-            if moved == self._newest(moved.run_id):
-                self._untold.discard(moved.run_id)
+            moves = [self._newest(run_id) for run_id in islice(self._untold, MOST_MOVES)]
+            await self._run(self._board.tell, moves)
+            self._untold.difference_update(moved.run_id for moved in moves if moved == self._newest(moved.run_id))
+            await asyncio.sleep(TOGETHER_S)
 
     async def _look(self) -> None:
         if over := self._versions.keys() - self._training.runs.keys():

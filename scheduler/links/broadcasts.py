@@ -72,7 +72,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class ToWorker(msgspec.Struct, frozen=True):
-    """For one worker, or for all ("")."""
+    """For one worker, or for all (""). They travel in lists."""
 
     worker: str
     message: Cancel | PolicyMoved
@@ -87,7 +87,7 @@ class Accepted(msgspec.Struct, frozen=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _ended = msgspec.msgpack.Decoder(list[Ended])
-_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_to_workers = msgspec.msgpack.Decoder(list[ToWorker])
 _accepted = msgspec.msgpack.Decoder(Accepted)
 _drawn = msgspec.msgpack.Decoder(Drawn)
 
@@ -120,7 +120,7 @@ class Broadcasts:
 
     def cancel(self, worker: str, op_id: str) -> None:
         with reaching():
-            self._redis.publish(WORKERS, _encode(ToWorker(worker, Cancel(op_id))))
+            self._redis.publish(WORKERS, _encode([ToWorker(worker, Cancel(op_id))]))
 
     def drawn(self, drawn: Drawn) -> None:
         """Tell those who read along, and keep it for those who begin later."""
@@ -205,14 +205,13 @@ class Listener(threading.Thread):
         self.connected = threading.Event()
 
     @classmethod
-    def of_ends(cls, url: str, on_end: Callable[[Ended, int], None], on_gap: Callable[[], None]) -> Listener:
-        """`on_end` gets each end of an operation, with its stamp."""
+    def of_ends(cls, url: str, on_ends: Callable[[Sequence[Ended], int], None], on_gap: Callable[[], None]) -> Listener:
+        """`on_ends` gets operations that have ended; the first has that stamp, each other one more."""
 
         def on_message(data: bytes) -> None:
             last, _, body = data.partition(b" ")
             ends = _ended.decode(body)
-            for stamp, end in enumerate(ends, int(last) - len(ends) + 1):
-                on_end(end, stamp)
+            on_ends(ends, int(last) - len(ends) + 1)
 
         return cls(url, _ENDED, on_message, on_gap)
 
@@ -233,9 +232,9 @@ class Listener(threading.Thread):
         """What `worker` must hear."""
 
         def mine(data: bytes) -> None:
-            told = _to_worker.decode(data)
-            if told.worker in ("", worker):
-                on_message(told.message)
+            for told in _to_workers.decode(data):
+                if told.worker in ("", worker):
+                    on_message(told.message)
 
         return cls(url, WORKERS, mine, on_gap, beat)
 
