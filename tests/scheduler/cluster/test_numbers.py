@@ -108,7 +108,7 @@ def test_a_step_is_looked_up_once(
                 assert not await one.journal.taken(RUN, 1)
             request_id = await one.journal.accept(train(1))
             event.remove(postgres_database._read_engine, "before_cursor_execute", note)
-            assert len([text for text in statements if "runs.id IN" in text]) == 1, statements
+            assert len([text for text in statements if "runs.id = ANY" in text]) == 1, statements
             assert looked == []
             assert (await one.result(request_id)).payload == b"result"
             assert await one.journal.taken(RUN, 1)
