@@ -14,23 +14,23 @@ from typing import Any
 
 import msgspec
 
-from scheduler.links.broadcasts import WORKERS, ToWorker
+from scheduler.links.broadcasts import POLICIES
 from scheduler.links.messages import PolicyMoved, SampleOp
 from scheduler.links.redis_clients import pooled
 from scheduler.links.redis_queue import reaching
 
 _KEY = "{weft:policies}"
 
-#: Of each move (its run, the number of its operation, the policy, what is told of it) stores the policy, unless that of
-#: a later operation is there, and tells all that it has stored as one array of MessagePack on ARGV[1].
+#: Of each move (its run, the number of its operation, the policy) stores the policy, unless that of a later operation
+#: is there, and tells all that it has stored as one array of MessagePack on ARGV[1].
 _MOVE = """
 local told = {}
-for at = 2, #ARGV, 4 do
-  local run, seq, policy, message = unpack(ARGV, at, at + 3)
+for at = 2, #ARGV, 3 do
+  local run, seq, policy = unpack(ARGV, at, at + 2)
   local known = redis.call("HGET", KEYS[1], run)
   if not known or tonumber(string.match(known, "^-?%d+")) <= tonumber(seq) then
     redis.call("HSET", KEYS[1], run, seq .. " " .. policy)
-    told[#told + 1] = message
+    told[#told + 1] = policy
   end
 end
 if #told > 0 then
@@ -55,9 +55,9 @@ class PolicyBoard:
 
     def tell(self, moves: Sequence[PolicyMoved]) -> None:
         """Up to MOST_MOVES, of different runs."""
-        arguments: list[str | int | bytes] = [WORKERS]
+        arguments: list[str | int | bytes] = [POLICIES]
         for one in moves:
-            arguments += (one.run_id, one.seq, _encode(one), _encode(ToWorker("", one)))
+            arguments += (one.run_id, one.seq, _encode(one))
         with reaching():
             self._move(keys=[_KEY], args=arguments)
 
