@@ -271,6 +271,12 @@ function calls.forget(id, receipt)
   return 1
 end
 
+-- An answer is settled: its flow pays the tokens that it used beyond its charge, once, however often this is called.
+function calls.settle(id, receipt, path, tokens)
+  if tokens ~= "0" and redis.call("EXISTS", key("i", id)) == 1 then correct(path, number(tokens)) end
+  return calls.forget(id, receipt)
+end
+
 function calls.expire(now)
   local back, declined = {}, {}
   for _, worker in ipairs(redis.call("ZRANGEBYSCORE", P .. "w", "-inf", "(" .. clock(now))) do

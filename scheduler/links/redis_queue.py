@@ -147,13 +147,10 @@ class RedisQueue:
         self._call("forget", item_id, receipt)
 
     def settle(self, settled: Iterable[tuple[str, str, Path, int]]) -> None:
-        """For each (item, receipt, path, tokens): `forget` it, and `correct` its path by so many tokens, unless 0."""
-        calls = list[tuple[Any, ...]]()
-        for item_id, receipt, path, tokens in settled:
-            if tokens:
-                calls.append(("correct", _SEPARATOR.join(path), tokens))
-            calls.append(("forget", item_id, receipt))
-        self._call_all(calls)
+        """For each (item, receipt, path, tokens), if it is known: `correct` its path by so many tokens, `forget` it."""
+        self._call_all(
+            ("settle", item_id, receipt, _SEPARATOR.join(path), tokens) for item_id, receipt, path, tokens in settled
+        )
 
     def expire(self) -> Expired:
         back, given_up, declined = self._call("expire", self._now())

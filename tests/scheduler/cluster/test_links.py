@@ -18,7 +18,7 @@ import redis
 
 from scheduler.links import broadcasts as broadcast_module
 from scheduler.links import train_link
-from scheduler.links.broadcasts import Broadcasts, Ended, Listener
+from scheduler.links.broadcasts import Broadcasts, Ended, Listener, ToWorker
 from scheduler.links.contract import LEFT_S, LIVES, Item
 from scheduler.links.large_results import INLINE_BYTES, parcel_of, whole
 from scheduler.links.messages import (
@@ -29,6 +29,7 @@ from scheduler.links.messages import (
     Failure,
     Pass,
     PassOver,
+    PolicyMoved,
     PullPass,
     PullSamples,
     SampleOp,
@@ -314,9 +315,15 @@ def test_calls_that_travel_together_do_what_each_does_alone(url: str) -> None:
     answers += queue.answered("settler", 5)
     assert [answer.id for answer in answers] == [item.id for item in items[1:]]
     assert {answer.result for answer in answers} == {b"\xfe"}
-    queue.settle((answer.id, answer.receipt, items[0].path, -10) for answer in answers)
+    settled = [(answer.id, answer.receipt, items[0].path, -10) for answer in answers]
+    queue.settle(settled)
     assert queue.known([item.id for item in items]) == {"i0"}
     queue.push_all([])
+    there = redis.Redis.from_url(url)
+    before = {key: there.dump(key) for key in there.scan_iter()}
+    queue.settle(settled)  # whose reply was lost: it is told again
+    assert {key: there.dump(key) for key in there.scan_iter()} == before
+    there.close()
     queue.close()
 
 
@@ -384,6 +391,22 @@ def test_a_listener_says_when_redis_is_away_and_that_it_may_have_missed_somethin
         assert listener.connected.is_set()
     eventually(lambda: not listener.connected.is_set())
     listener.stop()
+
+
+def test_what_an_older_server_tells_is_heard_and_what_a_newer_one_tells_is_a_gap(url: str) -> None:
+    heard, gaps, there = list[Any](), list[None](), redis.Redis.from_url(url)
+    listener = Listener.of_workers(url, "me", heard.append, lambda: gaps.append(None), lambda: None)
+    listener.start()
+    assert listener.connected.wait(10)
+    assert len(gaps) == 1
+    moved = PolicyMoved("run", 1, "", 2)
+    for channel in ("weft:workers", "weft:policies"):
+        there.publish(channel, msgspec.msgpack.encode({"what": "nobody knows"}))
+    there.publish("weft:workers", msgspec.msgpack.encode(ToWorker("", moved)))
+    eventually(lambda: heard == [moved])
+    assert len(gaps) == 3
+    listener.stop()
+    there.close()
 
 
 def test_answers_survive_that_redis_loses_everything_while_somebody_waits(url: str) -> None:
