@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,6 +16,7 @@ import torch
 from weft.wire import ModelInput, SampleRequest, SamplingParams, decode_sample_response
 
 import workers.model.tiny
+from scheduler.cluster import policy_desk
 from scheduler.links.broadcasts import Listener
 from scheduler.links.contract import Item
 from scheduler.links.large_results import parcel_of, whole
@@ -182,6 +185,37 @@ def test_of_moves_that_are_told_together_only_those_that_are_new_are_heard(url: 
     listener.stop()
     assert heard == [PolicyMoved("late", 7, "", 20), *moves]
     assert board.known(["late", "run199"]) == {"late": heard[0], "run199": moves[-1]}
+
+
+def test_what_redis_has_lost_is_told_again_however_much_else_moves(
+    board: PolicyBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_desk, "LOOK_AGAIN_S", 0.2)
+    training = SimpleNamespace(desks=[], runs=dict.fromkeys(("calm", "busy")))
+
+    async def scenario() -> None:
+        desk = policy_desk.PolicyDesk(cast(Any, training), board, asyncio.to_thread)
+        calm = PolicyMoved("calm", 1, "", 1)
+
+        async def tell() -> None:
+            while True:
+                await desk.tell()
+
+        async def told() -> None:
+            seq = 0
+            while board.known(["calm"]) != {"calm": calm}:
+                seq += 1
+                desk.policy_moved(PolicyMoved("busy", seq, "", seq))
+                await asyncio.sleep(0.001)
+
+        telling = asyncio.create_task(tell())
+        desk.policy_moved(calm)
+        for _ in range(2):
+            await asyncio.wait_for(told(), 20)
+            board.forget(["calm"])
+        telling.cancel()
+
+    asyncio.run(scenario())
 
 
 def test_a_generator_is_told_what_is_new_of_the_runs_it_samples() -> None:
