@@ -238,8 +238,11 @@ def simulated() -> str:
 def leader() -> str:
     found = read("leader")
     parts = found["cpu_ms_per_operation"]
-    rows = [(f"processor time of an operation: {who}, ms", f"{of:.3f}") for who, of in parts.items()]
-    return f"{claims('leader')}\n\n{grid(('', ''), [*rows, ('all', f'{sum(parts.values()):.3f}')])}"
+    theirs = sum(parts[who] for who in ("leader", "redis", "postgresql"))
+    sums = {**parts, "leader, redis and postgresql": theirs, "all": sum(parts.values())}
+    rows = [(who, f"{cpu_ms:.3f}", number(2000 / cpu_ms)) for who, cpu_ms in sums.items()]
+    head = ("", "processor time of an operation, ms", "a second on two cores at most")
+    return f"{claims('leader')}\n\n{grid(head, rows)}"
 
 
 def families() -> str:
@@ -346,6 +349,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory,
     "backfill": backfill,
     "ledger": ledger,
+    "leader": leader,
     "neighbour": neighbour,
     "console": console,
     "scale": lambda: claims("scale", "ranks"),
