@@ -240,6 +240,16 @@ def simulated() -> str:
     return f"`{read('simulate')['command']}`:\n\n" + grid((*head, "p95 wait of a chat", "of a small run"), rows)
 
 
+def leader() -> str:
+    found = read("leader")
+    parts = found["cpu_ms_per_operation"]
+    theirs = sum(parts[who] for who in ("leader", "redis", "postgresql"))
+    sums = {**parts, "leader, redis and postgresql": theirs, "all": sum(parts.values())}
+    rows = [(who, f"{cpu_ms:.3f}", number(2000 / cpu_ms)) for who, cpu_ms in sums.items()]
+    head = ("", "processor time of an operation, ms", "a second on two cores at most")
+    return f"{claims('leader')}\n\n{grid(head, rows)}"
+
+
 def families() -> str:
     found = read("families")
     rows = []
@@ -344,6 +354,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory,
     "backfill": backfill,
     "ledger": ledger,
+    "leader": leader,
     "neighbour": neighbour,
     "console": console,
     "scale": lambda: claims("scale", "ranks"),

@@ -76,7 +76,7 @@ class DatabaseRecorder:
             tried += 1
             if result.error is None and text_of(result) is None:  # stored before the commit that promises it
                 await beside_the_loop(self._blobs, self._blobs.put, result_ref(op.id), result.payload)
-            ending = Ending(op, done, result, self._samplers.facts(op.lane).run_id if op.kind == SAMPLE else op.lane)
+            ending = Ending(op, done, result, self._samplers.run_of(op.lane) if op.kind == SAMPLE else op.lane)
             settled: Settled = await self._database.write_batched(self._settlement.settle, ending, lock=op.org_id)
             return self._settled_before(op) if settled is None and tried > 1 else settled
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import bindparam, select, update
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from billing import storage
@@ -27,7 +27,7 @@ from scheduler.links.messages import MUTATING, Done, OpKind
 from scheduler.order.operations import SAMPLE, Operation, Outcome
 from scheduler.order.plans import Create, Load, NewSampler, Save, Source
 from store import audit, tables
-from store.bulk import sent_together, update_rows
+from store.bulk import among, sent_together, update_rows
 
 PROTOBUF = "application/x-protobuf"
 
@@ -61,7 +61,7 @@ _ENDING = select(
     *(_OP.id, _OP.org_id, _OP.project_id, _OP.key_id, _OP.user_id, _OP.session_id, _OP.base_model),
     *(_OP.state, _OP.hold_nusd, _OP.accepted_at),
 )
-_ROWS = _ENDING.where(_OP.id.in_(bindparam("ids", expanding=True))).with_for_update()
+_ROWS = {dialect: _ENDING.where(one).with_for_update() for dialect, one in among(_OP.id, "ids").items()}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Settlement:
         now = datetime.now(UTC)
         connection = session.connection()
         ids = sorted({ending.op.id for ending in endings})
-        rows = {found.id: found for found in connection.execute(_ROWS, {"ids": ids})}
+        rows = {found.id: found for found in connection.execute(_ROWS[connection.dialect.name], {"ids": ids})}
         changes: list[dict[str, Any]] = []
         charges: list[Charge] = []
         settled: list[Settled] = []
