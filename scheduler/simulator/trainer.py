@@ -3,16 +3,56 @@ live there, which `scheduler.order.homes` decides. A move is over at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.links.contract import Path
+from scheduler.links.messages import OpKind
 from scheduler.order.compose import compose, lanes
 from scheduler.order.fair import FairTree, Only
 from scheduler.order.homes import Claim, Homes
 from scheduler.order.lanes import Unit
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.slots import MODEL
+
+
+@dataclass
+class Work:
+    """What trainers did: passes that had tokens, and stages of them that had; slices, light work (steps and saves) and
+    tokens; and the time that all of it took them together."""
+
+    passes: int = 0
+    stages: int = 0
+    slices: int = 0
+    light: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, units: Sequence[Unit]) -> Work:
+        """Of one pass, without its time."""
+        light, tokens = sum(unit.light for unit in units), sum(unit.tokens for unit in units)
+        return cls(int(tokens > 0), stages_of(units), len(units) - light, light, tokens)
+
+    def add(self, more: Work) -> None:
+        self.passes += more.passes
+        self.stages += more.stages
+        self.slices += more.slices
+        self.light += more.light
+        self.tokens += more.tokens
+        self.seconds += more.seconds
+
+
+def stages_of(units: Iterable[Unit]) -> int:
+    """In how many stages a trainer computes these (`workers.trainer.trainer`): a run's data behind one of its steps in
+    a stage of their own, with all other runs' behind as many."""
+    steps, stages = Counter[str](), set[int]()
+    for unit in units:
+        if not unit.light:
+            stages.add(steps[unit.send.run_id])
+        steps[unit.send.run_id] += unit.send.kind is OpKind.OPTIM_STEP
+    return len(stages)
 
 
 @dataclass
@@ -31,14 +71,14 @@ class Trainers:
         """`paths` are the places of runs in the queue; of runs without one any trainer takes what is next."""
         self._cluster = cluster
         self._queue = queue
-        self._done = done
+        self._ended = done
         self._trainers = [_Trainer(f"{number}") for number in range(cluster.trainers)]
         self._homes = Homes(cluster.pass_tokens, lambda: self._at_s)
         for trainer in self._trainers:
             self._homes.offer(trainer.name, [MODEL])
         self._paths = paths
         self._at_home: dict[str, None] = {}
-        self.busy_s = 0.0
+        self.done = Work()
         self._at_s = 0.0
 
     @property
@@ -50,12 +90,13 @@ class Trainers:
         """Train until `now_s`, and end the passes that are over."""
         span, self._at_s = now_s - self._at_s, now_s
         for trainer in self._trainers:
-            self.busy_s += span * bool(trainer.units)
+            self.done.seconds += span * bool(trainer.units)
             if now_s >= trainer.over_s:
                 units, trainer.units = trainer.units, []
                 trainer.over_s = float("inf")
+                self.done.add(Work.of(units))
                 for unit in units:
-                    self._done(unit, now_s)
+                    self._ended(unit, now_s)
 
     def fill(self, now_s: float) -> None:
         """Begin a pass wherever a trainer is free and there is work for it."""
@@ -67,8 +108,8 @@ class Trainers:
         for trainer in free:
             trainer.units = compose(self._queue, [MODEL], self._cluster.pass_tokens, self._only(trainer.name))
             if trainer.units:
-                tokens = sum(unit.tokens for unit in trainer.units)
-                trainer.over_s = now_s + self._cluster.pass_takes_s(tokens)
+                work = Work.of(trainer.units)
+                trainer.over_s = now_s + self._cluster.pass_takes_s(work.tokens, work.stages, work.slices, work.light)
                 self._taken(trainer)
 
     def _only(self, name: str) -> Only | None:
