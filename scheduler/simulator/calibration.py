@@ -69,9 +69,9 @@ def _handover_s(machine: Cluster, queued: Batch) -> float:
 
 
 def calibrate_trainer(machine: Cluster, loads: Sequence[Work]) -> Cluster:
-    """`machine` with trainers of one rank that take for these loads about as long as was measured: the times of a stage,
-    a slice, a piece of light work and a token, none below 0, with which the relative errors are least (the sum of their
-    squares). ValueError if the loads are too much alike to tell the four apart."""
+    """`machine` with trainers of one rank that take for these loads about as long as was measured: the times of a
+    stage, a slice, a piece of light work and a token, none below 0, with which the relative errors are least (the sum
+    of their squares). ValueError if the loads are too much alike to tell the four apart."""
     each = np.array([(load.stages, load.slices, load.light, load.tokens) for load in loads])
     relative = each / np.array([load.seconds for load in loads])[:, None]
     scaled = relative / np.linalg.norm(relative, axis=0).clip(min=1e-300)

@@ -21,8 +21,8 @@ class Cluster:
     leave these three out: beside sequences of minutes they are nothing.
 
     A pass takes `pass_s` for each of its stages (one, unless a run has several steps in it), `slice_s` for each slice
-    and `light_s` for each step or save (nothing beside large ones), and then as long as its tokens, or as `gather_s` for
-    each stage: the layers that each of several ranks receives of the others, the next while one computes
+    and `light_s` for each step or save (nothing beside large ones), and then as long as its tokens, or as `gather_s`
+    for each stage: the layers that each of several ranks receives of the others, the next while one computes
     (docs/production.md, "How large a pass")."""
 
     replicas: int = 22
