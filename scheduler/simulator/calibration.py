@@ -77,12 +77,11 @@ def calibrate_trainer(machine: Cluster, loads: Sequence[Work]) -> Cluster:
     scaled = relative / np.linalg.norm(relative, axis=0).clip(min=1e-300)
     if len(loads) < 4 or np.linalg.cond(scaled) > _MOST_ALIKE:
         raise ValueError("the loads do not differ enough in stages, slices, steps and tokens to tell what each takes")
-    pass_s, slice_s, light_s, token_s = non_negative(relative, np.ones(len(loads)))
+    pass_s, slice_s, light_s, token_s = non_negative(relative, np.ones(len(loads))).tolist()
     if token_s == 0:
         raise ValueError("the time of a pass does not grow with its tokens: measure larger loads, or undisturbed")
-    rate = 1 / float(token_s)
-    times = {"pass_s": float(pass_s), "slice_s": float(slice_s), "light_s": float(light_s)}
-    return replace(machine, ranks=1, gather_s=0.0, trained_tokens_per_s_per_gpu=rate, **times)
+    machine = replace(machine, ranks=1, gather_s=0.0, trained_tokens_per_s_per_gpu=1 / token_s)
+    return replace(machine, pass_s=pass_s, slice_s=slice_s, light_s=light_s)
 
 
 def non_negative(rows: Array, values: Array) -> Array:

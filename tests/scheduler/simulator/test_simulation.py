@@ -216,7 +216,7 @@ def test_a_batch_of_short_data_is_few_slices_and_only_what_samples_is_saved() ->
 
 def test_data_behind_a_step_of_their_run_are_a_stage_of_their_own() -> None:
     """Two steps of one run in a pass are two stages; two runs' first steps are one."""
-    cluster = replace(PLAIN, trained_tokens_per_s_per_gpu=100.0, pass_s=1.0, pass_tokens=200)
+    cluster = replace(PLAIN, trained_tokens_per_s_per_gpu=100.0, pass_s=1.0, pass_tokens=250)
     once = Workload("once", groups=1, group_size=1, prompt=0, lengths=(100,), samples=False, steps=1)
     twice = replace(once, steps=2, overlap=1)
     assert Simulation(cluster, [twice]).run(1e6).trainers == Work(1, 2, 2, 2, 200, pytest.approx(2 * 1 + 2))
