@@ -71,7 +71,9 @@ def _handover_s(machine: Cluster, queued: Batch) -> float:
 def calibrate_trainer(machine: Cluster, loads: Sequence[Work]) -> Cluster:
     """`machine` with trainers of one rank that take for these loads about as long as was measured: the times of a
     stage, a slice, a piece of light work and a token, none below 0, with which the relative errors are least (the sum
-    of their squares). ValueError if the loads are too much alike to tell the four apart."""
+    of their squares). ValueError if the loads are too much alike to tell the four apart, or one took no time."""
+    if not all(load.seconds > 0 for load in loads):
+        raise ValueError("a load that calibrates has taken no time: measure it for longer")
     each = np.array([(load.stages, load.slices, load.light, load.tokens) for load in loads])
     relative = each / np.array([load.seconds for load in loads])[:, None]
     scaled = relative / np.linalg.norm(relative, axis=0).clip(min=1e-300)

@@ -94,6 +94,8 @@ def test_loads_that_are_alike_are_refused() -> None:
         calibrate_trainer(machine, alike)
     with pytest.raises(ValueError, match="do not differ enough"):
         calibrate_trainer(machine, works(machine)[:3])
+    with pytest.raises(ValueError, match="no time"):
+        calibrate_trainer(machine, [*works(machine), Work()])
 
 
 @given(st.lists(st.lists(st.floats(-4, 4), min_size=4, max_size=4), min_size=3, max_size=8))
