@@ -299,7 +299,7 @@ def beside(trainers: int, found: Mapping[str, Counted]) -> dict[str, Any]:
     times = {"stage": cluster.pass_s, "slice": cluster.slice_s, "step": cluster.light_s, "token": 1 / rate}
     times["turnaround"] = cluster.turnaround_s
     return {"cpu_ms": {name: 1e3 * of for name, of in times.items()}, "loads": loads,
-            "counted": {name: asdict(one) for name, one in found.items()}}  # fmt: skip
+            "counted": {name: {**asdict(one.work), "wall_s": one.wall_s} for name, one in found.items()}}  # fmt: skip
 
 
 def main() -> None:
