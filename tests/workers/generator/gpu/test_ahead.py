@@ -175,6 +175,28 @@ def test_what_was_drawn_for_a_cancelled_sequence_is_neither_told_nor_billed(
         assert_same(found, wanted)
 
 
+def test_a_sibling_starts_in_the_place_of_one_that_ended_in_a_step_under_way(
+    decoder: Decoder, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which was waited for since an adapter has been read meanwhile."""
+    endless = SamplingParams(max_tokens=30, seed=1, stop_at_eos=False)
+    request = GenerateRequest("a", prompt(20), endless, num_samples=2)
+    tokens = run(engine(decoder, slots=1), request)["a"].sequences[0].tokens.tolist()
+    last = next(at for at in range(3, len(tokens)) if tokens[at] not in tokens[:at])
+    request = replace(request, sampling=replace(endless, stop_token_ids=(tokens[last],)))
+    other = replace(request, id="b", num_samples=1, adapter="a0", adapter_folder=adapters["a0"])
+    made = engine(decoder, slots=1)
+    Launches(made, monkeypatch)
+    made.add(request)
+    while len(made.so_far("a")[0].tokens) < last:
+        made.step()
+    assert made._ahead is not None
+    assert made._ahead.flight is not None
+    made.add(other)
+    made._adapters._reads[0].found.result()
+    assert_same(run(made), run(engine(decoder, slots=1), request, other))
+
+
 def test_every_token_has_the_version_of_the_weights_that_drew_it(
     decoder: Decoder, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
