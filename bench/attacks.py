@@ -134,6 +134,12 @@ def long_chat(target: Target) -> list[int]:
     return [target.post("/v1/chat/completions", body, JSON)]
 
 
+def wrong_messages(target: Target) -> list[int]:
+    """As many messages as a body may have, each of them wrong."""
+    body = b'{"model": "%s", "messages": [%s1]}' % (BASE_MODEL.encode(), b"1," * 1_900_000)
+    return [target.post("/v1/chat/completions", body, JSON)]
+
+
 def tokenized(target: Target) -> list[int]:
     """A text of almost a MiB, again and again: making tokens of it costs nothing."""
     body = json.dumps({"prompt": "a 1 " * (MIB // 4 - 100), "return_token_strs": True}).encode()
@@ -180,6 +186,18 @@ def half_sent_bodies(target: Target) -> list[int]:
     return []
 
 
+def long_trailer(target: Target) -> list[int]:
+    """A body in chunks, and behind it a header that does not end."""
+    head = (
+        f"POST /tokenize HTTP/1.1\r\nHost: x\r\nX-API-Key: {target.key}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-A: "
+    )
+    with suppress(OSError), socket.create_connection(target.address, timeout=10) as connection:
+        connection.sendall(head.encode() + b"0\r\nX-A: ")
+        for _ in range(100):
+            connection.sendall(b"a" * MIB)
+    return []
+
+
 def many_steps(target: Target) -> list[int]:
     """Hundreds of dimuon steps of rank 128, without a token, sent at once and not waited for."""
     run = new_run(target.url, target.key, BASE_MODEL, rank=128, optimizer="dimuon")
@@ -223,11 +241,13 @@ ATTACKS: dict[str, Attack] = {
         long_shapes,
         long_text,
         long_chat,
+        wrong_messages,
         tokenized,
         webhook,
         unknown_polls,
         half_sent_headers,
         half_sent_bodies,
+        long_trailer,
     )
 }
 #: What is accepted, and is to be weighed: these take the machines' time, not the front's.

@@ -213,11 +213,16 @@ def neighbour() -> str:
 def console() -> str:
     found = read("console")
     rows = [
-        (name, *(number(each[kind]) if kind in each else "" for kind in ("median_ms", "longest_ms", "drawn_ms")))
+        (
+            name,
+            *(number(each[kind]) if kind in each else "" for kind in ("median_ms", "longest_ms", "cpu_ms", "drawn_ms")),
+        )
         for name, each in found["pages"].items()
     ]
-    goal = ("goal", f"{found['claims'][0]['target']}", "", "")
-    table = grid(("page", "median, ms", "longest, ms", "drawn, ms"), [*rows, goal])
+    goal = f"{found['claims'][0]['target']}"
+    table = grid(
+        ("page", "median, ms", "longest, ms", "processor, ms", "drawn, ms"), [*rows, ("goal", goal, "", "", goal)]
+    )
     return taken(found) + "\n\n" + table
 
 

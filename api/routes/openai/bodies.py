@@ -54,6 +54,13 @@ LOGPROBS = "message.output_text.logprobs"
 #: Folded into a sampler's seed; it comes to no database.
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
+#: The first element that is wrong ends it: each of two million errors would take hundreds of bytes.
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
+#: Entries of `stop` that are looked at; the server's own limit is told where they are checked.
+MOST_STOPS = 4096
 
 
 class Door(BaseModel):
@@ -64,6 +71,7 @@ class Door(BaseModel):
     unused: ClassVar[set[str]] = UNUSED
 
     def refuse_unknown(self) -> None:
+        _check_stops(self)
         for name, value in (self.model_extra or {}).items():
             if value is None or name in self.unused or any(value == given for given in self.neutral.get(name, ())):
                 continue
@@ -71,6 +79,12 @@ class Door(BaseModel):
             known = f"{quote(shown)} cannot be honoured here" if name in self.neutral else "is not supported here"
             instead = ADVICE.get(name, "leave it out")
             raise Refused(f"{name}: {known}; {instead}", name, "unsupported_parameter")
+
+
+def _check_stops(body: BaseModel) -> None:
+    for name in ("stop", "stop_token_ids"):
+        if (given := len(getattr(body, name, None) or ())) > MOST_STOPS:
+            raise Refused(f"{name}: {given:,} entries or characters, the limit is {MOST_STOPS:,}", name)
 
 
 class Sampling(Door):
@@ -84,7 +98,7 @@ class Sampling(Door):
     top_k: Integer | None = None
     n: Positive | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: str | Strings | None = None
     stop_token_ids: Tokens | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -104,8 +118,8 @@ class Sampling(Door):
 
 
 class ChatBody(Sampling):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[Objects, Field(min_length=1)]
+    tools: Objects | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
@@ -121,19 +135,19 @@ class ChatBody(Sampling):
         return dict(given) if isinstance(given, dict) else {}
 
     @property
-    def shown_tools(self) -> list[dict[str, Any]] | None:
+    def shown_tools(self) -> Objects | None:
         return None if (self.model_extra or {}).get("tool_choice") == "none" else self.tools or None
 
 
 class ChatTokensBody(ChatBody):
     """vLLM's and verifiers' chat over a prompt in tokens: `messages` were rendered by the client."""
 
-    messages: list[dict[str, Any]] = []
+    messages: Objects = []
     tokens: Annotated[Tokens, Field(min_length=1)]
 
 
 class CompletionBody(Sampling):
-    prompt: str | Tokens | Annotated[list[str], Field(min_length=1)]
+    prompt: str | Tokens | Annotated[Strings, Field(min_length=1)]
     logprobs: Count | None = None
 
 
@@ -148,19 +162,19 @@ class ResponsesBody(Door):
     }
     unused = UNUSED - {"store"}
     model: str
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: str | Annotated[Objects, Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Integer | None = None
     top_logprobs: Count | None = None
-    include: list[str] | None = None
+    include: Strings | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: str | Strings | None = None
     stop_token_ids: Tokens | None = None
     stream: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     return_token_ids: bool | None = None
     max_staleness: Count | None = None
 
@@ -192,12 +206,13 @@ class GenerateParams(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Integer | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: str | Strings | None = None
     stop_token_ids: Tokens | None = None
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
 
     def refuse_unknown(self) -> None:
+        _check_stops(self)
         for name, value in (self.model_extra or {}).items():
             if value is not None and name in NEUTRAL and not any(value == neutral for neutral in NEUTRAL[name]):
                 raise Refused(f"sampling_params.{name}: cannot be honoured here; leave it out", name)
@@ -216,9 +231,10 @@ class TokenizeBody(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
+    tools: Objects | None = None
     add_generation_prompt: bool = True
+    add_special_tokens: bool = True
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] = {}
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
-import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
-from starlette.concurrency import run_in_threadpool
 from weft.wire import SamplingParams
 
 from api.checks.priority import PriorityDep
@@ -68,7 +66,7 @@ async def completions(request: Request, service: ServiceDep, who: PrincipalDep, 
         words = prompt
         tokens = await in_turn(who.org_id, lambda: target.text.encode(words))
     else:
-        tokens = [int(token) for token in prompt]
+        tokens = cast(list[int], prompt)
     top = body.logprobs or 0
     form = Form(target.text, False, body.logprobs is not None, top, bool(body.return_token_ids), stops_of(body))
     most = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
@@ -137,6 +135,4 @@ def _options(body: Sampling, form: Form) -> dict[str, Any]:
 async def answered(asked: Asked, form: Form, body: Sampling) -> Response:
     if body.stream:
         return event_stream(chunks(asked, form, body.n or 1, include_usage=body.include_usage))
-    result = await asked.result()
-    answer = await run_in_threadpool(whole, form, asked.request_id, asked.target.name, asked.prompt, result)
-    return Response(orjson.dumps(answer), media_type="application/json")
+    return await asked.answer(lambda result: whole(form, asked.request_id, asked.target.name, asked.prompt, result))

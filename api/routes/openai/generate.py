@@ -7,14 +7,14 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from starlette.concurrency import run_in_threadpool
+from weft.wire.sample_codec import SampleResult
 
 from api.checks.priority import PriorityDep
 from api.http.access import declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
 from api.routes.openai.answers import policy_of, prompt_logprobs_of, routed_of, usage_of
-from api.routes.openai.asking import ask
+from api.routes.openai.asking import Asked, ask
 from api.routes.openai.bodies import DetokenizeBody, GenerateBody, TokenizeBody
 from api.routes.openai.chat import SAMPLES, params_of
 from api.routes.openai.errors import OpenAIRoute, Refused
@@ -48,7 +48,10 @@ async def generate(request: Request, service: ServiceDep, who: PrincipalDep, pri
         return_routed_experts=body.return_routed_experts or None,
         max_staleness=body.max_staleness,
     )
-    result = await asked.result()
+    return await asked.answer(lambda result: _generated(asked, result))
+
+
+def _generated(asked: Asked, result: SampleResult) -> dict[str, Any]:
     choices = []
     for index, sequence in enumerate(result.sequences):
         tokens = sequence.tokens.tolist()
@@ -63,7 +66,7 @@ async def generate(request: Request, service: ServiceDep, who: PrincipalDep, pri
     answer |= {"usage": usage_of(asked.prompt, result), "prompt_token_ids": asked.prompt}
     if result.prompt_logprobs is not None:
         answer["prompt_logprobs"] = prompt_logprobs_of(asked.prompt, result)
-    return Response(orjson.dumps(answer), media_type="application/json")
+    return answer
 
 
 async def _target(service: Service, who: Principal, model: str | None) -> Target:
@@ -80,7 +83,7 @@ async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> 
 
     def read() -> list[int]:
         if body.prompt is not None:
-            return target.text.encode(body.prompt, special=(body.model_extra or {}).get("add_special_tokens", True))
+            return target.text.encode(body.prompt, special=body.add_special_tokens)
         ending = {"add_generation_prompt": body.add_generation_prompt}
         return target.text.render(body.messages or [], body.tools or None, {**body.chat_template_kwargs, **ending})
 
@@ -88,7 +91,7 @@ async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> 
         tokens = read()
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": target.card.context_length, "tokens": tokens}
         if body.return_token_strs:
-            answer["token_strs"] = [target.text.decode([token], special=True) for token in tokens]
+            answer["token_strs"] = [target.text.word(token) for token in tokens]
         return orjson.dumps(answer)
 
     return Response(await in_turn(who.org_id, work), media_type="application/json")
@@ -99,7 +102,7 @@ async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> 
 async def detokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
     body = await read_json(request, DetokenizeBody)
     target = await _target(service, who, body.model)
-    if any(token >= target.card.vocab_size for token in body.tokens):
+    if max(body.tokens, default=0) >= target.card.vocab_size:
         raise Refused(f"tokens: must be below {target.card.vocab_size}", "tokens")
-    text = await run_in_threadpool(lambda: target.text.decode(body.tokens, special=True))
+    text = await in_turn(who.org_id, lambda: target.text.decode(body.tokens, special=True))
     return Response(orjson.dumps({"prompt": text}), media_type="application/json")

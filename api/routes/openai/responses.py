@@ -10,7 +10,6 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from starlette.concurrency import run_in_threadpool
 from weft.wire.sample_codec import SampleResult
 
 from api.checks.priority import PriorityDep
@@ -56,9 +55,7 @@ async def responses(request: Request, service: ServiceDep, who: PrincipalDep, pr
     asked = await ask(service, who, request, priority, target, prompt, params, **more)
     if body.stream:
         return event_stream(_Stream(asked, form, body).events())
-    result = await asked.result()
-    answer = await run_in_threadpool(_whole, asked, form, body, result)
-    return Response(orjson.dumps(answer), media_type="application/json")
+    return await asked.answer(lambda result: _whole(asked, form, body, result))
 
 
 def messages_of(body: ResponsesBody) -> list[Json]:
