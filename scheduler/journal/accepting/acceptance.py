@@ -189,7 +189,9 @@ def _take(
             accounts.hold(payer, taking.row["hold_nusd"], taking.row["accepted_at"])
     except (OutOfMoney, QuotaReached) as refusal:
         return refusal
-    coming.update({(payer.org_id, claim.quota): claim.adds for claim in taking.claims if claim.quota != "runs"})
+    for claim in taking.claims:
+        if claim.quota != "runs":
+            coming[payer.org_id, claim.quota] += claim.adds
     for other in taking.others:
         make_transient(other)  # an attempt whose commit failed may have left it looking as if it were stored
         session.add(other)
