@@ -3,14 +3,18 @@ name: nothing is ignored in silence."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
+from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 from weft.wire.base import Count, Integer, Positive
 from weft.wire.inputs import Token
 
 from api.errors import quote
+from api.http.bodies import read_json
 from api.routes.openai.errors import Refused
+
+B = TypeVar("B", bound=BaseModel)
 
 #: Fields that change nothing with these values, and cannot be honoured with any other.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -59,8 +63,12 @@ Strings = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
-#: Entries of `stop` that are looked at; the server's own limit is told where they are checked.
-MOST_STOPS = 4096
+#: Elements of lists in one body, so of a prompt's tokens: what is built from a body here is many times its size.
+MOST_VALUES = 524_288
+#: What of `stop` is looked at; the server's own limit is told where it is checked.
+_STOPS = Field(fail_fast=True, max_length=4096)
+Stops = Annotated[str, Field(max_length=4096)] | Annotated[list[str], _STOPS]
+StopTokens = Annotated[list[Token], _STOPS]
 
 
 class Door(BaseModel):
@@ -71,7 +79,6 @@ class Door(BaseModel):
     unused: ClassVar[set[str]] = UNUSED
 
     def refuse_unknown(self) -> None:
-        _check_stops(self)
         for name, value in (self.model_extra or {}).items():
             if value is None or name in self.unused or any(value == given for given in self.neutral.get(name, ())):
                 continue
@@ -79,12 +86,6 @@ class Door(BaseModel):
             known = f"{quote(shown)} cannot be honoured here" if name in self.neutral else "is not supported here"
             instead = ADVICE.get(name, "leave it out")
             raise Refused(f"{name}: {known}; {instead}", name, "unsupported_parameter")
-
-
-def _check_stops(body: BaseModel) -> None:
-    for name in ("stop", "stop_token_ids"):
-        if (given := len(getattr(body, name, None) or ())) > MOST_STOPS:
-            raise Refused(f"{name}: {given:,} entries or characters, the limit is {MOST_STOPS:,}", name)
 
 
 class Sampling(Door):
@@ -98,8 +99,8 @@ class Sampling(Door):
     top_k: Integer | None = None
     n: Positive | None = None
     seed: Seed | None = None
-    stop: str | Strings | None = None
-    stop_token_ids: Tokens | None = None
+    stop: Stops | None = None
+    stop_token_ids: StopTokens | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     prompt_logprobs: Count | None = None
@@ -171,8 +172,8 @@ class ResponsesBody(Door):
     top_logprobs: Count | None = None
     include: Strings | None = None
     seed: Seed | None = None
-    stop: str | Strings | None = None
-    stop_token_ids: Tokens | None = None
+    stop: Stops | None = None
+    stop_token_ids: StopTokens | None = None
     stream: bool | None = None
     tools: Objects | None = None
     return_token_ids: bool | None = None
@@ -206,13 +207,12 @@ class GenerateParams(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Integer | None = None
     seed: Seed | None = None
-    stop: str | Strings | None = None
-    stop_token_ids: Tokens | None = None
+    stop: Stops | None = None
+    stop_token_ids: StopTokens | None = None
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
 
     def refuse_unknown(self) -> None:
-        _check_stops(self)
         for name, value in (self.model_extra or {}).items():
             if value is not None and name in NEUTRAL and not any(value == neutral for neutral in NEUTRAL[name]):
                 raise Refused(f"sampling_params.{name}: cannot be honoured here; leave it out", name)
@@ -243,3 +243,8 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     model: str | None = None
     tokens: Tokens
+
+
+async def body_of(request: Request, model: type[B]) -> B:
+    """The body as a `model`. Raises TooLarge, or Malformed with the fields that are wrong."""
+    return await read_json(request, model, most_values=MOST_VALUES)

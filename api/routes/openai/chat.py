@@ -14,11 +14,10 @@ from api.checks.priority import PriorityDep
 from api.errors import explain
 from api.http.access import declare
 from api.http.auth import PrincipalDep
-from api.http.bodies import read_json
 from api.http.events import event_stream
 from api.routes.openai.answers import Form, whole
 from api.routes.openai.asking import Asked, ask
-from api.routes.openai.bodies import ChatBody, ChatTokensBody, CompletionBody, ResponsesBody, Sampling
+from api.routes.openai.bodies import ChatBody, ChatTokensBody, CompletionBody, ResponsesBody, Sampling, body_of
 from api.routes.openai.chunks import chunks
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import Target, target_of
@@ -35,7 +34,7 @@ SAMPLES: dict[str, Any] = declare(scope="sample", limit="work", meters="sample",
 
 @router.post("/v1/chat/completions", **SAMPLES)
 async def chat_completions(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> Response:
-    body = await read_json(request, ChatBody)
+    body = await body_of(request, ChatBody)
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
     options = body.template_options
@@ -46,7 +45,7 @@ async def chat_completions(request: Request, service: ServiceDep, who: Principal
 @router.post("/v1/chat/completions/tokens", **SAMPLES)
 async def chat_tokens(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> Response:
     """A chat whose prompt is given in tokens, rendered by the client."""
-    body = await read_json(request, ChatTokensBody)
+    body = await body_of(request, ChatTokensBody)
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
     return await _chat(request, service, who, priority, body, target, body.tokens)
@@ -54,7 +53,7 @@ async def chat_tokens(request: Request, service: ServiceDep, who: PrincipalDep, 
 
 @router.post("/v1/completions", **SAMPLES)
 async def completions(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> Response:
-    body = await read_json(request, CompletionBody)
+    body = await body_of(request, CompletionBody)
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
     prompt = body.prompt

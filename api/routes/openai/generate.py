@@ -12,10 +12,9 @@ from weft.wire.sample_codec import SampleResult
 from api.checks.priority import PriorityDep
 from api.http.access import declare
 from api.http.auth import PrincipalDep
-from api.http.bodies import read_json
 from api.routes.openai.answers import policy_of, prompt_logprobs_of, routed_of, usage_of
 from api.routes.openai.asking import Asked, ask
-from api.routes.openai.bodies import DetokenizeBody, GenerateBody, TokenizeBody
+from api.routes.openai.bodies import DetokenizeBody, GenerateBody, TokenizeBody, body_of
 from api.routes.openai.chat import SAMPLES, params_of
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import Target, target_of
@@ -28,7 +27,7 @@ router = APIRouter(route_class=OpenAIRoute)
 
 @router.post("/inference/v1/generate", **SAMPLES)
 async def generate(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> Response:
-    body = await read_json(request, GenerateBody)
+    body = await body_of(request, GenerateBody)
     params = body.sampling_params
     params.refuse_unknown()
     target = await target_of(service, who, body.model)
@@ -76,7 +75,7 @@ async def _target(service: Service, who: Principal, model: str | None) -> Target
 @router.post("/tokenize", **declare(scope="sample", limit="call", body="medium"))
 @router.post("/v1/tokenize", **declare(scope="sample", limit="call", body="medium"))
 async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
-    body = await read_json(request, TokenizeBody)
+    body = await body_of(request, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
         raise Refused("prompt, messages: give one of them", "prompt")
     target = await _target(service, who, body.model)
@@ -100,7 +99,7 @@ async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> 
 @router.post("/detokenize", **declare(scope="sample", limit="call", body="medium"))
 @router.post("/v1/detokenize", **declare(scope="sample", limit="call", body="medium"))
 async def detokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
-    body = await read_json(request, DetokenizeBody)
+    body = await body_of(request, DetokenizeBody)
     target = await _target(service, who, body.model)
     if max(body.tokens, default=0) >= target.card.vocab_size:
         raise Refused(f"tokens: must be below {target.card.vocab_size}", "tokens")
